@@ -36,7 +36,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def continuation(prompt: list[int], params: SamplingParams, max_tokens: int) -> list[int]:
-    """What the fake model says to a request that is alone in the world."""
+    """The fake model's output for a request that runs alone."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
         tokens.append(next_token(tokens))
@@ -142,10 +142,10 @@ class FCFSMachine(RuleBasedStateMachine):
         self.runner = MirrorRunner()
 
     def never_fits(self, num_positions: int) -> bool:
-        """Is the memory too small for a request of so many positions, and nobody else?"""
+        """Whether the memory is too small for `num_positions` even if no other request runs."""
         return False
 
-    def has_room(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         """Would the memory take this request in, now?"""
         return True
 
@@ -191,7 +191,7 @@ class FCFSMachine(RuleBasedStateMachine):
             return
         self.scheduler.abort_request(request.request_id)
         assert request.status == RequestStatus.FINISHED_ABORTED
-        self.ended(request)
+        self.on_finished(request)
 
     @rule()
     def an_unknown_id_is_ignored(self):
@@ -199,7 +199,7 @@ class FCFSMachine(RuleBasedStateMachine):
         self.scheduler.finish_requests(["nobody", "?"], RequestStatus.FINISHED_ABORTED)
         assert snapshot(self.scheduler) == before
 
-    def ended(self, request: Request) -> None:
+    def on_finished(self, request: Request) -> None:
         if request.request_id in self.queue:
             self.queue.remove(request.request_id)
         if request.request_id in self.runner.token_ids:
@@ -238,7 +238,7 @@ class FCFSMachine(RuleBasedStateMachine):
         assert (
             len(self.scheduler.running) == self.scheduler.max_num_seqs
             or head.num_prompt_tokens > budget_left
-            or not self.has_room(head)
+            or not self.can_admit(head)
         ), "a request waits although there is room for it"
 
     @precondition(lambda self: self.plan is not None)
@@ -270,7 +270,7 @@ class FCFSMachine(RuleBasedStateMachine):
             assert result.finish_reason == request.finish_reason
             assert (result.finish_reason == "error") == (request.request_id in output.errors)
             if request.is_finished:
-                self.ended(request)
+                self.on_finished(request)
         assert all(repr(self.requests[req_id]) == state for req_id, state in frozen.items())
         self.scheduler.check_invariants()
 
@@ -281,8 +281,8 @@ class FCFSMachine(RuleBasedStateMachine):
                 request.prompt_token_ids, request.sampling_params, request.max_tokens
             )
             assert request.output_token_ids == alone[: request.num_output_tokens]
-            ended = request.finish_reason in ("stop", "length")
-            assert not ended or request.num_output_tokens == len(alone)
+            on_finished = request.finish_reason in ("stop", "length")
+            assert not on_finished or request.num_output_tokens == len(alone)
 
     @invariant()
     def counts_agree(self):
@@ -295,7 +295,7 @@ class FCFSMachine(RuleBasedStateMachine):
         assert scheduler.has_unfinished_requests() == bool(unfinished)
 
     def teardown(self):
-        """Everybody ends, within a bound, and nothing is left behind."""
+        """Every request finishes within a bound, and the runner keeps no request."""
         if not hasattr(self, "scheduler"):
             return
         if self.plan is not None:
@@ -329,7 +329,7 @@ def scheduler_with(*requests: Request, **limits) -> FCFSScheduler:
 
 
 def step(scheduler: FCFSScheduler) -> dict[str, int]:
-    """One step in which everybody samples token 7. Returns the plan's token counts."""
+    """Run one step in which every request samples token 7. Returns the plan's token counts."""
     plan = scheduler.schedule()
     sampled = {req_id: [7] for req_id in plan.num_scheduled_tokens}
     scheduler.update_from_output(plan, StepOutput(sampled))
@@ -428,7 +428,7 @@ def test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step():
 
 
 def test_a_long_queue_does_not_stop_admission():
-    """Trap 23: those who wait are not counted against `max_num_seqs`."""
+    """Trap 23: waiting requests do not count against `max_num_seqs`."""
     scheduler = scheduler_with(*(make(str(i), 2, 1) for i in range(50)), max_num_seqs=2)
     assert step(scheduler) == {"0": 2, "1": 2}
     assert step(scheduler) == {"2": 2, "3": 2}
@@ -458,7 +458,8 @@ def test_the_budget_left_over_by_running_requests_is_the_limit_for_prompts():
     ],
 )
 def test_a_request_that_can_never_run_is_refused_at_once(limits, num_prompt, max_tokens, match):
-    """Trap 16: it neither waits for ever nor stops the engine, and nobody else notices."""
+    """Trap 16: the request neither waits forever nor stops the engine, and no other request is
+    affected."""
     scheduler = scheduler_with(make("other", 3), **limits)
     step(scheduler)
     refused(scheduler, make("r", num_prompt, max_tokens), match)
@@ -492,8 +493,8 @@ def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
     assert again.output_token_ids == []
     plan = scheduler.schedule()
     assert plan.finished_req_ids == {"a"}  # a runner forgets first, and then takes the new one
-    told = [(new.prompt_token_ids, new.features) for new in plan.scheduled_new_reqs]
-    assert told == [(again.prompt_token_ids, {"colour": "red"})]
+    received = [(new.prompt_token_ids, new.features) for new in plan.scheduled_new_reqs]
+    assert received == [(again.prompt_token_ids, {"colour": "red"})]
     runner = MirrorRunner()
     runner.token_ids = {"a": [1]}
     runner.num_computed, runner.num_prompt = {"a": 1}, {"a": 1}
@@ -521,9 +522,9 @@ def test_the_invariants_notice_a_request_that_lags():
         scheduler.check_invariants()
 
 
-def test_positions_are_those_of_the_plan_and_not_of_counters_that_moved_on():
-    """A plan may be answered after the next one was made (overlap): where a step began stands in
-    its plan."""
+def test_positions_come_from_the_plan_and_not_from_counters_that_moved_on():
+    """A plan can be answered after the next one was made (overlap), so each plan stores its start
+    positions."""
     seen = []
 
     class Watching(FCFSScheduler):
@@ -539,7 +540,7 @@ def test_positions_are_those_of_the_plan_and_not_of_counters_that_moved_on():
     assert seen == [("a", 0, 3)]
 
 
-def test_what_is_no_request_is_refused_with_a_sentence():
+def test_an_argument_that_is_not_a_request_is_refused():
     with pytest.raises(ValueError, match=r"request must be a Request, got \[1, 2\]"):
         FCFSScheduler().add_request([1, 2])
 
@@ -575,8 +576,8 @@ class Fails(SchedulerPlugin):
             raise MemoryError
 
 
-@pytest.mark.parametrize("where", ["in a plugin", "on its way"])
-def test_what_a_lost_plan_said_is_said_again(where):
+@pytest.mark.parametrize("lost_in", ["in a plugin", "on its way"])
+def test_what_a_lost_plan_said_is_said_again(lost_in):
     """A request that has finished keeps its row in the runner if the plan that said so was lost."""
     scheduler, runner = FCFSScheduler(plugins=[plugin := Fails()]), RunnerState()
     scheduler.add_request(make("ended", 3))
@@ -585,7 +586,7 @@ def test_what_a_lost_plan_said_is_said_again(where):
     scheduler.update_from_output(plan, StepOutput({"ended": [7]}))
     scheduler.abort_request("ended")
     scheduler.add_request(make("new", 3))
-    plugin.is_on = where == "in a plugin"
+    plugin.is_on = lost_in == "in a plugin"
     with pytest.raises(MemoryError) if plugin.is_on else nullcontext():
         scheduler.schedule()
     plugin.is_on = False
@@ -598,7 +599,7 @@ def test_what_a_lost_plan_said_is_said_again(where):
     assert [(name, row.num_tokens) for name, row in runner.requests.items()] == [("new", 4)]
 
 
-def test_what_came_to_the_runner_is_not_said_again():
+def test_a_delivered_plan_is_not_sent_again():
     scheduler = FCFSScheduler()
     for name in "ab":
         scheduler.add_request(make(name, 3))
@@ -609,7 +610,7 @@ def test_what_came_to_the_runner_is_not_said_again():
     assert scheduler.schedule().finished_req_ids == {"b"}
 
 
-def test_who_waits_goes_on_waiting_when_all_begins_anew():
+def test_clear_keeps_waiting_requests():
     scheduler = FCFSScheduler(max_num_seqs=1)
     for name in "ab":
         scheduler.add_request(make(name, 3))

@@ -61,7 +61,7 @@ def batch_of(rows: dict[str, tuple[list[int], int]]) -> InputBatch:
 
 @torch.inference_mode()
 def recompute(model, tokens: list[int]) -> torch.Tensor:
-    """The logits behind the last token, from nothing."""
+    """Recompute the logits after the last token from scratch."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
@@ -80,9 +80,9 @@ def test_logits_equal_those_of_full_recomputation(model, batched, seed):
     tokens: dict[str, list[int]] = {}
     for step in range(10):
         if tokens and rng.random() < 0.4:
-            gone = rng.choice(sorted(tokens))
-            del tokens[gone]
-            runner.free_request_cache(gone)
+            freed = rng.choice(sorted(tokens))
+            del tokens[freed]
+            runner.free_request_cache(freed)
         for i in range(rng.randint(0 if tokens else 1, 2)):
             tokens[f"{step}.{i}"] = []
         rows = {}
@@ -153,7 +153,7 @@ def test_one_call_of_the_model_per_step_or_one_per_request(qwen3):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_yields_no_nan_and_touches_nobody(qwen3, attention):
     """Trap 35: the rows next to a long prompt are mostly padding. All their logits stay finite, and
-    a row is the same whoever is beside it. (Eager attention computes its softmax in float32.)"""
+    a row does not depend on the other rows. (Eager attention computes its softmax in float32.)"""
     tolerance = 1e-9 if attention == "sdpa" else 1e-5
     plain = qwen3.config._attn_implementation
     qwen3.set_attn_implementation(attention)
@@ -173,7 +173,7 @@ def test_padding_yields_no_nan_and_touches_nobody(qwen3, attention):
         qwen3.set_attn_implementation(plain)
 
 
-def test_stacked_padding_is_zero_and_not_what_was_in_memory(qwen3):
+def test_stacked_padding_is_zero_and_not_uninitialized_memory(qwen3):
     """Trap 35: in this mode PyTorch fills memory that it does not initialise with NaN, and a NaN
     that is masked out is still a NaN."""
     torch.use_deterministic_algorithms(True)
@@ -203,8 +203,8 @@ def test_the_mask_of_a_mixed_batch():
 def test_the_bytes_copied_by_hand(qwen3):
     """A token's KV: 2 layers x 2 (K and V) x 2 heads x 8 values x 8 bytes = 512 bytes.
 
-    Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes one each: stacked
-    are 2 rows x (5 + 1) columns, and appending writes 6 and 2 positions anew."""
+    Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes one each: 2 rows x
+    (5 + 1) columns are stacked, and appending writes 6 and 2 positions again."""
     runner = HFModelRunner(qwen3, batched=True)
     runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
     assert runner.num_bytes_copied == runner.num_bytes_new == 512 * 6
@@ -271,7 +271,7 @@ def test_a_plan_is_taken_over_in_the_right_order(qwen3, batched):
 
 @BOTH_WAYS
 def test_a_request_that_starts_again_is_refused_and_not_answered_from_its_old_kv(qwen3, batched):
-    """Traps 19 and 24: this runner is not made for preemption, and must not guess."""
+    """Traps 19 and 24: this runner does not support preemption, so it must refuse."""
     runner = HFModelRunner(qwen3, batched)
     new = NewRequestData("b", [3, 4, 5], SamplingParams())
     runner.execute(SchedulerOutput([new], num_scheduled_tokens={"b": 3}))
@@ -342,7 +342,7 @@ def test_the_greedy_sampler_gives_each_row_to_its_request():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
-def test_the_greedy_sampler_gives_a_row_without_a_finite_maximum_to_nobody(bad):
+def test_the_greedy_sampler_samples_no_token_from_a_row_without_a_finite_maximum(bad):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     if bad is None:
         logits[0] = float("-inf")
@@ -357,11 +357,11 @@ class Elevens:
     """Says eleven, and writes down whom it was asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.sampled_ids: list[list[str]] = []
 
     def sample(self, logits, req_ids):
         assert logits.shape == (len(req_ids), VOCAB_SIZE)
-        self.asked.append(list(req_ids))
+        self.sampled_ids.append(list(req_ids))
         return StepOutput({req_id: [11] for req_id in req_ids}, {"a": ["a logprob"]})
 
 
@@ -376,5 +376,5 @@ def test_the_sampler_is_asked_for_every_row_and_its_answer_is_that_of_the_step(q
     assert set(output.times) == {"prepare_ms", "forward_ms", "sample_ms"}
     nothing = runner.execute(SchedulerOutput(finished_req_ids={"a", "b"})).wait()
     assert (nothing.token_ids, set(nothing.times)) == ({}, {"prepare_ms"})
-    assert sampler.asked == [["a", "b"]], "an empty step samples nothing"
+    assert sampler.sampled_ids == [["a", "b"]], "an empty step samples nothing"
     assert not runner.cached_req_ids and not runner.state.requests

@@ -1,4 +1,4 @@
-"""What a runner remembers of plans; from plan to rows to tensors; what stands in the padding."""
+"""The runner's state built from plans, the rows and tensors built from a plan, and the padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def new(req_id: str, prompt: list[int], num_computed_tokens: int = 0) -> NewRequ
 
 
 def state_of(outputs: dict[str, list[int]]) -> RunnerState:
-    """It knows these requests by their outputs so far. Each has the prompt [1, 2, 3]."""
+    """The state after these outputs by request. Each request has the prompt [1, 2, 3]."""
     state = RunnerState()
     for req_id, token_ids in outputs.items():
         state.admit(new(req_id, [1, 2, 3]))
@@ -54,8 +54,8 @@ def mixed() -> InputBatch:
 
 
 def test_the_worked_example(mixed):
-    """Trap 29: c knows 4 tokens, [9,10] and [11,12]. It feeds back the last one, which stands at
-    position 3; d knows 5 and feeds back position 4."""
+    """Trap 29: c knows 4 tokens, [9,10] and [11,12]. It feeds back the last one, at position 3; d
+    knows 5 and feeds back position 4."""
     assert mixed.req_ids == ["a", "b", "c", "d"]
     assert mixed.token_ids == [[1, 2, 3, 4, 5], [6, 7, 8], [12], [17]]
     assert mixed.start_positions == [0, 0, 3, 4]
@@ -122,7 +122,7 @@ def test_an_empty_plan_is_an_empty_batch():
     assert all(t.shape == (0, 0) for t in batch.to_tensors("cpu"))
 
 
-def test_a_new_request_starts_behind_what_is_computed_already():
+def test_a_new_request_starts_after_its_computed_tokens():
     """As one that hits a prefix cache does (chapter 3)."""
     plan = SchedulerOutput([new("a", [1, 2, 3, 4], 3)], num_scheduled_tokens={"a": 1})
     batch = prepare(plan)
@@ -171,7 +171,7 @@ def test_a_plan_that_does_not_end_at_the_last_known_token_is_an_error(plan):
         prepare(plan, state_of({"a": []}))
 
 
-def test_a_plan_is_not_changed_by_who_prepares_it():
+def test_preparing_a_plan_does_not_change_it():
     """Two runners of one plan, as two ranks are: what one appends later is not in the other's."""
     plan = SchedulerOutput([new("a", [1, 2, 3])], num_scheduled_tokens={"a": 3})
     one, other = RunnerState(), RunnerState()
@@ -199,7 +199,7 @@ def test_the_tokens_between_any_two_positions():
     [
         ([8, 9], 3, [10], [8, 9, 10]),
         ([8, 9], 2, [], [8, 9]),
-        ([8, 9, 10], 2, [], [8, 9]),  # what is behind the last known token is forgotten
+        ([8, 9, 10], 2, [], [8, 9]),  # tokens after the last known one are dropped
         ([8, 9], 3, [9, 10], [8, 9, 10]),  # sent again from an earlier token on
         ([8, 9, 10], 3, [11, 12], [8, 11, 12]),
         ([8, 9], 2, [3, 8, 9], [8, 9]),  # from within the prompt on
@@ -225,7 +225,7 @@ def test_an_id_may_end_and_begin_again_in_one_plan():
     assert state.requests["a"].tokens(0, 9) == [5, 6]
 
 
-def test_who_keeps_more_of_a_request_hears_of_its_three_events():
+def test_a_state_listener_gets_the_three_events_of_a_request():
     events = []
 
     class Listening(RunnerState):

@@ -240,7 +240,7 @@ def test_top_k_of_minus_one_keeps_all_tokens_as_in_vllm():
 
 @pytest.mark.parametrize("params", [None, {"max_tokens": 3}, 16])
 def test_a_request_without_sampling_params_is_refused_with_a_sentence(params):
-    """As somebody does who types the posts' `Request("a", [1, 2, 3], 16)`."""
+    """For example, someone may type the posts' `Request("a", [1, 2, 3], 16)`."""
     with pytest.raises(
         ValueError, match=rf"^sampling_params must .*, got {re.escape(repr(params))}"
     ):
@@ -248,7 +248,7 @@ def test_a_request_without_sampling_params_is_refused_with_a_sentence(params):
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, 1, np.int64(1)])
-def test_what_is_no_integer_of_the_allowed_ones_is_named(value):
+def test_a_value_that_is_not_an_allowed_integer_is_named(value):
     with pytest.raises(ValueError, match=rf"^b must be an integer.*{re.escape(repr(value))}"):
         check_integers(2, a=2, b=value)
     if value == 1 and type(value) not in (bool, float):
@@ -256,7 +256,7 @@ def test_what_is_no_integer_of_the_allowed_ones_is_named(value):
         check_integers(b=value)
 
 
-def test_the_posts_names_for_what_has_another_name_here():
+def test_the_posts_names_are_mapped_to_names_of_this_repository():
     request = make(prompt=range(20))
     request.num_computed_tokens = 3
     assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (20, 17, 2)

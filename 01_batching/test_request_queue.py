@@ -28,7 +28,8 @@ def ids(queue: RequestQueue) -> list[str]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """What every queue refuses. A subclass has `queue`, and `waiting`, who should be in it."""
+    """Operations that every queue refuses. A subclass has `queue`, and `waiting`, the requests that
+    should be in it."""
 
     queue: RequestQueue
     waiting: list[Request]
@@ -187,15 +188,15 @@ def cost_of_operations(monkeypatch, length: int) -> dict[str, int]:
 
 
 def test_no_operation_costs_more_in_a_longer_queue(monkeypatch):
-    """Counted, not timed: the operations on the dictionary below. An OrderedDict does each in O(1):
-    its entries are linked, so taking one out of the middle moves nobody."""
+    """Counted, not timed: the operations on the dictionary below. An OrderedDict does each in O(1)
+    because its entries are linked, so removing one from the middle moves no other."""
     short = cost_of_operations(monkeypatch, 4)
     assert short == cost_of_operations(monkeypatch, 1024)
     assert max(short.values()) <= 3, short
 
 
 def test_the_counter_counts_a_search_and_a_rebuild():
-    """What the test above would see in a queue that searches, or that makes a new dictionary."""
+    """The counts of the test above in a queue that searches or rebuilds its dictionary."""
     counter = CountingDict((str(i), i) for i in range(100))
     CountingDict.num_operations = 0
     assert list(counter.values())[-1] == 99

@@ -91,11 +91,29 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, -1: padding
     max_query_len: int
     max_seq_len: int
-    window: int | None = None  # last keys that a query sees, its own included; None: all
+    window: int | None = None  # last keys that a query sees, its own included (>= 1); None: all
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
         """Return query_start_loc and seq_lens. Waits for the device."""
         return self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
+
+
+@dataclass(slots=True, eq=False)
+class HostMetadata(AttentionMetadata):
+    """Metadata plus the host's copies, so that no code has to read the device."""
+
+    query_starts: Sequence[int] = ()  # query_start_loc
+    host_seq_lens: Sequence[int] = ()  # seq_lens
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
+        num_seqs = len(self.seq_lens)
+        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
+            raise ValueError(
+                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
+                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
+            )
+        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
 
 
 def write_kv(
@@ -215,9 +233,9 @@ class PagedPlan:
         """`[tile, num_keys]`, where the last row sees everything, or the window. The lower right
         corner `[t, k]` is the mask of t query tokens that are the last of k keys, for any smaller t
         and k."""
-        masked = [q for q in self.long_queries if self.window or q.query_len < q.seq_len]
-        tile = min(max(long.query_len for long in masked), QUERY_TILE)
-        num_keys = max(long.seq_len for long in masked)
+        long = [q for q in self.long_queries if self.window is not None or q.query_len < q.seq_len]
+        tile = min(max(q.query_len for q in long), QUERY_TILE)
+        num_keys = max(q.seq_len for q in long)
         mask = self.key_buffer.new_full((tile, num_keys), -math.inf)
         left = None if self.window is None else mask.tril(num_keys - tile - self.window)
         mask.triu_(num_keys - tile + 1)

@@ -21,7 +21,7 @@ PARAMS = SamplingParams()
 
 
 def queries(*columns: list[int]) -> Queries:
-    """Rows, starts, lengths, and numbers of logit rows: 1 for everybody if it is not said."""
+    """Rows, starts, lengths, and numbers of logit rows (1 each by default)."""
     rows, starts, lens, num_logit_rows = map(np.array, (*columns, [1] * len(columns[0]))[:4])
     return Queries(rows, starts, lens, num_logit_rows)
 
@@ -114,8 +114,8 @@ def test_logits_are_wanted_of_the_last_tokens_of_each_query():
     state = PagedRunnerState(3, 4)
     for name, block_ids in {"a": [5, 6], "b": [7], "c": [8, 9]}.items():
         state.admit(NewRequestData(name, [1] * 7, PARAMS, 0, (block_ids,)))
-    asked = queries([0, 1, 2], [2, 0, 4], [4, 3, 3], [1, 0, 2])
-    layout = compose_in_order(state, asked, 4)
+    rows = queries([0, 1, 2], [2, 0, 4], [4, 3, 3], [1, 0, 2])
+    layout = compose_in_order(state, rows, 4)
     batch = layout.on(CPU)
     assert layout.order.tolist() == [0, 1, 2]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4, 5, 6]
@@ -127,7 +127,7 @@ def test_logits_are_wanted_of_the_last_tokens_of_each_query():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_goes_to_a_device_arrives_as_it_was_and_in_one_copy(device, monkeypatch):
+def test_a_layout_arrives_on_a_device_unchanged_and_in_one_copy(device, monkeypatch):
     copies, is_there = [], device == "cpu" or torch.cuda.is_available()
 
     def copy(array: np.ndarray, device: torch.device) -> torch.Tensor:

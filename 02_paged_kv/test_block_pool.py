@@ -187,7 +187,7 @@ class NaivePool:
 
 
 def apply(pool: BlockPool, model: NaivePool, name: str, argument) -> None:
-    """Do one operation to both. What the model cannot do must be refused."""
+    """Do one operation to both. An operation that the model cannot do must be refused."""
     if name == "allocate":
         blocks = pool.allocate(argument)
         assert (None if blocks is None else ids(blocks)) == model.allocate(argument)

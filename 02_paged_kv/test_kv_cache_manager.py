@@ -63,9 +63,9 @@ def test_a_position_outside_of_its_table_is_refused_with_a_sentence():
 
 
 def test_decode_slots_of_the_reading_material():
-    """Lengths 7, 3, 5 with tables [0,1], [2], [3,4] of 16: the fed tokens stand at positions 6, 2
-    and 4, so their slots are 6, 34 and 52 (the reading material prints 7). Its blocks begin at 0
-    and ours at 1, hence the shift by one block."""
+    """Lengths 7, 3, 5 with tables [0,1], [2], [3,4] of 16: the fed tokens are at positions 6, 2 and
+    4, so their slots are 6, 34 and 52 (the reading material prints 7). Its blocks begin at 0 and
+    ours at 1, hence the shift by one block."""
     manager = make(5, block_size=16)
     requests = [make_request("abc"[i]) for i in range(3)]
     for request, reserved in zip(requests, (32, 16, 32), strict=True):
@@ -84,7 +84,7 @@ def test_a_new_block_is_taken_when_a_position_crosses_into_it():
     is fed, at position 8, is there something to write and a block to take."""
     manager = make(8, block_size=4)
     request = make_request("a")
-    num_blocks, grown = [], []
+    num_blocks, num_grown = [], []
     assert manager.allocate_slots(request, 6)
     request.num_computed_tokens = 6
     for _ in range(7):
@@ -92,10 +92,10 @@ def test_a_new_block_is_taken_when_a_position_crosses_into_it():
         assert manager.allocate_slots(request, 1)
         request.num_computed_tokens += 1
         num_blocks.append(len(manager.get_block_ids("a")))
-        grown.append(len(manager.req_ids_with_new_blocks))
+        num_grown.append(len(manager.req_ids_with_new_blocks))
     #   position      6  7  8  9 10 11 12
     assert num_blocks == [2, 2, 3, 3, 3, 3, 4]
-    assert grown == [0, 0, 1, 0, 0, 0, 1]
+    assert num_grown == [0, 0, 1, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16, 33, 256])
@@ -231,13 +231,13 @@ class World:
         """Checked against a count of blocks made position by position, from the tables alone."""
         request = self.requests.get(request_id) or make_request(request_id)
         tables = self.tables()
-        own = tables.get(request_id, [])
+        old_table = tables.get(request_id, [])
         start = request.num_computed_tokens
-        wanted = range(start, start + num_new + num_reserved)
+        positions = range(start, start + num_new + num_reserved)
         to_take = {
             index
-            for index in {position // self.manager.block_size for position in wanted}
-            if index >= len(own)
+            for index in {position // self.manager.block_size for position in positions}
+            if index >= len(old_table)
         }
         in_use = {block_id for table in tables.values() for block_id in table}
         num_free = self.manager.pool.num_usable_blocks - len(in_use)
@@ -251,11 +251,11 @@ class World:
         self.contents.setdefault(request_id, [])
         request.num_computed_tokens += num_new  # planned counts as computed, as in chapter 1
         tables = self.tables()
-        for position in wanted:
+        for position in positions:
             block_id = tables[request_id][position // self.manager.block_size]
             assert sum(block_id in table for table in tables.values()) == 1, "writable by two"
-        kept = [i for i in range(len(own)) if i not in to_take]
-        assert [tables[request_id][i] for i in kept] == [own[i] for i in kept]
+        kept = [i for i in range(len(old_table)) if i not in to_take]
+        assert [tables[request_id][i] for i in kept] == [old_table[i] for i in kept]
         return True
 
     def free(self, request_id: str) -> None:
@@ -401,7 +401,7 @@ def test_check_invariants_notices_damage(damage):
 
 
 def damage_table(manager: KVCacheManager, damage: str) -> None:
-    """Of request b; a has a second block."""
+    """Damage the table of request b; a has a second block."""
     table = manager._tables["b"]
     if damage == "ref_cnt":
         table.blocks[0].ref_cnt += 1

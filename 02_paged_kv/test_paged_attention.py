@@ -83,10 +83,10 @@ class Case:
         return backend.plan(self.metadata, self.query.shape[1], self.key_cache)
 
     def attend(self, plan: AttentionPlan | None = None) -> torch.Tensor:
-        where = self.query, self.key_cache, self.value_cache
+        tensors = self.query, self.key_cache, self.value_cache
         if plan is None:
-            return paged_attention(*where, self.metadata, self.scale)
-        return plan.attend(*where, self.scale)
+            return paged_attention(*tensors, self.metadata, self.scale)
+        return plan.attend(*tensors, self.scale)
 
     def check_backend(self, backend: AttentionBackend) -> AttentionPlan:
         """Return the plan, if the output of two layers is right: other contents, same places."""
@@ -143,12 +143,12 @@ def make_case(
         table[:num] = [free_ids.pop() for _ in range(num)]
         keys.append(normal(seq_len, num_kv_heads, head_dim))
         values.append(normal(seq_len, num_kv_heads, head_dim))
-        own = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
-        for position, slot in enumerate(own):  # by hand: `write_kv` has tests of its own
+        seq_slots = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
+        for position, slot in enumerate(seq_slots):  # by hand: `write_kv` has tests of its own
             block, offset = divmod(slot, block_size)
             key_cache[block, offset] = keys[-1][position]
             value_cache[block, offset] = values[-1][position]
-        slots += own[seq_len - query_len :]
+        slots += seq_slots[seq_len - query_len :]
     query_lens = [query_len for query_len, _ in lengths]
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, *query_lens], device=device).cumsum(0),
@@ -181,7 +181,7 @@ def backend_of() -> BackendOf:
 
 @pytest.fixture(params=[(), (1,), (2, 4), (1, 8, 16)], ids=str)
 def short_query(request, monkeypatch):
-    """What is attended in groups and what one by one: neither may be seen in the output."""
+    """Which queries are attended in groups or one by one. The output must not depend on it."""
     monkeypatch.setattr(attention_plan, "SHORT_QUERIES", request.param)
 
 
@@ -347,9 +347,9 @@ def test_the_batch_of_the_reading_material():
     input_ids, positions, slots, starts, key_starts = [], [], [], [0], [0]
     for ids, cached, table in zip(tokens, num_cached, tables, strict=True):
         input_ids += ids[cached:]
-        own = range(cached, len(ids))
-        positions += own
-        slots += [table[p // 16] * 16 + p % 16 for p in own]
+        new = range(cached, len(ids))
+        positions += new
+        slots += [table[p // 16] * 16 + p % 16 for p in new]
         starts.append(len(input_ids))
         key_starts.append(key_starts[-1] + len(ids))
     assert input_ids == [4, 5, 6, 7, 8]
@@ -426,9 +426,9 @@ def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):
             requests[f"r{step}"] = Request.from_tokens(f"r{step}", [0])
             contiguous[f"r{step}"] = torch.empty(2, 0, 2, 8).double()
         elif rng.random() < 0.3:
-            gone = rng.choice(list(requests))
-            manager.free(requests.pop(gone))
-            del contiguous[gone]
+            freed = rng.choice(list(requests))
+            manager.free(requests.pop(freed))
+            del contiguous[freed]
         order = rng.sample(list(requests), len(requests))
         query_lens = [rng.choice([1, 1, 2, 5]) for _ in order]
         slots, expected = [], []
@@ -441,9 +441,9 @@ def test_paged_equals_contiguous_while_requests_come_and_go(block_size, seed):
             start = request.num_computed_tokens
             request.num_computed_tokens += query_lens[i]
             slots += manager.slot_mapping(request_id, start, request.num_computed_tokens)
-            own = slice(rows[i], rows[i + 1])
-            contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own]], dim=1)
-            expected.append(naive_attention(query[own], *contiguous[request_id], 0.4))
+            own_rows = slice(rows[i], rows[i + 1])
+            contiguous[request_id] = torch.cat([contiguous[request_id], new[:, own_rows]], dim=1)
+            expected.append(naive_attention(query[own_rows], *contiguous[request_id], 0.4))
         manager.check_invariants(requests.values())
         write_kv(*new, key_cache, value_cache, torch.tensor(slots))
         lens = [requests[r].num_computed_tokens for r in order]

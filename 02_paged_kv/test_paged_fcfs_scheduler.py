@@ -69,11 +69,11 @@ class PagedFCFSMachine(FCFSMachine):
     def num_reserved_blocks(self, request: Request) -> int:
         return -(-(request.max_num_tokens - 1) // self.memory.block_size)
 
-    def has_room(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         return self.num_reserved_blocks(request) <= self.memory.pool.num_free_blocks
 
     @invariant()
-    def everybody_has_what_it_may_ever_need_and_no_more(self):
+    def every_request_holds_its_reservation(self):
         running = self.scheduler.running
         for req_id, request in running.items():
             assert len(self.memory.get_block_ids(req_id)) == self.num_reserved_blocks(request)
@@ -105,7 +105,8 @@ def scheduler_with(
 
 
 def test_a_request_that_the_whole_memory_could_not_hold_is_refused_at_once():
-    """Trap 16: it neither waits for ever nor stops the engine, and nobody else notices."""
+    """Trap 16: the request neither waits forever nor stops the engine, and no other request is
+    affected."""
     scheduler = scheduler_with(memory_of(8), make("other", 3))
     step(scheduler)
     refused(scheduler, make("r", 5, 5), "9 positions do not fit")
@@ -125,7 +126,7 @@ def test_the_largest_request_that_fits_is_served_to_its_last_token():
     assert memory.num_blocks_in_use == 0
 
 
-def test_nobody_is_admitted_before_there_is_memory_for_all_that_it_may_generate():
+def test_a_request_is_admitted_only_with_memory_for_its_longest_output():
     """Prompt 10, max_tokens 30, block_size 16: 39 positions, 3 blocks."""
     memory = memory_of(5, block_size=16)
     scheduler = scheduler_with(memory, make("a", 10, 30), make("b", 10, 30), make("c", 1, 1))
@@ -218,7 +219,8 @@ def test_a_table_that_is_sent_whole_replaces_the_one_that_was_known():
 @pytest.mark.parametrize("sent", [[], [10], [11, 12], [3, 8, 9], [1, 2, 3, 8, 9, 10], [1, 2, 3]])
 @pytest.mark.parametrize("num_outputs", range(5))
 def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_outputs):
-    """From an earlier output on, from within the prompt on, or whole. What is behind is gone."""
+    """The sent tokens start at an earlier output, within the prompt, or at 0. Later known tokens
+    are dropped."""
     if not -3 <= num_outputs - len(sent) <= len(known):
         return
     states = RunnerState(), PagedRunnerState(max_num_seqs=1, max_blocks_per_request=1)
@@ -239,8 +241,8 @@ def test_rows_of_finished_requests_are_given_again():
     params = make("a", 1).sampling_params
     for i in range(20):
         new = [NewRequestData(f"{i}{j}", [1], params, 0, ([i + 1],)) for j in "ab"]
-        gone = {f"{i - 1}{j}" for j in "ab"} if i else set()
-        state.apply(SchedulerOutput(new, finished_req_ids=gone))
+        finished_req_ids = {f"{i - 1}{j}" for j in "ab"} if i else set()
+        state.apply(SchedulerOutput(new, finished_req_ids=finished_req_ids))
         assert sorted(state.row_of.values()) == [0, 1]
         assert state.block_ids(f"{i}b") == [i + 1]
     assert len(state.groups[0].block_tables) == 2

@@ -40,7 +40,7 @@ def test_at_least_the_last_token_is_computed(make_world, block_size):
     assert world.stats[2] == block_size, "one of two blocks"
 
 
-def test_what_is_planned_is_not_cached_before_it_is_written(make_world):
+def test_a_planned_block_is_not_cached_before_it_is_written(make_world):
     """Trap 15: aborted or preempted between plan and forward pass, a request publishes nothing."""
     world = make_world(20, 2)
     for leave in (world.free, world.preempt):
@@ -68,9 +68,9 @@ def test_a_duplicate_is_given_back_and_the_runner_is_told(make_world):
     world.step()
     assert world.advance("a") and world.advance("b")
     world.step()
-    own = world.runner.tables["b"][0]
+    duplicate = world.runner.tables["b"][0]
     kept = world.tables()["a"][0]
-    assert world.tables()["b"][0] == kept != own and world.pool.blocks[own].ref_cnt == 0
+    assert world.tables()["b"][0] == kept != duplicate and world.pool.blocks[duplicate].ref_cnt == 0
     assert world.manager.pop_table_updates() == [BlockTableUpdate("b", 0, kept)]
     assert world.manager.pop_table_updates() == [], "taken once"
     world.manager._moves.append(BlockTableUpdate("b", 0, kept))  # put back
@@ -125,7 +125,7 @@ def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world
 
 
 @pytest.mark.parametrize("leave", ["free", "preempt"])
-def test_nobody_waits_for_a_request_that_has_left(make_world, leave):
+def test_no_request_waits_for_one_that_has_left(make_world, leave):
     world = make_world(20, 2)
     world.submit("a", [1, 1, 2, 2, 3])
     world.submit("b", [1, 1, 2, 2, 4])
@@ -140,7 +140,7 @@ def test_the_block_that_a_decoding_request_fills_is_waited_for_too(make_world):
     world = make_world(20, 4)
     world.serve("a", [1] * 6)
     world.submit("b", [1] * 6 + [0, 0, 2])
-    world.advance("a")  # position 6: the block is not full yet, and nobody waits
+    world.advance("a")  # position 6: the block is not full yet, and no request waits for it
     assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 4
     world.step()
     world.advance("a")
@@ -200,7 +200,7 @@ def test_statistics_count_a_request_once_when_it_is_admitted(make_world):
     world.step()
 
 
-def test_what_is_only_cached_is_as_good_as_free(make_world):
+def test_unused_cached_blocks_count_as_free(make_world):
     world = make_world(8, 2)
     world.serve("a", [1] * 8)
     assert world.manager.num_blocks_in_use == 4 and world.manager.usage == 0.5
@@ -211,7 +211,7 @@ def test_what_is_only_cached_is_as_good_as_free(make_world):
     assert world.manager.usage == 1
 
 
-def test_the_cache_is_forgotten_only_while_nobody_uses_it(make_world):
+def test_the_cache_can_be_reset_only_while_unused(make_world):
     world = make_world(8, 2)
     world.serve("a", [1] * 5)
     assert not world.manager.reset_prefix_cache()
@@ -291,7 +291,7 @@ def test_a_decode_step_costs_the_cache_nothing_until_a_block_is_full(
 # -- room
 
 
-def test_what_would_be_free_if_somebody_were_gone_is_known_before_anybody_goes(make_world):
+def test_can_allocate_counts_the_blocks_of_a_victim_before_it_is_freed(make_world):
     """Trap 60. 8 blocks: v runs with 3, of which one is also used by w, who has 4 of its own."""
     world = make_world(8, 2)
     world.serve("v", [8] * 5)
@@ -312,8 +312,9 @@ def test_what_would_be_free_if_somebody_were_gone_is_known_before_anybody_goes(m
     world.step()
 
 
-def test_blocks_that_are_found_are_not_free_for_what_comes_behind_them(make_world):
-    """They can be evicted as long as nobody uses them, and not when the newcomer does."""
+def test_matched_blocks_are_not_free_for_the_tokens_after_them(make_world):
+    """Matched blocks can be evicted as long as no request uses them, but not once the new request
+    does."""
     world = make_world(4, 2)
     world.warm("x", [1] * 5)
     new_request = world.submit("a", [1] * 8)
@@ -324,7 +325,7 @@ def test_blocks_that_are_found_are_not_free_for_what_comes_behind_them(make_worl
     assert not world.manager.can_allocate(new_request, 4, found, 1)
 
 
-def test_blocks_that_the_victim_and_the_newcomer_share_are_counted_once(make_world):
+def test_blocks_that_the_victim_and_the_new_request_share_are_counted_once(make_world):
     world = make_world(5, 2)
     world.serve("v", [1] * 9)
     new_request = world.submit("a", [1] * 4 + [2] * 6)

@@ -79,7 +79,7 @@ def test_samples_of_one_prompt_compute_its_full_blocks_once(make_cache, num_samp
     assert scheduler.kv_memory.num_blocks_in_use == 0
 
 
-def test_without_a_cache_each_sample_computes_its_own():
+def test_without_a_cache_each_sample_computes_the_whole_prompt():
     manager = UncachedKVCacheManager(BlockPool(41), 4)
     scheduler = CachingFCFSScheduler(manager)
     for index in range(3):
@@ -88,9 +88,9 @@ def test_without_a_cache_each_sample_computes_its_own():
     assert plan.num_scheduled_tokens == {"0": 14, "1": 14, "2": 14} and plan.block_moves == []
 
 
-def test_the_queue_is_overtaken_only_beside_somebody_who_is_not_ready(make_cache):
-    """`b` waits for what `a` computes and `c` passes; `d` does not fit the budget, and `e`, which
-    would, stays behind it."""
+def test_requests_overtake_only_one_that_is_not_ready(make_cache):
+    """`b` waits for blocks that `a` computes, so `c` overtakes it; `d` does not fit the budget, and
+    `e`, which would, stays after it in the queue."""
     scheduler = make_scheduler(make_cache, max_num_batched_tokens=20)
     for request_id, tokens in (
         ("a", [1] * 9),
@@ -117,7 +117,7 @@ def test_a_refused_request_keeps_nothing_and_may_wait(make_cache):
     assert scheduler.requests["c"].num_cached_tokens == 0
 
 
-def test_what_a_failed_step_wrote_is_not_published(make_cache):
+def test_blocks_of_a_failed_step_are_not_published(make_cache):
     """Trap 61. The request ends, and the next one with its prompt computes it again."""
     scheduler = make_scheduler(make_cache)
     scheduler.add_request(greedy("a", [1] * 9))
@@ -140,7 +140,7 @@ def test_a_plan_that_was_aborted_publishes_nothing(make_cache):
     assert scheduler.kv_memory.cache.num_cached_blocks == 0
 
 
-def test_the_runner_is_told_of_entries_that_changed(make_cache):
+def test_the_runner_gets_changed_table_entries(make_cache):
     """Trap 2: `a` and `b` decode into one block; the second to publish takes the first's."""
     scheduler = make_scheduler(make_cache)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

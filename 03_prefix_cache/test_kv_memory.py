@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4)
         (("lora", 1), (("lora", 1),)),
     ],
 )
-def test_a_request_keeps_what_its_kv_depends_on(extra_keys, expected):
+def test_a_request_keeps_the_keys_that_its_kv_depends_on(extra_keys, expected):
     request = KeyedRequest("a", [1, 2], PARAMS, priority=3, extra_keys=extra_keys)
     assert request.extra_keys == extra_keys_of(request) == expected
     assert request.prompt_token_ids == [1, 2] and request.priority == 3
@@ -36,7 +36,7 @@ def test_a_plain_request_depends_on_its_tokens_alone():
 
 @pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])
 def test_a_bad_key_is_refused_when_the_request_is_made(extra_keys):
-    """Not in a step, where it would end everybody else's."""
+    """A step would end the other requests too."""
     with pytest.raises(ValueError, match=r"extra_keys must .*, got [\[(]"):
         KeyedRequest("a", [1], PARAMS, extra_keys=extra_keys)
 
@@ -80,8 +80,8 @@ def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
 # the runner's tables
 
 
-def test_a_moved_entry_replaces_one_and_leaves_the_rest():
-    """In the plan that also makes the table longer, and for nobody else."""
+def test_a_table_update_replaces_only_one_entry():
+    """The update is in the plan that also grows the table, and affects no other request."""
     state, tables = SharingRunnerState(4, 8), {"a": [2, 3], "b": [4, 5]}
     new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=(ids,)) for name, ids in tables.items()]
     state.apply(SchedulerOutput(scheduled_new_reqs=new))

@@ -175,7 +175,7 @@ class Tenant:
     num_published: int = 0
 
     def num_full(self, block_size: int) -> int:
-        """Of its blocks, those that are full."""
+        """The number of its blocks that are full."""
         return min(len(self.tokens) // block_size, len(self.table))
 
 
@@ -221,7 +221,7 @@ class World:
 
     # what a request does
 
-    def look_up(self, tenant: Tenant) -> list[Block]:
+    def get_computed(self, tenant: Tenant) -> list[Block]:
         match = self.cache.match_prefix(tenant.tokens, tenant.keys or None, tenant.cursor)
         assert isinstance(match, PrefixMatch)
         assert ids(match.blocks) == self.model.match(tenant.tokens, tenant.keys)
@@ -232,7 +232,7 @@ class World:
     def admit(self, tenant: Tenant, split: int = 0, num_kept: int | None = None) -> bool:
         """Look up, keep what was found, or the first `num_kept` blocks of it, take the rest.
         `split`: touch the hit in two calls."""
-        found = self.look_up(tenant)[:num_kept]
+        found = self.get_computed(tenant)[:num_kept]
         for part in (found[:split], found[split:]):
             self.cache.touch(part)
             self.model.touch(ids(part))
@@ -287,17 +287,18 @@ class World:
         self.compute(tenant)
 
     def fork(self, tenant: Tenant) -> Tenant:
-        """A second request that holds the same blocks: the published ones and one behind them."""
+        """Add a second request that holds the same blocks: the published ones and one after
+        them."""
         num_shared = min(tenant.num_full(self.block_size), tenant.num_published + 1)
         tokens = tenant.tokens[: num_shared * self.block_size]
         child = Tenant(tokens, tenant.keys, MatchCursor() if tenant.cursor else None)
         child.table = tenant.table[:num_shared]
         child.num_published = min(tenant.num_published, num_shared)
-        cached, own = self.split(child.table)
+        cached, private = self.split(child.table)
         self.cache.touch(cached)
         self.model.touch(ids(cached))
-        self.pool.touch(own)
-        for block in own:
+        self.pool.touch(private)
+        for block in private:
             self.model.refs[block.block_id] += 1
         return child
 
@@ -308,10 +309,10 @@ class World:
 
     def give_up(self, tenant: Tenant, num_kept: int, split: int = 0) -> None:
         """All blocks but the first ones."""
-        cached, own = self.split(tenant.table)
+        cached, private = self.split(tenant.table)
         num_own = max(num_kept - len(cached), 0)
-        self.pool.free(own[num_own:][::-1])
-        self.model.free(ids(own[num_own:])[::-1])
+        self.pool.free(private[num_own:][::-1])
+        self.model.free(ids(private[num_own:])[::-1])
         self.release_cached(cached[num_kept:], split)
         del tenant.table[num_kept:]
         tenant.num_published = min(tenant.num_published, num_kept)
@@ -336,21 +337,21 @@ class World:
         assert num_evicted == len(self.last_evicted)
         self.log.append(("evicted", self.last_evicted))
 
-    def invalidate(self, tenant: Tenant, index: int, everybody: Sequence[Tenant]) -> None:
+    def invalidate(self, tenant: Tenant, index: int, tenants: Sequence[Tenant]) -> None:
         self.last_evicted = []
         self.cache.invalidate(tenant.table[index])
         (_, tokens) = self.model.prefixes(tenant.tokens, tenant.keys, index + 1)[index]
         keys = normalise_extra_keys(tenant.keys)
-        gone = {
+        removed = {
             entry.block_id: prefix
             for prefix, entry in self.model.entries.items()
             if prefix[0] == keys and prefix[1][: len(tokens)] == tokens
         }
-        assert sorted(gone) == sorted(self.last_evicted)
-        for prefix in gone.values():
+        assert sorted(removed) == sorted(self.last_evicted)
+        for prefix in removed.values():
             del self.model.entries[prefix]
-        self.model.free(self.last_evicted)  # in which order of branches is nobody's business
-        for other in everybody:
+        self.model.free(self.last_evicted)  # the order of branches is unspecified
+        for other in tenants:
             cached, _ = self.split(other.table)
             other.num_published = min(other.num_published, len(cached))
 
@@ -361,7 +362,7 @@ class World:
         if is_idle:
             self.model.evict(len(self.model.entries))
             assert self.cache.num_cached_blocks == 0
-            # In which order a whole cache is forgotten is nobody's business.
+            # The eviction order of a full reset is unspecified.
             order = ids(self.pool.free_order())
             assert sorted(order) == sorted(self.model.free_ids)
             self.model.free_ids = order
@@ -426,10 +427,10 @@ class World:
 # -- examples, with 26 different blocks named A .. Z
 
 
-def spell(letters: str, block_size: int, num_more: int = 0) -> list[int]:
+def spell(letters: str, block_size: int, num_extra: int = 0) -> list[int]:
     """`"AB"` in blocks of 4: `[6500, 6501, 6502, 6503, 6600, ...]`; then `num_more` others."""
     tokens = [100 * ord(letter) + i for letter in letters for i in range(block_size)]
-    return tokens + list(range(num_more))
+    return tokens + list(range(num_extra))
 
 
 class Rig:
@@ -440,8 +441,8 @@ class Rig:
         self.cache: PrefixCache = make_cache(self.pool, block_size)
         self.block_size = block_size
 
-    def spell(self, letters: str, num_more: int = 0) -> list[int]:
-        return spell(letters, self.block_size, num_more)
+    def spell(self, letters: str, num_extra: int = 0) -> list[int]:
+        return spell(letters, self.block_size, num_extra)
 
     def hold(self, letters: str, keys: tuple | None = None) -> list[Block]:
         """Cache the prefix, as a request that uses it from now on."""
@@ -459,14 +460,14 @@ class Rig:
         self.cache.release(blocks)
         return ids(blocks)
 
-    def hits(self, letters: str, keys: tuple | None = None, num_more: int = 0) -> list[int]:
+    def hits(self, letters: str, keys: tuple | None = None, num_extra: int = 0) -> list[int]:
         """The block ids that a request would hit. It changes the order of last use."""
-        match = self.cache.match_prefix(self.spell(letters, num_more), keys)
+        match = self.cache.match_prefix(self.spell(letters, num_extra), keys)
         assert match.num_cached_tokens == len(match.blocks) * self.block_size
         return ids(match.blocks)
 
     def names(self) -> set[str]:
-        """What is cached, spelt: `{"A", "AB", "C"}`."""
+        """The cached blocks, spelt: `{"A", "AB", "C"}`."""
         return {
             "".join(chr(t // 100) for t in prefix.token_ids[:: self.block_size])
             for prefix in self.cache.cached_prefixes()
@@ -521,13 +522,13 @@ def test_an_empty_cache_hits_nothing(rig):
 def test_a_match_ends_at_the_first_block_that_is_not_cached(rig):
     a, b, c, d = rig.warm("ABCD")
     assert rig.hits("ABCD") == rig.hits("ABCDE") == [a, b, c, d]
-    assert rig.hits("ABXD") == [a, b]  # D is cached, behind C
+    assert rig.hits("ABXD") == [a, b]  # D is cached, after C
     assert rig.hits("XBCD") == []
     assert rig.hits("A") == [a]
 
 
 def test_a_match_finds_nothing_in_the_middle_of_a_prefix(rig):
-    """`B C` does not hit `A B C`: the KV of B depends on what stands before it."""
+    """`B C` does not hit `A B C`: the KV of B depends on the tokens before it."""
     rig.warm("ABC")
     assert rig.hits("BC") == rig.hits("C") == rig.hits("AC")[1:] == []
 
@@ -549,10 +550,10 @@ def test_prefixes_branch(rig):
 def test_only_whole_blocks_are_cached_and_matched(rig):
     """Traps 3, 8: a prompt that is a multiple of the block size is cached whole; the manager keeps
     its last token back. A tail that does not fill a block is never cached."""
-    for num_more in range(rig.block_size):
-        rig.cache.cache_computed_blocks(rig.spell("AB", num_more))
+    for num_extra in range(rig.block_size):
+        rig.cache.cache_computed_blocks(rig.spell("AB", num_extra))
         assert rig.cache.num_cached_blocks == 2
-        assert len(rig.hits("AB", num_more=num_more)) == 2
+        assert len(rig.hits("AB", num_extra=num_extra)) == 2
     short = rig.spell("AB")[:-1]
     assert len(rig.cache.match_prefix(short).blocks) == 1
     assert rig.cache.match_prefix(short).num_cached_tokens == rig.block_size
@@ -560,7 +561,7 @@ def test_only_whole_blocks_are_cached_and_matched(rig):
 
 
 def test_a_way_that_is_remembered_is_right_when_the_prompt_has_grown(rig):
-    """Of a block that is not full yet nothing may be remembered: it will get other tokens."""
+    """A block that is not full must not be remembered, because it will get other tokens."""
     rig.warm("AB")
     *tokens, last = rig.spell("AB")
     cursor = MatchCursor()
@@ -607,20 +608,20 @@ def test_extra_keys_separate_everything(make_cache):
     rig.check()
 
 
-def test_an_index_says_what_it_calls_a_block_and_where_it_is_cut(rig):
-    told: list[int] = []
-    rig.cache.on_split(told.append)
+def test_an_index_reports_its_block_names_and_splits(rig):
+    splits: list[int] = []
+    rig.cache.on_split(splits.append)
     held = [rig.cache.pool.blocks[block_id] for block_id in rig.warm("ABCD")]
     is_tree, has_hashes = rig.cache.begins_node(held[0]), bool(rig.cache.hash_of(held[0]))
     assert is_tree != has_hashes
     rig.hits("AB")
-    assert told == ([held[2].block_id] if is_tree else [])
+    assert splits == ([held[2].block_id] if is_tree else [])
     begin = [rig.cache.begins_node(block) for block in held]
     assert begin == ([True, False, True, False] if is_tree else [False] * 4)
     assert len({rig.cache.hash_of(block) for block in held}) == (4 if has_hashes else 1)
     rig.cache.on_split(None)
     rig.hits("ABC")
-    assert len(told) == is_tree
+    assert len(splits) == is_tree
 
 
 def test_the_order_of_extra_keys_does_not_matter_and_none_is_empty(rig):
@@ -678,7 +679,7 @@ def test_normal_extra_keys_carry_tag_and_type():
     assert len({normalise_extra_keys(keys) for keys in ALL_KEYS}) == len(ALL_KEYS)
 
 
-def test_one_extra_key_may_stand_alone(rig):
+def test_a_single_extra_key_is_allowed(rig):
     """As the posts write it: a flat tuple is one tag, in a look-up and in an insertion."""
     assert normalise_extra_keys(("lora", 1)) == normalise_extra_keys([("lora", 1)])
     assert normalise_extra_keys(("lora", "x")) == normalise_extra_keys((("lora", "x"),))
@@ -748,7 +749,7 @@ def test_all_holders_of_an_inserted_block_are_its_users(rig):
 
 def test_inserting_no_blocks_does_nothing(rig):
     blocks = rig.hold("AB")
-    for _ in range(2):  # behind what is used, and behind what nobody uses
+    for _ in range(2):  # after a used block, and after an unused one
         before = rig.snapshot()
         for start in (0, 1, 2):
             result = rig.cache.insert(rig.spell("AB"), [], start=start)
@@ -823,8 +824,8 @@ def test_a_path_does_not_answer_for_the_tokens(rig):
 
 
 @pytest.mark.parametrize("num_evicted", [0, 1])
-def test_a_path_does_not_vouch_for_what_others_put_behind_it(rig, num_evicted):
-    """It ended at C, or at D, which is evicted since; now X stands there."""
+def test_a_remembered_path_does_not_cover_blocks_that_others_insert_after_it(rig, num_evicted):
+    """The path ended at C or at D, which has been evicted since; now X is in that place."""
     cursor = MatchCursor()
     rig.warm("ABCD"[: 3 + num_evicted])
     rig.cache.match_prefix(rig.spell("ABCD"), None, cursor)
@@ -850,7 +851,7 @@ class CountingList(list):
         return super().__iter__()
 
 
-def test_with_a_path_an_insertion_costs_what_is_new(make_cache):
+def test_with_a_path_an_insertion_costs_only_the_new_blocks(make_cache):
     """Not the prompt: a request of 2,000 tokens does not read them all again in every step."""
     rig = Rig(make_cache, 600, 4)
     tokens = CountingList(range(2000))
@@ -869,14 +870,14 @@ def test_with_a_path_an_insertion_costs_what_is_new(make_cache):
 
 
 def test_eviction_gives_back_exactly_as_many_as_asked(rig):
-    """Trap 14: neither 19 for 8, nor for ever."""
+    """Trap 14: it neither evicts 19 for 8 nor loops forever."""
     rig.warm("ABCDEF"), rig.warm("ABXYZ")
-    for num_blocks, num_left in ((0, 9), (-3, 9), (1, 8), (2, 6), (4, 2), (9, 0), (1, 0)):
+    for num_blocks, num_remaining in ((0, 9), (-3, 9), (1, 8), (2, 6), (4, 2), (9, 0), (1, 0)):
         num_free = rig.pool.num_free_blocks
         num_evicted = rig.cache.evict(num_blocks)
         assert rig.pool.num_free_blocks == num_free + num_evicted
-        assert rig.cache.num_cached_blocks == rig.cache.num_evictable_blocks == num_left
-        assert num_evicted == min(max(num_blocks, 0), num_evicted + num_left)
+        assert rig.cache.num_cached_blocks == rig.cache.num_evictable_blocks == num_remaining
+        assert num_evicted == min(max(num_blocks, 0), num_evicted + num_remaining)
 
 
 def test_children_are_evicted_before_their_parents(rig):
@@ -908,7 +909,7 @@ def test_a_release_is_a_use(rig):
 
 
 def test_a_touch_is_no_use_by_itself(rig):
-    """It ends with a release, and that is one."""
+    """A touch ends with a release, which counts as a use."""
     a = rig.hold("A")
     rig.cache.touch(a)
     rig.cache.release(a), rig.cache.release(a)
@@ -941,7 +942,7 @@ def test_a_shared_head_is_as_young_as_its_youngest_branch(rig):
 
 
 def test_a_used_block_is_never_evicted(rig):
-    """Trap 7: nor one before it; nor are the blocks behind it that nobody uses kept."""
+    """Trap 7: blocks before a used block are not evicted either, but unused blocks after it are."""
     rig.warm("ABCD")
     used = rig.hold("AB")
     assert rig.cache.num_evictable_blocks == 2
@@ -968,9 +969,9 @@ def test_a_block_is_used_until_its_last_user_lets_go(rig):
 
 def test_touch_of_a_block_that_is_not_cached_is_an_error(rig):
     a, b = rig.hold("AB")
-    (own,) = rig.pool.allocate(1)
+    (private,) = rig.pool.allocate(1)
     (free,) = list(rig.pool.free_order())[:1]
-    for blocks in ([own], [free], [a, b, own], [own, a], [rig.pool.blocks[0]]):
+    for blocks in ([private], [free], [a, b, private], [private, a], [rig.pool.blocks[0]]):
         rig.refused("not cached", rig.cache.touch, blocks)
         rig.refused("not cached", rig.cache.release, blocks)
     rig.cache.touch([]), rig.cache.release([])
@@ -999,7 +1000,7 @@ def test_a_block_named_twice_in_one_call_is_an_error(rig):
 
 
 def test_an_evicted_block_can_not_be_touched(rig):
-    """What a look-up found is nobody's until it is touched."""
+    """A matched block is unused until it is touched."""
     rig.warm("AB")
     found = rig.cache.match_prefix(rig.spell("AB")).blocks
     rig.cache.evict(1)
@@ -1016,7 +1017,7 @@ def test_insert_refuses_blocks_that_are_free_or_cached(rig):
         rig.refused("cached already", rig.cache.insert, rig.spell("XYZ"), blocks)
     rig.refused("cached already", rig.cache.insert, rig.spell("AB"), cached)  # even where it is
     rig.cache.release(cached)
-    rig.refused("cached already", rig.cache.insert, rig.spell("XY"), cached)  # though nobody's
+    rig.refused("cached already", rig.cache.insert, rig.spell("XY"), cached)  # although unused
     assert rig.cache.insert(rig.spell("XY"), new).owned == new
 
 
@@ -1028,7 +1029,7 @@ def test_insert_refuses_too_few_tokens(rig):
     rig.refused("token_ids", rig.cache.insert, rig.spell("AB")[:-1], [], start=2)
 
 
-def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
+def test_insert_refuses_a_start_after_uncached_blocks(rig):
     rig.hold("AB")
     new = rig.pool.allocate(2)
     for letters, start in (("ABXY", 3), ("AXCD", 2), ("XBCD", 2), ("XYZ", 1), ("BCD", 1)):
@@ -1044,7 +1045,7 @@ def test_insert_refuses_a_start_behind_blocks_that_are_not_cached(rig):
             )
 
 
-def test_insert_refuses_a_start_behind_a_block_that_nobody_uses(rig):
+def test_insert_refuses_a_start_after_an_unused_block(rig):
     """The new block would be used, and the one before it could be evicted."""
     head = [rig.pool.blocks[block_id] for block_id in rig.warm("AB")]
     (new,) = rig.pool.allocate(1)
@@ -1075,7 +1076,7 @@ def test_reset_forgets_everything_but_not_while_a_block_is_used(rig):
 
 
 def test_hit_rate_is_tokens_hit_over_tokens_looked_up(rig):
-    """Counted once a request by whoever admits it: a look-up alone counts nothing."""
+    """Each hit is counted once, on admission: a lookup alone counts nothing."""
     assert rig.cache.cache_hit_rate == 0.0
     rig.warm("AB"), rig.hits("AB")
     assert rig.cache.stats == CacheStats() and rig.cache.cache_hit_rate == 0.0
@@ -1139,16 +1140,16 @@ def test_the_listener_hears_of_every_block_in_order(rig):
     assert len(notes.heard) == 1  # of nothing, nothing is heard
 
 
-def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(rig):
-    """A B C and A B D, of which somebody uses A B D; and A E, which nobody uses."""
+def test_invalidated_blocks_leave_with_their_successors_and_stay_with_their_users(rig):
+    """A B C and A B D, where a request uses A B D; and A E, which is unused."""
     a, b, c = rig.warm("ABC")
     d = rig.hold("ABD")[2].block_id
     (e,) = rig.warm("AE")[1:]
     other = rig.warm("F")
     notes = rig.cache.listener = Notes(rig.cache)
     rig.cache.invalidate(rig.pool.blocks[b])
-    ((kind, gone),) = notes.heard
-    assert kind == "withdrawn" and sorted(gone) == sorted([b, c, d]) and gone[-1] == b
+    ((kind, removed),) = notes.heard
+    assert kind == "withdrawn" and sorted(removed) == sorted([b, c, d]) and removed[-1] == b
     assert rig.names() == {"A", "AE", "F"} and rig.hits("ABD") == [a]
     assert [rig.pool.blocks[i].ref_cnt for i in (a, b, c, d)] == [2, 1, 0, 1]
     assert rig.cache.num_evictable_blocks == 2
@@ -1161,13 +1162,13 @@ def test_withdrawn_blocks_leave_with_all_behind_them_and_stay_with_their_users(r
     rig.refused("not cached", rig.cache.invalidate, rig.pool.blocks[a])
 
 
-def test_what_is_left_in_front_of_a_withdrawn_block_can_be_evicted(rig):
+def test_blocks_before_an_invalidated_block_can_be_evicted(rig):
     _, b = rig.warm("AB")
     rig.cache.invalidate(rig.pool.blocks[b])
     assert rig.cache.evict(9) == 1 and rig.names() == set()
 
 
-def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
+def test_a_path_does_not_lead_to_an_invalidated_block(rig):
     cursor = MatchCursor()
     blocks = rig.hold("AB")
     assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, cursor).blocks) == ids(blocks)
@@ -1179,7 +1180,7 @@ def test_a_path_does_not_lead_to_what_was_withdrawn(rig):
     rig.cache.release(again)
 
 
-def test_the_listener_hears_the_parent_of_a_block_behind_a_duplicate(rig):
+def test_the_listener_gets_the_parent_of_a_block_after_a_duplicate(rig):
     (a,) = rig.warm("A")
     notes = rig.cache.listener = Notes(rig.cache)
     _, b = rig.cache.insert(rig.spell("AB"), rig.pool.allocate(2)).blocks
@@ -1187,8 +1188,8 @@ def test_the_listener_hears_the_parent_of_a_block_behind_a_duplicate(rig):
 
 
 def test_recycled_content_is_no_hit_for_another_prefix(rig):
-    """Trap 1: A = P T ends and its blocks are recycled; B = Q T computes T behind Q, into a block
-    that once held T behind P. C = P T may hit P's blocks, if anything, and nothing of B's."""
+    """Trap 1: A = P T ends and its blocks are recycled; B = Q T computes T after Q, into a block
+    that once held T after P. C = P T may hit P's blocks, if any, but none of B's."""
     old = rig.warm("PT")
     assert rig.cache.evict(1) == 1  # T's block
     others = rig.pool.allocate(rig.pool.num_free_blocks)
@@ -1204,7 +1205,7 @@ def test_recycled_content_is_no_hit_for_another_prefix(rig):
     assert rig.hits("T") == []
 
 
-def test_the_check_notices_what_others_did_to_cached_blocks(make_cache):
+def test_the_check_notices_changes_to_cached_blocks_from_outside(make_cache):
     """A reference more or less than the cache knows of, and a block that was taken from it."""
     for damage in (BlockPool.touch, BlockPool.free):
         for is_used in (False, True):
@@ -1252,7 +1253,7 @@ def test_a_pool_that_is_too_small_caches_the_front(make_cache):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_cache_on_its_own_pool_holds_as_many_blocks_as_it_was_told(num_blocks):
+def test_a_cache_with_its_own_pool_holds_the_given_number_of_blocks(num_blocks):
     for cache in (PrefixCacheLocal(num_blocks), RadixCache(num_pages=num_blocks)):
         assert cache.pool.num_usable_blocks == num_blocks and cache.block_size == 16
         assert len(cache.cache_computed_blocks(list(range(100)))) == num_blocks
@@ -1344,8 +1345,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.evict(num_blocks)
 
     @rule(tokens=PROMPTS, keys=st.sampled_from(KEYS))
-    def look_up(self, tokens, keys):
-        self.world.look_up(Tenant(tokens, keys))
+    def get_computed(self, tokens, keys):
+        self.world.get_computed(Tenant(tokens, keys))
 
     @rule(tokens=PROMPTS, keys=st.sampled_from(KEYS))
     def cache_computed(self, tokens, keys):
@@ -1371,7 +1372,7 @@ def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
     run_machine(lambda: CacheMachine(make_cache), max_examples=25, num_steps=25)
 
 
-def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:
+def random_run(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:
     """A random walk with more and longer requests than the state machine has."""
     rng = random.Random(seed)
     world = World(make_cache, num_usable + 1, block_size)
@@ -1406,7 +1407,7 @@ def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int
             world.publish(tenant, tenant.num_full(block_size))
             world.finish(tenant, rng.randrange(3))
         elif action < 0.98:
-            (world.cache_computed if rng.random() < 0.5 else world.look_up)(new_tenant())
+            (world.cache_computed if rng.random() < 0.5 else world.get_computed)(new_tenant())
         else:
             world.evict(rng.randrange(4))
         if step % 10 == 0:
@@ -1422,7 +1423,9 @@ def walk(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int
 def test_both_caches_hit_and_evict_the_very_same_blocks(make_caches, seed):
     """4,000 steps: each also agrees with the model."""
     block_size, num_usable = 1 + seed % 3, 12 + 8 * seed
-    logs = [walk(make, seed, 1000, num_usable, block_size).log for make in make_caches.values()]
+    logs = [
+        random_run(make, seed, 1000, num_usable, block_size).log for make in make_caches.values()
+    ]
     assert all(log == logs[0] for log in logs), f"seed {seed}"
     assert sum(kind == "hit" and len(found) > 1 for kind, found in logs[0]) > 100
     assert sum(kind == "evicted" and len(victims) > 0 for kind, victims in logs[0]) > 80
@@ -1437,9 +1440,9 @@ LIFE = (  # of a request: what it does, one step after the other
 
 @pytest.mark.parametrize("share", [0.7, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
-    """Each is admitted, publishes and ends, in every order there is, or in a `share` of the ways
-    out of each state. Who finds no room tries again when something has happened. The states on the
-    way are all checked."""
+    """Each is admitted, publishes and ends, in every order, or in a `share` of the transitions out
+    of each state. A request that does not fit tries again after another event. Every intermediate
+    state is checked."""
     rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q, P Q R, P R
     num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
@@ -1450,20 +1453,20 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
         tenants[2].cursor = None
         done, refused = [0, 0, 0], set()
         taken: list[int] = []
-        while choices := [who for who in range(3) if done[who] < 3 and who not in refused]:
+        while choices := [i for i in range(3) if done[i] < 3 and i not in refused]:
             if len(taken) < len(order):
-                who = order[len(taken)]
+                chosen = order[len(taken)]
             else:  # a state not seen before: take its first way out now, the others later
                 world.check()
                 num_checked += 1
-                who = choices[0]
+                chosen = choices[0]
                 pending += [[*taken, other] for other in choices[1:] if rng.random() < share]
-            taken.append(who)
-            if LIFE[done[who]](world, tenants[who]) is False:
-                refused.add(who)
+            taken.append(chosen)
+            if LIFE[done[chosen]](world, tenants[chosen]) is False:
+                refused.add(chosen)
                 num_refused += len(taken) >= len(order)
             else:
-                done[who] += 1
+                done[chosen] += 1
                 refused.clear()
         assert done == [3, 3, 3], "somebody never finds room"
         num_ends += 1

@@ -1,7 +1,6 @@
-"""What only the hash chain has: the hashes themselves, its own pool, and its dictionaries.
+"""The hash chain alone: the hashes, its pool, and its dictionaries.
 
-All that it shares with the radix tree is in `test_prefix_cache.py`.
-"""
+The behaviour shared with the radix tree is in `test_prefix_cache.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ SALT = (("salt", "x"),)
 
 
 def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine():
-    """A global pool finds blocks by it. Whoever changes it changes these three lines, knowingly."""
+    """A global pool finds blocks by their hash. A change of the hash must change these three
+    lines."""
     first = compute_block_hash(None, [1, 2, 3])
     assert first.hex() == "d922bf6006d95f0d2a8992108761e7e098cb98a2944c5fc5d21249537e4b45fa"
     assert (
@@ -77,7 +77,7 @@ def test_a_chain_hashes_the_full_blocks_one_behind_the_other(tokens, block_size,
     assert [(block.block_hash, block.token_ids) for block in cached] == expected
 
 
-def test_on_its_own_it_works_as_a_reader_would_type_it():
+def test_it_works_without_an_engine_as_a_reader_would_type_it():
     cache = PrefixCacheLocal(max_cached_blocks=4)
     assert cache.block_size == BLOCK_SIZE == 16 and cache.pool.num_usable_blocks == 4
     prompt = list(range(40))
@@ -108,7 +108,7 @@ def test_a_block_is_hashed_as_the_posts_call_it():
             compute_block_hash(parent, (4, 5, 6))
 
 
-def test_a_system_prompt_is_found_by_every_question_behind_it():
+def test_a_system_prompt_is_found_by_every_question_after_it():
     """The story of the posts, in their block size: 32 shared tokens, and 48 of each one's own."""
     cache = PrefixCacheLocal(max_cached_blocks=20)
     system = list(range(32))
@@ -172,7 +172,7 @@ class CountingDict(dict):
         return super().get(key, default)
 
 
-def test_with_a_path_an_insertion_looks_up_its_parent_and_what_is_new():
+def test_with_a_path_an_insertion_looks_up_its_parent_and_the_new_blocks():
     cache = PrefixCacheLocal(50, block_size=2)
     tokens, cursor, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
     cache._by_hash = CountingDict()
@@ -221,7 +221,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_check_notices(name):
-    """A used block `a`, and `b` and `c` behind it, unused."""
+    """A used block `a`, and `b` and `c` after it, unused."""
     cache = PrefixCacheLocal(5, block_size=2)
     a, b, c = cache.cache_computed_blocks([1, 2, 3, 4, 5, 6])
     cache.touch([a])

@@ -1,8 +1,7 @@
-"""What is particular to the tree: cuts, locks, growth in place, the lazy heap.
+"""The radix tree alone: splits, locks, growth in place, the lazy heap.
 
-What every cache does alike is tested in `test_prefix_cache.py`, with users that take and leave any
-stretch of a path.
-"""
+The behaviour of every cache is tested in `test_prefix_cache.py`, with users that take and leave any
+stretch of a path."""
 
 from __future__ import annotations
 
@@ -123,8 +122,8 @@ def test_a_lock_covers_the_node_that_it_ends_in(rig):
 
 
 def test_a_locked_node_that_is_cut_is_locked_in_both_parts(rig):
-    """Trap 7: while somebody uses A B C D, another match cuts it. Both parts keep the lock, and one
-    release of the old table unlocks both."""
+    """Trap 7: while a request uses A B C D, another match splits it. Both parts keep the lock, and
+    one release of the old table unlocks both."""
     blocks = rig.hold("ABCD")
     assert rig.hits("AB") == 2
     assert rig.nodes() == {"AB": 1, "AB.CD": 1}
@@ -134,7 +133,7 @@ def test_a_locked_node_that_is_cut_is_locked_in_both_parts(rig):
 
 
 def test_a_partial_match_pins_its_pages_and_no_more(rig):
-    """Trap 7: without the cut, two pages in use would hold the other two for ever."""
+    """Trap 7: without the split, two pages in use would pin the other two forever."""
     rig.warm("ABCD")
     found = rig.cache.match_prefix(rig.spell("ABX")).blocks
     rig.cache.touch(found)
@@ -157,7 +156,7 @@ def test_a_stretch_that_ends_within_a_node_is_locked_alone(rig):
     assert rig.nodes() == {"A": 2, "A.B": 0, "A.B.C": 0} and rig.cache.evict(9) == 2
 
 
-def test_a_release_of_what_nobody_uses_cuts_and_changes_nothing(rig):
+def test_a_release_of_unused_pages_splits_and_changes_nothing(rig):
     blocks = rig.warm("ABCD")
     for part in (blocks, blocks[1:3]):
         with pytest.raises(ValueError, match="cannot release block"):
@@ -183,8 +182,8 @@ def test_decoding_grows_one_leaf_and_no_chain(rig):
     assert ids(rig.cache.match_prefix(rig.spell(word)).blocks) == ids(blocks)
 
 
-def test_a_leaf_that_others_use_too_is_not_grown(rig):
-    """The new pages have one user, the leaf two: one node can not say both."""
+def test_a_leaf_with_other_users_is_not_grown(rig):
+    """The new pages have one user and the leaf has two: one node cannot represent both."""
     first, second = rig.hold("AB"), rig.hold("AB")
     (c,) = rig.pool.allocate(1)
     rig.cache.insert(rig.spell("ABC"), [c], start=2)
@@ -208,8 +207,8 @@ def test_pages_with_different_holders_become_separate_nodes(rig):
 
 
 def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
-    """Two forks hold every page: the leaf has two users, and so has what comes behind it. The way
-    the second of them remembers still ends where it did."""
+    """Two forks hold every page: the leaf has two users, and the pages after it have two as well.
+    The path that the second of them remembers still ends at the same page."""
     parent, child = MatchCursor(), MatchCursor()
     blocks = rig.hold("AB", parent)
     rig.cache.touch(blocks)
@@ -224,8 +223,8 @@ def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
     assert (rig.hits("ABC"), rig.hits("ABX")) == (3, 3)
 
 
-def test_duplicates_lock_exactly_the_pages_they_stand_for(rig):
-    """Trap 2, in the middle of a node: two pages behind the first are duplicates, one is new."""
+def test_duplicates_lock_exactly_the_pages_they_duplicate(rig):
+    """Trap 2, in the middle of a node: two pages after the first are duplicates, one is new."""
     first = rig.hold("A")
     rig.warm("ABCDE")
     new = rig.pool.allocate(3)
@@ -265,7 +264,7 @@ def test_a_leaf_is_trimmed_to_exactly_what_is_asked(rig):
     assert rig.cache.evict(100) == 11 and rig.cache.evict(1) == 0
 
 
-def test_eviction_goes_on_in_the_parent_when_a_leaf_is_gone(rig):
+def test_eviction_continues_in_the_parent_after_a_leaf(rig):
     rig.warm("ABCD"), rig.warm("ABXY"), rig.warm("Q")
     assert rig.cache.evict(3) == 3
     assert rig.nodes() == {"AB": 0, "AB.X": 0, "Q": 0}
@@ -321,7 +320,7 @@ def _count_a_user_too_many(rig):
     rig.cache._num_used += 1
 
 
-def _lock_behind_the_pools_back(rig):
+def _lock_without_the_pool(rig):
     next(node for node in rig.cache.tree.nodes() if node.lock_ref).lock_ref += 1
 
 
@@ -360,7 +359,7 @@ def _share_a_block_of_another_pool(rig):
     "damage",
     [
         _count_a_user_too_many,
-        _lock_behind_the_pools_back,
+        _lock_without_the_pool,
         _use_a_child_without_its_parent,
         _forget_a_leaf,
         _queue_a_leaf_twice,

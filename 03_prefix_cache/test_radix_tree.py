@@ -159,8 +159,8 @@ def test_other_users_or_another_branch_begin_a_new_node():
     grove.tree.check_invariants()
 
 
-def test_the_tree_copies_what_it_is_given():
-    """Trap 9: tokens and blocks stand in lists that the caller goes on to change."""
+def test_the_tree_copies_its_arguments():
+    """Trap 9: tokens and blocks are in lists that the caller changes afterwards."""
     tree = RadixTree(2)
     tokens, blocks = spell("AB", 2), [Block(1, 1), Block(2, 1)]
     node = tree.append(tree.root(()), tokens, blocks, 0)
@@ -209,7 +209,7 @@ def test_a_bookmark_leads_back_to_the_end_of_its_path():
     assert grove.tree.bookmark(root) is None  # it may not be in the forest
 
 
-def test_a_bookmark_does_not_trust_what_grew_behind_it():
+def test_a_bookmark_does_not_cover_pages_that_grew_after_it():
     grove = Grove("AB")
     node, root = grove.end_of("AB"), grove.tree.root(())
     mark = grove.tree.bookmark(node)
@@ -218,7 +218,7 @@ def test_a_bookmark_does_not_trust_what_grew_behind_it():
 
 
 def test_a_bookmark_is_void_once_pages_have_left_by_the_end():
-    """Trap 1: other tokens may stand there by now, as many, in the same node."""
+    """Trap 1: as many other tokens may be there by now, in the same node."""
     grove = Grove("ABCD")
     node, root = grove.end_of("ABCD"), grove.tree.root(())
     mark = grove.tree.bookmark(node)
@@ -281,7 +281,7 @@ def _lose_a_block(grove):
     del grove.tree.node_of[4]
 
 
-def _leave_a_block_behind(grove):
+def _leave_an_orphaned_block(grove):
     grove.tree.node_of[99] = grove.end_of("ABCD")
 
 
@@ -315,7 +315,7 @@ def _keep_an_empty_node(grove):
     [
         _lose_a_token,
         _lose_a_block,
-        _leave_a_block_behind,
+        _leave_an_orphaned_block,
         _name_the_wrong_node,
         _shift_a_node,
         _mistake_the_first_page,

@@ -50,7 +50,7 @@ def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None)
 
 
 def test_all_are_equal_to_fcfs():
-    """It is the order in which they reach the queue that counts, whatever their clocks said."""
+    """FCFS is the order in which they reach the queue, whatever their clocks said."""
     requests = [Request.from_tokens(name, [1], arrival_time=t) for name, t in zip("cab", (3, 1, 2))]
     assert ids(FCFSPolicy().order(requests)) == ["c", "a", "b"]
 
@@ -64,7 +64,7 @@ def test_a_lower_priority_number_is_served_first_and_then_who_came_first():
     assert not PriorityPolicy.preempted_first
 
 
-def test_the_longest_output_is_what_is_left_of_it():
+def test_the_longest_output_is_the_remaining_one():
     requests = [
         Request.from_tokens(name, [1], max_new_tokens=n) for name, n in zip("abc", (5, 9, 7))
     ]
@@ -92,8 +92,8 @@ def test_draws_do_not_change_between_processes():
     assert RandomPolicy(0).key(make("a")) == random.Random("0/a").random() == 0.9327985644569078
 
 
-def test_random_is_fair_to_everybody():
-    """Each of four stands in each place about as often: 1,000 of 4,000, plus or minus 6 sigma."""
+def test_random_is_fair_to_every_request():
+    """Each of four gets each place about as often: 1,000 of 4,000, plus or minus 6 sigma."""
     requests = [make(name) for name in "abcd"]
     counts = [[0] * 4 for _ in requests]
     for seed in range(4000):
@@ -102,7 +102,7 @@ def test_random_is_fair_to_everybody():
     assert all(abs(n - 1000) < 6 * 27.4 for row in counts for n in row), counts
 
 
-def test_a_policy_of_your_own_takes_a_key():
+def test_a_custom_policy_takes_a_key():
     class ShortestPromptFirst(SchedulePolicy):
         name = "shortest-prompt"
 
@@ -115,7 +115,7 @@ def test_a_policy_of_your_own_takes_a_key():
     assert ids(queue) == ["b", "d", "a", "c"]
 
 
-def test_a_policy_of_your_own_that_looks_at_the_cache_arranges():
+def test_a_custom_cache_aware_policy_arranges():
     class FewestTokensToCompute(CacheAwarePolicy):
         name = "fewest"
 
@@ -216,7 +216,7 @@ def by_definition_lpm(world: World) -> list[Request]:
 def by_definition_dfs(world: World) -> list[Request]:
     num_cached, size = world.num_cached(), world.block_size
 
-    def walk(requests: list[Request], depth: int) -> list[Request]:
+    def depth_first(requests: list[Request], depth: int) -> list[Request]:
         below: dict[tuple, list[Request]] = {}  # in order of arrival, as dicts are
         for request in requests:
             if num_cached[request.request_id] > depth:
@@ -225,10 +225,10 @@ def by_definition_dfs(world: World) -> list[Request]:
                 below.setdefault(child, []).append(request)
         result: list[Request] = []
         for group in sorted(below.values(), key=len, reverse=True):
-            result += walk(group, depth + size)
+            result += depth_first(group, depth + size)
         return result + [r for r in requests if num_cached[r.request_id] == depth]
 
-    return walk(world.waiting, 0)
+    return depth_first(world.waiting, 0)
 
 
 def duplicates_by_definition(
@@ -286,7 +286,7 @@ def test_the_order_is_the_one_of_the_definition(kind, cache, seed, min_cached, m
     world.cache.check_invariants()
 
 
-def test_the_random_worlds_have_what_they_should():
+def test_the_random_worlds_cover_each_case():
     """Else the test above would prove little: hits, ends inside the tree, parted ways, duplicates,
     and orders in which the two policies differ."""
     seen = {"hit": 0, "put off": 0, "policies differ": 0, "not by arrival": 0, "two ways": 0}
@@ -343,14 +343,14 @@ def test_a_duplicate_waits_for_one_round_and_then_hits(kind):
 @pytest.mark.parametrize(
     ("num_shared", "is_put_off"), [(0, False), (31, False), (32, True), (47, True), (64, True)]
 )
-def test_only_what_shares_32_tokens_is_put_off(num_shared, is_put_off):
+def test_only_a_request_that_shares_32_tokens_is_put_off(num_shared, is_put_off):
     shared = list(range(num_shared))
     requests = [make("a", [*shared, *[7] * 20]), make("b", [*shared, *[8] * 20]), make("c", [9])]
     assert order_of(requests) == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(("num_cached", "is_put_off"), [(0, True), (16, True), (32, False)])
-def test_who_has_32_cached_tokens_already_is_not_put_off(num_cached, is_put_off):
+def test_a_request_with_32_cached_tokens_is_not_put_off(num_cached, is_put_off):
     cache = PrefixCacheLocal(100, block_size=16)
     shared = list(range(100))
     cache.cache_computed_blocks(shared[:num_cached])
@@ -364,8 +364,8 @@ def test_who_has_32_cached_tokens_already_is_not_put_off(num_cached, is_put_off)
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS.values())
-def test_who_is_waited_for_came_earlier(definition):
-    """So newcomers cannot have anybody put off again and again."""
+def test_a_request_is_put_off_only_for_an_earlier_one(definition):
+    """So a stream of new requests cannot put a request off forever."""
     for seed in range(150):
         world = make_world("hash", seed)
         in_order = duplicates_by_definition(world, definition(world), 32, 8)
@@ -393,10 +393,10 @@ def test_sizes_that_are_too_small_are_errors(kind, field, value, lowest):
 
 @pytest.mark.parametrize("kind", CACHE_AWARE)
 def test_each_request_is_looked_up_once(kind):
-    asked: list[str] = []
-    policy = kind(lambda request: asked.append(request.request_id) or [])
+    lookups: list[str] = []
+    policy = kind(lambda request: lookups.append(request.request_id) or [])
     policy.order([make(str(i), [1, 2] * 40) for i in range(50)])
-    assert asked == [str(i) for i in range(50)]
+    assert lookups == [str(i) for i in range(50)]
 
 
 def test_duplicates_are_found_without_comparing_pairs():

@@ -1,4 +1,4 @@
-"""The queue against a naive one that looks at everybody each time; its bound; its price."""
+"""The queue against a naive one that looks at every request each time; its bound; its price."""
 
 from __future__ import annotations
 
@@ -65,31 +65,31 @@ class LivePolicy(SchedulePolicy):
 class Entry:
     request: Request
     arrival: int
-    tie: int  # between equal keys: order of arrival, but a preempted one stands before its equals
+    tie: int  # between equal keys: order of arrival, but a preempted request is before its equals
     num_deferred_tokens: int
     is_in_front: bool
-    num_overtakes: int = 0  # by those who came later and were served before it
+    num_overtakes: int = 0  # by requests that arrived later and were served before it
 
 
 class NaiveQueue:
-    """The rule itself: who is next, by looking at everybody."""
+    """The rule itself: the next request, by looking at every one."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
         self.policy, self.max_overtakes = policy, max_overtakes
         self.entries: list[Entry] = []
         self.num_deferred_tokens = self.num_arrived = 0
 
-    def put(self, request: Request, is_preempted: bool) -> None:
+    def enqueue(self, request: Request, is_preempted: bool) -> None:
         self.num_arrived += 1
         n, front = self.num_arrived, is_preempted and self.policy.name != "priority"
         entry = Entry(request, n, -n if is_preempted else n, self.num_deferred_tokens, front)
         self.entries.append(entry)
 
     def remove(self, request: Request) -> Entry:
-        (gone,) = [entry for entry in self.entries if entry.request is request]
-        self.entries.remove(gone)
+        (removed,) = [entry for entry in self.entries if entry.request is request]
+        self.entries.remove(removed)
         self.num_deferred_tokens += 1
-        return gone
+        return removed
 
     def key(self, request: Request, num_waiting: int) -> object:
         match self.policy.name:
@@ -146,11 +146,11 @@ class QueueAgainstNaiveQueue(QueueMachine):
         return [entry.request for entry in self.model.entries]
 
     def _take_out(self, request: Request, is_served: bool = True) -> None:
-        gone = self.model.remove(request)
+        served = self.model.remove(request)
         self.outside.append(request)
-        if is_served and not gone.is_in_front:
+        if is_served and not served.is_in_front:
             for entry in self.model.entries:
-                entry.num_overtakes += not entry.is_in_front and entry.arrival < gone.arrival
+                entry.num_overtakes += not entry.is_in_front and entry.arrival < served.arrival
 
     @rule(
         priority=st.integers(-1, 1),
@@ -163,18 +163,18 @@ class QueueAgainstNaiveQueue(QueueMachine):
         for _ in range(num):
             self.num_made += 1
             request = make(str(self.num_made), priority, time, num_new)
-            put = self.queue.prepend_request if is_preempted else self.queue.add_request
-            put(request)
-            self.model.put(request, is_preempted)
+            enqueue = self.queue.prepend_request if is_preempted else self.queue.add_request
+            enqueue(request)
+            self.model.enqueue(request, is_preempted)
 
     @precondition(lambda self: self.outside)
     @rule(data=st.data(), is_preempted=st.booleans())
     def come_back(self, data, is_preempted):
         request = data.draw(st.sampled_from(self.outside))
         self.outside.remove(request)
-        put = self.queue.prepend_request if is_preempted else self.queue.add_request
-        put(request)
-        self.model.put(request, is_preempted)
+        enqueue = self.queue.prepend_request if is_preempted else self.queue.add_request
+        enqueue(request)
+        self.model.enqueue(request, is_preempted)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -208,7 +208,7 @@ class QueueAgainstNaiveQueue(QueueMachine):
     @precondition(lambda self: self.waiting and self.policy.name != "live")
     @rule(data=st.data())
     def a_key_is_asked_once(self, data):
-        """What changes later does not move a request, and does not lose it."""
+        """A later change does not move a request, and does not lose it."""
         request = data.draw(st.sampled_from(self.waiting))
         before = request.priority, request.max_tokens
         request.priority, request.max_tokens = 99, 99
@@ -250,8 +250,8 @@ TestQueueAgainstNaiveQueue.settings = settings(
 
 @pytest.mark.parametrize("name", ["priority", "lof", "live"])
 def test_a_long_queue_equals_the_naive_one(name):
-    """Many ages and many ranks at once: who ages in the middle of an iteration, and whom the policy
-    names when he was given already."""
+    """Many ages and many ranks at the same time: requests that age in the middle of an iteration,
+    and requests that the policy names after they were returned already."""
     for seed in range(60):
         rng = random.Random(seed)
         policy, max_overtakes = LivePolicy() if name == "live" else name, rng.randrange(1, 40)
@@ -262,10 +262,10 @@ def test_a_long_queue_equals_the_naive_one(name):
             rank = rng.randrange(10)
             request = make(str(i), rank, 0.0, 1 + rank)
             queue.add_request(request)
-            model.put(request, is_preempted=False)
+            model.enqueue(request, is_preempted=False)
             if name == "live":
                 policy.ranks[str(i)] = rank
-            if rng.random() < 0.1:  # many leave at once: those who come now are much younger
+            if rng.random() < 0.1:  # many leave at the same time: new ones are much younger
                 for entry in rng.sample(model.entries, len(model.entries) * 2 // 3):
                     queue.remove_request(entry.request)
                     model.remove(entry.request)
@@ -293,7 +293,7 @@ def test_with_priorities_a_preempted_request_goes_to_its_place_before_its_equals
     assert not any(queue.is_aged(request) for request in queue)
 
 
-def test_who_was_overtaken_too_often_goes_before_the_policy_but_behind_the_preempted():
+def test_a_request_overtaken_too_often_is_before_the_policys_choice_but_after_preempted_ones():
     queue = create_queue("priority", max_overtakes=2)
     low = make("low", 9)
     queue.add_request(low)
@@ -351,14 +351,14 @@ class RecordingPolicy(LivePolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[list[str]] = []
+        self.queries: list[list[str]] = []
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
-        self.asked.append(ids(requests))
+        self.queries.append(ids(requests))
         return list(reversed(requests))
 
 
-def test_the_order_is_made_anew_each_time_from_the_order_of_arrival():
+def test_the_order_is_recomputed_each_time_from_the_order_of_arrival():
     policy = RecordingPolicy()
     queue = PolicyQueue(policy)
     a, b, *_ = fill(queue, "abcd")
@@ -366,26 +366,26 @@ def test_the_order_is_made_anew_each_time_from_the_order_of_arrival():
     queue.remove_request(a), queue.remove_request(b)
     queue.add_request(b), queue.prepend_request(a)
     assert ids(queue) == ["a", "b", "d", "c"]
-    assert policy.asked == [["a", "b", "c", "d"], ["c", "d", "b"]]
+    assert policy.queries == [["a", "b", "c", "d"], ["c", "d", "b"]]
 
 
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
 @pytest.mark.parametrize("limit", [0, 5, 128])
 def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
-    asked: list[str] = []
+    queries: list[str] = []
 
     def find(request: Request) -> list[int]:
-        asked.append(request.request_id)
+        queries.append(request.request_id)
         return list(range(int(request.request_id)))  # who came last has most
 
     kwargs = {} if limit == 128 else {"max_requests_to_sort": limit}
     queue = PolicyQueue(kind(find, **kwargs))
     names = [str(i) for i in range(limit)]
     fill(queue, names)
-    assert ids(queue) == names[::-1] and asked == names
-    asked.clear()
+    assert ids(queue) == names[::-1] and queries == names
+    queries.clear()
     newest = fill(queue, [str(limit)])
-    assert ids(queue) == [*names, str(limit)] and not asked
+    assert ids(queue) == [*names, str(limit)] and not queries
     queue.remove_request(newest[0])
     assert ids(queue) == names[::-1]
     queue.prepend_request(newest[0])  # preempted ones count: they wait too
@@ -393,7 +393,7 @@ def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
 
 
 @pytest.mark.parametrize("wrong", [lambda r: r[1:], lambda r: [*r, r[0]], lambda r: r[:1] * len(r)])
-def test_a_policy_that_loses_or_doubles_requests_is_told_so(wrong):
+def test_a_policy_that_loses_or_doubles_requests_is_an_error(wrong):
     class Wrong(LivePolicy):
         def order(self, requests):
             return wrong(list(requests))
@@ -404,7 +404,7 @@ def test_a_policy_that_loses_or_doubles_requests_is_told_so(wrong):
         queue.peek_request()
 
 
-# nobody starves. That the bound is kept whatever happens, the machine above shows
+# No request starves. That the bound is kept whatever happens, the machine above shows
 
 
 class Adversary:
@@ -429,8 +429,8 @@ class Adversary:
 
 
 def waits(adversary: Adversary, num_ahead: int, num_a_step: int, num_steps: int) -> list[str]:
-    """Who is served before the victim: "ahead" or "newcomer". Each step serves `num_a_step`, and as
-    many newcomers arrive before it."""
+    """The requests that are served before the victim: "ahead" or "newcomer". Each step serves
+    `num_a_step`, and as many newcomers arrive before it."""
     queue = adversary.queue
     kinds = {}
     for _ in range(num_ahead):
@@ -455,8 +455,8 @@ def waits(adversary: Adversary, num_ahead: int, num_a_step: int, num_steps: int)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "fcfs"])
-def test_without_ageing_a_stream_of_preferred_newcomers_starves_a_request(name):
-    """So the adversary is one. Under fcfs nobody is preferred."""
+def test_without_ageing_a_stream_of_preferred_requests_starves_another(name):
+    """So the adversary is effective. Under fcfs no request is preferred."""
     adversary = Adversary(name)
     adversary.queue.max_overtakes = None
     assert waits(adversary, 3, 2, 200) == ["newcomer"] * 400 + ["never"]
@@ -587,7 +587,7 @@ def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_
     queue = PolicyQueue(CountingPolicy(), max_overtakes=1)
     fill(queue, [str(i) for i in range(num_aged)])
     if num_aged:
-        queue.pop_request()  # one has left, so all who came before are aged
+        queue.pop_request()  # one has left, so all earlier requests are aged
     fill(queue, [str(i) for i in range(num_aged, 4000)])
     for i in range(num_preempted):
         queue.prepend_request(make(f"p{i}"))
@@ -598,14 +598,14 @@ def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_
 
 
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
-def test_above_the_limit_a_policy_that_looks_at_the_cache_costs_what_one_sees(counted, kind):
+def test_above_the_limit_a_cache_aware_policy_costs_a_bounded_number_of_lookups(counted, kind):
     queue = PolicyQueue(kind(lambda request: pytest.fail("looked up")))
     fill(queue, [str(i) for i in range(5000)])
     assert cost_of(lambda: first(queue, 10))[1] <= 3 * 10 + 3
 
 
 def test_the_counters_count_a_search_and_a_rebuild(counted):
-    """What the tests above would see in a queue that goes through everybody."""
+    """The counts of the tests above in a queue that goes through every request."""
     queue = PolicyQueue(CountingPolicy())
     fill(queue, [str(i) for i in range(1000)])
     assert cost_of(lambda: sorted(queue._sorted))[0] >= 999
@@ -627,9 +627,9 @@ def test_a_queue_is_created_by_name():
     assert create_queue("random", seed=5).policy.seed == 5
     assert create_queue("fcfs").max_overtakes == 1000
     assert isinstance(create_queue(SchedulingPolicy.FCFS).policy, FCFSPolicy)  # chapter 1's name
-    own = FCFSPolicy()
-    queue = create_queue(own, max_overtakes=3)
-    assert queue.policy is own and queue.max_overtakes == 3
+    policy = FCFSPolicy()
+    queue = create_queue(policy, max_overtakes=3)
+    assert queue.policy is policy and queue.max_overtakes == 3
 
 
 @pytest.mark.parametrize("policy", ["lifo", "", "FCFS", None, 3, ["fcfs"], FCFSPolicy])

@@ -1,4 +1,4 @@
-"""What the two-phase scheduler decides, case by case. Whole runs are in test_scheduler_runs.py."""
+"""Decisions of the two-phase scheduler, case by case. Whole runs are in test_scheduler_runs.py."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_everything_that_the_reading_material_imports_is_in_one_file():
     assert request.status is names["RequestStatus"].WAITING
 
 
-def test_a_request_made_as_the_reading_material_makes_it_says_what_to_write_instead():
+def test_a_request_made_as_in_the_reading_material_is_refused_with_the_right_call():
     with pytest.raises(ValueError, match=r"sampling_params must .*Request\.from_tokens\(") as error:
         Request("a", [1, 2, 3], 10)
     assert "AttributeError" not in str(error.value)
@@ -158,8 +158,8 @@ def test_a_watermark_that_is_no_share_is_an_error(watermark):
         ({}, None),
     ],
 )
-def test_a_plan_says_what_ended_admission_and_at_whom(options, stop):
-    """a runs; b takes 8 tokens and 2 blocks, c, behind it, as many."""
+def test_a_plan_names_the_limit_and_the_request_that_ended_admission(options, stop):
+    """a runs; b takes 8 tokens and 2 blocks, and so does c after it."""
     loop = Loop(**{"num_blocks": 100, **options})
     loop.add("a", 2)
     assert loop.step().admission_stop is None, "all were asked"
@@ -179,7 +179,7 @@ def test_who_takes_a_seat_and_who_is_held_back_too_long_end_admission_too():
     assert output.admission_stop == ("constraint", "b") and scheduled_tokens(output) == {"a": 4}
 
 
-def test_who_runs_comes_first_and_who_waits_gets_the_rest():
+def test_running_requests_come_first_and_waiting_ones_get_the_remaining_budget():
     loop = Loop(100, max_num_batched_tokens=10)
     loop.add("a", 6)
     assert scheduled_tokens(loop.step()) == {"a": 6}
@@ -199,8 +199,8 @@ def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_seats_are_counted_with_those_just_admitted(kind):
-    """Trap 17, and trap 23: who waits takes no seat."""
+def test_max_num_seqs_counts_the_requests_just_admitted(kind):
+    """Trap 17, and trap 23: a waiting request does not count against `max_num_seqs`."""
     loop = Loop(100, kind, max_num_seqs=2)
     for name in "abcde":
         loop.add(name, 3, 2)
@@ -244,7 +244,7 @@ def test_who_makes_room_for_itself_is_not_running_as_well():
     loop.add("b", 8, 8)
     loop.step()
     loop.add("c", 1, 1)
-    output = loop.step()  # a takes the last block; b has nobody behind it
+    output = loop.step()  # a takes the last block; no request is after b
     assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
     assert list(loop.scheduler.running) == ["a"]
     assert [r.request_id for r in loop.scheduler.waiting] == ["b", "c"], "in front of c"
@@ -266,7 +266,7 @@ def test_a_request_after_the_victim_still_gets_its_token():
 
 
 def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
-    """Trap 20: v stands first, so everybody behind it moves up when it leaves."""
+    """Trap 20: v is first, so every request after it moves up when it leaves."""
     loop = Loop(6, policy="priority")
     for name, priority in (("v", 9), ("u", 0), ("w", 1)):
         loop.add(name, 5, 8, priority=priority)
@@ -336,7 +336,7 @@ def test_a_step_that_is_not_the_last_of_a_prompt_samples_nothing():
     assert scheduled_tokens(loop.step()) == {"a": 4} and request.num_output_tokens == 5
 
 
-def test_forced_preemption_comes_every_so_many_steps_to_who_has_got_a_token():
+def test_forced_preemption_hits_a_request_with_a_token_every_so_many_steps():
     loop = Loop(100, preempt_every=3, max_preemptions=9)
     loop.add("a", 4, 30)
     loop.add("b", 4, 30)
@@ -366,11 +366,11 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
 
 
 def test_nobody_is_preempted_more_often_than_allowed():
-    for most in (1, 2, 3):
-        loop = Loop(8, max_preemptions=most)
+    for max_preemptions in (1, 2, 3):
+        loop = Loop(8, max_preemptions=max_preemptions)
         requests = [loop.add(name, 4, 24) for name in "abcdef"]
         loop.run()
-        assert max(r.num_preemptions for r in requests) == most
+        assert max(r.num_preemptions for r in requests) == max_preemptions
         for request in requests:
             expected = continuation(request.prompt_token_ids, 24)
             assert loop.outputs[request.request_id] == expected
@@ -390,7 +390,7 @@ def test_a_pinned_request_gets_everything_at_admission():
 # -- admission control
 
 
-def test_the_watermark_is_left_free_for_those_who_run():
+def test_the_watermark_is_left_free_for_running_requests():
     loop = Loop(10, watermark=0.2)
     loop.add("a", 16)
     loop.add("b", 16)  # 4 + 4 blocks: 2 are left
@@ -399,9 +399,9 @@ def test_the_watermark_is_left_free_for_those_who_run():
 
 
 @pytest.mark.parametrize("rule, admitted", [("every", ["a", "b"]), ("own", ["a", "b", "c"])])
-def test_room_is_kept_for_the_rest_of_every_prompt_that_is_cut_or_of_its_own(rule, admitted):
-    """a has 2 of 4 blocks, b 1 of 4; c wants 2 of the 9. For b and c there is room only as long as
-    nobody counts what a and b still need."""
+def test_blocks_are_reserved_for_the_rest_of_every_chunked_prompt_or_only_its_own(rule, admitted):
+    """a has 2 of 4 blocks, b 1 of 4; c needs 2 of the 9. For b and c there is room only if the
+    blocks that a and b still need are not counted."""
     chunks = ChunkToBudget()
     chunks.num_tokens_to_schedule = lambda _, num_uncomputed_tokens, budget, max_step_tokens: min(
         num_uncomputed_tokens, budget, 8
@@ -436,7 +436,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_or_computed_again(waits):
     assert loop.outputs["a"] == loop.outputs["b"] == continuation(prompt, 4)
 
 
-def test_the_watermark_is_nothing_to_wait_for_when_nobody_runs():
+def test_the_watermark_does_not_apply_when_no_request_runs():
     loop = Loop(10, watermark=0.5)
     loop.add("a", 39, 2)
     loop.run()
@@ -444,7 +444,7 @@ def test_the_watermark_is_nothing_to_wait_for_when_nobody_runs():
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_what_can_never_run_is_refused_and_changes_nothing(kind):
+def test_a_request_that_can_never_run_is_refused_and_changes_nothing(kind):
     """Trap 16."""
     loop = Loop(4, kind, max_num_batched_tokens=20, max_model_len=30)
     cases = {"r" * 2: 17, "s" * 2: 21}
@@ -462,7 +462,7 @@ def test_what_can_never_run_is_refused_and_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_who_outgrows_the_whole_pool_ends_with_a_reason(kind):
+def test_a_request_that_outgrows_the_pool_ends_with_a_reason(kind):
     """Trap 16: with 16 positions there are 4 tokens behind a prompt of 13, and the last of them
     needs no slot."""
     loop = Loop(4, kind)
@@ -503,7 +503,7 @@ def test_a_strictly_more_urgent_newcomer_takes_a_seat_and_an_equal_does_not():
 
 
 def full_batch(num_blocks: int, *sizes: tuple[int, int], **options) -> Loop:
-    """a, and b that is less urgent, have the two seats. `sizes`: of prompt and outputs of each."""
+    """a and b, which is less urgent, fill `max_num_seqs=2`. `sizes`: prompt and outputs of each."""
     loop = Loop(num_blocks, max_num_seqs=2, policy="priority", **options)
     for name, priority, size in zip("ab", (1, 5), sizes, strict=True):
         loop.add(name, *size, priority=priority)
@@ -514,8 +514,8 @@ def full_batch(num_blocks: int, *sizes: tuple[int, int], **options) -> Loop:
 @pytest.mark.parametrize(
     ("num_prompt", "plan"), [(10, {"a": 1, "b": 1}), (9, {"a": 1, "urgent": 9})]
 )
-def test_the_newcomer_has_the_budget_of_whom_it_displaces_and_no_more(num_prompt, plan):
-    """Of 10 tokens 8 are left beside a and b, and 9 without b. With too few, b keeps its seat."""
+def test_the_new_request_gets_the_budget_of_its_victim_and_no_more(num_prompt, plan):
+    """8 of 10 tokens remain beside a and b, and 9 without b. With too few, b keeps running."""
     loop = full_batch(100, (4, 8), (4, 8), max_num_batched_tokens=10)
     loop.add("urgent", num_prompt, priority=0)
     assert scheduled_tokens(loop.step()) == plan
@@ -534,7 +534,7 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
 
 
 @pytest.mark.parametrize("cache", [None, "hash"])
-def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cache):
+def test_a_new_request_gets_the_free_blocks_and_those_of_its_victim(cache):
     """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
     loop = full_batch(8, (13, 4), (5, 4), cache=cache)
     loop.add("urgent", 16, 1, priority=0)
@@ -544,7 +544,7 @@ def test_a_newcomer_has_what_is_free_and_the_blocks_of_whom_it_displaces(cache):
     assert set(loop.reasons) == {"a", "b", "urgent"}
 
 
-def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
+def test_shared_blocks_of_the_victim_are_not_counted_as_freed():
     """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
     loop = Loop(7, max_num_seqs=2, policy="priority", cache="hash")
     for name, priority in (("a", 1), ("b", 5)):
@@ -559,7 +559,7 @@ def test_blocks_that_the_victim_shares_are_not_counted_as_its_own():
 
 
 @pytest.mark.parametrize(("num_prompt", "victims"), [(20, ["b"]), (21, [])])
-def test_what_the_newcomer_finds_cached_is_not_taken_for_it_as_well(num_prompt, victims):
+def test_cached_blocks_of_the_new_request_are_not_also_evicted_for_it(num_prompt, victims):
     """6 blocks: a has 1, b has 3, and 2 are free. The newcomer finds b's first 2 cached, so 3 are
     left for the rest of it."""
     loop = Loop(6, max_num_seqs=2, policy="priority", cache="hash")
@@ -673,10 +673,10 @@ def test_so_many_are_passed_over_and_no_more():
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun(SchedulerPlugin):
-        asked = 0
+        queries = 0
 
         def can_start(self, request):
-            self.asked += request.request_id.startswith("held")
+            self.queries += request.request_id.startswith("held")
             return not request.request_id.startswith("held")
 
     constraint = NobodyMayRun()
@@ -684,18 +684,18 @@ def test_so_many_are_passed_over_and_no_more():
     for i in range(MAX_SKIPPED + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
-    assert scheduled_tokens(loop.step()) == {} and constraint.asked == MAX_SKIPPED
+    assert scheduled_tokens(loop.step()) == {} and constraint.queries == MAX_SKIPPED
     num_equals = MAX_SKIPPED + 10
     loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
         loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
-    asked = []
+    queries = []
     get_computed_blocks = loop.scheduler.get_computed_blocks
     loop.scheduler.get_computed_blocks = lambda request: (
-        asked.append(request.request_id) or get_computed_blocks(request)
+        queries.append(request.request_id) or get_computed_blocks(request)
     )
     assert scheduled_tokens(loop.step()) == {"s0": 10}
-    assert len(asked) == 1 + MAX_SKIPPED
+    assert len(queries) == 1 + MAX_SKIPPED
     loop.run()
 
 
@@ -725,49 +725,49 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
 
 
 def test_a_full_batch_does_not_ask_the_policy():
-    """An order that looks at the cache costs milliseconds, and there is no seat to give."""
+    """A cache-aware order costs milliseconds, and the batch is full."""
     memory = make_kv_memory(101, 4)
     policy = policy_over(memory, "lpm")
     loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory)
     loop.add("a", 4, 5)
     loop.add("b", 4, 5)
     loop.step()
-    asked = []
-    loop.scheduler.waiting.policy.find_cached_blocks = lambda r: asked.append(r) or []
+    queries = []
+    loop.scheduler.waiting.policy.find_cached_blocks = lambda r: queries.append(r) or []
     output = loop.scheduler.schedule()
-    assert not asked
+    assert not queries
     loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
     loop.scheduler.abort_request("a")
     loop.scheduler.schedule()
-    assert [request.request_id for request in asked] == ["b"]
+    assert [request.request_id for request in queries] == ["b"]
 
 
 def test_the_memory_is_asked_once_a_block():
     loop = Loop(100, block_size=8)
     loop.add("a", 8, 30)
     loop.step()
-    asked = []
+    queries = []
     allocate = loop.scheduler.kv_memory.allocate_slots
     loop.scheduler.kv_memory.allocate_slots = lambda request, *n: (
-        asked.append(request.num_computed_tokens) or allocate(request, *n)
+        queries.append(request.num_computed_tokens) or allocate(request, *n)
     )
     loop.run()
-    assert asked == [8, 16, 24, 32]
+    assert queries == [8, 16, 24, 32]
 
 
 def test_a_hundred_thousand_that_wait_cost_nothing():
-    """What a step looks at does not grow with the queue."""
+    """The requests that a step looks at do not grow in number with the queue."""
     loop = Loop(100, max_num_seqs=2)
     for i in range(2000):
         loop.add(f"r{i}", 4, 3)
-    asked = []
+    queries = []
     get_computed_blocks = loop.scheduler.get_computed_blocks
     loop.scheduler.get_computed_blocks = lambda request: (
-        asked.append(request) or get_computed_blocks(request)
+        queries.append(request) or get_computed_blocks(request)
     )
     loop.step()
     loop.step()
-    assert len(asked) == 2
+    assert len(queries) == 2
 
 
 # -- plugins
@@ -786,7 +786,7 @@ class Paused(SchedulerPlugin):
         return request.request_id == "b" and self.num_steps % 2 == 0
 
 
-def test_who_sits_out_is_not_planned_not_even_where_a_step_would_be_routine():
+def test_a_request_that_skips_a_step_is_not_planned_even_on_the_fast_path():
     loop = Loop(20, plugins=[Paused()])
     for name in "ab":
         loop.add(name, 3, max_new_tokens=7)
@@ -814,8 +814,8 @@ def test_a_plugin_may_ask_for_slots_alone():
     assert len(loop.memory.get_block_ids("a")) == 3, "7 tokens in 2 blocks of 4, and 3 slots more"
 
 
-@pytest.mark.parametrize("where", ["free", "on_finish", "delta"])
-def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, monkeypatch):
+@pytest.mark.parametrize("cut_at", ["free", "on_finish", "delta"])
+def test_an_interrupted_removal_of_a_request_is_repeated(cut_at, monkeypatch):
     class Ended(SchedulerPlugin):
         def on_finish(self, request: Request) -> None:
             pass
@@ -823,8 +823,8 @@ def test_who_was_interrupted_in_forgetting_a_request_forgets_it_again(where, mon
     loop = Loop(20, plugins=[plugin := Ended()])
     loop.add("a", 6)
     loop.step()
-    owner = {"free": loop.memory, "on_finish": plugin, "delta": loop.scheduler.delta}[where]
-    name = {"delta": "remove_request"}.get(where, where)
+    owner = {"free": loop.memory, "on_finish": plugin, "delta": loop.scheduler.delta}[cut_at]
+    name = {"delta": "remove_request"}.get(cut_at, cut_at)
     with monkeypatch.context() as patch:
         patch.setattr(type(owner), name, interrupted)
         with pytest.raises(KeyboardInterrupt):

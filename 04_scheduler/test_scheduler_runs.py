@@ -2,7 +2,7 @@
 happened on the way, and what must always hold holds after every step.
 
 The model is fake and its KV is not: see fake_model.py. With the real model the same is shown in
-common/tests/test_scheduler_engine.py."""
+common/tests/test_claims.py."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ class World:
         self.is_forced = options.get("preempt_every") is not None
         self.scheduler = make_scheduler(kind, kv_memory=memory, **options)
         self.runner = FakeModelRunner(memory.block_size, VOCAB)
-        self.said: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
         self.pending: SchedulerOutput | None = None
 
-    num_discarded_tokens = 0  # where steps are under way
+    num_discarded_tokens = 0  # with steps in flight
 
     @property
     def plans(self) -> list[SchedulerOutput]:
-        """Of the steps under way."""
+        """The plans of the steps in flight."""
         return [] if self.pending is None else [self.pending]
 
     @property
@@ -96,12 +96,12 @@ class World:
 
     @property
     def is_settled(self) -> bool:
-        """Must the invariants hold now?"""
+        """Whether the invariants must hold now."""
         return self.pending is None
 
     def add(self, request: Request) -> None:
         self.scheduler.add_request(request)
-        self.said[request.request_id] = []
+        self.outputs[request.request_id] = []
 
     def schedule(self) -> None:
         self.pending = self.plan()
@@ -117,8 +117,9 @@ class World:
         assert not victims or not admitted or has_priorities, "Trap 21"
         assert victims.isdisjoint(output.num_scheduled_tokens), "Trap 21"
         if not isinstance(self.scheduler, Scheduler):
-            return output  # in a prefill, those who decode wait
-        # Whoever runs and was not preempted gets something, as long as the budget lasts (Trap 20).
+            return output  # in a prefill, decodes wait
+        # A running request that was not preempted gets a token, as long as the budget lasts (Trap
+        # 20).
         skipped = self.scheduler.running.keys() - output.num_scheduled_tokens.keys()
         skipped = [
             r for r in skipped if self.scheduler.num_uncomputed_tokens(self.scheduler.running[r])
@@ -133,7 +134,7 @@ class World:
 
     def take(self, output: SchedulerOutput, sampled: StepOutput) -> None:
         for result in self.scheduler.update_from_output(output, sampled):
-            self.said[result.request_id] += result.new_token_ids
+            self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
                 request = next(
                     r for r in output.scheduled_requests if r.request_id == result.request_id
@@ -157,9 +158,9 @@ class World:
         known = set(self.scheduler.requests)
         assert self.runner.state.requests.keys() <= known | self.scheduler.delta._finished_req_ids
         for request in self.scheduler.requests.values():
-            said = self.said[request.request_id]
-            expected = continuation(request.prompt_token_ids, len(said), VOCAB)
-            assert said == expected == request.output_token_ids, request
+            outputs = self.outputs[request.request_id]
+            expected = continuation(request.prompt_token_ids, len(outputs), VOCAB)
+            assert outputs == expected == request.output_token_ids, request
             if isinstance(self.scheduler, PreemptiveScheduler) and not self.is_forced:
                 assert request.num_preemptions <= self.scheduler.max_preemptions
 
@@ -167,7 +168,7 @@ class World:
         """Everything finished: nothing is held, and every token is accounted for."""
         for request, _ in self.finished.values():
             expected = continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
-            assert self.said[request.request_id] == expected, request
+            assert self.outputs[request.request_id] == expected, request
         assert self.scheduler.kv_memory.num_blocks_in_use == 0
         if not isinstance(self.scheduler, PreemptiveScheduler):
             return
@@ -185,7 +186,7 @@ class World:
 
 
 class WorldUnderWay(World):
-    """Several steps are under way, and the invariants hold at any moment."""
+    """A world with several steps in flight, whose invariants hold at any moment."""
 
     is_settled = True
     plugin: Any  # of the scheduler, which plans ahead
@@ -228,15 +229,15 @@ class WorldUnderWay(World):
         self.in_flight.clear()
         self.plugin.discard_plans()
 
-    def run(self, most: int = 300) -> None:
-        to_the_end(self, self.step, most)
+    def run(self, max_steps: int = 300) -> None:
+        to_the_end(self, self.step, max_steps)
         self.check_end()
 
 
-def to_the_end(world: World, step: Callable[[], None], most: int) -> None:
+def to_the_end(world: World, step: Callable[[], None], max_steps: int) -> None:
     if world.plans and not world.may_schedule:
         world.update()
-    for _ in range(most):
+    for _ in range(max_steps):
         if not world.scheduler.has_unfinished_requests():
             break
         step()
@@ -267,16 +268,18 @@ def random_load(
     """A pool of hardly more than one request's blocks, and requests that share beginnings."""
     block_size = rng.choice([1, 2, 4, 7])
     families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
-    most = -(-(16 + 14) // block_size)
-    memory = make_memory(cache, most + rng.choice([*spare_blocks, most, 4 * most]), block_size)
+    num_needed = -(-(16 + 14) // block_size)
+    memory = make_memory(
+        cache, num_needed + rng.choice([*spare_blocks, num_needed, 4 * num_needed]), block_size
+    )
     longest = min(16, memory.capacity - 1)
     return memory, [random_request(rng, f"r{i}", families, longest) for i in range(14)]
 
 
 def equals_of(request: KeyedRequest, num: int) -> list[KeyedRequest]:
-    how = (request.prompt_token_ids, request.sampling_params, ())
+    arguments = (request.prompt_token_ids, request.sampling_params, ())
     keys = {"priority": request.priority, "extra_keys": request.extra_keys}
-    return [KeyedRequest(f"{request.request_id}.{i}", *how, **keys) for i in range(num)]
+    return [KeyedRequest(f"{request.request_id}.{i}", *arguments, **keys) for i in range(num)]
 
 
 def run_at_random(
@@ -313,8 +316,8 @@ def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
         "seed": rng.randrange(1000),
     }
     if kind is not PrefillFirstScheduler:
-        own = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
-        return options | own
+        extra = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
+        return options | extra
     return options | {
         "max_preemptions": rng.randint(1, 3),  # in chunks of a token, 100 take thousands of steps
         "mixing": rng.random() < 0.4,
@@ -478,7 +481,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 def fingerprint(world: World, num_added: int) -> tuple:
-    """What the future depends on: equal states need to be explored once."""
+    """The state that the future depends on: equal states need to be explored once."""
     scheduler = world.scheduler
     blocks: dict[int, int] = {}  # by order of appearance: which block it is does not matter
 
@@ -505,12 +508,12 @@ def fingerprint(world: World, num_added: int) -> tuple:
         cached = tuple(sorted((group(p), p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = [tuple(plan.num_scheduled_tokens.items()) for plan in world.plans]
-    ready = tuple(getattr(scheduler, "_ready", ()))  # where several steps are under way
+    ready = tuple(getattr(scheduler, "_ready", ()))  # with several steps in flight
     return (num_added, states, order, cached, tuple(plans), ready, *_batches(scheduler))
 
 
 def _batches(scheduler) -> tuple:
-    """What the prefill-first scheduler has besides."""
+    """The additional state of the prefill-first scheduler."""
     if not isinstance(scheduler, PrefillFirstScheduler):
         return ()
     last = scheduler.last_batch
@@ -573,7 +576,7 @@ def _preempt(world: World) -> None:
 )
 def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy, share):
     """Add, schedule, update, preempt, abort, stop, in every order; or on from a `share` of the
-    states. From every seventh that is reached, everybody is run to the end."""
+    states. From every seventh reachable state, every request is run to the end."""
     prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     world = World(
         make_memory(cache, 5 if kind is Scheduler else 9, 2),  # this one sets memory aside
@@ -587,7 +590,7 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
 
 
 @pytest.mark.parametrize("cache", [None, pytest.param("hash", marks=pytest.mark.slow)])
-def test_every_interleaving_with_a_newcomer_that_would_take_a_seat(cache, monkeypatch):
+def test_every_interleaving_with_a_new_request_that_displaces_another(cache, monkeypatch):
     """Trap 60. The third is the most urgent and finds two running: in every state in which the
     memory is asked whether it can replace one, the answer is tried, and both answers occur."""
     answers: Counter[bool] = Counter()
@@ -642,8 +645,8 @@ def _check_without_bound(world: World) -> None:
 def _run_to_the_end(world: World) -> None:
     to_the_end(world, world.advance, 60)
     for request, _ in world.finished.values():
-        said = world.said[request.request_id]
-        assert said == continuation(request.prompt_token_ids, len(said), VOCAB)
+        outputs = world.outputs[request.request_id]
+        assert outputs == continuation(request.prompt_token_ids, len(outputs), VOCAB)
 
 
 class NothingIsRoutine(Scheduler):
@@ -652,7 +655,7 @@ class NothingIsRoutine(Scheduler):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
+def test_the_fast_path_plans_the_same_step_as_the_slow_path(seed):
     """The same requests, tokens and abortions: every plan, message and result of the two is equal,
     with full pools, priorities, ends at stop tokens, errors, and blocks of one token."""
     rng = random.Random(seed)
@@ -686,9 +689,9 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
             r.num_computed_tokens <= r.fast_path_until + 1 for r in plan.scheduled_requests
         )
         if plan.num_scheduled_tokens and rng.random() < 0.1:
-            gone = rng.choice(list(plan.num_scheduled_tokens))
+            aborted = rng.choice(list(plan.num_scheduled_tokens))
             for scheduler in both:
-                scheduler.abort_request(gone)
+                scheduler.abort_request(aborted)
         token_ids, errors = {}, {}
         for request in plan.scheduled_requests:
             if request.num_computed_tokens == request.num_tokens and rng.random() < 0.98:
@@ -696,10 +699,10 @@ def test_a_routine_step_is_what_a_decision_would_have_made_of_it(seed):
             elif request.num_computed_tokens == request.num_tokens:
                 errors[request.request_id] = "bad"
         results = []
-        for scheduler, own in zip(both, plans, strict=True):
+        for scheduler, output in zip(both, plans, strict=True):
             copies = {name: list(tokens) for name, tokens in token_ids.items()}
             results.append(
-                list(scheduler.update_from_output(own, StepOutput(copies, errors=errors)))
+                list(scheduler.update_from_output(output, StepOutput(copies, errors=errors)))
             )
             scheduler.check_invariants()
         assert results[0] == results[1], (seed, step)

@@ -1,5 +1,5 @@
-"""What both schedulers ask a chunk policy, and what they do with the answers. Chapter 6 has the
-policies that cut."""
+"""Calls of both schedulers to a chunk policy, and their use of its answers. Chapter 6 has the
+policies that chunk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KINDS = (Scheduler, PrefillFirstScheduler)
 
 
 class AtMost(Unchunked):
-    """So many tokens of anybody's prompt in a step; those named are held back."""
+    """At most `max_chunk_tokens` of any prompt in a step; the named requests are held back."""
 
-    def __init__(self, most: int, held_back: Collection[str] = ()) -> None:
-        self.most = most
+    def __init__(self, max_chunk_tokens: int, held_back: Collection[str] = ()) -> None:
+        self.max_chunk_tokens = max_chunk_tokens
         self.held_back = set(held_back)
         self.begun: list[set[str]] = []
-        self.asked: list[tuple[str, int]] = []
+        self.queries: list[tuple[str, int]] = []
 
     def max_prompt_len(self, max_num_batched_tokens: int) -> int:
         return sys.maxsize
@@ -38,13 +38,13 @@ class AtMost(Unchunked):
         self.begun.append({request.request_id for request in running})
 
     def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
-        self.asked.append((request.request_id, num_uncomputed_tokens))
+        self.queries.append((request.request_id, num_uncomputed_tokens))
         return request.request_id not in self.held_back
 
     def num_tokens_to_schedule(
         self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
     ) -> int:
-        return min(num_uncomputed_tokens, budget, self.most)
+        return min(num_uncomputed_tokens, budget, self.max_chunk_tokens)
 
 
 def make(name: str, num_prompt: int, num_outputs: int = 5) -> Request:
@@ -90,7 +90,7 @@ def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
         (PrefillFirstScheduler, {}, [set(), set(), set()]),  # who decodes is in no prefill
     ],
 )
-def test_the_policy_hears_of_every_step_and_who_may_share_it(kind, options, beside):
+def test_the_policy_gets_every_step_and_the_requests_that_can_share_it(kind, options, beside):
     policy = AtMost(50)
     scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64, **options)
     scheduler.add_request(make("a", 4))
@@ -99,11 +99,11 @@ def test_the_policy_hears_of_every_step_and_who_may_share_it(kind, options, besi
     step(scheduler)
     step(scheduler)
     assert policy.begun == beside
-    assert policy.asked == [("a", 4), ("b", 4)]
+    assert policy.queries == [("a", 4), ("b", 4)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_held_back_is_passed_and_keeps_nothing(kind):
+def test_a_held_back_request_is_skipped_and_keeps_nothing(kind):
     memory = make_kv_memory(40, 4)
     policy = AtMost(50, held_back="x")
     scheduler = kind(kv_memory=memory, chunk_policy=policy, max_num_batched_tokens=64)
@@ -113,7 +113,7 @@ def test_who_is_held_back_is_passed_and_keeps_nothing(kind):
     scheduler.add_request(Request.from_tokens("x", [*prompt, 1, 2], max_new_tokens=2))
     scheduler.add_request(Request.from_tokens("y", [30, 31, 32, 33, 34], max_new_tokens=1))
     assert step(scheduler) == {"y": 5}
-    assert ("x", 2) in policy.asked
+    assert ("x", 2) in policy.queries
     assert memory.num_blocks_in_use == 0
     assert scheduler.requests["x"].num_computed_tokens == 0
     policy.held_back.clear()
@@ -121,7 +121,7 @@ def test_who_is_held_back_is_passed_and_keeps_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_was_held_back_too_long_is_waited_for(kind):
+def test_admission_stops_at_a_request_held_back_too_long(kind):
     policy = AtMost(50, held_back="x")
     options = {"chunk_policy": policy, "max_num_batched_tokens": 64, "max_overtakes": 2}
     scheduler = kind(**options)
@@ -137,14 +137,14 @@ def test_who_was_held_back_too_long_is_waited_for(kind):
     assert set(step(scheduler)) == {"x", "late"}
 
 
-def test_a_chunk_leaves_a_token_for_each_behind_it_that_decodes():
+def test_a_chunk_leaves_a_token_for_each_decode_after_it():
     policy = AtMost(6)
     scheduler = Scheduler(chunk_policy=policy, max_num_batched_tokens=9)
     scheduler.add_request(make("long", 40))
     for name in "abc":
         scheduler.add_request(make(name, 1, 30))
     assert step(scheduler) == {"long": 6, "a": 1, "b": 1, "c": 1}
-    policy.most = 100
+    policy.max_chunk_tokens = 100
     assert step(scheduler) == {"long": 6, "a": 1, "b": 1, "c": 1}
     scheduler.abort_request("a")
     assert step(scheduler) == {"long": 7, "b": 1, "c": 1}
@@ -158,13 +158,13 @@ def test_two_chunks_leave_tokens_for_the_same_ones_and_the_first_always_goes_on(
     for name in "abc":
         scheduler.add_request(make(name, 1, 30))
     assert step(scheduler) == {"long0": 2, "long1": 2, "a": 1, "b": 1, "c": 1}
-    policy.most = 100
+    policy.max_chunk_tokens = 100
     assert step(scheduler) == {"long0": 4, "a": 1, "b": 1, "c": 1}
     scheduler.max_num_batched_tokens = 3  # fewer than there are requests
     assert step(scheduler) == {"long0": 1, "a": 1, "b": 1}
 
 
-def test_the_prefill_first_scheduler_gives_what_the_policy_says_cut_to_whole_pages():
+def test_the_prefill_first_scheduler_rounds_the_policys_answer_to_whole_pages():
     policy = AtMost(11)
     scheduler = PrefillFirstScheduler(
         chunk_policy=policy,
@@ -194,7 +194,7 @@ def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
     assert scheduler.get_stats().total_preempted == 0
 
 
-def test_what_a_displaced_prompt_would_still_need_is_not_kept_for_it():
+def test_no_blocks_are_reserved_for_a_displaced_prompt():
     """14 blocks. After two steps a has 2 and low 4, with 6 more to come. The newcomer needs 10 in
     all; 8 are free, and low's 4."""
     memory = make_kv_memory(1 + 14, 4)

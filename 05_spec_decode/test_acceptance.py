@@ -1,4 +1,4 @@
-"""What is counted of drafts. The formulas are tested with `spec_decode.py`."""
+"""Counts of drafts. The formulas are tested with `spec_decode.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from acceptance import SpecDecodeStats
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))))
-def test_nothing_is_lost_in_the_books(passes):
+def test_no_draft_is_lost_in_the_counts(passes):
     stats = SpecDecodeStats()
     for drafted, accepted in passes:
         stats.observe(drafted, accepted)
@@ -31,7 +31,7 @@ def test_nothing_is_lost_in_the_books(passes):
     assert 1 <= stats.mean_accepted_length <= 6 and 0 <= stats.acceptance_rate <= 1
 
 
-def test_the_books_by_hand():
+def test_the_counts_by_hand():
     stats = SpecDecodeStats()
     assert (stats.acceptance_rate, stats.mean_accepted_length, stats.tokens_per_pass) == (0, 1, 0)
     assert stats.acceptance_by_position == []
@@ -43,7 +43,7 @@ def test_the_books_by_hand():
     assert stats.tokens_per_pass == 9 / 4
 
 
-def test_two_books_are_as_good_as_one():
+def test_counts_can_be_added():
     passes = [(0, 0), (2, 1), (4, 4), (2, 0), (3, 3)]
     for cut in range(len(passes) + 1):
         first, second, whole = SpecDecodeStats(), SpecDecodeStats(), SpecDecodeStats()

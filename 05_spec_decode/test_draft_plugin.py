@@ -1,7 +1,8 @@
-"""What guesses ask of a scheduler, case by case and in whole runs; for both of chapter 4's schools.
+"""Requirements of draft tokens on a scheduler, case by case and in whole runs, for both of chapter
+4's schedulers.
 
 The model is fake and its KV is not: see chapter 4's fake_model.py. Whole runs are those of chapter
-4's tests, with somebody who guesses."""
+4's tests, with a proposer."""
 
 from __future__ import annotations
 
@@ -26,21 +27,21 @@ from scheduler_steps import SchedulerLoop, make_memory, preempted_ids, scheduled
 from unchunked import ChunkToBudget
 
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
-Guesses = Mapping[str, Sequence[int]]
+Drafts = Mapping[str, Sequence[int]]
 
 
-class GuessingRunner:
-    """The fake model, and behind each step the guesses that a test wants."""
+class DraftingRunner:
+    """The fake model, which returns the drafts of a test after each step."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
         self.runner = runner
         self.state = runner.state
-        self.guess: Callable[[SchedulerOutput, Guesses], Guesses] = lambda plan, sampled: {}
+        self.propose: Callable[[SchedulerOutput, Drafts], Drafts] = lambda plan, sampled: {}
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         output = self.runner.execute(plan).wait()
-        guesses = self.guess(plan, output.token_ids)
-        output.draft_token_ids = {r: list(tokens) for r, tokens in guesses.items()}
+        proposals = self.propose(plan, output.token_ids)
+        output.draft_token_ids = {r: list(tokens) for r, tokens in proposals.items()}
         return FinishedStep(output)
 
 
@@ -55,18 +56,18 @@ class Loop(SchedulerLoop):
         else:
             options.setdefault("init_new_token_ratio", 0.0)
             options.setdefault("min_new_token_ratio", 0.0)
-        self.guesses = DraftPlugin(options.pop("num_lookahead_tokens", 0))
+        self.draft_plugin = DraftPlugin(options.pop("num_lookahead_tokens", 0))
         memory = make_memory(None, num_blocks, block_size)
-        super().__init__(kind(kv_memory=memory, plugins=[self.guesses], **options))
-        self.runner = GuessingRunner(self.runner)
+        super().__init__(kind(kv_memory=memory, plugins=[self.draft_plugin], **options))
+        self.runner = DraftingRunner(self.runner)
 
-    def step(self, guesses: Guesses | None = None) -> SchedulerOutput:
-        """`guesses` are for the next one."""
-        self.runner.guess = lambda *_: guesses or {}
+    def step(self, proposals: Drafts | None = None) -> SchedulerOutput:
+        """Run a step, after which the runner returns `proposals`."""
+        self.runner.propose = lambda *_: proposals or {}
         return super().step()
 
-    def run(self, most: int = 500) -> None:
-        super().run(most)
+    def run(self, max_steps: int = 500) -> None:
+        super().run(max_steps)
         for request_id, request in self.requests.items():
             expected = continuation(request.prompt_token_ids, request.max_tokens)
             assert self.outputs[request_id] == expected
@@ -81,23 +82,23 @@ def test_drafts_are_planned_trimmed_and_taken_back(kind):
     first, second = loop.add("a", 6, 6), loop.add("b", 6, 20)
     expected = continuation(second.prompt_token_ids, 20)
     loop.step({"a": [0] * 9, "b": expected[1:9], "nobody": [1]})
-    assert len(loop.guesses.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
+    assert len(loop.draft_plugin.drafts["a"]) == 4, "6 outputs: 1 is there, and 1 needs no draft"
     plan = loop.step()
     assert scheduled_tokens(plan) == {"a": 5, "b": 7}, "the budget cuts b's drafts"
     assert plan.scheduled_draft_token_ids["b"] == expected[1:7]
     assert loop.outputs["b"] == expected[:8], "six accepted, and one more"
     assert loop.outputs["a"] == continuation(first.prompt_token_ids, 2), "none accepted"
     assert first.num_computed_tokens == first.num_tokens - 1
-    assert loop.guesses.num_rejected_drafts == 4
+    assert loop.draft_plugin.num_rejected_drafts == 4
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1}, "drafts are for one step"
     loop.run()
     stats = loop.scheduler.get_stats()
     num_tokens = sum(r.num_tokens - 1 for r in loop.requests.values())
-    assert stats.total_scheduled_tokens == num_tokens + loop.guesses.num_rejected_drafts
+    assert stats.total_scheduled_tokens == num_tokens + loop.draft_plugin.num_rejected_drafts
 
 
 def test_a_block_that_ends_in_a_rejected_guess_is_not_published():
-    """Trap 13. 7 tokens are known, 3 guesses fill the second block, and all three are wrong."""
+    """Trap 13. 7 tokens are known, 3 drafts fill the second block, and all three are wrong."""
     scheduler = Scheduler(num_gpu_blocks=20, block_size=4, plugins=[DraftPlugin()])
     request = Request.from_tokens("r", [1, 2, 3, 4, 5, 6], 20)
     scheduler.add_request(request)
@@ -109,8 +110,8 @@ def test_a_block_that_ends_in_a_rejected_guess_is_not_published():
     assert published.token_ids == (1, 2, 3, 4)
 
 
-def two_of_three_guess(budget: int) -> Loop:
-    """a has three guesses, b two, c none; and from here on a step has this budget."""
+def two_of_three_drafting(budget: int) -> Loop:
+    """a has three drafts, b two, c none; and from here on a step has this budget."""
     loop = Loop(20)
     for name in "abc":
         loop.add(name, 1, 12)
@@ -121,20 +122,20 @@ def two_of_three_guess(budget: int) -> Loop:
 
 def test_drafts_of_a_request_that_is_skipped_never_enter_the_model():
     """Trap 40."""
-    loop = two_of_three_guess(budget=1)
+    loop = two_of_three_drafting(budget=1)
     assert scheduled_tokens(loop.step()) == {"a": 1}, "the budget is gone"
-    assert loop.guesses.drafts == {"b": [0, 0]}, "kept for the step that plans it"
+    assert loop.draft_plugin.drafts == {"b": [0, 0]}, "kept for the step that plans it"
     loop.scheduler.max_num_batched_tokens = 10
     loop.run()
 
 
-def test_everybody_gets_a_token_before_anybody_gets_a_guess_verified():
-    loop = two_of_three_guess(budget=5)
+def test_each_request_gets_a_token_before_any_draft_is_verified():
+    loop = two_of_three_drafting(budget=5)
     assert scheduled_tokens(loop.step({"a": [0, 0, 0], "c": [0, 0, 0]})) == {"a": 3, "b": 1, "c": 1}
     assert scheduled_tokens(loop.step()) == {"a": 3, "b": 1, "c": 1}
 
 
-def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
+def test_in_a_decode_batch_drafts_share_the_budget_after_one_token_each():
     loop = Loop(40, PrefillFirstScheduler)
     for name in "abc":
         loop.add(name, 3, 12)
@@ -143,12 +144,12 @@ def test_in_a_decode_batch_drafts_share_what_everybodys_token_leaves():
     assert scheduled_tokens(loop.step({"b": [1, 2, 3], "c": [1, 2, 3]})) == {"a": 1, "b": 4, "c": 2}
     loop.scheduler.max_num_batched_tokens = 3
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1}
-    assert loop.guesses.drafts == {}
+    assert loop.draft_plugin.drafts == {}
 
 
-def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified():
-    """6 tokens a step, blocks of 4: of what a's token leaves, 4 are the prompt's and 1 is a
-    guess's. Under way, the prompt is one of the others too, who get a token first."""
+def test_a_waiting_prompt_gets_a_block_before_any_draft_is_verified():
+    """6 tokens a step, blocks of 4: after a's token, 4 are for the prompt and 1 for a draft. A
+    prompt in flight also gets a token before any draft."""
     loop = Loop(40, max_num_batched_tokens=6, chunk_policy=ChunkToBudget())
     loop.add("a", 4, 20)
     loop.step({"a": [0] * 5})
@@ -158,7 +159,7 @@ def test_a_prompt_that_waits_gets_a_block_before_anybody_gets_a_guess_verified()
     loop.run()
 
 
-def test_in_a_mixed_batch_a_prompt_gets_a_page_before_anybody_gets_a_guess_verified():
+def test_in_a_mixed_batch_a_prompt_gets_a_page_before_any_draft_is_verified():
     kind = PrefillFirstScheduler
     loop = Loop(40, kind, max_num_batched_tokens=6, chunked_prefill_size=6, mixing=True)
     loop.add("a", 4, 20)
@@ -175,7 +176,7 @@ class OneToken(ChunkToBudget):
         return min(1, budget)
 
 
-def test_guesses_are_no_prompt_and_no_chunk_policy_cuts_them():
+def test_drafts_are_not_a_prompt_and_no_chunk_policy_chunks_them():
     loop = Loop(40, chunk_policy=OneToken())
     loop.add("a", 2, 12)
     loop.step()
@@ -186,8 +187,8 @@ def test_guesses_are_no_prompt_and_no_chunk_policy_cuts_them():
 # -- memory
 
 
-def test_nobody_is_preempted_for_a_guess():
-    """Three blocks of two, and all are held: a guess of `a` would need a fourth."""
+def test_no_request_is_preempted_for_a_draft():
+    """Three blocks of two, and all are held: a draft of `a` would need a fourth."""
     loop = Loop(3, block_size=2)
     loop.add("a", 3, 4)
     loop.add("b", 1, 2)
@@ -198,7 +199,7 @@ def test_nobody_is_preempted_for_a_guess():
     loop.run()
 
 
-def test_nobody_is_retracted_for_a_guess():
+def test_no_request_is_retracted_for_a_draft():
     loop = Loop(4, PrefillFirstScheduler)
     loop.add("a", 6, 8)
     loop.step()
@@ -219,12 +220,12 @@ def test_a_victim_that_was_planned_gives_its_drafts_back_too():
     plan = loop.scheduler.schedule()  # v has room inside its block; o wants another block
     assert preempted_ids(plan) == ["v"]
     assert scheduled_tokens(plan) == {"u": 1, "o": 1}
-    assert plan.scheduled_draft_token_ids == {} and loop.guesses.drafts == {}
+    assert plan.scheduled_draft_token_ids == {} and loop.draft_plugin.drafts == {}
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
-def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(lookahead, kind):
+def test_draft_slots_follow_a_steps_tokens_if_there_are_any_to_spare(lookahead, kind):
     loop = Loop(100, kind, num_lookahead_tokens=lookahead)
     request = loop.add("a", 4, 16)
     loop.step()
@@ -239,12 +240,12 @@ def test_slots_for_guesses_lie_behind_a_steps_tokens_if_there_are_any_to_spare(l
     tight.run()
 
 
-# -- whose guesses are dropped
+# -- dropped drafts
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped(kind):
-    """The runner guesses before the scheduler knows who ends with this step."""
+def test_drafts_of_a_finished_request_or_a_partial_prompt_are_dropped(kind):
+    """The runner proposes before the scheduler knows which requests end with this step."""
     options = {"chunk_policy": ChunkToBudget()}
     if kind is PrefillFirstScheduler:
         options = {"chunked_prefill_size": 8}
@@ -255,19 +256,19 @@ def test_guesses_for_who_has_ended_or_is_in_the_middle_of_its_prompt_are_dropped
     plan = loop.scheduler.schedule()
     assert scheduled_tokens(plan) == {"a": 3, "b": 1, "c": 4}
     loop.scheduler.abort_request("b")
-    loop.runner.guess = lambda *_: {name: [1, 2] for name in "abcd"}
+    loop.runner.propose = lambda *_: {name: [1, 2] for name in "abcd"}
     loop.update(plan)
-    assert loop.guesses.drafts == {}
+    assert loop.draft_plugin.drafts == {}
     del loop.requests["b"]
     loop.run()
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name(kind):
-    """Trap 40, in a pipeline. The step of the first `a` brings guesses, and settles those that it
+def test_drafts_of_a_finished_request_are_not_used_for_the_next_of_its_id(kind):
+    """Trap 40, in a pipeline. The step of the first `a` returns drafts, and settles those that it
     was planned with, when another `a` runs."""
-    guesses = DraftPlugin()
-    scheduler = kind(num_gpu_blocks=40, block_size=4, plugins=[PipelinePlugin(2), guesses])
+    proposals = DraftPlugin()
+    scheduler = kind(num_gpu_blocks=40, block_size=4, plugins=[PipelinePlugin(2), proposals])
     scheduler.add_request(Request.from_tokens("a", [1, 2, 3], 20))
     scheduler.update_from_output(
         scheduler.schedule(), StepOutput({"a": [4]}, draft_token_ids={"a": [5, 6]})
@@ -278,9 +279,9 @@ def test_guesses_for_who_has_ended_are_not_for_the_next_of_its_name(kind):
     scheduler.add_request(again := Request.from_tokens("a", [1, 2], 20))
     second = scheduler.schedule()
     scheduler.update_from_output(first, StepOutput({"a": [5]}, draft_token_ids={"a": [7, 8]}))
-    assert guesses.drafts == {} and again.num_computed_tokens == 2
+    assert proposals.drafts == {} and again.num_computed_tokens == 2
     scheduler.update_from_output(second, StepOutput({"a": [3]}, draft_token_ids={"a": [9]}))
-    assert guesses.drafts == {"a": [9]} and again.output_token_ids == [3]
+    assert proposals.drafts == {"a": [9]} and again.output_token_ids == [3]
     scheduler.check_invariants()
 
 
@@ -296,31 +297,31 @@ def test_a_number_of_slots_that_makes_no_sense_is_named(num_lookahead_tokens):
 
 
 class World(runs.World):
-    """Chapter 4's, in which somebody guesses now and then, right or wrong."""
+    """Chapter 4's world with occasional drafts, right or wrong."""
 
     def __init__(self, memory, kind=Scheduler, num_lookahead_tokens: int = 0, **options) -> None:
-        self.guesses = DraftPlugin(num_lookahead_tokens)
-        super().__init__(memory, kind, plugins=[self.guesses], **options)
-        self.runner = GuessingRunner(self.runner)
+        self.draft_plugin = DraftPlugin(num_lookahead_tokens)
+        super().__init__(memory, kind, plugins=[self.draft_plugin], **options)
+        self.runner = DraftingRunner(self.runner)
 
-    def guess_at_random(self, rng: random.Random) -> None:
-        def guess(plan: SchedulerOutput, sampled: Guesses) -> Guesses:
-            guesses = {"stranger": [1, 2]}
+    def propose_at_random(self, rng: random.Random) -> None:
+        def propose(plan: SchedulerOutput, sampled: Drafts) -> Drafts:
+            proposals = {"stranger": [1, 2]}
             for request_id in plan.num_scheduled_tokens:
                 request = self.runner.state.requests[request_id]
                 right = continuation(request.prompt_token_ids, 40, runs.VOCAB)
                 start = len(request.output_token_ids) + len(sampled.get(request_id, ()))
-                guesses[request_id] = drafts = right[start : start + rng.randint(0, 4)]
+                proposals[request_id] = drafts = right[start : start + rng.randint(0, 4)]
                 if drafts and rng.random() < 0.5:
                     drafts[rng.randrange(len(drafts))] = runs.VOCAB + 1
-            return guesses if rng.random() < 0.5 else {}
+            return proposals if rng.random() < 0.5 else {}
 
-        self.runner.guess = guess
+        self.runner.propose = propose
 
     def check_end(self) -> None:
         stats = self.scheduler.get_stats()
         stats.total_recomputed_tokens += (
-            self.guesses.num_rejected_drafts
+            self.draft_plugin.num_rejected_drafts
         )  # computed for nothing, too
         self.scheduler.get_stats = lambda: stats
         super().check_end()
@@ -330,15 +331,15 @@ class World(runs.World):
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("cache", runs.CACHES)
 @pytest.mark.parametrize("seed", range(24))
-def test_a_random_run_says_what_one_without_guesses_says(seed, cache, kind):
+def test_a_random_run_has_the_tokens_of_one_without_drafts(seed, cache, kind):
     """Every policy, pools of hardly more than one request, arrivals, aborts, equal prompts."""
     rng = random.Random(f"{seed} {cache} {kind}")
     memory, to_come = runs.random_load(rng, cache)
     options = runs.random_options(rng, kind) | {"num_lookahead_tokens": rng.choice([0, 0, 1, 3])}
     world = World(memory, kind, **options)
-    world.guess_at_random(rng)
+    world.propose_at_random(rng)
     runs.run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
-    assert world.guesses.drafts == {}
+    assert world.draft_plugin.drafts == {}
     world.check_end()
 
 
@@ -350,16 +351,16 @@ class GuessingMachine(runs.SchedulerMachine):
     @initialize(**runs.SMALL_WORLDS, num_lookahead_tokens=st.integers(0, 3))
     def start(self, **options):
         super().start(**options)
-        self.guesses: Guesses = {}
+        self.proposals: Drafts = {}
 
     @precondition(lambda self: self.world.pending is not None)
     @rule(data=st.data())
     def update(self, data):
         drafts = st.lists(st.integers(0, runs.VOCAB), max_size=4)
-        guesses = {r: data.draw(drafts) for r in sorted(self.world.pending.num_scheduled_tokens)}
-        self.world.runner.guess = lambda *_: guesses
+        proposals = {r: data.draw(drafts) for r in sorted(self.world.pending.num_scheduled_tokens)}
+        self.world.runner.propose = lambda *_: proposals
         self.world.update()
-        self.world.runner.guess = lambda *_: {}
+        self.world.runner.propose = lambda *_: {}
 
 
 GuessingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

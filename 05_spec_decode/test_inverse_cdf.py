@@ -75,8 +75,8 @@ def test_token_and_place_are_exact_where_fractions_are(weights, u, dtype):
 )
 def test_any_weights_are_rounded_by_less_than_an_integer_each(weights, u, scale):
     """The point lies in the interval of the token drawn, give or take 2**-52 a weight."""
-    most = max(weights)
-    weights = [w / most for w in weights]  # some weight is more than the integers' grain
+    max_weight = max(weights)
+    weights = [w / max_weight for w in weights]  # some weight is more than the integers' grain
     total = float(sum(map(Fraction, weights)))
     weights = [w * (scale / total) for w in weights]
     index, within = draw_one(weights, u)
@@ -91,7 +91,7 @@ def test_any_weights_are_rounded_by_less_than_an_integer_each(weights, u, scale)
 
 @pytest.mark.parametrize("total", [1.0, 0.25, 1.75, 2.0**-30])
 def test_at_its_start_a_token_begins_and_at_its_end_the_next_one(total):
-    """Zeros lie between, before and behind. No number draws them, 0 and the last one included."""
+    """Zeros lie between, before and after. No number draws them, 0 and the last one included."""
     ends = {1: (0, 0.25), 3: (0.25, 0.5), 4: (0.5, 1)}
     weights = [w * total for w in (0, 0.25, 0, 0.25, 0.5, 0, 0)]
     for index, (start, end) in ends.items():
@@ -122,7 +122,7 @@ def test_the_last_number_never_reaches_the_total(dtype):
         assert ((within >= 0) & (within < 1)).all()
 
 
-def test_the_order_of_what_comes_before_does_not_matter():
+def test_the_order_of_the_preceding_weights_does_not_matter():
     """Sums of integers are exact: a token's interval is the same to the last bit, however the
     tokens before it are arranged, and so for a program that adds up in another order. Asked at the
     very ends of intervals, where a sum with roundings falls to one side or the other."""
@@ -147,7 +147,7 @@ def test_the_order_of_what_comes_before_does_not_matter():
 @settings(deadline=None, max_examples=80, derandomize=True)
 @given(weights=dyadic_weights, u=dyadic_numbers, size=st.integers(1, 4))
 def test_a_block_and_then_a_token_in_it_is_the_token(weights, u, size):
-    """What `within` is for: the number that is left over draws again, as in `sample_from_probs`."""
+    """The remaining number draws again, as `within` is used in `sample_from_probs`."""
     blocks = [weights[i : i + size] for i in range(0, len(weights), size)]
     block, left = draw_one([sum(b) for b in blocks], u)
     inside, _ = draw_one(blocks[block], left)

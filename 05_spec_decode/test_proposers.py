@@ -108,7 +108,7 @@ def test_a_history_shorter_than_the_shortest_n_gram_says_nothing(min_ngram):
     assert propose(proposer, make_request([7] * (min_ngram + 1))) == [7]
 
 
-def test_who_asks_for_nothing_is_indexed_all_the_same():
+def test_a_request_without_drafts_is_indexed_too():
     proposer = NgramProposer(3)
     request = make_request([1, 2, 3, 4])
     assert proposer.propose(follow(request), [0]) == {}
@@ -142,7 +142,7 @@ def test_requests_know_nothing_of_each_other():
         proposer.propose(follow(first, second), [2])
 
 
-def test_an_id_that_comes_again_after_its_end_has_no_past():
+def test_a_reused_id_has_no_past():
     proposer = NgramProposer(2)
     assert propose(proposer, make_request([1, 2, 3, 1, 2])) == [3, 1]
     for name in ("a", "a", "nobody"):
@@ -168,15 +168,15 @@ tokens_of_few_kinds = st.integers(1, 4).flatmap(
     num_spec_tokens=st.integers(1, 5),
     num_drafts=st.integers(0, 7),
     min_ngram=st.integers(1, 3),
-    num_more=st.integers(0, 3),
+    num_larger=st.integers(0, 3),
     bulk_size=st.sampled_from([None, 2, 4, 256]),
 )
 def test_it_finds_what_a_search_through_everything_finds(
-    prompts, num_spec_tokens, num_drafts, min_ngram, num_more, bulk_size
+    prompts, num_spec_tokens, num_drafts, min_ngram, num_larger, bulk_size
 ):
     """Step by step, each with 1 to 5 tokens more, several requests in turn; what they begin with is
     indexed in bulk or not."""
-    sizes = (min_ngram + num_more, min_ngram)
+    sizes = (min_ngram + num_larger, min_ngram)
     proposer = NgramProposer(num_spec_tokens, *sizes)
     if bulk_size is not None:
         proposer = BulkNgramProposer(num_spec_tokens, *sizes, bulk_size)

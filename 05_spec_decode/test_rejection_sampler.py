@@ -1,7 +1,7 @@
-"""What comes out has the target's law, exactly; and no number, row or neighbour disturbs that.
+"""Outputs have exactly the target's distribution, and no number, row or other request disturbs it.
 
-`exact_law` asks the code for its law; these tests say what it has to be. Nothing here repeats the
-rules themselves."""
+`exact_law` computes the distribution from the code; these tests state the expected one. Nothing
+here repeats the rules themselves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def flat(lists: list[list]) -> list:
     return list(chain.from_iterable(lists))
 
 
-# -- models: random tables, other distributions behind every history
+# -- models: random tables, another distribution after every history
 
 
 def random_pair(rng: np.random.Generator, vocab_size: int, kind: str) -> tuple[np.ndarray, ...]:
@@ -91,7 +91,7 @@ KINDS = ("random", "zeros", "disjoint", "equal", "close", "one-hot")
 
 @cache
 def models(vocab_size: int, kind: str, seed: int = 0) -> tuple[Model, Model]:
-    """Target and draft model. "mixed": behind each history some other kind."""
+    """Target and draft model. "mixed": another kind of distribution after each history."""
 
     @cache
     def pair(history: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ def models(vocab_size: int, kind: str, seed: int = 0) -> tuple[Model, Model]:
 
 
 def certain(model: Model) -> Model:
-    """It proposes its most likely token, always."""
+    """A model that always proposes its most likely token."""
     return lambda outputs, drafts: _one_hot(model(outputs, drafts))
 
 
@@ -120,7 +120,7 @@ def rejection_sample_certain(p, drafts, q, *rest) -> VerifiedTokens:
 
 
 def plain(p: Model, vocab_size: int, num_tokens: int) -> dict:
-    """Plain decoding, behind every history of fewer than `num_tokens` tokens."""
+    """Plain decoding after every history of fewer than `num_tokens` tokens."""
     return plain_laws(p, [h for n in range(num_tokens) for h in histories(vocab_size, n)])
 
 
@@ -202,7 +202,7 @@ def worked_out(p: Model, q: Model, rule: str) -> float:
 @pytest.mark.parametrize("kind", ("random", "zeros", "close"))
 def test_decisions_change_where_theory_says(kind):
     """A draft is accepted below p / q; the token is drawn from the positive part of p - q, and
-    behind the last draft from p."""
+    after the last draft from p."""
     p, q = models(4, kind, seed=4)
     cases = Cases.of(p, q, [()], 2)
     points = find_points(rejection_sample, cases)
@@ -301,7 +301,7 @@ SEES_DRAFTS = (*PENALTIES, "min_tokens", "greedy with penalties", "all")
 
 @dataclass(frozen=True)
 class ConstrainedModel:
-    """Random logits behind every history, then `sampling_probs`: a `Model`."""
+    """Random logits after every history, then `sampling_probs`: a `Model`."""
 
     params: SamplingParams
     seed: int
@@ -406,11 +406,11 @@ def test_matching_gives_the_tokens_of_plain_decoding(seed, data):
     expected = plain_decoding(p, u)
     tokens: list[int] = []
     for _ in as_long_as(lambda: len(tokens) < len(u)):
-        num_left = len(u) - len(tokens)
-        num_right = data.draw(st.integers(0, num_left - 1))
-        guesses = data.draw(st.lists(st.integers(0, 2), max_size=2))
+        num_remaining = len(u) - len(tokens)
+        num_right = data.draw(st.integers(0, num_remaining - 1))
+        wrong_drafts = data.draw(st.lists(st.integers(0, 2), max_size=2))
         start = len(tokens)
-        drafts = (expected[start : start + num_right] + guesses)[: num_left - 1]
+        drafts = (expected[start : start + num_right] + wrong_drafts)[: num_remaining - 1]
         k = len(drafts)
         rows = torch.stack([p((*tokens, *drafts[:j]), ()) for j in range(k + 1)])
         sampled, _ = draw(rows, u[start : start + k + 1])
@@ -435,17 +435,17 @@ def match_one(sampled: list[int], drafts: list[int]) -> list[int]:
 @settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=FIXTURE)
 @given(
     num_drafts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
-    num_more=st.integers(0, 3),
+    num_extra=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
-def test_both_layouts_of_drafts_agree_with_a_loop(rules, num_drafts, num_more, seed):
+def test_both_layouts_of_drafts_agree_with_a_loop(rules, num_drafts, num_extra, seed):
     """[num_drafts], or [num_rows] as fed to the model, whose first row is the last known token."""
     rng = np.random.default_rng(seed)
     drafts = [rng.integers(2, size=k).tolist() for k in num_drafts]
     sampled = [rng.integers(2, size=k + 1).tolist() for k in num_drafts]
     fed = [[int(rng.integers(2)), *tokens] for tokens in drafts]
     cu_num_logits = torch.tensor([0, *accumulate(k + 1 for k in num_drafts)])
-    width = max(num_drafts) + num_more
+    width = max(num_drafts) + num_extra
     runs = [match_one(*pair) for pair in zip(sampled, drafts)]
     expected = [run + [PADDING] * (width + 1 - len(run)) for run in runs]
     for layout in (drafts, fed):
@@ -504,22 +504,22 @@ class DraftedRequests:
         columns = (self.target_probs, self.drafts, self.draft_probs, self.accept_u, self.sample_u)
         return DraftedRequests(*(None if c is None else [c[i] for i in order] for c in columns))
 
-    def arguments(self, num_more: int = 0) -> tuple:
+    def arguments(self, num_extra: int = 0) -> tuple:
         lengths = [len(drafts) for drafts in self.drafts]
         return (
             torch.cat(self.target_probs),
             torch.tensor(flat(self.drafts), dtype=torch.int64),
             None if self.draft_probs is None else torch.cat(self.draft_probs),
             torch.tensor([0, *accumulate(k + 1 for k in lengths)]),
-            max(lengths) + num_more,
+            max(lengths) + num_extra,
             torch.tensor(flat(self.accept_u), dtype=torch.float64),
             torch.tensor(flat(self.sample_u), dtype=torch.float64),
         )
 
-    def runs(self, rules: VerificationRules, num_more: int = 0) -> list[list[int]]:
+    def runs(self, rules: VerificationRules, num_extra: int = 0) -> list[list[int]]:
         """Also holds the form of the result to what it should be."""
-        verified = rules.reject(*self.arguments(num_more))
-        width = max(map(len, self.drafts)) + num_more + 1
+        verified = rules.reject(*self.arguments(num_extra))
+        width = max(map(len, self.drafts)) + num_extra + 1
         assert verified.token_ids.shape == (len(self.drafts), width)
         assert verified.token_ids.dtype == verified.num_sampled.dtype == torch.int64
         runs = []
@@ -704,14 +704,14 @@ def batches(draw_from) -> DraftedRequests:
 
 @settings(deadline=None, max_examples=90, derandomize=True, suppress_health_check=FIXTURE)
 @given(batch=batches())
-def test_every_run_is_possible_and_nobody_matters_to_anybody(rules, batch):
+def test_every_run_is_possible_and_rows_are_independent(rules, batch):
     """Traps 36, 43, 46. float32 with zeros, denormals, p == q to the last bit and almost, any
     drafts, padding lanes; then each request alone, in another order and a wider result."""
     runs = batch.runs(rules)
     batch.check(runs)
     order = list(range(len(runs)))
     assert [batch.select([i]).runs(rules)[0] for i in order] == runs
-    assert batch.select(order[::-1]).runs(rules, num_more=2) == runs[::-1]
+    assert batch.select(order[::-1]).runs(rules, num_extra=2) == runs[::-1]
     assert batch.select(order + order).runs(rules) == runs + runs
 
 
@@ -730,9 +730,9 @@ def random_batch(
         return torch.from_numpy(probs).float()
 
     q = [rows(k) for k in lengths]
-    drafts = [[int(rng.choice(vocab_size, p=row / row.sum())) for row in own.numpy()] for own in q]
+    drafts = [[int(rng.choice(vocab_size, p=row / row.sum())) for row in x.numpy()] for x in q]
     agreed = [torch.eye(vocab_size)[tokens] for tokens in drafts] if is_certain else q
-    p = [torch.cat([own, rows(1)]) * 0.7 + rows(len(own) + 1) * 0.3 for own in agreed]
+    p = [torch.cat([x, rows(1)]) * 0.7 + rows(len(x) + 1) * 0.3 for x in agreed]
     accept_u = [rng.random(k).tolist() for k in lengths]
     sample_u = [rng.random(k + 1).tolist() for k in lengths]
     return DraftedRequests(p, drafts, None if is_certain else q, accept_u, sample_u)

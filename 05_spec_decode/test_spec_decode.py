@@ -41,7 +41,8 @@ CONTEXT = [1, 0, 2]
 
 
 class ScriptedLM:
-    """Says `answers[i]` behind the token at place i, whatever it was; as good as certain."""
+    """A model that returns `answers[i]` after the token at index i, whatever it was, with near
+    certainty."""
 
     def __init__(self, answers: Sequence[int], vocab_size: int = 10) -> None:
         self.logits = 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(answers)]
@@ -85,7 +86,7 @@ def random_tokens(num: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def p_value(outcomes: Sequence[object], law: dict[object, float]) -> float:
-    """Of `outcomes` being drawn from `law`; 0 if one of them has no chance at all."""
+    """The p-value of `outcomes` under `law`; 0 if one of them has no chance at all."""
     counts = Counter(outcomes)
     if not counts.keys() <= law.keys():
         return 0.0
@@ -102,7 +103,7 @@ def test_the_names_of_the_reading_material():
 # -- the toy model
 
 
-def test_a_row_depends_on_every_token_before_it_and_on_none_behind():
+def test_a_row_depends_on_every_token_before_it_and_on_none_after():
     model = SimpleLM(32)
     ids = random_tokens(12, 32, seed=1)
     logits = model.get_logits(ids)
@@ -180,7 +181,7 @@ def test_next_to_no_temperature_is_greedy_and_not_nan(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_what_the_draft_model_would_say_with_the_logits_it_says_them_by(temperature):
+def test_drafts_are_the_draft_models_tokens_with_their_logits(temperature):
     model = SimpleLM(32)
     drafts, draft_logits = draft_generate(model, CONTEXT, 5, temperature, seeded(1))
     assert drafts == plain_generate(model, CONTEXT, 5, temperature, seeded(1))
@@ -205,49 +206,49 @@ def peaked(tokens: Sequence[int], vocab_size: int = 10) -> torch.Tensor:
     return 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(tokens)]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("settings", HOW)
 @pytest.mark.parametrize("has_logits", [True, False])
-def test_drafts_are_kept_up_to_the_first_that_is_wrong(how, has_logits):
+def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
     right = [5, 6, 7, 8]
     target = ScriptedLM([0, 0, *right, 9])
     for num_right in range(5):
         drafts = [t if j != num_right else t - 1 for j, t in enumerate(right)]
         logits = peaked(drafts) if has_logits else None
-        tokens = verify_and_sample(target, CONTEXT, drafts, draft_logits=logits, **how)
+        tokens = verify_and_sample(target, CONTEXT, drafts, draft_logits=logits, **settings)
         assert tokens == ([*right, 9][: num_right + 1], num_right)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("settings", HOW)
 @pytest.mark.parametrize("place", range(3))
-def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(how, place):
-    """Trap 36. The target says 5 6 7 8, and behind the wrong draft 1 it says 1 as well: who looks
-    one row too far sees a match there. And who takes d0 unseen sees none of this at place 0."""
+def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(settings, place):
+    """Trap 36. The target returns 5 6 7 8, and 1 after the wrong draft 1: a comparison with the
+    next row would find a match there. A verifier that accepts d0 unseen fails at place 0."""
     answers = [5, 6, 7, 8]
     drafts = answers[:3]
     drafts[place] = 1
     answers[place + 1] = 1
     target = ScriptedLM([0, 0, *answers])
     tokens, num_accepted = verify_and_sample(
-        target, CONTEXT, drafts, draft_logits=peaked(drafts), **how
+        target, CONTEXT, drafts, draft_logits=peaked(drafts), **settings
     )
     assert tokens == answers[: place + 1]
     assert num_accepted == place
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_step_is_one_target_pass_and_k_draft_passes(how):
+@pytest.mark.parametrize("settings", HOW)
+def test_a_step_is_one_target_pass_and_k_draft_passes(settings):
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
-    tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **how)
+    tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **settings)
     assert tokens == [5, 6, 7] and stats.num_passes == 1
     assert (stats.num_drafted, stats.num_accepted) == (3, 2)
     assert (target.num_passes, draft.num_passes) == (1, 3)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_without_drafts_a_step_is_plain_decoding(how):
+@pytest.mark.parametrize("settings", HOW)
+def test_without_drafts_a_step_is_plain_decoding(settings):
     target = ScriptedLM([0, 0, 5])
-    assert verify_and_sample(target, CONTEXT, [], **how) == ([5], 0)
-    assert speculative_decode_step(target, target, CONTEXT, 0, **how)[0] == [5]
+    assert verify_and_sample(target, CONTEXT, [], **settings) == ([5], 0)
+    assert speculative_decode_step(target, target, CONTEXT, 0, **settings)[0] == [5]
 
 
 def test_the_calls_of_the_reading_material_work_as_typed():
@@ -373,8 +374,8 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
         tokens, _ = verify_and_sample(*args, seeded(seed), draft_logits=q_logits)
         assert tokens == expected.token_ids[0, : expected.num_sampled[0]].tolist()
         # Matching makes what plain decoding makes of the same numbers, as far as it gets.
-        how = {"draft_logits": q_logits, "rule": "matching"}
-        tokens, _ = verify_and_sample(*args, seeded(seed), **how)
+        settings = {"draft_logits": q_logits, "rule": "matching"}
+        tokens, _ = verify_and_sample(*args, seeded(seed), **settings)
         assert tokens == plain_generate(target, CONTEXT, len(tokens), temperature, seeded(seed))
 
 
@@ -389,7 +390,7 @@ def test_the_law_of_the_draft_model_would_be_noticed(temperature):
     assert p_value(outcomes, law) < TINY_P_VALUE
 
 
-# -- how often drafts are accepted. What the rules accept: `test_rejection_sampler.py`
+# -- how often drafts are accepted; the rules of acceptance: `test_rejection_sampler.py`
 
 P = [0.05, 0.30, 0.10, 0.25, 0.02, 0.08, 0.20]
 Q = [0.20, 0.20, 0.02, 0.40, 0.10, 0.03, 0.05]

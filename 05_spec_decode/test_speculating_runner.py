@@ -36,7 +36,7 @@ from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
 from step_record import RecordedScheduler
 from test_scheduler_runs import make_memory
 
-VOCAB = 6  # few tokens, so that guesses come true by chance too
+VOCAB = 6  # few tokens, so that drafts are accepted by chance too
 K = 3
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
 CACHES = (None, "hash", "radix")
@@ -94,7 +94,7 @@ class Row:
     sampled: Sequence[int] = (7,)
     drafts: Sequence[int] = ()
     num_uncomputed_tokens: int = 0  # then it samples nothing
-    num_left: int = 20  # outputs that it may have after this step
+    num_outputs_left: int = 20  # outputs that it may have after this step
     start: int = 0
     error: str | None = None
 
@@ -142,7 +142,7 @@ class Bench:
                     [row.request_id], [list(range(8))], [row.start], [0], [()], {row.request_id}
                 )
             else:
-                params = SamplingParams(max_tokens=row.num_left + len(sampled))
+                params = SamplingParams(max_tokens=row.num_outputs_left + len(sampled))
                 plan.scheduled_new_reqs.append(
                     NewRequestData(row.request_id, list(range(8)), params, row.start)
                 )
@@ -153,12 +153,12 @@ class Bench:
         return self.runner.execute(plan).wait()
 
 
-def test_asked_are_those_who_go_on_and_guessed_on_those_who_lack_one_token():
+def test_only_continuing_requests_that_lack_one_token_get_drafts():
     bench = Bench()
     output = bench.step(
         Row("1"),
         Row("2", num_uncomputed_tokens=3),  # in the middle of its prompt
-        Row("3", num_left=0),
+        Row("3", num_outputs_left=0),
         Row("4", error="its logits say nothing"),
         Row("5"),
     )
@@ -183,22 +183,24 @@ def test_a_proposer_sees_the_tokens_of_the_step_and_no_rejected_one():
     assert seen == [([5], 2, 8), ([4, 9], 7, 9), ([], 1, 5)]
 
 
-@pytest.mark.parametrize("num_left", range(1, 7))
-def test_no_more_than_can_still_become_outputs(num_left):
+@pytest.mark.parametrize("num_outputs_left", range(1, 7))
+def test_no_more_drafts_than_remaining_outputs(num_outputs_left):
     """The token that follows the drafts is an output too (Trap 39)."""
     bench = Bench()
-    bench.step(Row("1", num_left=num_left), Row("2"))
-    assert bench.recorder.take("propose") == [("propose", {"1": min(num_left - 1, K), "2": K})]
+    bench.step(Row("1", num_outputs_left=num_outputs_left), Row("2"))
+    assert bench.recorder.take("propose") == [
+        ("propose", {"1": min(num_outputs_left - 1, K), "2": K})
+    ]
 
 
-def test_lengths_are_each_request_s_own_and_never_negative():
+def test_lengths_are_chosen_by_request_and_never_negative():
     bench = Bench(num_drafts=lambda request_id: int(request_id) - 2)
     bench.step(*[Row(name) for name in "31524"])
     expected = {"3": 1, "1": 0, "5": 3, "2": 0, "4": 2}
     assert bench.recorder.take("propose") == [("propose", expected)]
 
 
-def test_nobody_is_asked_for_nothing():
+def test_the_proposer_is_not_called_for_zero_drafts():
     bench = Bench(num_drafts=0)
     assert bench.step(Row("1")).draft_token_ids == {}
     assert bench.recorder.take("propose", "choose") == [("choose", ["1"])]
@@ -213,14 +215,14 @@ def test_nobody_is_asked_for_nothing():
 
 def test_finished_ids_are_forgotten_by_both():
     bench = Bench()
-    bench.step(Row("1", num_left=0), Row("2"), Row("3"))
+    bench.step(Row("1", num_outputs_left=0), Row("2"), Row("3"))
     assert bench.recorder.take("remove_request") == [], "only the scheduler knows who has ended"
     bench.step(Row("2"), finished=["1", "3"])
     forgotten = bench.recorder.take("remove_request")
     assert sorted(forgotten) == [("remove_request", "1")] * 2 + [("remove_request", "3")] * 2
 
 
-def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
+def test_an_id_reused_in_the_same_step_is_removed_first():
     bench = Bench()
     bench.step(Row("1"))
     bench.recorder.log.clear()
@@ -230,7 +232,7 @@ def test_an_id_that_comes_again_in_the_very_step_is_forgotten_first():
     assert bench.inner.seen[-1] == [("remove_request", "1")] * 2, "before the plan is taken over"
 
 
-def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
+def test_a_preempted_request_is_new_to_a_proposer_but_keeps_its_acceptance():
     """Its block table is another one; what is known of its acceptance holds."""
     bench = Bench()
     bench.step(Row("1"))
@@ -242,7 +244,7 @@ def test_who_was_preempted_is_new_to_a_proposer_but_guessed_as_well_as_before():
 # -- what is told
 
 
-def test_what_came_of_the_drafts():
+def test_the_results_of_drafts_are_reported():
     bench = Bench()
     bench.step(
         Row("1", sampled=[4, 4, 5], drafts=[4, 4, 4]),
@@ -262,7 +264,7 @@ def test_what_came_of_the_drafts():
     assert stats.num_passes == 4, "a piece of a prompt yields nothing, and an error too"
 
 
-def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
+def test_times_of_steps_without_prompt_tokens(monkeypatch):
     class Clock:
         def __init__(self) -> None:
             self.ms = {"propose_ms": 7.0}
@@ -273,7 +275,7 @@ def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
     monkeypatch.setattr("speculating_runner.StepTimer", Clock)
     bench = Bench()
     bench.inner.times = {"prepare_ms": 1.0, "forward_ms": 20.0, "sample_ms": 300.0}
-    one, other = Row("1", start=7), Row("2", start=7, num_left=3)
+    one, other = Row("1", start=7), Row("2", start=7, num_outputs_left=3)
     output = bench.step(one, other)
     assert output.times == {**bench.inner.times, "propose_ms": 7.0}
     bench.recorder.log.clear()
@@ -289,7 +291,7 @@ def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
     bench.step(one, other)
     bench.step(
         Row("1", start=7, drafts=[2, 2], sampled=[1]),
-        Row("2", start=7, drafts=[2], sampled=[2, 2], num_left=3),
+        Row("2", start=7, drafts=[2], sampled=[2, 2], num_outputs_left=3),
     )
     assert bench.recorder.take("step")[1:] == [
         ("step", 2, 2, K, 321.0, 7.0),
@@ -297,7 +299,7 @@ def test_times_of_steps_in_which_nobody_computed_a_prompt(monkeypatch):
     ]
 
 
-def test_guessing_is_not_timed_when_it_was_not_done_or_a_model_caught_up():
+def test_drafting_is_not_timed_when_skipped_or_when_a_model_caught_up():
     """After steps without drafts, a draft model is fed what it has missed."""
     bench = Bench()
     rounds = []
@@ -317,8 +319,8 @@ class Adversary:
 
     num_spec_tokens = num_lookahead_tokens = K
 
-    def __init__(self, guess: Callable[[RunnerRequest, int], list[int]]) -> None:
-        self.guess = guess
+    def __init__(self, propose: Callable[[RunnerRequest, int], list[int]]) -> None:
+        self.propose = propose
         self.known: set[str] = set()
 
     def propose(self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]):
@@ -332,7 +334,7 @@ class Adversary:
                 assert num_uncomputed_tokens == 1 and num_outputs >= 1
                 assert num <= request.max_tokens - num_outputs - 1
             self.known.add(request.req_id)
-            drafts[request.req_id] = self.guess(request, num)
+            drafts[request.req_id] = self.propose(request, num)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
@@ -344,15 +346,15 @@ class Adversary:
 
 def right(request: RunnerRequest, num_drafts: int) -> list[int]:
     num_outputs = len(request.output_token_ids)
-    said = continuation(request.prompt_token_ids, num_outputs + num_drafts, VOCAB)
-    return said[num_outputs:]
+    outputs = continuation(request.prompt_token_ids, num_outputs + num_drafts, VOCAB)
+    return outputs[num_outputs:]
 
 
 def right_until(place: int) -> Callable[[RunnerRequest, int], list[int]]:
-    def guess(request: RunnerRequest, num_drafts: int) -> list[int]:
+    def propose(request: RunnerRequest, num_drafts: int) -> list[int]:
         return [(t + (i >= place)) % VOCAB for i, t in enumerate(right(request, num_drafts))]
 
-    return guess
+    return propose
 
 
 class EchoModel:
@@ -361,15 +363,15 @@ class EchoModel:
     num_heads = 1
 
     def __call__(self, batch, kv_cache):
-        said = (batch.input_ids * 3 + batch.positions)[batch.logit_indices] % VOCAB
-        return torch.nn.functional.one_hot(said, VOCAB).double()
+        outputs = (batch.input_ids * 3 + batch.positions)[batch.logit_indices] % VOCAB
+        return torch.nn.functional.one_hot(outputs, VOCAB).double()
 
 
 def make_draft_proposer(
     memory: UncachedKVCacheManager, state: SharingRunnerState
 ) -> DraftModelProposer:
     kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1)
-    nothing: Any = SimpleNamespace(plan=lambda *where: None)
+    nothing: Any = SimpleNamespace(plan=lambda *arguments: None)
     return DraftModelProposer(EchoModel(), kv_cache, nothing, state, K, max_model_len=60)
 
 
@@ -390,7 +392,7 @@ PROPOSERS: dict[str, Callable[[UncachedKVCacheManager, SharingRunnerState], Prop
 
 
 class Engine:
-    """Chapter 1's loop over this chapter's parts, and everybody's outputs."""
+    """Chapter 1's loop over this chapter's parts, and the outputs of every request."""
 
     def __init__(
         self,
@@ -410,41 +412,43 @@ class Engine:
             )
         self.scheduler = make_scheduler(kind, kv_memory=memory, **options)
         self.core = EngineCore(RecordedScheduler(self.scheduler, check_invariants=True), runner)
-        self.said: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
         self.finished: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.core.add_request(request)
-        self.said[request.request_id] = []
+        self.outputs[request.request_id] = []
 
     def step(self) -> None:
         known = dict(self.scheduler.requests)
         for result in self.core.step():
-            self.said[result.request_id] += result.new_token_ids
+            self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
                 self.finished.append(known[result.request_id])
 
-    def run(self, most: int = 2000) -> None:
-        for _ in range(most):
+    def run(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
             if not self.core.has_unfinished_requests():
                 self.core.step()
                 return
             self.step()
-        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
+        pytest.fail(
+            f"not finished after {max_steps} steps: {list(self.scheduler.requests.values())}"
+        )
 
-    def check_books(self) -> None:
-        """Of a run in which nobody was aborted or stopped early."""
+    def check_counts(self) -> None:
+        """Check the counts of a run in which no request was aborted or stopped early."""
         stats, seen = self.scheduler.get_stats(), self.runner.stats
-        (guesses,) = [p for p in self.scheduler.plugins if isinstance(p, DraftPlugin)]
-        assert seen.num_tokens == sum(len(tokens) for tokens in self.said.values())
+        (draft_plugin,) = [p for p in self.scheduler.plugins if isinstance(p, DraftPlugin)]
+        assert seen.num_tokens == sum(len(tokens) for tokens in self.outputs.values())
         assert seen.num_tokens == seen.num_passes + seen.num_accepted
-        assert seen.num_drafted - seen.num_accepted == guesses.num_rejected_drafts
+        assert seen.num_drafted - seen.num_accepted == draft_plugin.num_rejected_drafts
         needed = sum(request.num_tokens - 1 for request in self.finished)
         assert stats.total_scheduled_tokens == (
             needed
             - stats.total_cached_tokens
             + stats.total_recomputed_tokens
-            + guesses.num_rejected_drafts
+            + draft_plugin.num_rejected_drafts
         )
 
 
@@ -464,7 +468,7 @@ def family(seed: int, num_requests: int) -> list[Request]:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_no_token_changes(kind, cache, name):
-    """Small pools, small budgets, everybody preempted now and then."""
+    """Small pools, small budgets, and every request preempted now and then."""
     for preempt_every in (None, 1, 2, 3, 5):
         memory = make_memory(cache, 12, 3)
         engine = Engine(
@@ -479,16 +483,16 @@ def test_no_token_changes(kind, cache, name):
             engine.add(request)
         engine.run()
         for request in engine.finished:
-            said = engine.said[request.request_id]
-            assert said == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
+            outputs = engine.outputs[request.request_id]
+            assert outputs == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
         assert len(engine.finished) == 4
-        engine.check_books()
+        engine.check_counts()
 
 
 @pytest.mark.parametrize(
     ("name", "accepted_length"), [("right", K + 1), *((f"until {i}", i + 1) for i in range(K))]
 )
-def test_right_guesses_save_passes(name, accepted_length):
+def test_accepted_drafts_save_passes(name, accepted_length):
     memory = make_memory(None, 60, 4)
     engine = Engine(Scheduler, memory, name)
     engine.add(Request.from_tokens("a", [1, 2, 3], 1 + 10 * accepted_length))
@@ -502,20 +506,20 @@ def test_right_guesses_save_passes(name, accepted_length):
 def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
     """Trap 38."""
     prompt = [1, 2, 3, 4]
-    said = continuation(prompt, 15, VOCAB)
+    outputs = continuation(prompt, 15, VOCAB)
     for stop in range(VOCAB):
         memory = make_memory("hash", 30, 4)
         engine = Engine(Scheduler, memory, name)
         params = SamplingParams(temperature=0, max_tokens=15, stop_token_ids=[stop])
         engine.add(Request("a", prompt, params))
         engine.run()
-        end = said.index(stop) + 1 if stop in said else 15
-        assert engine.said["a"] == said[:end]
+        end = outputs.index(stop) + 1 if stop in outputs else 15
+        assert engine.outputs["a"] == outputs[:end]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_an_id_that_was_aborted_and_comes_again_is_another_request(kind):
-    """It may come back before the runner has heard of its end."""
+def test_a_reused_id_after_an_abort_is_another_request(kind):
+    """The id may be reused before the runner has received the abort."""
     for name in ("ngram", "draft", "right"):
         for step in range(1, 6):
             memory = make_memory("hash", 40, 4)
@@ -527,7 +531,7 @@ def test_an_id_that_was_aborted_and_comes_again_is_another_request(kind):
             engine.core.abort_request("a")
             engine.add(Request.from_tokens("a", [2, 1], 9))
             engine.run()
-            assert engine.said["a"] == continuation([2, 1], 9, VOCAB)
+            assert engine.outputs["a"] == continuation([2, 1], 9, VOCAB)
             assert engine.runner.draft_length._requests == {}
             kept = {"ngram": "_histories", "draft": "_followers", "right": "known"}[name]
             assert not getattr(engine.proposer, kept), "everybody has ended"
@@ -542,7 +546,7 @@ def test_lengths_that_adapt_change_no_token_and_see_the_steps():
             engine.add(request)
         engine.run()
         for request in engine.finished:
-            said = engine.said[request.request_id]
-            assert said == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
-        engine.check_books()
+            outputs = engine.outputs[request.request_id]
+            assert outputs == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
+        engine.check_counts()
         assert length.verify_cost.has_seen and length._requests == {}

@@ -23,33 +23,20 @@ decodes and chunks in separate passes unless mixing is enabled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
-from paged_attention import AttentionMetadata
+from paged_attention import AttentionMetadata, HostMetadata
 
 
 @dataclass(slots=True, eq=False)
-class MixedMetadata(AttentionMetadata):
-    """Chapter 2's metadata, plus the host's copies, so that no code has to read the device."""
+class MixedMetadata(HostMetadata):
+    """Chapter 2's metadata of a batch in which short queries come first."""
 
     num_short: int = 0  # sequences at the front with few query tokens
-    query_starts: Sequence[int] = ()  # query_start_loc
-    host_seq_lens: Sequence[int] = ()  # seq_lens
-
-    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
-        num_seqs = len(self.seq_lens)
-        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
-            raise ValueError(
-                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
-                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
-            )
-        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
 
 
 def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.ndarray, int]:
@@ -71,13 +58,9 @@ def compose(
     def compose_mixed(*tensors: torch.Tensor) -> ComposedBatch:
         batch = layout.compose(*tensors)
         query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
-        host_seq_lens = (queries.starts + queries.num_tokens).tolist()
-        of_host = {"num_short": num_short, "query_starts": query_starts}
-        of_host["host_seq_lens"] = host_seq_lens
+        host = query_starts, (queries.starts + queries.num_tokens).tolist(), num_short
         names = [f.name for f in fields(AttentionMetadata)]
-        given = [{name: getattr(m, name) for name in names} for m in batch.attention]
-        return replace(
-            batch, attention=tuple(MixedMetadata(**kwargs, **of_host) for kwargs in given)
-        )
+        given = [[*(getattr(m, name) for name in names), *host] for m in batch.attention]
+        return replace(batch, attention=tuple(MixedMetadata(*values) for values in given))
 
     return StepLayout(order, layout.arrays, compose_mixed)

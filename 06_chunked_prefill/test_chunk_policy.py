@@ -45,7 +45,7 @@ def make_request(name: str, num_prompt: int, num_outputs: int, seed: int = 0) ->
 class Run(SchedulerLoop):
     """`plans[i]`: tokens of each request in step i."""
 
-    guess: Callable[[str, int], list[int]] | None = None
+    propose: Callable[[str, int], list[int]] | None = None
 
     def __init__(self, scheduler) -> None:
         super().__init__(scheduler, VOCAB)
@@ -66,19 +66,20 @@ class Run(SchedulerLoop):
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         sampled = super().execute(output)
-        for name in scheduled_tokens(output) if self.guess else ():
+        for name in scheduled_tokens(output) if self.propose else ():
             num_outputs = len(self.outputs[name]) + len(sampled.token_ids.get(name, ()))
-            sampled.draft_token_ids[name] = self.guess(name, num_outputs)
+            sampled.draft_token_ids[name] = self.propose(name, num_outputs)
         for request in output.scheduled_requests:
             is_last = request.num_computed_tokens >= request.num_tokens
             assert (request.request_id in sampled.token_ids) == is_last, "Trap 31"
         return sampled
 
     def step(
-        self, guess: Callable[[str, int], list[int]] | None = None
+        self, propose: Callable[[str, int], list[int]] | None = None
     ) -> PreemptiveSchedulerOutput:
-        """`guess(name, number of outputs)` is made behind this step for the next (chapter 5)."""
-        self.guess = guess
+        """Run a step, after which `propose(name, number of outputs)` returns the drafts of the next
+        (chapter 5)."""
+        self.propose = propose
         return super().step()
 
     def to_the_end(self, max_steps: int = 3000) -> None:
@@ -87,9 +88,9 @@ class Run(SchedulerLoop):
                 break
             self.step()
         assert not self.scheduler.has_unfinished_requests(), "it does not end"
-        for name, said in self.outputs.items():
+        for name, tokens in self.outputs.items():
             prompt = self.requests[name].prompt_token_ids
-            assert said == continuation(prompt, len(said), VOCAB), name
+            assert tokens == continuation(prompt, len(tokens), VOCAB), name
 
     def chunks(self, name: str) -> list[int]:
         return [plan.get(name, 0) for plan in self.plans]
@@ -121,8 +122,9 @@ def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_get
     assert num_tokens >= 1
 
 
-def test_guesses_are_not_a_prompt():
-    """Three are more than the threshold, and are planned whole; and who has them is not long."""
+def test_drafts_are_not_a_prompt():
+    """Three draft tokens exceed the threshold and are planned whole, and their request does not
+    count as long."""
     policy = ChunkedPrefill(2, max_long_partial_prefills=1)
     run = two_phase(policy, plugins=[DraftPlugin()], max_num_batched_tokens=32)
     run.add(make_request("a", 1, 30))
@@ -158,8 +160,8 @@ def test_a_prompt_comes_in_pieces_of_the_threshold_and_yields_one_token_at_its_e
     run.add(make_request("a", 20, 3))
     run.to_the_end()
     size = threshold or 20
-    pieces = [min(size, 20 - start) for start in range(0, 20, size)]
-    assert run.chunks("a") == [*pieces, 1, 1]
+    chunks = [min(size, 20 - start) for start in range(0, 20, size)]
+    assert run.chunks("a") == [*chunks, 1, 1]
     assert len(run.outputs["a"]) == 3
 
 
@@ -198,10 +200,10 @@ def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
     assert run.plans[0] == {"long0": 4, "short": 4}
     for _ in as_long_as(run.scheduler.has_unfinished_requests):
         run.step()
-        under_way = [r for r in longs if 0 < r.num_computed_tokens < 18 - 4 and not r.is_finished]
-        assert len(under_way) <= 1
+        partial = [r for r in longs if 0 < r.num_computed_tokens < 18 - 4 and not r.is_finished]
+        assert len(partial) <= 1
     starts = [run.chunks(r.request_id).index(4) for r in longs]
-    # While the last piece of one is computed, which is not long any more, the next may begin.
+    # While the last chunk of one is computed, which is not long any more, the next may begin.
     assert starts == [0, 4, 8]
     run.to_the_end()
 
@@ -213,7 +215,7 @@ def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
 
 
 def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():
-    """Behind a bounded number of short ones the queue waits for it."""
+    """After a bounded number of short ones the queue waits for it."""
     policy = ChunkedPrefill(4, max_long_partial_prefills=1)
     run = two_phase(policy, max_num_batched_tokens=8, max_num_seqs=4, max_overtakes=3)
     run.add(make_request("long0", 60, 1), make_request("long1", 60, 1))
@@ -264,8 +266,8 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
         (PrefillFirstScheduler, {"chunked_prefill_size": 24, "mixing": True}),
     ],
 )
-def test_guesses_never_keep_a_prompt_out(kind, options):
-    """Four who decode, with as many guesses as there is budget, all of them right."""
+def test_drafts_never_keep_a_prompt_out(kind, options):
+    """Four decodes, with as many drafts as there is budget, all of them right."""
     limits = {"max_num_batched_tokens": 24, "plugins": [DraftPlugin()]}
     run = Run(kind(kv_memory=make_memory(None, 400, 4), **options, **limits))
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
@@ -310,7 +312,7 @@ def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_draf
             answer = StepOutput({r.request_id: [1] for r in ended}, draft_token_ids=drafts)
             scheduler.update_from_output(output, answer)
             policy.observe_step(starts, list(plan.values()), step_ms)
-            if name in plan and name in scheduler.requests:  # the last piece may be small
+            if name in plan and name in scheduler.requests:  # the last chunk may be small
                 times.append(step_ms)
             if name not in scheduler.requests:
                 break
@@ -335,7 +337,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
 @pytest.mark.parametrize("maker", POLICY_MAKERS)
 def test_random_runs_change_no_token(maker, cache, kind):
-    """Pools that run out, forced preemption, guesses, aborts; both schedulers, every cache."""
+    """Pools that run out, forced preemption, drafts, aborts; both schedulers, every cache."""
     num_cut_and_preempted = 0
     for seed in range(25):
         rng = random.Random(f"{seed} {maker} {cache} {kind}")
@@ -365,10 +367,10 @@ def test_random_runs_change_no_token(maker, cache, kind):
             running = list(run.scheduler.running)
             if running and rng.random() < 0.02:
                 run.scheduler.finish_requests(rng.choice(running), RequestStatus.FINISHED_ABORTED)
-            guess = None
+            propose = None
             if rng.random() < 0.3:
-                guess = lambda *_: [rng.randrange(VOCAB) for _ in range(3)]  # noqa: E731
-            run.step(guess)
+                propose = lambda *_: [rng.randrange(VOCAB) for _ in range(3)]  # noqa: E731
+            run.step(propose)
             policy = options["chunk_policy"]
             if isinstance(policy, AdaptiveChunks):
                 num_tokens = list(run.plans[-1].values())
@@ -401,8 +403,9 @@ def test_a_hit_that_ends_anywhere_in_a_chunk(block_size, threshold, num_prompt, 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 @pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_what_is_computed_of_an_unfinished_prompt_is_reusable_at_once(kind, cache):
-    """Its full blocks are cached between its chunks, for whoever comes in the meantime."""
+def test_computed_chunks_of_an_unfinished_prompt_are_reusable_immediately(kind, cache):
+    """Its full blocks are cached between its chunks, for any request that arrives in the
+    meantime."""
     options = {"chunked_prefill_size": 8} if kind is PrefillFirstScheduler else {}
     options["chunk_policy"] = ChunkedPrefill(8)
     memory = make_memory(cache, 100, 4)

@@ -23,7 +23,7 @@ from mixed_attention import MixedAttentionBackend, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
 from request import SamplingParams
 from scheduler_interface import NewRequestData
-from test_paged_attention import (
+from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
     TOLERANCE,
     BackendOf,
     Case,
@@ -35,13 +35,6 @@ from test_paged_attention import (
     test_models_with_other_numbers_of_query_heads_share_metadata,
 )
 
-__all__ = [
-    "test_a_query_sees_its_window",
-    "test_any_mix_of_query_lengths_through_shuffled_tables",
-    "test_batches_without_tokens_and_sequences_without_tokens",
-    "test_metadata_that_contradicts_itself_is_an_error",
-    "test_models_with_other_numbers_of_query_heads_share_metadata",
-]
 TILE = 4
 
 
@@ -126,9 +119,11 @@ def short_query() -> None:
     """Which queries are short is chapter 2's matter."""
 
 
-@pytest.fixture(params=["plain metadata", "mixed metadata"])
-def backend_of(request, small_tiles) -> BackendOf:
+@pytest.fixture(params=["plain metadata", "mixed metadata", "no private operator"])
+def backend_of(request, small_tiles, monkeypatch) -> BackendOf:
     """The backend for chapter 2's tests."""
+    if request.param == "no private operator":
+        monkeypatch.setattr(module, "FUSED_ATTENTION", None)
 
     def make(case: Case) -> MixedAttentionBackend:
         if request.param == "mixed metadata":
@@ -230,7 +225,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish():
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
 def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, monkeypatch):
     monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
-    lengths = [(1, n) for n in (3, 100, 4, 60, 5, 1, 49, 30, 50, 100)]
+    lengths = [(1, n) for n in (3, 100, 8, 60, 5, 1, 49, 32, 50, 100)]
     case = make_case([*lengths, (2, 60), (3, 3)], 4)
     check(case, attend(case))
     plan = replace(case, metadata=mixed_metadata(case, 3)).plan(MixedAttentionBackend())

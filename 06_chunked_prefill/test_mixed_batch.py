@@ -102,7 +102,7 @@ def test_the_batch_of_the_docstring():
         Query(0, 10, 6),
         Query(1, 7, 1),
         Query(2, 3, 1),
-        Query(3, 5, 3, num_logit_rows=3),  # a token and two guesses
+        Query(3, 5, 3, num_logit_rows=3),  # a token and two draft tokens
         Query(4, 0, 4, num_logit_rows=0),  # its prompt goes on
     ]
     batch = compose(make_state(5, 4), in_columns(queries), 4, 3).on(CPU)

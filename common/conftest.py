@@ -11,15 +11,9 @@ import torch
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import LoadedModel, load_model
-from common.requests.tokenizer import load_tokenizer
-from common.tests.engine_oracle import (
-    Oracle,
-    family_prompts,
-    make_oracle,
-    random_prompts,
-    save_random_model,
-    with_noise,
-)
+from common.requests.tokenizer import Tokenizer, load_tokenizer
+from common.tests.engine_oracle import Oracle
+from common.tests.small_models import subject
 from kernel_launch import Launch
 
 __all__ = ["device"]
@@ -35,35 +29,29 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def random_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    path = tmp_path_factory.mktemp("random-model")
-    save_random_model(path)
-    oracle = make_oracle(path, random_prompts(24, vocab_size=97, longest=40, seed=0))
-    assert len({t for tokens in oracle.continuations for t in tokens}) > 50, "output is too uniform"
-    return oracle
+def random_oracle() -> Oracle:
+    return subject("unrelated").oracle
 
 
 @pytest.fixture(scope="session")
-def random_loaded(random_oracle: Oracle):
-    return load_model(random_oracle.path, torch.float64, torch.device("cpu"))
+def random_loaded() -> LoadedModel:
+    return subject("unrelated").loaded
 
 
 @pytest.fixture(scope="session")
-def family_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def family_oracle() -> Oracle:
     """Prompts that share beginnings of many lengths (chapter 3)."""
-    path = tmp_path_factory.mktemp("family-model")
-    save_random_model(path, seed=1)
-    return make_oracle(path, family_prompts(seed=2))
+    return subject("family").oracle
 
 
 @pytest.fixture(scope="session")
-def family_loaded(family_oracle: Oracle):
-    return load_model(family_oracle.path, torch.float64, torch.device("cpu"))
+def family_loaded() -> LoadedModel:
+    return subject("family").loaded
 
 
 @pytest.fixture
 def oracle(family_oracle: Oracle) -> Oracle:
-    """Of most tests of the whole engine: beginnings that are shared."""
+    """Oracle of most tests of the whole engine; its beginnings are shared."""
     return family_oracle
 
 
@@ -72,35 +60,25 @@ def loaded(family_loaded: LoadedModel) -> LoadedModel:
     return family_loaded
 
 
-@pytest.fixture(scope="module")
-def draft(family_oracle: Oracle) -> LoadedModel:
+@pytest.fixture(scope="session")
+def draft() -> LoadedModel:
     """`loaded`, right about two times in three."""
-    return with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
+    return subject("family").draft
 
 
 @pytest.fixture(scope="session")
-def shipped_tokenizer():
+def shipped_tokenizer() -> Tokenizer:
     return load_tokenizer(SHIPPED_CHECKPOINT)
 
 
 @pytest.fixture(scope="session")
-def shipped_loaded():
+def shipped_loaded() -> LoadedModel:
     return load_model(SHIPPED_CHECKPOINT, torch.float64, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
-def shipped_oracle(shipped_tokenizer) -> Oracle:
-    texts = [
-        "def fibonacci(n):",
-        "class Stack:",
-        "import os\n",
-        "#",
-        "def read(path, mode='r'):\n    with open(path, mode) as f:\n        return",
-        "for i in range(10):\n    print(",
-        'def f(x):\n    """Return the square of x."""\n',
-        "try:\n    import threading\nexcept ImportError:\n",
-    ]
-    return make_oracle(SHIPPED_CHECKPOINT, [shipped_tokenizer.encode(text) for text in texts])
+def shipped_oracle() -> Oracle:
+    return subject("shipped texts").oracle
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -21,23 +21,21 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
-import torch
-
-from common.assembly.assembly import assemble, packing_of, packing_while_loading
-from common.assembly.registry import REQUEST_GRAMMARS, Grammars, claim_exclusive, release
-from common.assembly.scheduler_assembly import EngineParts
-from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, EngineStats
-from common.models.loader import LoadedModel, load_model, read_checkpoint
+from common.assembly.assembly import assemble
+from common.assembly.scheduler_assembly import claim_exclusive
+from common.engine_config import LAZY_ENGINE_PLUGINS, SHIPPED_CHECKPOINT, EngineConfig, EngineStats
+from common.models.loader import LoadedModel
 from common.requests.engine_lock import EngineLock, exclusive
+from common.requests.engine_plugin import EnginePlugin
 from common.requests.input_processor import InputProcessor, Prompt, RequestOptions, SharedOptions
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
 from common.requests.stats import RecentCacheStats, Throughput
-from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.runner.thread_count import set_threads
+from common.requests.tokenizer import Tokenizer
+from common.sampling.runner_plugin import PluginContext
 from prefix_cache import PrefixCache
-from request import RequestStatus, SamplingParams
+from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
 from step_plan import StepResults
 from step_record import StepRecord, preemptions_of
@@ -47,10 +45,9 @@ if TYPE_CHECKING:
 
     from common.events.frame_recorder import FrameRecorder
     from common.features.adapters.adapter_names import AdapterNames
-    from grammar_queue import GrammarsCompiled
 
 CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for a step of another thread
-GRAMMAR_WAIT_S = 0.05  # length of a step in which every request waits for its grammar
+PLUGIN_WAIT_S = 0.05  # length of a step in which every request waits for a plugin
 MAX_IDLE_STEPS = 100  # a forced preemption causes one; steps that wait for external KV do not count
 
 
@@ -73,54 +70,55 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self.lock = EngineLock()
+        self.lock, self.on_step = EngineLock(), on_step
         self._is_closed = False
         self._is_consistent = True  # False: a call was interrupted, and the next one recovers
+        self._groups: dict[str, RequestGroup] = {}
+        self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         # All sequences of open groups by Request.request_id, finished ones included.
         self._sequences: dict[str, OutputProcessor] = {}
-        make = _make_remote_parts if config.has_workers else _make_parts
+        self._num_idle_steps = 0  # consecutive, up to the last step
+        self._num_named = 0  # requests that got a generated id
         with claim_exclusive(config.parts_with_state):
-            parts, self.tokenizer = make(config, loaded, draft, tokenizer, self._sequences)
-        self._parts = parts
-        self.core, self.scheduler = parts.core, parts.recorder.scheduler
-        self.recorder = parts.recorder
-        self._close_loop, self._give_up = parts.close_loop, parts.give_up
-        self.kv_manager, self._connector = parts.kv_memory, parts.connector
-        self._in_flight_plans = parts.in_flight_plans
-        handle = self._runner_handle = parts.runner_handle
+            self._take_parts(loaded, draft, tokenizer)
+            try:
+                if config.events is not None:
+                    self.watch(config.events)
+                for name, directory in (config.adapters or {}).items():
+                    self.load_adapter(name, directory)
+            except BaseException:
+                self.close()
+                raise
+
+    def _take_parts(
+        self, loaded: LoadedModel | None, draft: LoadedModel | None, tokenizer: Tokenizer | None
+    ) -> None:
+        make = assemble
+        if self.config.has_workers:
+            from common.parallel.remote import assemble_remote as make
+
+        arguments = self.config, loaded, draft, tokenizer, self._sequences
+        self.parts, self.tokenizer = parts, tokenizer = make(*arguments)
+        self.core, self.recorder, self.scheduler = parts.core, parts.recorder, parts.scheduler
+        self.kv_manager, handle = parts.kv_memory, parts.runner_handle
         self.kv_cache, self.speculation = handle.kv_cache, handle.speculation
         self.max_model_len, self.vocab_size = handle.max_model_len, handle.vocab_size
-        self.on_step, self.model_config = on_step, handle.model.config
-        self.device, self.dtype = handle.model.device, handle.model.dtype
-        self.num_parameters, eos_token_ids = handle.model.num_parameters, handle.model.eos_token_ids
-        self._input_processor = InputProcessor(
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self.vocab_size,
-            eos_token_ids,
-            self.max_model_len,
-            config.seed,
+        model, self.model_config = handle.model, handle.model.config
+        self.device, self.dtype, self.num_parameters = (
+            model.device,
+            model.dtype,
+            model.num_parameters,
         )
+        tokens = model.config.vocab_size, handle.vocab_size, model.eos_token_ids
+        limits = handle.max_model_len, self.config.seed
+        self._input_processor = InputProcessor(tokenizer, *tokens, *limits)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = None if handle.close is None else weakref.finalize(self, handle.close)
-        self._groups: dict[str, RequestGroup] = {}
-        self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
-        self._num_idle_steps = 0  # consecutive, up to the last step
-        self._num_named = 0  # requests that got a generated id
-        self._watch: FrameRecorder | None = None
-        self._adapters = parts.adapters
-        self._grammars: Grammars | None = None  # until a request has a grammar
+        self._plugins: dict[str, EnginePlugin] = {}  # in the order in which they are called
+        if parts.adapters is not None:
+            self._plugins["adapter"] = parts.adapters
         self.reset_stats()
-        try:
-            if config.events is not None:
-                self.watch(config.events)
-            for name, directory in (config.adapters or {}).items():
-                self.load_adapter(name, directory)
-        except BaseException:
-            self.close()
-            release(config.parts_with_state.values())
-            raise
 
     # -- requests
 
@@ -140,7 +138,7 @@ class LLMEngine:
         self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         if (adapter := options.get("adapter")) is not None:
-            options["adapter"] = adapter = self.named_adapters().digest_of(adapter)
+            options["adapter"] = self.named_adapters().digest_of(adapter)
         group = self._input_processor.make_group(request_id, prompt, params, **options)
         for sequence in group.sequences:
             self._check_id(sequence.request_id)  # a sample's id "name#0" may be another request's
@@ -148,18 +146,25 @@ class LLMEngine:
             with self._mutating_state():
                 self._groups[request_id] = group
                 self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
-                if self._adapters is not None and adapter is not None:
-                    self._adapters.begin(adapter, request_id)
-                for sequence in group.sequences:
-                    self.core.add_request(sequence.request)
-                    if "grammar" in sequence.request.features:
-                        self._compiled_grammars().arrived(sequence.request)
+                for request in [sequence.request for sequence in group.sequences]:
+                    for plugin in self._plugins_for(request):
+                        plugin.on_add(request)
+                    self.core.add_request(request)
         except Exception:  # a rejected request changes no state
             with self._mutating_state():
                 self._rollback_add(group)
             raise
         self._input_processor.num_seeds_drawn += params.seed is None
         return group
+
+    def _plugins_for(self, request: Request) -> Iterable[EnginePlugin]:
+        """Return the plugins, with those of features that no request has had before."""
+        for name in LAZY_ENGINE_PLUGINS.keys() & request.features.keys() - self._plugins.keys():
+            ranks = self.config.model or SHIPPED_CHECKPOINT if self.config.has_workers else None
+            sizes = self.vocab_size, self._input_processor.eos_token_ids
+            context = PluginContext(self.tokenizer, ranks, *sizes)
+            self._plugins[name] = resolve_name(LAZY_ENGINE_PLUGINS[name])(context, self.scheduler)
+        return self._plugins.values()
 
     @exclusive
     def add_requests(
@@ -248,7 +253,7 @@ class LLMEngine:
             for group in list(self._groups.values()):
                 self._abort(group)
             return []
-        self._fail_bad_grammars()
+        self._fail_requests()
         with self.lock.deferring():
             touched, record = self._execute_step()
         if self.on_step is not None and record is not None:
@@ -272,8 +277,8 @@ class LLMEngine:
         except BaseException as error:
             self._recover(error)
             raise
-        if self._watch is not None:
-            self._watch.flush()
+        for plugin in self._plugins.values():
+            plugin.flush()
         self._check_progress(self.recorder.plan)
         if self.config.check_invariants:
             self.check_invariants()
@@ -326,8 +331,7 @@ class LLMEngine:
         """Raise `RuntimeError` if requests wait and nothing in flight can lead to an admission."""
         num_running, num_waiting = self.core.get_request_counts()
         is_busy = plan.num_scheduled_tokens or num_running or not num_waiting
-        if not is_busy and self._grammars is not None:
-            is_busy = self._grammars.queue.wait(GRAMMAR_WAIT_S)
+        is_busy = is_busy or any([p.wait(PLUGIN_WAIT_S) for p in self._plugins.values()])
         if is_busy or self.kv_manager.num_blocks_in_use:  # KV that is being loaded holds blocks
             self._num_idle_steps = 0
             return
@@ -347,8 +351,8 @@ class LLMEngine:
             self._is_consistent, self.recorder.is_inconsistent = False, True
             yield
             self._is_consistent, self.recorder.is_inconsistent = True, False
-            if self._watch is not None:
-                self._watch.between_steps()
+            for plugin in self._plugins.values():
+                plugin.between_steps()
 
     def _recover(self, error: BaseException | None = None) -> None:
         """Recover from an interrupted call: abort running requests, whose progress is unknown. If
@@ -360,10 +364,10 @@ class LLMEngine:
 
     def _abort_running(self, error: BaseException | None) -> None:
         is_inconsistent, self.recorder.is_inconsistent = self.recorder.is_inconsistent, True
-        if self._watch is not None:
-            self._watch.failed(error)
-        if self._give_up is not None:
-            self._give_up()
+        for plugin in self._plugins.values():
+            plugin.on_error(error)
+        if self.parts.multi_step_core is not None:
+            self.parts.multi_step_core.give_up()
         self.recorder.discard_plans()
         if is_inconsistent:
             self.unwatch()  # the frames written so far do not lead to the state after the reset
@@ -485,42 +489,29 @@ class LLMEngine:
     @property
     def adapters(self) -> list[str]:
         """Names of the loaded adapters."""
-        return [] if self._adapters is None else self._adapters.names
+        return [] if self.parts.adapters is None else self.parts.adapters.names
 
     def adapter_of(self, digest: str) -> str | None:
         """The current name of the adapter with this digest, the digest that its KV is keyed by."""
-        return None if self._adapters is None else self._adapters.name_of(digest)
+        return None if self.parts.adapters is None else self.parts.adapters.name_of(digest)
 
     def named_adapters(self) -> AdapterNames:
         """Return the adapters' names, for a caller that holds the engine's lock."""
         self._check_is_open()
         self._recover()
-        if self._adapters is None:
+        if self.parts.adapters is None:
             raise ValueError("cannot use adapters: the engine has no max_loras or adapters")
-        return self._adapters
+        return self.parts.adapters
 
-    # -- grammars
+    # -- requests that cannot start
 
-    def _compiled_grammars(self) -> GrammarsCompiled:
-        if self._grammars is None:
-            path = self.config.model or SHIPPED_CHECKPOINT
-            make: Callable[..., Grammars] = resolve_name(REQUEST_GRAMMARS)
-            self._grammars = make(
-                self.scheduler,
-                self.tokenizer,
-                self.vocab_size,
-                self._input_processor.eos_token_ids,
-                path if self.config.has_workers else None,
-            )
-        return self._grammars.queue
-
-    def _fail_bad_grammars(self) -> None:
-        """Finish requests whose grammar cannot be compiled with an error."""
-        failed = {} if self._grammars is None else self._grammars.queue.failed()
-        for request_id, reason in failed.items():
-            if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
-                with self._mutating_state():
-                    self._fail(sequence.group, reason)
+    def _fail_requests(self) -> None:
+        """Finish requests that a plugin cannot serve with an error."""
+        for plugin in self._plugins.values():
+            for request_id, reason in plugin.failed_requests().items():
+                if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
+                    with self._mutating_state():
+                        self._fail(sequence.group, reason)
 
     def _fail(self, group: RequestGroup, reason: str) -> None:
         for sequence in group.sequences:
@@ -583,16 +574,16 @@ class LLMEngine:
         self._recover()
         check_place(events)
         self.unwatch()
-        facts = self.config, self._parts, self._sequences, self.tokenizer
-        self._watch = FrameRecorder(events, *facts)
-        return self._watch
+        facts = self.config, self.parts, self._sequences, self.tokenizer
+        self._plugins["watch"] = recorder = FrameRecorder(events, *facts)
+        return recorder
 
     @exclusive
     def unwatch(self) -> None:
         """Stop writing events and close the file. No effect if events are not being written."""
-        if self._watch is not None:
-            self._watch.take_out()
-            self._watch = None
+        if (recorder := self._plugins.get("watch")) is not None:
+            cast("FrameRecorder", recorder).take_out()
+            del self._plugins["watch"]
 
     def close(self) -> None:
         """Stop the connector's threads, close its files and end the workers. The engine computes
@@ -609,17 +600,17 @@ class LLMEngine:
     def _close_parts(self) -> None:
         has_turn = self.lock.take(CLOSE_TIMEOUT_S)
         try:
-            if self._close_loop is not None:
-                self.lock.run_or_defer(self._close_loop)
+            if self.parts.multi_step_core is not None:
+                self.lock.run_or_defer(self.parts.multi_step_core.close)
             if has_turn:
                 self.unwatch()
         finally:
             if has_turn:
                 self.lock.release()
-            if self._connector is not None:
-                self._connector.close()
-            if self._grammars is not None:
-                self._grammars.close()
+            if self.parts.connector is not None:
+                self.parts.connector.close()
+            for plugin in self._plugins.values():
+                plugin.close()
             if self._close_runner is not None:
                 self._close_runner()
 
@@ -670,7 +661,8 @@ class LLMEngine:
         stats.kv_waste += (waste - stats.kv_waste) / stats.num_steps
 
     def _num_discarded_tokens(self) -> int:
-        return 0 if self._in_flight_plans is None else self._in_flight_plans.num_discarded_tokens
+        plans = self.parts.in_flight_plans
+        return 0 if plans is None else plans.num_discarded_tokens
 
     def _check_is_open(self) -> None:
         if self._is_closed:
@@ -687,10 +679,8 @@ class LLMEngine:
         self._finished_groups[group] = None
         for sequence in group.sequences:
             self._sequences.pop(sequence.request_id, None)
-        if self._adapters is not None:
-            adapter = group.sequences[0].request.features.get("adapter")
-            if adapter is not None:
-                self._adapters.end(adapter, group.request_id)
+            for plugin in self._plugins.values():
+                plugin.on_finish(sequence.request)
         self._groups.pop(group.request_id, None)
 
     def _rollback_add(self, group: RequestGroup) -> None:
@@ -699,54 +689,3 @@ class LLMEngine:
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self._finish_group(group)
         self._finished_groups.pop(group, None)
-
-
-def _make_parts(
-    config: EngineConfig,
-    loaded: LoadedModel | None,
-    draft: LoadedModel | None,
-    tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
-) -> tuple[EngineParts, Tokenizer | None]:
-    """Make the engine's parts, with the model in this process."""
-    if loaded is None:
-        model = config.model or SHIPPED_CHECKPOINT
-        device = config.resolve_device()
-        if device.index is not None:
-            torch.cuda.set_device(device)  # kernels and events use the current device
-        checkpoint = read_checkpoint(model)  # raises for a bad checkpoint before reading weights
-        tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        loaded = load_model(
-            checkpoint, config.dtype, device, packing_of=partial(packing_while_loading, config)
-        )
-    weight, spec_config = loaded.model.embed_weight, config.speculation
-    if spec_config is None or spec_config.method != "draft":
-        draft = None
-    elif draft is None:
-        packing = partial(packing_of, config)
-        path = spec_config.model or SHIPPED_DRAFT
-        draft = load_model(path, weight.dtype, weight.device, packing_of=packing)
-    put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, weight.device)
-    try:
-        parts = assemble(config, loaded, draft, tokenizer, sequences)
-    except BaseException:
-        put_threads_back()
-        raise
-    return replace(
-        parts, runner_handle=replace(parts.runner_handle, close=put_threads_back)
-    ), tokenizer
-
-
-def _make_remote_parts(
-    config: EngineConfig,
-    loaded: LoadedModel | None,
-    draft: LoadedModel | None,
-    tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
-) -> tuple[EngineParts, Tokenizer]:
-    """Make the engine's parts, with the model in worker processes."""
-    from common.parallel.remote import assemble_remote
-
-    if loaded is not None or draft is not None:
-        raise ValueError("cannot send a loaded model to other processes; name its directory")
-    return assemble_remote(config, tokenizer, sequences)

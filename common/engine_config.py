@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 SCHEDULERS = {
     # Chapter 4: fill the memory, and preempt when it runs out.
-    "two_phase": "common.assembly.scheduler_assembly:make_two_phase",
-    "prefill_first": "common.assembly.scheduler_assembly:make_prefill_first",
+    "two_phase": "scheduler:Scheduler",
+    "prefill_first": "prefill_first_scheduler:PrefillFirstScheduler",
     # Chapter 1, over KV blocks and a prefix cache: reserve everything at admission.
-    "fcfs": "common.assembly.scheduler_assembly:make_fcfs",
+    "fcfs": "caching_fcfs_scheduler:CachingFCFSScheduler",
 }
 PREFIX_CACHES = {
-    "hash": "common.assembly.scheduler_assembly:make_hash_cache",
-    "radix": "common.assembly.scheduler_assembly:make_radix_cache",
+    "hash": "prefix_cache_local:PrefixCacheLocal",
+    "radix": "radix_cache:RadixCache",
 }
 PROPOSERS = {
-    "ngram": "common.assembly.assembly:make_ngram",
-    "draft": "common.assembly.assembly:make_draft_model",
+    "ngram": "ngram_index:BulkNgramProposer",
+    "draft": "draft_model_proposer:DraftModelProposer",
 }
 # The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
 # "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
@@ -63,6 +63,14 @@ ATTENTION_BACKENDS = {
         "paged_attention_triton:TritonAttentionBackend",
         "mixed_attention_triton:MixedTritonAttentionBackend",
     ),
+}
+# Plugins that are made when the first request has the feature: the runner's, and the engine's.
+LAZY_PLUGINS = {
+    "prompt_logprobs": "common.sampling.prompt_logprobs:make",
+    "grammar": "common.features.grammars.grammar_masks:make",
+}
+LAZY_ENGINE_PLUGINS = {
+    "grammar": "common.features.grammars.request_grammars:RequestGrammars",
 }
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -305,23 +313,14 @@ class EngineConfig:
         _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "be from 1 to 2**20"))
         few = self.num_threads is None or self.num_threads <= MAX_THREADS
         _check(self, ("num_threads", few, f"be None or from 1 to {MAX_THREADS}"))
-        choices = {
-            "mixing": (False, True),
-            "compile": ("auto", False, True),
-            "overlap_scheduling": ("auto", False, True),
-            "pack_weights": (True, False),
-            "enforce_eager": (False, True),
-            "emulate_graphs": (False, True),
-            "batch_invariant": (False, True),
-            "check_invariants": (False, True),
-            "shuffle_batch": (False, True),
-            "shuffle_waiting": (False, True),
-        }
-        for name, allowed in choices.items():
+        flags = ["mixing", "pack_weights", "enforce_eager", "emulate_graphs", "batch_invariant"]
+        flags += ["check_invariants", "shuffle_batch", "shuffle_waiting"]
+        for name in flags:
+            _check(self, (name, isinstance(getattr(self, name), bool), "be one of False, True"))
+        for name in ("compile", "overlap_scheduling"):
             value = getattr(self, name)
-            is_one = any(value is a or (type(value) is type(a) and value == a) for a in allowed)
-            shown = ", ".join(map(repr, allowed))
-            _check(self, (name, is_one, f"be one of {shown}"))
+            is_one = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+            _check(self, (name, is_one, "be one of 'auto', False, True"))
         _check_scheduler(self.scheduler)
         _check_policy(self.policy)
         _check_prefix_cache(self.prefix_cache)

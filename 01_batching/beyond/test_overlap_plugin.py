@@ -46,7 +46,7 @@ def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known(schedul
     assert request.output_token_ids == [11, 12, 13] and plans[4].start_positions == [6]
 
 
-def test_a_pending_token_that_nobody_has_planned_is_seen(scheduler) -> None:
+def test_the_check_notices_a_pending_token_without_a_plan(scheduler) -> None:
     scheduler.add_request(request := make("a"))
     scheduler.schedule()
     (plugin,) = scheduler.plugins
@@ -68,7 +68,7 @@ def test_the_last_token_allowed_is_foreseen(scheduler) -> None:
     assert scheduler.plugins[0].num_discarded_tokens == 0
 
 
-def test_a_stop_token_is_not_and_what_was_planned_behind_it_is_nobodys(scheduler) -> None:
+def test_a_token_planned_after_a_stop_token_is_dropped(scheduler) -> None:
     scheduler.add_request(request := make("a"))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update_from_output(first, sampled(first, STOP))
@@ -80,7 +80,7 @@ def test_a_stop_token_is_not_and_what_was_planned_behind_it_is_nobodys(scheduler
     assert scheduler.schedule().finished_req_ids == set(), "once"
 
 
-def test_a_name_may_come_again_while_a_step_of_its_last_owner_is_under_way(scheduler) -> None:
+def test_an_id_can_be_reused_while_its_last_step_is_in_flight(scheduler) -> None:
     scheduler.add_request(old := make("a"))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.abort_request("a")

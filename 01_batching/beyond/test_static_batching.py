@@ -1,4 +1,4 @@
-"""The baseline: its waste by hand, and the same tokens as everybody else."""
+"""The baseline: its waste, computed by hand, and the same tokens as every other engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle
     assert report.num_steps > scheduler.num_steps or report.slot_utilisation == 1
 
 
-def test_positions_count_a_rows_own_tokens_and_not_the_padding_before_them(qwen3):
+def test_positions_count_a_rows_tokens_without_the_padding_before_them(qwen3):
     """Traps 29 and 32. Rotary positions are relative, so a row that starts at the wrong one gives
     the same tokens, and only a model with learned positions would show it: look at the numbers."""
     seen = []
@@ -105,7 +105,7 @@ def test_batches_are_filled_in_order_of_arrival(qwen3):
     assert [batch.req_ids for batch in report.batches] == [["early", "mid"], ["late"]]
 
 
-def test_padding_stands_on_the_left_and_is_initialised():
+def test_padding_is_on_the_left_and_initialised():
     """Trap 33."""
     torch.use_deterministic_algorithms(True)
     try:

@@ -157,8 +157,7 @@ class OnePlan(FCFSScheduler):
 
 
 def test_what_later_chapters_put_in_a_plan_is_in_the_record():
-    """Of drafts, how many were verified and accepted: a run of k + 1 tokens accepts k; none came of
-    a row that went wrong."""
+    """A run of k + 1 tokens accepts k drafts; a failed row accepts none."""
     plan = PreemptiveSchedulerOutput(
         num_scheduled_tokens={"a": 4, "b": 3, "c": 2},
         scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9], "c": [3]},

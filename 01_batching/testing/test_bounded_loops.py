@@ -18,7 +18,7 @@ def test_it_goes_round_until_the_condition_is_false():
 
 
 def test_it_fails_after_the_last_round_that_it_may_take():
-    """Trap 62. A loop that takes exactly as many as it may is no failure."""
+    """Trap 62: a loop that takes exactly as many rounds as allowed does not fail."""
     rounds = []
     with pytest.raises(AssertionError, match="not finished after 4 rounds"):
         for i in as_long_as(lambda: True, max_rounds=4):

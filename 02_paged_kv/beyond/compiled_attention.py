@@ -89,7 +89,7 @@ class CompiledPlan(PagedPlan):
                 self.starts[sequences].astype(np.int64) + within,
                 sequences,
                 (self.seq_lens - self.query_lens)[sequences].astype(np.int64) + within + 1,
-                self.window or SEES_ALL,
+                SEES_ALL if self.window is None else self.window,
             )
         return []
 

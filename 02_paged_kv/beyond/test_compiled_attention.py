@@ -14,7 +14,7 @@ from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write
 from decode_attention import attend_rows
 from paged_attention import PagedKVCache, TorchAttentionBackend, write_kv
 from test_decode_attention import head_major
-from test_paged_attention import (
+from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
     MIXED,
     BackendOf,
     Case,
@@ -25,14 +25,6 @@ from test_paged_attention import (
     test_metadata_that_contradicts_itself_is_an_error,
     test_models_with_other_numbers_of_query_heads_share_metadata,
 )
-
-__all__ = [
-    "test_a_query_sees_its_window",
-    "test_any_mix_of_query_lengths_through_shuffled_tables",
-    "test_batches_without_tokens_and_sequences_without_tokens",
-    "test_metadata_that_contradicts_itself_is_an_error",
-    "test_models_with_other_numbers_of_query_heads_share_metadata",
-]
 
 
 def make_backend(
@@ -102,7 +94,7 @@ def test_short_queries_go_to_the_function_and_all_others_the_usual_way(backend_o
     [[(1, 9)], [(1, 9), (1, 40)], [(1, 9), (1, 3), (25, 25)], [(25, 25), (1, 9)], [(27, 27)]],
     ids=str,
 )
-def test_short_ones_alone_in_front_behind_and_none(lengths):
+def test_short_queries_alone_before_and_after_long_ones_and_none(lengths):
     case = make_head_major_case(lengths, 4)
     backend, num_rows = make_backend(case), count_short(lengths)
     case.check(attend(case, backend))
@@ -134,7 +126,7 @@ def test_another_model_is_attended_to_the_usual_way(other):
     assert backend.num_rows == [], "memory of the other order is not for it either"
 
 
-def test_memory_is_head_major_and_nobody_sees_it():
+def test_memory_is_head_major_without_a_visible_difference():
     arguments = 3, 5, 4, 2, 8, torch.float32
     cache, plain = HeadMajorKVCache(*arguments), PagedKVCache(*arguments)
     assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
@@ -150,7 +142,7 @@ def test_memory_is_head_major_and_nobody_sees_it():
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_written_tokens_stand_where_the_plain_function_puts_them(block_size):
+def test_tokens_are_written_to_the_slots_of_the_plain_function(block_size):
     cache, plain = (kind(1, 6, block_size, 2, 3) for kind in (HeadMajorKVCache, PagedKVCache))
     slots = random.Random(0).sample(range(6 * block_size), 5)
     mapping = torch.tensor([slots[0], -1, *slots[1:], -1])

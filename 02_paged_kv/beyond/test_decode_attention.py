@@ -1,5 +1,5 @@
-"""Rows against the oracle of `test_paged_attention.py`: score by score, in float64, every slot that
-nobody owns NaN. Once as plain PyTorch, once in machine code."""
+"""Rows against the oracle of `test_paged_attention.py`: score by score, in float64, with NaN in
+every unused slot. Run once in plain PyTorch and once in machine code."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
 
 def rows_of(case: Case, **options: int) -> QueryRows:
     """All query tokens of a case, each a row."""
-    where = case.metadata
-    starts, seq_lens = where.query_start_loc.numpy(), where.seq_lens.numpy()
+    metadata = case.metadata
+    starts, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
     lens = np.diff(starts)
     sequences, tokens = np.repeat(np.arange(len(lens)), lens), np.arange(starts[-1])
     num_keys = tokens + 1 + (seq_lens - starts[1:])[sequences]
-    tables = where.block_tables
+    tables = metadata.block_tables
     return QueryRows(case.key_cache.shape[1], tables, tokens, sequences, num_keys, **options)
 
 
@@ -128,7 +128,7 @@ def function(request: pytest.FixtureRequest) -> AttendRows:
     return attend_rows if request.param == "plain" else compiled_for_small_cases()
 
 
-def test_scores_far_beyond_what_exp_can_represent(function: AttendRows) -> None:
+def test_scores_that_overflow_exp(function: AttendRows) -> None:
     case = small_case(*decodes(50, 9, 300))
     case.scale = 1e4
     check(case, function)
@@ -144,10 +144,10 @@ def test_random_lengths(function: AttendRows) -> None:
 
 def test_only_the_rows_tokens_are_written(function: AttendRows) -> None:
     case = small_case((1, 9), (3, 30), (2, 12))
-    where = rows_of(case)
+    rows = rows_of(case)
     some = [1, 4, 5]
-    arrays = (a[some] for a in (where.tokens, where.sequences, where.num_keys))
-    output = run(case, function, QueryRows(4, where.tables, *arrays))
+    arrays = (a[some] for a in (rows.tokens, rows.sequences, rows.num_keys))
+    output = run(case, function, QueryRows(4, rows.tables, *arrays))
     assert (output[[0, 2, 3]] == 7).all()
     torch.testing.assert_close(output[some].double(), case.expected()[some], atol=1e-5, rtol=0)
 
@@ -163,11 +163,11 @@ def test_queries_may_be_a_part_of_something_larger(function: AttendRows) -> None
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
-def test_numbers_of_one_sequence_that_are_not_finite_stay_its_own(row, name, function):
+def test_non_finite_values_of_one_sequence_reach_no_other(row, name, function):
     case = small_case(*decodes(3, 290, 40))
-    own = case.metadata.block_tables[row, : -(-[3, 290, 40][row] // 4)]
+    block_ids = case.metadata.block_tables[row, : -(-[3, 290, 40][row] // 4)]
     expected = run(case, function)
-    getattr(case, name)[own.long()] = math.nan
+    getattr(case, name)[block_ids.long()] = math.nan
     output, others = run(case, function), [i for i in range(3) if i != row]
     assert output[row].isnan().all()
     assert torch.equal(output[others], expected[others])

@@ -1,4 +1,4 @@
-"""Launches that are operations: the same launch, seen by whoever watches, and nobody else."""
+"""Launches as PyTorch operations: only a dispatch mode or a tracer sees the launch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_watched_launch_computes_the_same(kind, device):
     both = {"_plan_items_kernel", "_split_attention_kernel", "_merge_splits_kernel"}
     is_split = kind is SplitTritonAttentionBackend
     assert names == (both if is_split else {"_paged_attention_kernel"}), kernels
-    # What a kernel does inside is not an operation of PyTorch's: only the launch is seen.
+    # The operations inside a kernel are not PyTorch operations, so only the launch is seen.
     assert watcher.seen[-1] == kernels[-1]
 
 

@@ -100,4 +100,4 @@ def test_importing_works_anywhere_and_asking_for_what_is_missing_says_what_to_do
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()
     assert "pip install triton" in first and "TRITON_INTERPRET=1" in second
-    assert all("attention_backend='torch'" in said for said in (first, second))
+    assert all("attention_backend='torch'" in error for error in (first, second))

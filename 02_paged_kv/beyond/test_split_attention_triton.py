@@ -56,7 +56,7 @@ def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE
 
 
 def tune(monkeypatch, **settings: Any) -> None:
-    """Of all Triton backends made from here on."""
+    """Change the settings of all Triton backends made from here on."""
     monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(**settings))
 
 
@@ -88,7 +88,7 @@ def poisoned_scratch(monkeypatch):
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_every_query_length_and_history_around_tile_split_and_block_borders(block_size, device):
     """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
-    nothing behind it. Trap 30: chunks that end where a block, a tile or a split ends."""
+    nothing after it. Trap 30: chunks that end where a block, a tile or a split ends."""
     tile_tokens = TILE // 2  # two heads share a KV head
     query_lens = (0, 1, 2, tile_tokens - 1, tile_tokens, tile_tokens + 1)
     histories = (0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1)
@@ -187,13 +187,13 @@ def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
-    """The length of a split depends on nobody else."""
+    """The length of a split depends on no other sequence."""
     lengths = [(1, 90), (1, 3), (1, 200), (1, 33)]
     case = make_case(lengths, 4, dtype, device=device)
     together = attend(case)
     for row in range(len(lengths)):
         data = case.metadata
-        own = type(data)(
+        row_metadata = type(data)(
             query_start_loc=torch.tensor([0, 1], device=device),
             seq_lens=data.seq_lens[row : row + 1],
             block_tables=data.block_tables[row : row + 1],
@@ -201,7 +201,7 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
             max_query_len=1,
             max_seq_len=lengths[row][1],
         )
-        alone = attend(replace(case, query=case.query[row : row + 1], metadata=own))
+        alone = attend(replace(case, query=case.query[row : row + 1], metadata=row_metadata))
         assert torch.equal(alone[0], together[row])
 
 
@@ -227,7 +227,7 @@ def test_a_query_may_be_a_slice_of_a_fused_projection(device):
 @BOTH
 @pytest.mark.usefixtures("small_tiles")
 def test_offsets_beyond_32_bits(backend):
-    """A cache of 2**31 elements and more, most of which nobody touches: the operating system gives
+    """A cache of 2**31 elements and more, most of them untouched: the operating system allocates
     memory page by page."""
     case = make_case([(1, 40), (5, 21)], 16, torch.float16, device="cpu")
     small, shape = case.key_cache, case.key_cache.shape[1:]
@@ -325,7 +325,7 @@ def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
     module.plan_launch.cache_clear()
 
 
-def test_what_fits_one_split_is_not_merged(spies):
+def test_a_sequence_in_one_split_is_not_merged(spies):
     case = make_case([(1, 256)] * 3, 256, torch.float32)
     plan = case.plan(SplitTritonAttentionBackend())
     case.attend(plan)

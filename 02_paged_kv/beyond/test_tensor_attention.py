@@ -15,7 +15,7 @@ DECODES = [(1, 1), (1, 17), (1, 40), (1, 3), (1, 35), (1, 33), (1, 16)]
 
 
 def without_numbers(metadata: AttentionMetadata) -> AttentionMetadata:
-    """What the host knows of it is nothing that could be used."""
+    """The metadata with unusable numbers on the host."""
     return replace(metadata, max_query_len="unknown", max_seq_len="unknown")  # pyright: ignore
 
 
@@ -52,8 +52,8 @@ def test_keys_and_values_are_written_like_chapter_2_does():
     slots = torch.tensor([27, -1, 4, 13, -1, 9])
     caches, expected = ([x.clone() for x in before] for _ in range(2))
     write_kv(*new, *expected, slots)
-    nobody = torch.zeros(0, dtype=torch.int64)
-    metadata = AttentionMetadata(nobody, nobody, nobody, slots, 1, 1)
+    empty = torch.zeros(0, dtype=torch.int64)
+    metadata = AttentionMetadata(empty, empty, empty, slots, 1, 1)
     TensorAttentionBackend().plan(metadata, 2, caches[0]).write_kv(*new, *caches)
     for cache, right in zip(caches, expected, strict=True):
-        assert torch.equal(cache[1:], right[1:])  # the null block is nobody's
+        assert torch.equal(cache[1:], right[1:])  # no request owns the null block

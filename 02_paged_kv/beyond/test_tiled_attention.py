@@ -32,7 +32,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_every_query_sees_what_it_should(block_size, dtype, tiles, monkeypatch):
-    """Unused slots are NaN. Tiles end within, at and behind the ends of the queries."""
+    """Unused slots are NaN. Tiles end within, at and after the ends of the queries."""
     monkeypatch.setattr(module, "DTYPE", dtype)
     case = make_head_major_case(LENGTHS, block_size, dtype, num_padding_tokens=2, seed=block_size)
     case.check(attend(case, make_backend(case)))

@@ -29,7 +29,7 @@ from window_attention import Compose, WindowBackend, compose_windows, window_of_
 __all__ = ["poisoned_scratch", "small_tiles"]
 
 CPU = torch.device("cpu")
-# (query_len, seq_len): decodes, guesses behind them, chunks, whole prompts
+# (query_len, seq_len): decodes, draft tokens after them, chunks, whole prompts
 Lengths = list[tuple[int, int]]
 SEQUENCES: Lengths = [
     (1, 1),
@@ -62,7 +62,7 @@ def state_of(sequences: Lengths, block_size: int, windows: list[int | None], see
 
 
 def dense_attention(query, keys, values, scale) -> torch.Tensor:
-    """Of one query `[num_heads, head_dim]` to all of `[num_keys, num_kv_heads, head_dim]`."""
+    """Attend one query `[num_heads, head_dim]` to all of `[num_keys, num_kv_heads, head_dim]`."""
     shared = query.shape[0] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(shared, 1) for x in (keys, values))
     weights = torch.einsum("hd,nhd->hn", query.double(), keys).mul(scale).softmax(-1)
@@ -125,13 +125,13 @@ def test_the_kernels_see_it_too(window, block_size, backend, device):
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_a_row_may_see_nothing_of_the_splits_that_are_merged_first(device, monkeypatch):
     monkeypatch.setattr(split_attention_triton, "SPLITS_AT_ONCE", 1)
-    where = 5, 4, torch.float32, device, [(70, 75)]
-    check_backend(SplitTritonAttentionBackend(), compose_in_order, *where)
+    shape = 5, 4, torch.float32, device, [(70, 75)]
+    check_backend(SplitTritonAttentionBackend(), compose_in_order, *shape)
 
 
 @pytest.mark.parametrize("window", [1, 6, 40])
 def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
-    """In a graph, which has whole tables and lengths, and rows that are nobody's."""
+    """In a graph, which has full-size tables and lengths, and unused rows."""
     decodes, block_size = [(1, 1), (1, 40), (1, 13), (1, 8)], 4
     state, _ = state_of(decodes, block_size, [window], seed=0)
     queries = queries_of(decodes)
@@ -139,16 +139,23 @@ def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     (host,) = (
         compose_windows(compose_in_order, [window], state, queries, block_size).on(CPU).attention
     )
-    own = window_of_decodes(whole, window, block_size)
-    for found, expected in zip(own.seq_lens.tolist(), host.seq_lens.tolist(), strict=True):
-        assert found == expected <= own.max_seq_len
-    for row, n in enumerate(own.seq_lens.tolist()):
+    window_metadata = window_of_decodes(whole, window, block_size)
+    for found, expected in zip(
+        window_metadata.seq_lens.tolist(), host.seq_lens.tolist(), strict=True
+    ):
+        assert found == expected <= window_metadata.max_seq_len
+    for row, n in enumerate(window_metadata.seq_lens.tolist()):
         used = -(-n // block_size)
-        assert own.block_tables[row, :used].tolist() == host.block_tables[row, :used].tolist()
+        assert (
+            window_metadata.block_tables[row, :used].tolist()
+            == host.block_tables[row, :used].tolist()
+        )
     with pytest.raises(ValueError, match=r"seq_lens \(4 .*query_starts \(0 .*contradict"):
-        TorchAttentionBackend().plan(own, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0])
-    nobody = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
-    assert not window_of_decodes(nobody, window, block_size).seq_lens.any()
+        TorchAttentionBackend().plan(
+            window_metadata, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0]
+        )
+    no_requests = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
+    assert not window_of_decodes(no_requests, window, block_size).seq_lens.any()
 
 
 def check_backend(
@@ -191,20 +198,20 @@ def check_backend(
             values.append(whole[1])
         query = draw(len(batch.input_ids), 4, 8)
         output = plan.attend(query, *caches, 0.3)
-        for (query_len, seq_len), key, value, own in zip(
+        for (query_len, seq_len), key, value, window_metadata in zip(
             sequences, keys, values, query.split([n for n, _ in sequences]), strict=True
         ):
             for i in range(query_len):
                 end = seq_len - query_len + i + 1
                 begin = 0 if group == 0 else max(0, end - window)
                 seen = key[begin:end], value[begin:end]
-                rows.append(dense_attention(own[i], *seen, 0.3))
+                rows.append(dense_attention(window_metadata[i], *seen, 0.3))
         atol = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), torch.stack(rows), atol=atol, rtol=0)
     return batch
 
 
-def test_what_is_read_follows_the_window_and_not_the_length():
+def test_the_bytes_read_depend_on_the_window_and_not_on_the_length():
     window, sequences = 6, [(1, 400), (2, 9), (1, 3)]
     state, num_blocks = state_of(sequences, 4, [window], seed=0)
     queries = queries_of(sequences)
@@ -231,13 +238,13 @@ def test_a_batch_may_be_reordered():
     (found,) = batch.attention
     # First tokens at 16, 29 and 25 see from 14, 27 and 23 on: blocks that begin at 14, 26, 22.
     assert found.seq_lens.tolist() == [6, 4, 8]
-    wanted = [
+    expected_tables = [
         state.groups[0].block_tables[row, [a, a + 1]].tolist() for row, a in ((2, 7), (1, 13))
     ]
-    assert [row[:2].tolist() for row in found.block_tables[:2]] == wanted
+    assert [row[:2].tolist() for row in found.block_tables[:2]] == expected_tables
 
 
-def test_no_more_is_read_than_a_tile_sees_and_who_repeats_says_the_same(monkeypatch):
+def test_a_tile_reads_only_the_keys_it_sees_and_repeats_are_equal(monkeypatch):
     monkeypatch.setattr(paged_attention, "QUERY_TILE", 4)
     window, sequences = 4, [(40, 40), (2, 30), (4, 30)]
     state, num_blocks = state_of(sequences, 2, [window], seed=2)

@@ -34,28 +34,17 @@ from paged_attention import (
     AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
+    HostMetadata,
     TorchAttentionBackend,
 )
 
 
 @dataclass(slots=True, eq=False)
-class WindowMetadata(AttentionMetadata):
+class WindowMetadata(HostMetadata):
     """Metadata of layers with a window. Each sequence begins with the first block that a query
     sees."""
 
-    query_starts: Sequence[int] = ()  # query_start_loc, on the host
-    host_seq_lens: Sequence[int] = ()  # seq_lens
     skipped: Sequence[int] = ()  # positions of each sequence before its first block
-
-    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
-        num_seqs = len(self.seq_lens)
-        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
-            raise ValueError(
-                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
-                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
-            )
-        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
 
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]

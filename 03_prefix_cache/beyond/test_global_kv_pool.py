@@ -130,7 +130,7 @@ def test_the_tail_of_a_chain_is_dropped_before_its_head():
             assert on_node(pool, node_id) == [1, 0, 7]
 
 
-def test_what_is_published_is_a_copy():
+def test_publish_stores_a_copy():
     """Trap 9: the caller's buffers are rewritten by the next request."""
     with make_pool() as pool:
         tokens, kv_data = list(TOKENS[HASHES[0]]), bytearray(kv_of(HASHES[0]))
@@ -164,7 +164,7 @@ def test_numbers_that_are_not_positive_are_refused(name):
         GlobalKVPool(**{name: 0})
 
 
-def test_a_node_that_is_gone_takes_only_its_own_copies_and_may_come_back_empty():
+def test_a_removed_node_loses_only_its_copies_and_can_return_empty():
     with make_pool() as pool:
         publish(pool, "a", 0, 1, 2)
         publish(pool, "b", 0)
@@ -255,10 +255,10 @@ CORRUPT = {
 }
 
 
-@pytest.mark.parametrize("how", CORRUPT)
-def test_a_transfer_that_goes_wrong_is_reported_and_stores_only_what_was_right(how):
+@pytest.mark.parametrize("corruption", CORRUPT)
+def test_a_failed_transfer_is_reported_and_stores_only_valid_blocks(corruption):
     def transport(block):
-        return CORRUPT[how](block) if block.block_hash == HASHES[1] else block.kv_data
+        return CORRUPT[corruption](block) if block.block_hash == HASHES[1] else block.kv_data
 
     with make_pool(transport=transport) as pool:
         publish(pool, "a", 0, 1, 2)
@@ -283,7 +283,7 @@ def test_another_nodes_copy_is_taken_if_the_first_fails():
         assert result.blocks[0].kv_data == kv_of(HASHES[0], "b")
 
 
-def test_what_the_target_has_is_not_sent():
+def test_blocks_that_the_target_has_are_not_sent():
     sent = []
     with make_pool(transport=lambda block: sent.append(block) or block.kv_data) as pool:
         publish(pool, "a", 0)
@@ -351,8 +351,8 @@ class NaiveNodes:
         return self.time
 
     def of_node(self, node_id: str) -> list[int]:
-        own = [(c["used"], i) for (node, i), c in self.copies.items() if node == node_id]
-        return [i for _, i in sorted(own)]
+        copies = [(c["used"], i) for (node, i), c in self.copies.items() if node == node_id]
+        return [i for _, i in sorted(copies)]
 
     def holders(self, i: int) -> list[str]:
         return [n for _, n in sorted((c["came"], n) for (n, j), c in self.copies.items() if j == i)]
@@ -462,7 +462,7 @@ class Meeting:
         return kv_of(HASHES[0])
 
 
-def test_of_two_that_publish_one_block_at_the_same_moment_one_is_told_it_is_new():
+def test_of_two_concurrent_publishes_of_a_block_one_returns_that_it_is_new():
     """Trap 2: both have seen that it is missing; one copy is kept."""
     with make_pool() as pool:
         kv_data, answers = Meeting(), []
@@ -503,7 +503,8 @@ for _name in ("getitem", "setitem", "delitem", "contains", "iter", "len"):
 
 
 def test_the_index_is_only_touched_under_the_lock():
-    """Nothing else runs here, so a lock that is held is held by who touches."""
+    """Nothing else runs in this test, so if the lock is held, the code that touches the index holds
+    it."""
     with make_pool(max_blocks_per_node=2) as pool:
         pool._nodes, pool._copies = Guarded(), Guarded()
         pool._nodes.lock = pool._copies.lock = pool._lock

@@ -45,7 +45,7 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
         assert cache.longest_hit(chain) == expected, there
         found = cache.find(chain, expected)
         ids = [[(b.block_id - 1) % num_blocks for b in blocks] for blocks in found]
-        assert all(own == list(range(expected - len(own), expected)) for own in ids)
+        assert all(x == list(range(expected - len(x), expected)) for x in ids)
         cache.check_invariants()
         lengths.add(expected)
     assert lengths == set(range(num_blocks + 1))
@@ -120,7 +120,7 @@ def test_the_example_of_the_page():
     assert memory.num_blocks_in_use == 4 + 2 + 2 and memory.cache.stats.hit_rate == 8 / 17
 
 
-def test_what_a_window_has_left_can_be_found_until_it_is_handed_out():
+def test_a_block_outside_the_window_can_be_found_until_it_is_reallocated():
     """A second request that parts from the first in the middle needs blocks that the first has
     given up long ago."""
     memory = make_memory(40, step=4)
@@ -143,13 +143,13 @@ def test_what_a_window_has_left_can_be_found_until_it_is_handed_out():
 def test_eviction_takes_the_end_of_a_prefix_first(windows):
     """Block by block, in all groups: what is left of a hit shrinks by a block, and never at once to
     nothing while there are windows of blocks left."""
-    most = max_blocks(16, SIZE, windows, 20)
-    memory = make_memory(most, windows)
+    num_blocks = max_blocks(16, SIZE, windows, 20)
+    memory = make_memory(num_blocks, windows)
     request = Request.from_tokens("a", list(range(16)), 1)
     compute(memory, request)
     leave(memory, request)
     hits, probe = [], Request.from_tokens("b", [*range(16), 9], 1)
-    for _ in range(most):
+    for _ in range(num_blocks):
         hits.append(memory.get_computed_blocks(probe).num_tokens)
         taken = memory.pool.allocate(1)
         memory.cache.remove_blocks(taken)
@@ -186,7 +186,7 @@ def test_a_refusal_holds_nothing_and_a_hit_is_counted_once():
 
 @pytest.mark.parametrize("num_new", [1, 3, 9])
 @pytest.mark.parametrize("num_found", [2, 10])
-def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
+def test_can_allocate_agrees_with_allocate_slots(num_found: int, num_new: int):
     """With a hit longer than a window group ever holds, and one shorter; by every number of free
     blocks beside those that are found; with the first who has it, and when it is to be gone."""
     tokens, answers = list(range(2 * num_found)), set()
@@ -204,18 +204,18 @@ def test_what_it_says_of_room_is_what_there_is(num_found: int, num_new: int):
         request = Request.from_tokens("b", [*tokens, *[77] * num_new], 1)
         computed = memory.get_computed_blocks(request)
         assert not isinstance(computed, NotReady) and computed.num_tokens == 2 * num_found
-        for who in (None, first):
-            says = memory.can_allocate(request, num_new, computed, 0, who)
-            tried, own, gone = copy.deepcopy((memory, request, who))
-            if gone is not None:
-                tried.free(gone)
-            assert says == tried.allocate_slots(own, num_new, 0, computed), (num_free, who)
+        for freeing in (None, first):
+            says = memory.can_allocate(request, num_new, computed, 0, freeing)
+            trial, copied, copied_victim = copy.deepcopy((memory, request, freeing))
+            if copied_victim is not None:
+                trial.free(copied_victim)
+            assert says == trial.allocate_slots(copied, num_new, 0, computed), (num_free, freeing)
             answers.add(says)
     assert answers == {False, True}
 
 
-def test_who_must_compute_all_of_it_finds_nothing_and_is_not_counted():
-    """A prompt whose log-probabilities are asked for. What it computes is published as ever."""
+def test_a_request_that_skips_the_cache_finds_nothing_and_is_not_counted():
+    """A prompt with requested log-probabilities. Its computed blocks are published as usual."""
     memory = make_memory(60)
     params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
     for name in "ab":
@@ -230,7 +230,8 @@ def test_who_must_compute_all_of_it_finds_nothing_and_is_not_counted():
 
 
 def test_requests_with_one_prefix_keep_its_tokens_once():
-    """Cached blocks keep the chain of who published them: 26 chains of 8,000 tokens are much."""
+    """A cached block keeps the token chain of the request that published it; 26 chains of 8,000
+    tokens would be a lot of memory."""
     memory, tokens = make_memory(90), list(range(20))
     for name in "abc":
         request = Request.from_tokens(name, [*tokens, *[ord(name)] * 4], 1)
@@ -240,7 +241,7 @@ def test_requests_with_one_prefix_keep_its_tokens_once():
     assert len(set(map(id, links))) == len(set(links)) == 10 + 3 * 2
 
 
-def test_a_duplicate_is_given_back_in_its_own_group():
+def test_a_duplicate_is_freed_in_its_group():
     """Both begin in the same step, in the middle of a block: who is second takes the first's."""
     memory = make_memory(30)
     one, two = (Request.from_tokens(name, [1, 2, 3, 4], 4) for name in "ab")
@@ -258,7 +259,7 @@ def test_a_duplicate_is_given_back_in_its_own_group():
 
 
 @pytest.mark.parametrize("has_reserved", [False, True])
-def test_who_must_be_alone_keeps_its_own_duplicate(has_reserved: bool):
+def test_a_request_with_reserved_blocks_keeps_its_duplicate(has_reserved: bool):
     """And shares no block of a window: neither one that is found, nor one that both compute."""
     memory = make_memory(60)
     one, two = (Request.from_tokens(name, list(range(8)), 9) for name in "ab")
@@ -279,8 +280,9 @@ def test_who_must_be_alone_keeps_its_own_duplicate(has_reserved: bool):
     leave(memory, two)
 
 
-def test_slots_for_guesses_are_no_reservation():
-    """They are asked for after the admission: whoever guesses shares its window's blocks."""
+def test_slots_for_draft_tokens_are_not_a_reservation():
+    """Draft slots are allocated after admission, so a request with drafts shares its window's
+    blocks."""
     memory = make_memory(60)
     one, two = (Request.from_tokens(name, list(range(9)), 9) for name in "ab")
     compute(memory, one)
@@ -289,7 +291,7 @@ def test_slots_for_guesses_are_no_reservation():
     leave(memory, one)
 
 
-def test_who_stops_publishing_takes_nobody_else_s_mark_along():
+def test_a_request_that_stops_publishing_keeps_the_marks_of_others():
     """The first to compute a block, which keeps its own duplicate: when it leaves, another request
     may be computing the same content."""
     memory = make_memory(60)
@@ -308,7 +310,7 @@ def test_who_stops_publishing_takes_nobody_else_s_mark_along():
     assert memory.get_computed_blocks(waiting) is NotReady.IN_FLIGHT
 
 
-def test_who_could_use_a_block_that_is_computed_waits_for_it():
+def test_a_request_waits_for_a_block_that_another_computes():
     memory = make_memory(30)
     one, two = (Request.from_tokens(name, [1, 2, 3, 4, int(name)], 4) for name in "56")
     assert memory.allocate_slots(one, 4)
@@ -322,8 +324,9 @@ def test_who_could_use_a_block_that_is_computed_waits_for_it():
 
 
 @pytest.mark.parametrize("first_has", ["left early", "sampled", "sampled, and lost its KV"])
-def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(first_has: str):
-    """Unless somebody has sampled a token with it. Who else has it publishes nothing any more."""
+def test_blocks_that_may_have_caused_an_error_are_invalidated_in_all_groups(first_has: str):
+    """Unless a request has sampled a token from the block. Other requests that hold it stop
+    publishing."""
     memory, has_sampled = make_memory(60), first_has == "sampled"
     first = Request.from_tokens("a", [*range(8), 60, 61, 62], 9)
     compute(memory, first, 11 if has_sampled else 8)
@@ -355,8 +358,8 @@ def test_what_an_error_may_come_from_is_withdrawn_in_all_groups(first_has: str):
 
 
 def test_nothing_is_given_up_before_it_is_published():
-    """Trap 70: where a step is planned while another is under way, what is computed is not yet
-    published."""
+    """Trap 70: when a step is planned while another is in flight, its computed blocks are not
+    published yet."""
     memory = make_memory(40, (4,), step=8)
     request = Request.from_tokens("a", list(range(20)), 1)
     for end in (6, 12, 18):

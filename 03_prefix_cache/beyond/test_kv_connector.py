@@ -49,8 +49,8 @@ class Recorder(KVConnector):
 
 
 def make(*offers: int) -> tuple[ConnectorChain, list[Recorder]]:
-    members = [Recorder(num_tokens) for num_tokens in offers]
-    return ConnectorChain(members), members
+    connectors = [Recorder(num_tokens) for num_tokens in offers]
+    return ConnectorChain(connectors), connectors
 
 
 def request(request_id: str = "a") -> Request:
@@ -62,28 +62,28 @@ def request(request_id: str = "a") -> Request:
 )
 @pytest.mark.parametrize("num_arrived", [4, 0])
 def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen, num_arrived):
-    chain, members = make(*offers)
+    chain, connectors = make(*offers)
     assert chain.get_num_new_matched_tokens(request(), 4) == (8, True)
-    assert [member.take() for member in members] == [[("ask", "a", 4)]] * len(offers)
+    assert [connector.take() for connector in connectors] == [[("ask", "a", 4)]] * len(offers)
     chain.update_state_after_alloc(request(), [7, 9], 8)
-    members[chosen].finished = None
+    connectors[chosen].finished = None
     assert chain.get_finished_load("a") is None
-    members[chosen].finished = num_arrived
+    connectors[chosen].finished = num_arrived
     assert chain.get_finished_load("a") == num_arrived and not chain._chosen
-    calls = [member.take() for member in members]
+    calls = [connector.take() for connector in connectors]
     assert calls.pop(chosen) == [("load", "a", [7, 9], 8), ("poll", "a"), ("poll", "a")]
     assert not any(calls), "the others are not troubled"
 
 
-def test_what_the_chosen_one_says_about_the_background_is_passed_on():
-    members = [Recorder(4, True), Recorder(8, False)]
-    assert ConnectorChain(members).get_num_new_matched_tokens(request(), 0) == (8, False)
+def test_load_async_of_the_chosen_connector_is_returned():
+    connectors = [Recorder(4, True), Recorder(8, False)]
+    assert ConnectorChain(connectors).get_num_new_matched_tokens(request(), 0) == (8, False)
 
 
-def test_nothing_to_load_chooses_nobody():
-    chain, members = make(0, 0)
+def test_nothing_to_load_chooses_no_connector():
+    chain, connectors = make(0, 0)
     assert chain.get_num_new_matched_tokens(request(), 0) == (0, False)
-    assert [member.take() for member in members] == [[("ask", "a", 0)]] * 2
+    assert [connector.take() for connector in connectors] == [[("ask", "a", 0)]] * 2
     assert not chain._chosen
 
 
@@ -94,88 +94,89 @@ def test_an_empty_chain_has_nothing():
     chain.close()
 
 
-def test_all_that_were_asked_about_a_request_are_told_that_it_is_over():
-    chain, members = make(4, 8)
+def test_the_end_of_a_request_reaches_every_connector_that_was_asked():
+    chain, connectors = make(4, 8)
     chain.get_num_new_matched_tokens(request(), 0)
     chain.update_state_after_alloc(request(), [1, 2], 8)
-    for member in members:
-        member.take()
+    for connector in connectors:
+        connector.take()
     chain.cancel_load("a")
-    assert [member.take() for member in members] == [[("cancel", "a")]] * 2
+    assert [connector.take() for connector in connectors] == [[("cancel", "a")]] * 2
     assert not chain._chosen
     chain.cancel_load("never seen")
 
 
-def test_each_request_has_its_own_choice():
-    chain, members = make(4, 8)
+def test_the_connector_is_chosen_by_request():
+    chain, connectors = make(4, 8)
     chain.get_num_new_matched_tokens(request("a"), 0)
-    members[0].offer = (12, True)
+    connectors[0].offer = (12, True)
     chain.get_num_new_matched_tokens(request("b"), 0)
-    for member in members:
-        member.take()
+    for connector in connectors:
+        connector.take()
     chain.update_state_after_alloc(request("a"), [1, 2], 8)
     chain.update_state_after_alloc(request("b"), [3, 4, 5], 12)
-    assert members[0].take() == [("load", "b", [3, 4, 5], 12)]
-    assert members[1].take() == [("load", "a", [1, 2], 8)]
+    assert connectors[0].take() == [("load", "b", [3, 4, 5], 12)]
+    assert connectors[1].take() == [("load", "a", [1, 2], 8)]
 
 
 def test_the_last_answer_counts():
-    """Asked again, after the cache has lost something, another may have more, or nobody any."""
-    chain, members = make(4, 8)
+    """Asked again after the cache has evicted blocks, another connector can have more, or none
+    any."""
+    chain, connectors = make(4, 8)
     chain.get_num_new_matched_tokens(request(), 4)
-    members[0].offer = (12, True)
+    connectors[0].offer = (12, True)
     assert chain.get_num_new_matched_tokens(request(), 0) == (12, True)
     chain.update_state_after_alloc(request(), [1, 2, 3], 12)
-    assert members[0].take()[-1][0] == "load"
-    for member in members:
-        member.offer = (0, False)
+    assert connectors[0].take()[-1][0] == "load"
+    for connector in connectors:
+        connector.offer = (0, False)
     chain.get_num_new_matched_tokens(request(), 0)
     assert not chain._chosen
 
 
 def test_all_save_and_all_close():
-    chain, members = make(0, 8)
+    chain, connectors = make(0, 8)
     chain.request_finished(request(), [1, 2])
     chain.invalidate(request(), 1, 2)
     chain.close()
     calls = [("save", "a", [1, 2]), ("invalidate", "a", 1, 2), ("close",)]
-    assert [member.take() for member in members] == [calls] * 2
+    assert [connector.take() for connector in connectors] == [calls] * 2
 
 
 def test_all_are_bound_to_one_memory():
-    chain, members = make(0, 8)
+    chain, connectors = make(0, 8)
     io = object()
     chain.bind(io, 4, [("model", "m")])
-    for connector in (chain, *members):
+    for connector in (chain, *connectors):
         assert connector.io is io and connector.block_size == 4
         assert connector.namespace == (("model", "m"),)
 
 
-def test_nobody_is_bound_to_two_memories():
+def test_a_connector_is_bound_to_one_memory():
     """The first engine would load into the second's, and save what is there: wrong tokens."""
-    (chain, members), (other, (free, _)) = make(0, 8), make(0, 8)
+    (chain, connectors), (other, (free, _)) = make(0, 8), make(0, 8)
     chain.bind(object(), 4, [])
     tiers = TieredCache(KVTierConfig(host_blocks=1))
     tiers.bind(io := object(), 4, [])
-    other.connectors[1] = members[1]
-    for connector in (chain, *members, tiers, other):
+    other.connectors[1] = connectors[1]
+    for connector in (chain, *connectors, tiers, other):
         with pytest.raises(ValueError, match="must belong to this engine"):
             connector.bind(object(), 4, [])
     assert tiers.io is io and not free.is_bound, "all of a chain, or none"
 
 
-def test_those_who_load_share_the_time_to_wait():
-    chain, members = make(8, 4)
+def test_connectors_with_loads_share_the_timeout():
+    chain, connectors = make(8, 4)
     chain.wait_for_load(1.0)
-    assert [member.take() for member in members] == [[], []]
+    assert [connector.take() for connector in connectors] == [[], []]
     for request_id in "ab":
         chain.get_num_new_matched_tokens(request(request_id), 0)
         chain.update_state_after_alloc(request(request_id), [1, 2], 8)
-    members[0].take(), members[1].take()
+    connectors[0].take(), connectors[1].take()
     chain.wait_for_load(1.0)
-    assert [member.take() for member in members] == [[("wait", 1.0)], []]
-    members[1].offer = (12, True)
+    assert [connector.take() for connector in connectors] == [[("wait", 1.0)], []]
+    connectors[1].offer = (12, True)
     chain.get_num_new_matched_tokens(request("c"), 0)
-    members[0].take(), members[1].take()
+    connectors[0].take(), connectors[1].take()
     chain.wait_for_load(1.0)
-    assert [member.take() for member in members] == [[("wait", 0.5)]] * 2
+    assert [connector.take() for connector in connectors] == [[("wait", 0.5)]] * 2

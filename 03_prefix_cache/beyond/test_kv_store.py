@@ -23,7 +23,7 @@ LINKS = [make_link(number) for number in range(8)]
 
 
 def read(store: KVStore, links: list[Link]) -> list[bytes]:
-    """What comes before the first that is missing."""
+    """Read the blocks before the first missing one."""
     blocks: list[bytes] = []
     try:
         for data in store.get(links):

@@ -1,4 +1,4 @@
-"""Tiers against a dictionary; a file that lies, is cut off, or belongs to somebody else."""
+"""Tiers against a dictionary; a file that is corrupt, truncated, or owned by another process."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_a_tier_against_a_naive_lru(kind, tmp_path: Path):
     naive, changes = OrderedDict(), []
     tier.on_change = lambda block_hash, is_here: changes.append((block_hash, is_here))
     for _ in range(1500):
-        number, told = rng.randrange(12), []
+        number, expected_changes = rng.randrange(12), []
         match rng.choice(["get", "put", "has", "drop"]):
             case "put":
                 is_new, data = number not in naive, content(number, rng.randrange(3))
                 naive[number] = data
                 naive.move_to_end(number)
-                told = [(key(number), True)]
+                expected_changes = [(key(number), True)]
                 if len(naive) > 5:
-                    told.append((key(naive.popitem(last=False)[0]), False))
+                    expected_changes.append((key(naive.popitem(last=False)[0]), False))
                 assert tier.put(link(number), data) == is_new
             case "has":
                 chain = [number, *rng.sample(range(12), 2)]
@@ -63,8 +63,8 @@ def test_a_tier_against_a_naive_lru(kind, tmp_path: Path):
                 assert read(tier, number) == naive.get(number)
             case "drop" if rng.random() < 0.3:
                 tier.drop(link(number))
-                told = [(key(number), False)] if naive.pop(number, None) else []
-        assert sorted(changes) == sorted(told)
+                expected_changes = [(key(number), False)] if naive.pop(number, None) else []
+        assert sorted(changes) == sorted(expected_changes)
         changes.clear()
         assert {n for n in range(12) if key(n) in tier} == set(naive) and len(tier) == len(naive)
         if kind == "disk":
@@ -84,7 +84,7 @@ def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind, tmp_pat
 
     class Links(list[Link]):
         def __getitem__(self, index):
-            """What was found is taken: the reader comes in between."""
+            """Take the block right after it was found, so that the reader interleaves."""
             reader.start()
             reader.join(0.05)
             return super().__getitem__(index)
@@ -95,7 +95,7 @@ def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind, tmp_pat
 
 
 @pytest.mark.parametrize("max_blocks", [0, 2])
-def test_what_the_host_has_no_room_for_goes_below_unless_it_is_there(max_blocks, tmp_path: Path):
+def test_a_block_that_the_host_evicts_goes_to_disk_unless_it_is_there(max_blocks, tmp_path: Path):
     host, disk = HostTier(max_blocks), DiskTier(tmp_path / "kv", 3, NBYTES)
     host.below = disk
     for number in (0, 1, 2):
@@ -112,7 +112,7 @@ def test_what_the_host_has_no_room_for_goes_below_unless_it_is_there(max_blocks,
     disk.close()
 
 
-def test_what_is_dropped_is_gone_from_memory_and_file_and_nothing_else_is(tmp_path: Path):
+def test_drop_removes_a_block_from_memory_and_file_and_no_other(tmp_path: Path):
     """Not only from the index: the next process reads the file."""
     host, disk = HostTier(4), DiskTier(tmp_path / "kv", 4, NBYTES)
     for number in range(4):
@@ -151,7 +151,7 @@ def test_the_slot_of_a_put_that_was_interrupted_is_free_again(tmp_path: Path, mo
     disk.close()
 
 
-def test_a_slot_that_was_just_written_anew_is_not_dropped(tmp_path: Path):
+def test_a_slot_that_was_just_rewritten_is_not_dropped(tmp_path: Path):
     """The reader has seen bad bytes; before it says so, the block is put again. Then the record is
     good, and its slot is in use."""
     disk = DiskTier(tmp_path / "kv", 3, NBYTES)
@@ -170,7 +170,7 @@ def test_a_slot_that_was_just_written_anew_is_not_dropped(tmp_path: Path):
 
 
 def write_tier(path: Path, num_put: int) -> None:
-    """What a process leaves that had room for 8 blocks."""
+    """Write the file of a process that had room for 8 blocks."""
     tier = DiskTier(path, 8, NBYTES)
     for number in range(num_put):
         tier.put(link(number), content(number))
@@ -187,7 +187,7 @@ def test_a_file_is_taken_over_by_the_next_process(tmp_path: Path):
     second.close()
 
 
-def test_a_smaller_tier_takes_over_what_fits_it(tmp_path: Path):
+def test_a_smaller_tier_takes_over_the_blocks_that_fit(tmp_path: Path):
     write_tier(tmp_path / "kv", 8)
     second = DiskTier(tmp_path / "kv", 3, NBYTES)
     found = [n for n in range(8) if read(second, n) is not None]
@@ -196,7 +196,7 @@ def test_a_smaller_tier_takes_over_what_fits_it(tmp_path: Path):
     second.close()
 
 
-def test_a_file_of_other_blocks_is_begun_anew(tmp_path: Path):
+def test_a_file_with_other_blocks_is_replaced(tmp_path: Path):
     first = DiskTier(tmp_path / "kv", 4, NBYTES)
     first.put(link(1), content(1))
     first.close()
@@ -205,7 +205,7 @@ def test_a_file_of_other_blocks_is_begun_anew(tmp_path: Path):
     second.close()
 
 
-def test_a_file_that_is_no_tier_is_begun_anew(tmp_path: Path):
+def test_a_file_that_is_not_a_tier_is_replaced(tmp_path: Path):
     (tmp_path / "kv").write_bytes(b"something else entirely" * 100)
     tier = DiskTier(tmp_path / "kv", 4, NBYTES)
     assert len(tier) == 0
@@ -262,14 +262,14 @@ def test_a_write_that_was_interrupted_is_a_miss(tmp_path: Path):
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def __getitem__(self, where):
-            return self.inner[where]
+        def __getitem__(self, index):
+            return self.inner[index]
 
-        def __setitem__(self, where, value):
+        def __setitem__(self, index, value):
             if self.left == 0:
                 raise Dies
             self.left -= 1
-            self.inner[where] = value
+            self.inner[index] = value
 
     for num_writes in range(3):
         path = tmp_path / f"kv{num_writes}"

@@ -1,8 +1,7 @@
 """The manager that loads: worked examples, and random orders of calls.
 
-A load's blocks are full of junk until it ends, so whoever reads them before fails at once. What a
-manager without loads must do is tested in `test_cached_kv_cache_manager.py`.
-"""
+A load's blocks hold junk until it ends, so a read before that fails immediately. The behaviour of a
+manager without loads is tested in `test_cached_kv_cache_manager.py`."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class FakeConnector(KVConnector):
         self.num_offered: dict[str, int] = {}
         self.loads: dict[str, tuple[Request, int, list[int]]] = {}  # start, block ids
         self.results: dict[str, int] = {}
-        self.asked: dict[str, int] = {}  # tokens computed when asked
-        self.decided: dict[str, int] = {}  # and when that was the last word
+        self.at_query: dict[str, int] = {}  # computed tokens at the latest query
+        self.at_answer: dict[str, int] = {}  # and at the final answer
         self.calls: list[tuple] = []
         self.on_wait: Callable[[], None] = lambda: None
 
@@ -46,18 +45,18 @@ class FakeConnector(KVConnector):
         request_id = request.request_id
         assert num_computed_tokens % self.block_size == 0
         assert request_id not in self.loads, "asked while loading"
-        assert num_computed_tokens < self.decided.get(request_id, 10**9), "asked for nothing"
+        assert num_computed_tokens < self.at_answer.get(request_id, 10**9), "asked for nothing"
         num_full = (request.num_tokens - 1) // self.block_size
         num_offered = min(self.num_offered.get(request_id, 0), num_full)
         num_tokens = max(num_offered * self.block_size - num_computed_tokens, 0)
         if num_tokens == 0:
-            self.decided[request_id] = num_computed_tokens
-        self.asked[request_id] = num_computed_tokens
+            self.at_answer[request_id] = num_computed_tokens
+        self.at_query[request_id] = num_computed_tokens
         return num_tokens, True
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         assert len(block_ids) * self.block_size == num_external_tokens
-        start = self.decided[request.request_id] = self.asked[request.request_id]
+        start = self.at_answer[request.request_id] = self.at_query[request.request_id]
         self.loads[request.request_id] = (request, start, list(block_ids))
         self.calls.append(("load", request.request_id, num_external_tokens))
         self.scribble()
@@ -123,23 +122,23 @@ class LoadingWorld(World):
         assert self.get_computed_blocks(request) is NotReady.LOADING
         return request
 
-    def under_way(self) -> set[str]:
+    def loading_ids(self) -> set[str]:
         return self.connector.loads.keys() - self.connector.results.keys()
 
     def held_outside(self, for_good: bool = False) -> set[int]:
-        """What has arrived for requests that still wait gives way."""
+        """Blocks of loads. Those that arrived for requests that still wait can be reclaimed."""
         return {
             block.block_id
             for request_id, load in self.manager.loads._loads.items()
             for block in load.prefix + load.blocks
-            if not for_good or request_id in self.under_way()
+            if not for_good or request_id in self.loading_ids()
         }
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         request_id = request.request_id
         was_loading = request_id in self.connector.loads
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
-        num_held *= bool(self.under_way())  # if all has arrived, those who wait give way
+        num_held *= bool(self.loading_ids())  # if all loads have arrived, waiting requests give way
         computed = super().get_computed_blocks(request)
         if self.checks and computed is NotReady.LOADING:
             num_full = (request.num_tokens - 1) // self.block_size
@@ -159,10 +158,10 @@ class LoadingWorld(World):
         expected = list(self.manager.get_block_ids(request_id))[:num_published]
         num_calls = len(self.connector.calls)
         super()._leave(request)
-        told = [call for call in self.connector.calls[num_calls:] if call[0] == "finished"]
-        assert told == ([("finished", request_id, expected)] if expected else [])
+        finish_calls = [call for call in self.connector.calls[num_calls:] if call[0] == "finished"]
+        assert finish_calls == ([("finished", request_id, expected)] if expected else [])
         assert request_id not in self.connector.loads
-        self.connector.decided.pop(request_id, None)
+        self.connector.at_answer.pop(request_id, None)
 
     def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
         self.connector.scribble()
@@ -171,18 +170,18 @@ class LoadingWorld(World):
     def check(self) -> None:
         self.connector.scribble()
         super().check()
-        under_way = {r for r, load in self.manager.loads._loads.items() if not load.has_arrived}
-        assert self.connector.loads.keys() == under_way
+        loading_ids = {r for r, load in self.manager.loads._loads.items() if not load.has_arrived}
+        assert self.connector.loads.keys() == loading_ids
 
 
 @pytest.fixture
 def world_of() -> type[World]:
-    """What `make_world` makes."""
+    """The type that `make_world` makes."""
     return LoadingWorld
 
 
-def offer_behind_a_cached_prefix(world: LoadingWorld) -> None:
-    """Of a's three full blocks two are cached, and the connector has all."""
+def offer_after_a_cached_prefix(world: LoadingWorld) -> None:
+    """Let the connector offer a's three full blocks, two of which are cached."""
     world.warm("x", [1, 2, 3, 4, 5])
     world.offer("a", [1, 2, 3, 4, 5, 6, 7], 3)
 
@@ -204,7 +203,7 @@ def test_blocks_of_a_load_are_freed_deepest_first(make_world):
         world.pool.free([world.pool.blocks[b] for b in sorted(free)])
 
 
-def test_what_is_loaded_is_cached_and_then_found(make_world):
+def test_a_loaded_block_is_cached_and_then_found(make_world):
     world = make_world(20, 2)
     request = world.load("a", [1, 2, 3, 4, 5, 6, 7], 2)
     assert world.manager.num_blocks_in_use == 2 and world.cache.num_cached_blocks == 0
@@ -252,7 +251,7 @@ def test_a_load_that_ends_at_once_holds_up_nothing(make_world):
 
 
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])
-def test_what_does_not_arrive_is_computed(make_world, num_arrived):
+def test_blocks_that_do_not_arrive_are_computed(make_world, num_arrived):
     world = make_world(20, 2)
     world.serve("x", [1, 2])
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
@@ -263,10 +262,10 @@ def test_what_does_not_arrive_is_computed(make_world, num_arrived):
     world.step()
 
 
-def test_a_load_starts_behind_what_is_cached_and_keeps_it(make_world):
+def test_a_load_starts_after_the_cached_prefix_and_pins_it(make_world):
     """The local prefix is used by the load: making room for others does not evict it."""
     world = make_world(8, 2)
-    offer_behind_a_cached_prefix(world)
+    offer_after_a_cached_prefix(world)
     assert world.get_computed_blocks(world.waiting["a"]) is NotReady.LOADING
     assert world.connector.calls[-1] == ("load", "a", 2)
     world.serve("y", [9] * 10)
@@ -302,6 +301,40 @@ def test_a_pool_without_room_for_a_load_computes(make_world):
     world.step()
 
 
+@pytest.mark.parametrize("num_reserved", [0, 11])
+def test_a_load_waits_for_the_steps_that_could_still_write_to_its_blocks(make_cache, num_reserved):
+    """And no load means no wait."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls, cache = connector.calls, make_cache(pool, 2)
+    manager = LoadingKVCacheManager(pool, 2, cache, connector, lambda: calls.append(("steps",)))
+    assert manager.allocate_slots(make_request("x", [9]), 1, num_reserved_tokens=num_reserved)
+    connector.num_offered["a"] = 3
+    found = manager.get_computed_blocks(make_request("a", [1] * 9))
+    assert (found is NotReady.LOADING) == (num_reserved == 0)
+    assert calls == ([("steps",), ("load", "a", 6)] if num_reserved == 0 else [])
+
+
+def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache):
+    """But for those with which a request has sampled a token before."""
+    connector, pool = FakeConnector(Runner(2)), BlockPool(9)
+    calls = connector.calls
+    connector.invalidate = lambda request, *blocks: calls.append(("withdrawn", *blocks))
+    connector.request_finished = lambda request, ids: calls.append(("finished", len(ids)))
+    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), connector)
+    good, bad = make_request("good", [1] * 3), make_request("bad", [1] * 5)
+    for request in (good, bad):
+        computed = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 5, computed=computed)
+        request.num_computed_tokens = request.num_tokens
+        manager.cache_blocks(request, request.num_tokens)
+        if request is good:
+            request.append_output_token(7)
+        else:
+            request.status = RequestStatus.FINISHED_ERROR
+        manager.free(request)
+    assert calls == [("finished", 1), ("withdrawn", 1, 2)]
+
+
 def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache):
     """No room for the load, or not yet: the chain had chosen who would load."""
     runner = Runner(2)
@@ -323,9 +356,9 @@ def test_an_offer_that_was_not_taken_up_is_forgotten_with_the_request(make_cache
     assert pool.num_free_blocks == 8
 
 
-def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
+def test_a_request_loads_again_only_for_evicted_blocks(make_world):
     world = make_world(6, 2)
-    offer_behind_a_cached_prefix(world)
+    offer_after_a_cached_prefix(world)
     request = world.waiting["a"]
     assert world.get_computed_blocks(request) is NotReady.LOADING
     world.connector.finish("a", 1)
@@ -342,7 +375,7 @@ def test_a_request_loads_again_only_for_what_the_cache_has_lost(make_world):
     assert world.get_computed_blocks(request).num_tokens == 2
 
 
-def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
+def test_a_loaded_block_stays_until_its_request_is_admitted(make_world):
     world = make_world(8, 2)
     world.warm("x", [1, 2])
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
@@ -358,9 +391,9 @@ def test_what_has_arrived_stays_until_its_request_is_admitted(make_world):
     assert world.manager.num_blocks_in_use == 4, "held by the table alone"
 
 
-@pytest.mark.parametrize("num_blocks, num_left", [(5, 3), (6, 2), (7, 1), (8, 0)])
-def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_left):
-    """What has arrived unnoticed does too; what is under way does not."""
+@pytest.mark.parametrize("num_blocks, num_kept", [(5, 3), (6, 2), (7, 1), (8, 0)])
+def test_loads_of_waiting_requests_give_way_to_running_requests(make_world, num_blocks, num_kept):
+    """A load that has arrived unnoticed is reclaimed too; a load in flight is not."""
     world = make_world(8, 2)
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     world.submit("y", [9] * (2 * num_blocks))
@@ -371,14 +404,14 @@ def test_those_who_wait_give_way_to_those_who_run(make_world, num_blocks, num_le
     world.step()
     world.check()
     assert (num_blocks == 5) == ("a" in world.connector.loads), "polled only if memory is short"
-    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 2 * num_left
+    assert world.get_computed_blocks(world.waiting["a"]).num_tokens == 2 * num_kept
     assert [call[0] for call in world.connector.calls].count("load") == 1, "the rest is computed"
 
 
 @pytest.mark.parametrize("num_arrived", [2, 3])
-def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arrived):
-    """Trap 60. 8 blocks: v runs with 2 and a load has 3. The newcomer wants all 8. A load that is
-    under way keeps its blocks; what has arrived is as good as free, and v is asked about, not
+def test_the_victims_blocks_count_in_addition_to_reclaimable_loads(make_world, num_arrived):
+    """Trap 60. 8 blocks: v runs with 2 and a load has 3. The new request needs all 8. A load in
+    flight keeps its blocks; a load that has arrived counts as free. v is only considered, not
     touched."""
     world = make_world(8, 2)
     victim = world.serve("v", [8, 8, 8, 8])
@@ -396,7 +429,7 @@ def test_who_would_be_replaced_counts_beside_what_gives_way(make_world, num_arri
     assert world.admit("y")
 
 
-def test_what_is_only_to_be_kept_free_takes_nothing_from_those_who_wait(make_world):
+def test_the_watermark_reclaims_no_loads_of_waiting_requests(make_world):
     """A watermark is no need: a load that has arrived gives way to a request, not to that."""
     world = make_world(8, 2)
     world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
@@ -429,28 +462,29 @@ def test_loads_take_no_more_than_their_share(make_world):
 
 
 def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_world):
-    """Loads of those who stand before it do not count. The bound holds for whoever was refused."""
+    """Loads of requests before it in the queue do not count. The bound holds for every refused
+    request."""
     world = make_world(12, 2)
 
-    def ask(request_id: str, num_blocks: int) -> ComputedBlocks | NotReady:
+    def query(request_id: str, num_blocks: int) -> ComputedBlocks | NotReady:
         if request_id not in world.waiting:
             world.offer(
                 request_id, [len(world.connector.calls), *[7] * (2 * num_blocks)], num_blocks
             )
         return world.get_computed_blocks(world.waiting[request_id])
 
-    assert ask("before", 3) is ask("early", 4) is ask("big", 6) is NotReady.LOADING
+    assert query("before", 3) is query("early", 4) is query("big", 6) is NotReady.LOADING
     assert set(world.connector.loads) == {"before"}
     answers: list[ComputedBlocks | NotReady] = []
-    for index in range(MAX_OVERTAKES + 1):  # one of them is always under way
-        assert ask(f"small {index}", 2) is NotReady.LOADING
+    for index in range(MAX_OVERTAKES + 1):  # one of them is always in flight
+        assert query(f"small {index}", 2) is NotReady.LOADING
         last = "before" if index == 0 else f"small {index - 1}"
         world.connector.finish(last, 1)
         world.get_computed_blocks(world.waiting[last])
         world.free(last)
         if index == 5:
             world.free("early")
-        answers.append(ask("big", 6))
+        answers.append(query("big", 6))
     assert all(answer is NotReady.LOADING for answer in answers[: MAX_OVERTAKES - 1])
     assert all(isinstance(answer, ComputedBlocks) for answer in answers[MAX_OVERTAKES - 1 :])
     assert world.admit("big")
@@ -461,7 +495,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
     assert not world.manager.loads._overtakes
 
 
-def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
+def test_loads_of_earlier_requests_delay_no_request(make_world):
     """However many were asked about before it, it loads when they have loaded."""
     world = make_world(4, 2)
     names = [f"r{index}" for index in range(MAX_OVERTAKES + 3)]
@@ -478,8 +512,9 @@ def test_loads_of_those_in_front_cost_nobody_a_turn(make_world):
     assert not world.manager.loads._overtakes
 
 
-def test_what_has_arrived_for_those_behind_does_not_keep_those_in_front_waiting(make_world):
-    """However many are in front: nobody would ever be asked who could end the wait."""
+def test_a_load_that_arrived_for_a_later_request_does_not_block_earlier_ones(make_world):
+    """However many requests are before it: no request whose load could end the wait would be
+    asked."""
     world = make_world(8, 2)
     for request_id in "ba":
         world.offer(request_id, [ord(request_id)] * 9, 4)
@@ -520,16 +555,16 @@ def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
     assert world.written == {"a": 5, "b": 5} and world.cache.num_cached_blocks == 2
 
 
-@pytest.mark.parametrize("where", ["prefix", "arrived"])
-def test_a_load_is_dropped_if_its_prefix_or_what_it_brought_is_withdrawn(make_world, where):
+@pytest.mark.parametrize("invalidated", ["prefix", "arrived"])
+def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_world, invalidated):
     world = make_world(20, 2)
-    offer_behind_a_cached_prefix(world)
+    offer_after_a_cached_prefix(world)
     world.get_computed_blocks(world.waiting["a"])
     load, loads = world.manager.loads._loads["a"], world.manager.loads
-    if where == "arrived":
+    if invalidated == "arrived":
         world.connector.finish("a", 1)
         assert not loads.is_in_flight("a")
-    first = (load.prefix if where == "prefix" else load.blocks)[0]
+    first = (load.prefix if invalidated == "prefix" else load.blocks)[0]
     loads.invalidate(world.pool.blocks[0])
     assert "a" in loads, "another block"
     loads.invalidate(first)
@@ -563,7 +598,7 @@ class LoadingChaos(Chaos):
 
     def end_load(self) -> None:
         connector = self.world.connector
-        request_id = self.choose(self.world.under_way())
+        request_id = self.choose(self.world.loading_ids())
         if request_id is not None:
             connector.finish(request_id, self.pick(0, len(connector.loads[request_id][2])))
 
@@ -594,9 +629,9 @@ class LoadingEngine(Engine):
         return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
 
     def end_a_load(self) -> None:
-        under_way = sorted(self.connector.loads.keys() - self.connector.results.keys())
-        if under_way:
-            request_id = self.rng.choice(under_way)
+        loading_ids = sorted(self.connector.loads.keys() - self.connector.results.keys())
+        if loading_ids:
+            request_id = self.rng.choice(loading_ids)
             num_blocks = len(self.connector.loads[request_id][2])
             self.connector.finish(request_id, self.rng.randint(0, num_blocks))
 
@@ -622,7 +657,7 @@ class LoadingEngine(Engine):
 @pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
-    """No deadlock: of those who wait for a block, for a load, or for memory, somebody goes on."""
+    """No deadlock: some request that waits for a block, a load or memory makes progress."""
     rng = random.Random(seed)
     engine = LoadingEngine(make_cache, rng)
     for _ in range(rng.randint(6, 12)):
@@ -646,8 +681,8 @@ class Calm(random.Random):
 
 
 def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_them(make_cache):
-    """A scheduler passes so many over in a step. All stand in front of a request whose load has
-    arrived: they are refused as long as it keeps the load, and it is not asked before them."""
+    """More requests than a scheduler skips in a step are before a request whose load has arrived.
+    They are refused as long as it keeps the load, and it is not asked before them."""
     engine = LoadingEngine(make_cache, Calm())
     engine.scheduler = Scheduler(4, 40, policy="priority", kv_memory=engine.manager)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -670,8 +705,9 @@ def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_the
     assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
 
 
-def test_a_big_load_is_not_passed_over_for_ever_behind_a_stream_of_small_ones(make_cache):
-    """What the scheduler says of starving, with loads: it is served, after so many others."""
+def test_a_large_load_is_not_starved_by_a_stream_of_small_ones(make_cache):
+    """The scheduler's bound on starvation holds with loads: a bounded number of requests overtake
+    it."""
     engine = LoadingEngine(make_cache, Calm())
     engine.scheduler = Scheduler(4, 40, kv_memory=engine.manager, max_overtakes=5)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -73,8 +73,8 @@ def address(
     (tmp_path / "mooncake" / "store.py").write_text(SCRIPTED_LIBRARY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        where = f"127.0.0.1:{server.getsockname()[1]}"
-        yield MooncakeAddress(where, where)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        yield MooncakeAddress(address, address)
 
 
 @contextmanager
@@ -252,12 +252,12 @@ def test_a_set_up_that_fails_is_reported(address: MooncakeAddress, trouble: str)
 
 def test_an_address_at_which_nothing_listens_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        where = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(MooncakeUnavailableError, match=where):
-        MooncakeClient(MooncakeAddress(where, where))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(MooncakeUnavailableError, match=address):
+        MooncakeClient(MooncakeAddress(address, address))
 
 
-def test_a_library_that_does_not_load_is_reported_with_what_to_install(
+def test_a_library_that_does_not_load_is_reported_with_the_package_to_install(
     address: MooncakeAddress, tmp_path: Path
 ) -> None:
     (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: no')")

@@ -1,4 +1,5 @@
-"""What a machine without the store is told. Masters that do start: `test_mooncake_pool.py`."""
+"""Error messages on a machine without the store. For masters that start, see
+`test_mooncake_pool.py`."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ def test_the_pool_can_be_imported_without_the_store() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_program_that_is_not_installed_is_reported_with_what_to_install(
+def test_a_program_that_is_not_installed_is_reported_with_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_loader("mooncake", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]  # somebody else's package of that name
+    spec.submodule_search_locations = [str(tmp_path)]  # an unrelated package of that name
     for found in (None, spec):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
         with pytest.raises(MooncakeUnavailableError, match="pip install"):

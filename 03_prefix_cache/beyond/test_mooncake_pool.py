@@ -59,7 +59,7 @@ def publish(pool: MooncakePool, chain: Chain) -> list[bool]:
 
 
 def load(pool: MooncakePool, chain: Chain) -> tuple[Chain, str | None]:
-    """What arrives from the front, and why there is not more."""
+    """The blocks that arrive from the front, and the reason why no more do."""
     loads = Loads[bytes](WAIT_S)
     loads.start("r", pool.get(links_of(chain)))
     for _ in as_long_as(lambda: not loads.has_ended("r"), seconds=WAIT_S):
@@ -78,7 +78,7 @@ def elapsed_s(call: Callable[[], object]) -> float:
 # -- the store
 
 
-def test_what_one_publishes_another_finds_and_reads_bit_for_bit(
+def test_a_published_block_is_found_and_read_bit_for_bit_by_another_client(
     near: MooncakePool, far: MooncakePool
 ) -> None:
     chain = make_chain("one", 5, kv_nbytes=300_000)
@@ -114,11 +114,11 @@ def test_many_threads_of_two_processes_at_once(near: MooncakePool, far: Mooncake
 
     def work(index: int) -> None:
         try:
-            own, pool = chains[index], (near, far)[index % 2]
-            publish(pool, own)
+            chain, pool = chains[index], (near, far)[index % 2]
+            publish(pool, chain)
             publish(pool, chains[index - 1])  # which its owner is publishing
-            assert pool.has(links_of(own)) == 6
-            results[index] = load((far, near)[index % 2], own)
+            assert pool.has(links_of(chain)) == 6
+            results[index] = load((far, near)[index % 2], chain)
         except BaseException as failure:
             failures.append(failure)
 
@@ -202,7 +202,7 @@ def publisher(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_an_engine_loads_what_another_process_has_published(
+def test_an_engine_loads_blocks_published_by_another_process(
     master: MooncakeMaster, near: MooncakePool, publisher: subprocess.Popen[str]
 ) -> None:
     """And when that process is killed, with its memory, a load fails instead of waiting."""

@@ -42,14 +42,14 @@ class Engine:
     def content(self, request: Request, index: int) -> bytes:
         return true_kv(request, index, self.size, self.namespace)
 
-    def ask(self, request: Request, num_computed: int = 0) -> int:
+    def num_matched_tokens(self, request: Request, num_computed: int = 0) -> int:
         num_tokens, is_async = self.connector.get_num_new_matched_tokens(request, num_computed)
         assert is_async == (num_tokens > 0)
         return num_tokens
 
     def begin(self, request: Request, num_computed: int = 0) -> list[int]:
         """Ask and start the load; the blocks it goes to."""
-        num_tokens = self.ask(request, num_computed)
+        num_tokens = self.num_matched_tokens(request, num_computed)
         block_ids = random.Random(request.request_id).sample(range(1, 99), num_tokens // self.size)
         self.connector.update_state_after_alloc(request, block_ids, num_tokens)
         return block_ids
@@ -65,7 +65,7 @@ class Engine:
         return num_tokens
 
     def wait(self) -> None:
-        """It is woken, and does not sleep to the end."""
+        """Assert that the wait returns early instead of sleeping for the full timeout."""
         start = time.monotonic()
         self.connector.wait_for_load(WAIT_S)
         assert time.monotonic() - start < WAIT_S / 2
@@ -120,7 +120,7 @@ def test_the_second_engine_reads_what_the_first_has_computed_byte_for_byte(saved
 def test_a_store_that_counts_below_zero_has_nothing(saved, monkeypatch):
     _, second = saved
     monkeypatch.setattr(second.connector.store, "has", lambda links: -1)
-    assert second.ask(make_request("0", TOKENS)) == 0
+    assert second.num_matched_tokens(make_request("0", TOKENS)) == 0
     second.save(make_request("1", TOKENS[::-1]))
     assert second.stats.num_blocks_published == 4
 
@@ -129,7 +129,7 @@ def test_a_store_that_counts_below_zero_has_nothing(saved, monkeypatch):
 def test_only_what_is_behind_the_local_hit_is_loaded(saved, num_computed):
     _, second = saved
     request = make_request("0", TOKENS)
-    assert second.ask(request, num_computed) == 16 - num_computed
+    assert second.num_matched_tokens(request, num_computed) == 16 - num_computed
     assert second.load(request, num_computed) == 16 - num_computed
     assert second.stats.num_failed_loads == 0
 
@@ -139,19 +139,19 @@ def test_at_least_the_last_token_is_left_to_compute(saved, num_tokens, expected)
     """Trap 3."""
     _, second = saved
     request = make_request("1", TOKENS[:num_tokens])
-    assert second.ask(request) == expected
-    assert second.ask(request, expected) == 0
+    assert second.num_matched_tokens(request) == expected
+    assert second.num_matched_tokens(request, expected) == 0
 
 
 def test_a_prefix_of_a_prompt_is_found_and_a_suffix_is_not(saved):
     _, second = saved
-    assert second.ask(make_request("1", [*TOKENS[:8], 0, *TOKENS[9:]])) == 8
-    assert second.ask(make_request("2", TOKENS[4:])) == 0
+    assert second.num_matched_tokens(make_request("1", [*TOKENS[:8], 0, *TOKENS[9:]])) == 8
+    assert second.num_matched_tokens(make_request("2", TOKENS[4:])) == 0
 
 
 def test_asking_starts_nothing(saved, faults):
     _, second = saved
-    second.ask(make_request("0", TOKENS))
+    second.num_matched_tokens(make_request("0", TOKENS))
     assert not faults.entered.is_set()
     second.wait()  # returns at once: there is no load
 
@@ -168,15 +168,15 @@ def test_asking_starts_nothing(saved, faults):
 def test_kv_of_another_model_or_layout_is_not_found(pool, namespace):
     """Trap 12."""
     Engine(pool, "a").save(make_request("0", TOKENS))
-    assert Engine(pool, "b", namespace).ask(make_request("0", TOKENS)) == 0
-    assert Engine(pool, "b", MODEL[::-1]).ask(make_request("0", TOKENS)) == 16
+    assert Engine(pool, "b", namespace).num_matched_tokens(make_request("0", TOKENS)) == 0
+    assert Engine(pool, "b", MODEL[::-1]).num_matched_tokens(make_request("0", TOKENS)) == 16
 
 
 def test_kv_of_another_block_size_is_not_found(pool):
     """Trap 8."""
     Engine(pool, "a").save(make_request("0", TOKENS))
-    assert Engine(pool, "b", size=2).ask(make_request("0", TOKENS)) == 0
-    assert Engine(pool, "b", size=8).ask(make_request("0", TOKENS)) == 0
+    assert Engine(pool, "b", size=2).num_matched_tokens(make_request("0", TOKENS)) == 0
+    assert Engine(pool, "b", size=8).num_matched_tokens(make_request("0", TOKENS)) == 0
 
 
 FULL_WITH_FOUR = {
@@ -194,19 +194,19 @@ def test_a_salt_or_an_adapter_of_another_is_not_found(engines, mine):
     for number, keys in enumerate(KEYS):
         if keys != mine:
             first.save(make_request(str(number), TOKENS, keys))
-    assert second.ask(make_request("9", TOKENS, mine)) == 0
+    assert second.num_matched_tokens(make_request("9", TOKENS, mine)) == 0
     first.save(make_request("10", TOKENS, mine))
     assert second.load(make_request("11", TOKENS, mine)) == 16
 
 
 def test_a_request_cannot_spell_a_namespace(pool):
-    """Trap 12: nor does a tag that both use raise an error."""
+    """Trap 12: a tag that two prompts share raises no error either."""
     Engine(pool, "a").save(make_request("0", TOKENS))
     bare = Engine(pool, "b", namespace=())
     for prefix in ("", "engine ", "request "):
         keys = tuple((prefix + tag, value) for tag, value in MODEL)
-        assert bare.ask(make_request(prefix, TOKENS, keys)) == 0
-        assert Engine(pool, "c").ask(make_request(prefix, TOKENS, keys)) == 0
+        assert bare.num_matched_tokens(make_request(prefix, TOKENS, keys)) == 0
+        assert Engine(pool, "c").num_matched_tokens(make_request(prefix, TOKENS, keys)) == 0
 
 
 def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkeypatch):
@@ -225,8 +225,8 @@ def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkey
     for module in (request_chain, prefix_cache_local):
         monkeypatch.setattr(module, "compute_block_hash", counted)
     request = make_request("0", TOKENS)
-    second.ask(request)
-    second.ask(request, 8)
+    second.num_matched_tokens(request)
+    second.num_matched_tokens(request, 8)
     assert counts["blocks"] == 4
     for token in range(6):
         request.append_output_token(token)
@@ -235,10 +235,10 @@ def test_a_request_is_hashed_once_and_its_outputs_when_they_come(engines, monkey
     assert first.load(make_request("1", request.all_token_ids)) == 20
 
 
-def test_nothing_is_remembered_of_a_request_that_is_gone(engines):
+def test_a_finished_request_leaves_no_state(engines):
     _, second = engines
     request = make_request("0", TOKENS)
-    second.ask(request)
+    second.num_matched_tokens(request)
     second.connector.cancel_load("0")
     second.begin(request)
     second.finish(request)
@@ -283,7 +283,7 @@ LIES = {  # and how many tokens are loaded all the same
 
 
 @pytest.mark.parametrize(("lie", "expected"), LIES.values(), ids=LIES)
-def test_from_a_block_on_that_is_not_what_was_put_nothing_is_written(saved, faults, lie, expected):
+def test_nothing_is_written_from_a_corrupt_block_on(saved, faults, lie, expected):
     _, second = saved
     faults.lie = lie
     assert second.load(make_request("0", TOKENS)) == expected
@@ -296,9 +296,9 @@ def test_a_damaged_block_makes_room_for_a_good_one(saved, faults):
     faults.lie = lambda records: [records[0], records[1][::-1], *records[2:]]
     assert second.load(make_request("0", TOKENS)) == 4
     faults.lie = list
-    assert second.ask(make_request("1", TOKENS)) == 4
+    assert second.num_matched_tokens(make_request("1", TOKENS)) == 4
     second.save(make_request("2", TOKENS))
-    assert second.ask(make_request("3", TOKENS)) == 16
+    assert second.num_matched_tokens(make_request("3", TOKENS)) == 16
 
 
 @pytest.mark.parametrize("nbytes, expected", [(39, 0), (40, 16), (41, 0)])
@@ -315,7 +315,7 @@ def test_bytes_that_are_here_are_loaded_immediately_if_their_size_is_right(
     assert len(engine.io.written) == expected // SIZE and "cannot" not in caplog.text
 
 
-def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults):
+def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(pool, faults, caplog):
     now = [0.0]
     first, second = Engine(pool, "a"), Engine(pool, "b", load_timeout_s=5.0, clock=lambda: now[0])
     request = make_request("0", TOKENS)
@@ -327,6 +327,7 @@ def test_a_load_past_its_time_counts_as_failed_and_its_bytes_are_not_written(poo
     now[0] = 5.0
     second.wait()  # returns at once: waiting longer is of no use
     assert second.connector.get_finished_load("0") == 0
+    assert "0 of 4 blocks were loaded: timed out after 5.0 s" in caplog.text
     faults.hold.set()
     assert second.load(make_request("1", TOKENS)) == 16
     assert (second.stats.num_loads, second.stats.num_failed_loads) == (2, 1)
@@ -376,7 +377,7 @@ def test_waiting_ends_with_the_first_load_that_has_arrived(engines, faults):
 def test_blocks_evicted_between_asking_and_loading_cost_a_computation(pool, saved):
     first, second = saved
     request = make_request("0", TOKENS)
-    num_tokens = second.ask(request)
+    num_tokens = second.num_matched_tokens(request)
     first.connector.invalidate(request, 0, 4)
     second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
     assert second.finish(request) == 0 and not second.io.written
@@ -402,7 +403,7 @@ def test_a_store_that_raises_costs_a_computation_and_nothing_else(pool, saved, b
     _, second = saved
     pool.faults.broken = broken
     request = make_request("0", TOKENS)
-    num_tokens = second.ask(request)
+    num_tokens = second.num_matched_tokens(request)
     if broken == "has":
         assert num_tokens == 0
     else:
@@ -435,7 +436,7 @@ def test_bad_arguments_are_refused(pool, engines):
     first, second = engines
     request = make_request("0", TOKENS)
     first.save(request)
-    second.ask(request)
+    second.num_matched_tokens(request)
     with pytest.raises(ValueError, match="3 block_ids must hold 16 tokens"):
         second.connector.update_state_after_alloc(request, [1, 2, 3], 16)
     second.begin(request)
@@ -474,7 +475,7 @@ def test_a_full_store_loses_the_tail_of_a_saved_chain_first(make_store, num_know
         first.save(make_request(f"other {number}", [number] * SIZE))
 
 
-def test_what_was_loaded_is_kept_nearer_to_its_engine(faults):
+def test_a_loaded_block_is_kept_in_a_nearer_tier(faults):
     """Its tail is the oldest there, too."""
     pool = GlobalKVPool(MAX_BLOCKS)
     Engine(pool, "a").save(make_request("0", TOKENS))
@@ -488,7 +489,28 @@ def test_what_was_loaded_is_kept_nearer_to_its_engine(faults):
     pool.close()
 
 
-# -- behind the real manager
+def test_a_block_that_its_reader_rejects_is_not_kept_in_a_nearer_tier():
+    pool = GlobalKVPool(MAX_BLOCKS)
+    first, second = Engine(pool, "a"), Engine(pool, "b")
+    first.save(make_request("0", TOKENS))
+    block_hash, token_ids = first.connector._chains.chain(make_request("1", TOKENS), 2)[1]
+    pool.invalidate([block_hash])
+    pool.publish(block_hash, "a", token_ids, b"intact, but not a record")
+    assert second.load(make_request("2", TOKENS)) == SIZE
+    assert second.num_matched_tokens(make_request("3", TOKENS)) == SIZE
+    pool.close()
+
+
+@pytest.mark.parametrize(("start", "end", "num_stored"), [(1, 3, 4), (3, 4, 12)])
+def test_only_invalidated_blocks_leave_the_store(saved, start, end, num_stored):
+    first, second = saved
+    first.connector.invalidate(make_request("0", TOKENS), start, end)
+    assert second.num_matched_tokens(make_request("1", TOKENS)) == num_stored
+    second.save(make_request("2", TOKENS))
+    assert second.num_matched_tokens(make_request("3", TOKENS)) == 16
+
+
+# -- with the real manager
 
 
 def make_engine(connector: KVConnector, make_cache: MakeCache, num_usable: int) -> ByteEngine:

@@ -107,7 +107,20 @@ def test_what_arrived_before_the_deadline_is_the_result_and_what_comes_late_is_n
     assert arrived == PARTS[:1] and gate.num_begun == 2
 
 
-def test_a_load_that_waits_behind_one_that_hangs_times_out_too(loads, gate, now):
+def test_a_wait_ends_at_the_first_deadline(gate, now):
+    loads = Loads[bytes](2 * WAIT_S, clock=lambda: now[0])
+    for name, now[0] in (("a", 0.0), ("b", WAIT_S)):
+        loads.start(name, gate.parts())
+    now[0] = 2 * WAIT_S
+    start = time.monotonic()
+    loads.wait(WAIT_S)
+    assert time.monotonic() - start < WAIT_S / 2
+    assert [loads.has_ended(name) for name in "ab"] == [True, False]
+    loads.close()
+    gate.open.release(3)
+
+
+def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
     for name in "ab":
         loads.start(name, gate.parts())
     assert gate.entered.acquire(timeout=WAIT_S)

@@ -56,7 +56,7 @@ def make_engine(make_cache: MakeCache) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
-def test_what_was_evicted_comes_back(make_engine, write_policy, tmp_path):
+def test_an_evicted_block_is_loaded_again(make_engine, write_policy, tmp_path):
     """Four prompts of 8 blocks in a device of 8: each but the last has been evicted whole."""
     config = KVTierConfig(8, 100, tmp_path / "kv", write_policy)
     engine = make_engine(config)
@@ -136,7 +136,7 @@ def test_a_corrupt_block_ends_the_load_in_front_of_it(make_engine, tmp_path, cap
     assert engine.serve([3] * 10) == 8, "it was computed, and saved again"
 
 
-def test_what_is_invalidated_leaves_both_tiers(make_engine, tmp_path):
+def test_an_invalidated_block_leaves_both_tiers(make_engine, tmp_path):
     engine = make_engine(KVTierConfig(2, 50, tmp_path / "kv", "write_through"))
     engine.serve([3] * 8)
     tiers = engine.tiers
@@ -163,8 +163,8 @@ def engine_with_a_slow_disk(
     return engine, make_request("again", [3] * 8), gate
 
 
-def test_a_request_whose_blocks_are_being_read_is_passed_over(make_engine, tmp_path):
-    """It is not ready until the disk has answered; others are served meanwhile."""
+def test_a_request_whose_blocks_are_being_read_is_skipped(make_engine, tmp_path):
+    """The request is not ready until the disk has answered; others are served meanwhile."""
     config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
     engine, request, gate = engine_with_a_slow_disk(make_engine, config)
     assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
@@ -199,8 +199,8 @@ def test_a_chain_that_was_found_leaves_each_tier_tail_first(make_engine, in_host
         here = [block_hash for block_hash, _ in chain if block_hash in tier]
         for number in range(len(here), tier.max_blocks + len(here)):
             tier.put((bytes([number]) * 32, (number,)), data)
-            num_left = min(len(here), tier.max_blocks + len(here) - 1 - number)
-            assert [block_hash for block_hash in here if block_hash in tier] == here[:num_left]
+            num_kept = min(len(here), tier.max_blocks + len(here) - 1 - number)
+            assert [block_hash for block_hash in here if block_hash in tier] == here[:num_kept]
 
 
 @pytest.mark.parametrize("is_found", [False, True])
@@ -247,7 +247,7 @@ def test_a_temporary_file_is_removed(make_engine):
     assert not Path(path).exists()
 
 
-def test_what_came_from_disk_is_in_the_host_next_time_its_head_for_longest(make_engine, tmp_path):
+def test_a_chain_read_from_disk_is_then_in_the_host_its_head_for_longest(make_engine, tmp_path):
     """Five blocks come up from disk into a host of three, where the first three of them stay; the
     block for the last token then evicts one on the device, which takes the place of the third."""
     config = KVTierConfig(3, 100, tmp_path / "kv")
@@ -260,15 +260,15 @@ def test_what_came_from_disk_is_in_the_host_next_time_its_head_for_longest(make_
     assert [block_hash in engine.tiers.host for block_hash, _ in chain] == [True] * 2 + [False] * 3
 
 
-@pytest.mark.parametrize("how", ["device", "host"])
-def test_what_leaves_the_tier_above_counts_as_used_on_disk(make_engine, how, tmp_path):
+@pytest.mark.parametrize("evicted_from", ["device", "host"])
+def test_eviction_from_a_higher_tier_counts_as_use_on_disk(make_engine, evicted_from, tmp_path):
     """A full disk drops what was not used for longest: not what has just come down again."""
-    engine = make_engine(KVTierConfig(0 if how == "device" else 1, 4, tmp_path / "kv"))
+    engine = make_engine(KVTierConfig(0 if evicted_from == "device" else 1, 4, tmp_path / "kv"))
     tiers = engine.tiers
     names = [(bytes([n]) * 32, (n,)) for n in range(6)]
     for name in names[:4]:
         tiers.disk.put(name, bytes(engine.io.block_nbytes))
-    if how == "device":
+    if evicted_from == "device":
         (block,) = engine.manager.pool.allocate(1)
         tiers._link_of[block.block_id] = names[0]
         tiers.blocks_evicted([block])

@@ -18,21 +18,21 @@ TINY = dataclasses.replace(
 
 @pytest.mark.sample(dtype=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("piece", [2048, module._DIGEST_BYTES])
-def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatch):
+@pytest.mark.parametrize("chunk_bytes", [2048, module._DIGEST_BYTES])
+def test_every_element_of_every_weight_is_in_the_digest(chunk_bytes, dtype, monkeypatch):
     """Trap 59: one changed number anywhere, the ends of the pieces that threads hash among them,
     and the rotary table, which no checkpoint holds."""
-    monkeypatch.setattr(module, "_DIGEST_BYTES", piece)
+    monkeypatch.setattr(module, "_DIGEST_BYTES", chunk_bytes)
     small = dataclasses.replace(
         TINY, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=7
     )
     model = random_model(small, dtype=dtype).model
     digest = weights_digest(model.named_weights())
     assert weights_digest(random_model(small, dtype=dtype).model.named_weights()) == digest
-    per_piece = piece // dtype.itemsize
+    per_chunk = chunk_bytes // dtype.itemsize
     for tensor in (*model.parameters(), *model.buffers()):
         flat = tensor.detach().view(-1)
-        places = {0, 1, len(flat) // 2 + 1, len(flat) - 1, per_piece - 1, per_piece}
+        places = {0, 1, len(flat) // 2 + 1, len(flat) - 1, per_chunk - 1, per_chunk}
         for place in sorted(place for place in places if place < len(flat)):
             before = flat[place].item()
             flat[place] = before + 0.5
@@ -41,7 +41,7 @@ def test_every_element_of_every_weight_is_in_the_digest(piece, dtype, monkeypatc
     assert weights_digest(model.named_weights()) == digest
 
 
-def test_the_digest_names_what_the_bytes_belong_to():
+def test_the_digest_covers_names_shapes_and_dtypes():
     """Equal bytes in another dtype, shape or place are another model."""
 
     def digest_of(**tensors: torch.Tensor) -> str:

@@ -189,7 +189,6 @@ class TieredCache(StoreConnector):
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Nothing to do: blocks are copied down when the device evicts them."""
-        self._found.pop(request.request_id, None)
 
     def close(self) -> None:
         """A named file stays, for the next engine. Can be called again."""

@@ -1,4 +1,5 @@
-"""Who waits for a grammar, who overtakes, and what becomes of a grammar that nobody wants."""
+"""Requests that wait for a grammar, requests that overtake them, and grammars without a waiting
+request."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def add(
     return request
 
 
-def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) -> None:
+def test_a_request_that_waits_for_its_grammar_blocks_no_other(queue, compiler) -> None:
     loop = make_loop(queue)
     waits = add(loop, queue, "a", "digits")
     same = add(loop, queue, "b", "digits")
@@ -69,7 +70,7 @@ def test_a_request_waits_for_its_grammar_and_holds_up_nobody(queue, compiler) ->
     assert not queue._jobs and not queue._waits
 
 
-def test_what_was_compiled_is_sent_once_more_after_a_preemption(queue, compiler) -> None:
+def test_a_compiled_grammar_is_sent_again_after_a_preemption(queue, compiler) -> None:
     loop = make_loop(queue)
     add(loop, queue, "a", "digits")
     compiler.jobs["digits"].set_result("DIGITS")
@@ -82,7 +83,7 @@ def test_what_was_compiled_is_sent_once_more_after_a_preemption(queue, compiler)
     loop.run()
 
 
-def test_the_line_waits_for_who_was_passed_over_too_often(queue, compiler) -> None:
+def test_admission_stops_at_a_request_that_was_skipped_too_often(queue, compiler) -> None:
     loop = make_loop(queue, max_overtakes=2)
     waits = add(loop, queue, "a", "digits")
     for name in "bcd":
@@ -95,7 +96,7 @@ def test_the_line_waits_for_who_was_passed_over_too_often(queue, compiler) -> No
     loop.run()
 
 
-def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
+def test_a_request_that_can_never_start_is_reported_with_its_reason(queue, compiler) -> None:
     loop = make_loop(queue)
     add(loop, queue, "a", "wrong")
     add(loop, queue, "b", "right")
@@ -109,7 +110,7 @@ def test_who_can_never_start_is_named_with_its_reason(queue, compiler) -> None:
     loop.run()
 
 
-def test_who_was_interrupted_on_arrival_waits_all_the_same(queue, compiler) -> None:
+def test_a_request_interrupted_on_arrival_still_waits(queue, compiler) -> None:
     loop = make_loop(queue)
     loop.add("a", 3, 4).features["grammar"] = "digits"
     assert scheduled_tokens(loop.step()) == {}
@@ -118,7 +119,7 @@ def test_who_was_interrupted_on_arrival_waits_all_the_same(queue, compiler) -> N
     loop.run()
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(queue, compiler) -> None:
+def test_a_grammar_without_a_waiting_request_is_dropped(queue, compiler) -> None:
     loop = make_loop(queue)
     for name in "ab":
         add(loop, queue, name, "digits")

@@ -126,10 +126,10 @@ def test_every_interleaving_with_a_prefix_cache(windows, num_blocks, share):
     ("windows", "num_blocks"), [([5], 5), ([5], 6), ([None, 5], 18), ([None, 5], 22)]
 )
 @pytest.mark.parametrize("length", [13, 14, 17])
-def test_who_may_not_wait_again_shares_no_window(windows, num_blocks, length):
-    """Two with one prompt, in memory for hardly one, each preempted as often as it may be. What
-    one of them gives up must be free then: the other is no victim. Their answers differ, so that
-    they do not meet again."""
+def test_a_request_that_cannot_be_preempted_again_shares_no_window(windows, num_blocks, length):
+    """Two requests with one prompt, in memory for hardly one, each preempted as often as allowed.
+    Blocks that leave the window of one must be free then, because the other cannot be a victim.
+    Their answers differ, so that they share no prefix again."""
     memory = CachedGroupedMemory(BlockPool(num_blocks + 1), 4, windows, 4)
     limits = {"max_num_batched_tokens": 4, "max_preemptions": 1, "max_model_len": 64}
     scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=ChunkToBudget(), **limits)
@@ -163,11 +163,11 @@ def make_world(memory: GroupedKVMemory) -> World:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
 @pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_a_request_of_any_length_holds_what_its_window_needs(window: int, block_size: int):
+def test_a_request_of_any_length_holds_only_the_blocks_of_its_window(window: int, block_size: int):
     """With chunks that begin anywhere. The bound is met, and the pool need not be larger."""
     step, length = 4, 60
-    most = max_blocks(length, block_size, [window], step)
-    memory = GroupedKVMemory(BlockPool(most + 1), block_size, [window], step)
+    num_blocks = max_blocks(length, block_size, [window], step)
+    memory = GroupedKVMemory(BlockPool(num_blocks + 1), block_size, [window], step)
     assert memory.capacity >= length
     highest = 0
     for first in range(1, step + 1):
@@ -183,8 +183,8 @@ def test_a_request_of_any_length_holds_what_its_window_needs(window: int, block_
             highest = max(highest, held)
         memory.free(request)
         memory.check_invariants()
-        assert memory.pool.num_free_blocks == most and not memory.pop_table_updates()
-    assert most - 1 <= highest <= most
+        assert memory.pool.num_free_blocks == num_blocks and not memory.pop_table_updates()
+    assert num_blocks - 1 <= highest <= num_blocks
 
 
 def test_the_example_of_the_page():
@@ -206,7 +206,7 @@ def test_the_example_of_the_page():
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
-def test_what_is_reserved_is_never_taken_by_others(window: int):
+def test_reserved_blocks_are_never_allocated_to_others(window: int):
     """Another one asks for all there is, before each step."""
     step, length, size = 4, 50, 3
     whole = max_blocks(length, size, [None, window], step)
@@ -232,9 +232,9 @@ class InFours(ChunkToBudget):
 
 
 @pytest.mark.parametrize("num_missing", [0, 1])
-def test_what_a_cut_prompt_is_owed_is_kept_free_in_every_group(num_missing: int):
-    """Of 12 tokens 4 have blocks, 2 in each group; the other 8 want 4 in each. So does somebody who
-    comes: 1 in each."""
+def test_blocks_for_the_rest_of_a_chunked_prompt_are_kept_free_in_every_group(num_missing: int):
+    """4 of 12 tokens have blocks, 2 in each group; the other 8 need 4 blocks in each. A new request
+    needs 1 in each."""
     memory = GroupedKVMemory(BlockPool(1 + 4 + 8 + 2 - num_missing), 2, [None, 3], 8)
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "watermark": 0.0}
     scheduler = Scheduler(kv_memory=memory, chunk_policy=InFours(), **limits)
@@ -279,14 +279,15 @@ def test_a_scheduler_sends_all_tables():
     assert new.block_ids == tuple(map(list, memory.get_tables("a"))) and len(new.block_ids) == 2
 
 
-def test_room_is_asked_for_as_it_will_be_held():
-    """A request of 20 tokens holds three blocks of 2 at most, and who goes leaves what it holds."""
+def test_can_allocate_counts_the_blocks_that_will_be_held():
+    """A request of 20 tokens holds at most three blocks of 2, and a victim frees the blocks it
+    holds."""
     memory = GroupedKVMemory(BlockPool(6), 2, [3], 2)
-    one, gone = Request.from_tokens("a", [0] * 20, 1), Request.from_tokens("b", [0] * 20, 1)
+    one, victim = Request.from_tokens("a", [0] * 20, 1), Request.from_tokens("b", [0] * 20, 1)
     assert memory.can_allocate(one, 20, ComputedBlocks())
     for start in range(0, 6, 2):
-        gone.num_computed_tokens = start
-        assert memory.allocate_slots(gone, 2)
+        victim.num_computed_tokens = start
+        assert memory.allocate_slots(victim, 2)
     assert list(map(bool, memory.get_block_ids("b"))) == [False, True, True]
-    assert memory.can_allocate(one, 20, ComputedBlocks(), 2, gone)
-    assert not memory.can_allocate(one, 20, ComputedBlocks(), 3, gone)
+    assert memory.can_allocate(one, 20, ComputedBlocks(), 2, victim)
+    assert not memory.can_allocate(one, 20, ComputedBlocks(), 3, victim)

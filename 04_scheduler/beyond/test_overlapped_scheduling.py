@@ -1,8 +1,8 @@
-"""Every scheduler of the book, planning a step while the one before it is under way.
+"""Every scheduler of the book, planning a step while the previous one is in flight.
 
 The fake model reads its KV through the tables, and its tokens are seen one step late. So a block
-that is given away too early, a token that is lost with a preemption, one that is planned beyond the
-last, or anything that is released twice, shows as a wrong token or a broken invariant."""
+that is freed too early, a token lost with a preemption, a token planned after the last one, or a
+double free shows as a wrong token or a broken invariant."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ TestOverlappedMachine = OverlappedMachine.TestCase
         pytest.param("hash", Scheduler, "fcfs", 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind, policy, share):
-    """Add, schedule, update, preempt, abort, stop, in every order, with up to two steps under way.
-    From every seventh state that can be reached, everybody is run to the end."""
+def test_every_interleaving_of_three_requests_with_a_step_in_flight(cache, kind, policy, share):
+    """Add, schedule, update, preempt, abort, stop, in every order, with up to two steps in flight.
+    From every seventh reachable state, every request is run to the end."""
     prompts = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     num_blocks = {Scheduler: 5, PrefillFirstScheduler: 9, CachingFCFSScheduler: 6}[kind]
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 5}
@@ -65,9 +65,9 @@ def test_every_interleaving_of_three_requests_with_a_step_under_way(cache, kind,
 @pytest.mark.parametrize("cache", runs.CACHES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
+def test_a_random_run_has_the_tokens_of_an_uninterrupted_one(seed, kind, cache):
     """Trickling arrivals, every policy, pools of hardly more than one request, forced preemption,
-    aborts while a step is under way."""
+    aborts while a step is in flight."""
     rng = random.Random(f"{seed} {kind} {cache}")
     memory, to_come = runs.random_load(rng, cache, spare_blocks=(0, 1))
     world = OverlappedWorld(memory, kind, **runs.random_options(rng, kind))
@@ -94,7 +94,7 @@ def make_request(name: str = "a", max_tokens: int = 6, stop_token_ids=(), num_pr
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_counters_while_two_steps_are_under_way(kind) -> None:
+def test_counters_while_two_steps_are_in_flight(kind) -> None:
     world = make_world(kind)
     world.add(request := make_request())
     counters = []
@@ -163,7 +163,8 @@ def test_the_last_token_may_come_to_a_request_that_waits_again() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_a_border_is_published_though_the_next_step_was_planned_before(block_size) -> None:
-    """A step that fills a block is no routine, whatever is decided before its end is seen."""
+    """A step that fills a block does not take the fast path, whatever is decided before its end is
+    seen."""
     world = make_world(cache="hash", block_size=block_size)
     world.add(request := make_request(max_tokens=9, num_prompt=2 * block_size + 1))
     for _ in as_long_as(lambda: not request.is_finished, 20):
@@ -174,7 +175,7 @@ def test_a_border_is_published_though_the_next_step_was_planned_before(block_siz
         world.step()
 
 
-def test_a_chunk_leaves_a_token_for_who_decodes_with_a_token_pending() -> None:
+def test_a_chunk_leaves_a_token_for_a_decode_with_a_pending_token() -> None:
     from chunk_policy import ChunkedPrefill
 
     world = make_world(chunk_policy=ChunkedPrefill(), max_num_batched_tokens=8)
@@ -187,7 +188,7 @@ def test_a_chunk_leaves_a_token_for_who_decodes_with_a_token_pending() -> None:
     world.run()
 
 
-def test_nobody_is_retracted_for_a_page_behind_the_last_token() -> None:
+def test_no_request_is_retracted_for_a_page_after_the_last_token() -> None:
     """`a` ends where its page does, and its last token is pending while `b` takes the last page."""
     options = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
     world = make_world(PrefillFirstScheduler, num_blocks=4, block_size=2, **options)

@@ -1,8 +1,8 @@
-"""Every scheduler of the book with several steps under way, in stages that are apart in time.
+"""Every scheduler of the book with several steps in flight, in stages that run at different times.
 
 The fake model reads its KV through the tables, in each stage at another time. So a block that is
-given away too early, a token that is lost with a preemption, a message that comes too soon, or
-anything that is released twice, shows as a wrong token or a broken invariant."""
+freed too early, a token lost with a preemption, a message that comes too early, or a double free
+shows as a wrong token or a broken invariant."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PipelinedWorld(runs.WorldUnderWay):
 
 
 def at_most_one_step_samples(world: PipelinedWorld) -> None:
-    """Said once more, without the books: by what the plans compute."""
+    """The same check without the scheduler's state: by the tokens that the plans compute."""
     counts = Counter(
         id(request)
         for plan in world.plans
@@ -101,8 +101,8 @@ LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
     [
         (Scheduler, "fcfs", None, 5, 2, THREE, 0.8),
         *(
-            pytest.param(*how, 1, marks=pytest.mark.slow)
-            for how in [
+            pytest.param(*parameters, 1, marks=pytest.mark.slow)
+            for parameters in [
                 (Scheduler, "fcfs", None, 5, 2, THREE),
                 (Scheduler, "fcfs", None, 2, 3, TWO),  # prompts in two chunks
                 (PrefillFirstScheduler, "fcfs", None, 5, 2, THREE),
@@ -118,11 +118,11 @@ LONGER = [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)]
         ),
     ],
 )
-def test_every_interleaving_of_requests_with_several_steps_under_way(
+def test_every_interleaving_of_requests_with_several_steps_in_flight(
     kind, policy, cache, num_tokens, num_in_flight, prompts, share
 ):
     """Add, schedule, update, preempt, abort, stop, in every order, in two stages, the second as
-    late as it can be. From every seventh state that can be reached, everybody is run to the end."""
+    late as possible. From every seventh reachable state, every request is run to the end."""
     num_blocks = {Scheduler: 5, PrefillFirstScheduler: 9, CachingFCFSScheduler: 6}[kind]
     options = {"max_num_seqs": 2, "max_num_batched_tokens": num_tokens}
     if policy is not None:
@@ -138,7 +138,7 @@ def test_every_interleaving_of_requests_with_several_steps_under_way(
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_run_says_what_an_uninterrupted_one_says(seed, kind, cache):
     """Trap 51. Trickling arrivals, every policy, chunks, pools of hardly more than one request,
-    forced preemption, aborts while steps are under way, one to four stages."""
+    forced preemption, aborts while steps are in flight, one to four stages."""
     rng = random.Random(f"{seed} {kind} {cache}")
     memory, to_come = runs.random_load(rng, cache, spare_blocks=(0, 1))
     options = runs.random_options(rng, kind)
@@ -204,7 +204,7 @@ def test_decodes_are_split_evenly_and_take_turns(kind, num_requests, num_stages)
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_nobody_is_overtaken_by_who_was_ready_later(kind) -> None:
+def test_no_request_is_overtaken_by_one_that_was_ready_later(kind) -> None:
     """One plan at a time: who was admitted first would always be first."""
     world = make_world(kind, num_stages=3, num_blocks=200)
     world.num_in_flight = 1
@@ -238,8 +238,8 @@ def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
 
 
 class TakesBack(Scheduler):
-    """As chapter 5's do where a guess was wrong: the last position that was computed does not
-    count."""
+    """Roll back the last computed position, as chapter 5's scheduler does after a rejected
+    draft."""
 
     def append_sampled_tokens(self, request, start, end, output):
         result = super().append_sampled_tokens(request, start, end, output)
@@ -248,8 +248,9 @@ class TakesBack(Scheduler):
         return result
 
 
-def test_what_is_taken_back_of_a_preempted_request_was_not_lost() -> None:
-    """It has no KV any more; of the three positions that it had computed, two count."""
+def test_rolled_back_positions_of_a_preempted_request_are_not_counted_as_lost() -> None:
+    """A preempted request has no KV; two of the three positions that it had computed count as
+    lost."""
     world = make_world(TakesBack, max_num_batched_tokens=3)
     world.add(request := make_request(max_tokens=3))
     world.schedule()
@@ -262,9 +263,9 @@ def test_what_is_taken_back_of_a_preempted_request_was_not_lost() -> None:
     assert world.scheduler.get_stats().total_recomputed_tokens == 2
 
 
-def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_anew() -> None:
-    """A chunk of `a` is under way when it is preempted. Run again at once, it would have a new
-    block, which the end of that step would publish before it is written."""
+def test_a_step_in_flight_does_not_publish_the_new_block_of_a_preempted_request() -> None:
+    """A chunk of `a` is in flight when `a` is preempted. If `a` ran again immediately, the end of
+    that step would publish its new block before it is written."""
     world = make_world(cache="hash", max_num_batched_tokens=4, chunk_policy=ChunkToBudget())
     world.num_in_flight = 9
     world.add(request := make_request(num_prompt=12))
@@ -282,7 +283,7 @@ def test_what_a_step_has_written_is_not_published_as_what_its_request_computes_a
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
+def test_nothing_is_planned_after_a_stop_token(kind) -> None:
     """Unlike an overlapped loop, which sees it one step late."""
     right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
     stop = next(token for i, token in enumerate(right) if i >= 2 and token not in right[:i])
@@ -295,7 +296,7 @@ def test_nothing_is_planned_behind_a_stop_token(kind) -> None:
 
 
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:
-    """Eight decode behind a long prompt, four of them in the other plan."""
+    """Eight requests decode after a long prompt, four of them in the other plan."""
     from chunk_policy import ChunkedPrefill
 
     policy = ChunkedPrefill(long_prefill_token_threshold=4)
@@ -319,14 +320,14 @@ def test_num_micro_batches_is_checked() -> None:
         make_world(num_micro_batches=0, num_stages=0)
 
 
-# -- with a step under way, overlapped or in a pipeline
+# -- with a step in flight, overlapped or in a pipeline
 
 WORLDS = (overlapped.OverlappedWorld, PipelinedWorld)
 
 
 @pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
 @pytest.mark.parametrize("world_type", WORLDS)
-def test_a_token_under_way_is_kept_if_its_request_is_preempted(world_type, kind) -> None:
+def test_a_token_in_flight_is_kept_if_its_request_is_preempted(world_type, kind) -> None:
     world = make_world(kind, world_type=world_type)
     world.add(request := make_request())
     world.schedule()
@@ -348,7 +349,7 @@ def test_a_token_under_way_is_kept_if_its_request_is_preempted(world_type, kind)
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("world_type", WORLDS)
-def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(world_type, kind) -> None:
+def test_a_request_aborted_in_flight_gets_no_token_and_can_be_added_again(world_type, kind) -> None:
     world = make_world(kind, world_type=world_type)
     world.add(request := make_request())
     world.schedule()
@@ -367,7 +368,7 @@ def test_who_is_aborted_under_way_gets_nothing_more_and_may_come_again(world_typ
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("world_type", WORLDS)
 def test_plans_that_failed_leave_nothing_pending(world_type, kind) -> None:
-    """What ran is aborted, as the engine does it; what was preempted meanwhile is computed anew."""
+    """Running requests are aborted, as the engine does it; preempted ones are recomputed."""
     world = make_world(kind, world_type=world_type)
     world.add(request := make_request())
     world.add(other := make_request("b", max_tokens=1))  # and its only token is pending

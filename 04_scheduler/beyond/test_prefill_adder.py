@@ -1,4 +1,4 @@
-"""What the adder takes, against arithmetic by hand and against a naive recomputation."""
+"""The requests that the adder takes, against arithmetic by hand and a naive recomputation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Memory(UncachedKVCacheManager):
 
     def __init__(self, num_pages: int, page_size: int = 4) -> None:
         super().__init__(BlockPool(num_pages + 1), page_size)
-        self.asked: list[tuple[str, int]] = []
+        self.allocations: list[tuple[str, int]] = []
 
     def allocate(self, request: Request, computed: ComputedBlocks, num_new_tokens: int) -> bool:
-        self.asked.append((request.request_id, num_new_tokens))
+        self.allocations.append((request.request_id, num_new_tokens))
         return self.allocate_slots(request, num_new_tokens, 0, computed)
 
     def adder(self, rem_input_tokens: int = 1000, rem_chunk_tokens: int | None = None, **options):
@@ -48,7 +48,8 @@ def waiting(name: str, num_prompt: int, max_new_tokens: int = 4) -> Request:
 
 
 def decoding(name: str, num_prompt: int, max_new_tokens: int, num_outputs: int) -> Request:
-    """It has generated `num_outputs` tokens, and holds no pages: those are not what is tested."""
+    """A request that has generated `num_outputs` tokens. It holds no pages, which these tests do
+    not need."""
     request = waiting(name, num_prompt, max_new_tokens)
     for token_id in range(num_outputs):
         request.append_output_token(token_id)
@@ -75,7 +76,7 @@ def test_an_example_by_hand():
     assert adder.num_tokens == {"a": 6, "d": 14}
     assert (adder.log_input_tokens, adder.log_hit_tokens) == (20, 0)
     assert adder.rem_total_tokens == 0
-    assert memory.asked == [("a", 6), ("d", 14)]
+    assert memory.allocations == [("a", 6), ("d", 14)]
 
 
 def test_the_result_is_about_the_next_request():
@@ -96,7 +97,7 @@ def test_the_decode_budget_is_a_share_of_what_may_still_come(num_outputs, max_ne
         assert adder.rem_total_tokens == 20_000 - expected * ratio
 
 
-def test_what_the_next_decode_takes_for_certain_is_set_aside():
+def test_pages_of_the_next_decode_are_set_aside():
     memory = Memory(10)
     running = [decoding(str(i), 4, 11, 1) for i in range(5)]
     adder = memory.adder(running=running, new_token_ratio=0.1, num_next_decode_tokens=20)
@@ -118,7 +119,7 @@ def test_memory_is_counted_in_pages_and_compute_is_not():
     assert len(adder.can_run_list) == 4
 
 
-def test_who_would_be_alone_needs_no_room_but_its_own():
+def test_a_request_that_runs_alone_needs_only_its_own_pages():
     """10 + 30 tokens do not fit 16. It runs, and may end before it needs so much."""
     alone = Memory(4).adder()
     assert alone.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
@@ -143,7 +144,7 @@ def test_the_memory_has_the_last_word():
 
 
 def cached_memory(num_pages: int, num_cached: int) -> tuple[CachedKVCacheManager, list[int]]:
-    """A cache that has `num_cached` pages of the returned prompt, and nobody uses them."""
+    """A cache that has `num_cached` unused pages of the returned prompt."""
     pool = BlockPool(num_pages + 1)
     memory = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
     prompt = list(range(4 * num_cached))
@@ -168,11 +169,11 @@ def test_work_is_what_the_cache_does_not_have():
     adder.add_one_req(request, False, computed)
     assert adder.num_tokens == {"a": 2}
     assert (adder.log_hit_tokens, adder.log_input_tokens) == (12, 2)
-    # 3 cached pages that nobody else may evict now, and 2 pages for 2 + 5 tokens.
+    # 3 cached pages that no other request may evict now, and 2 pages for 2 + 5 tokens.
     assert adder.rem_total_tokens == 40 - 12 - 8
 
 
-def test_cached_pages_that_nobody_uses_are_part_of_what_it_needs():
+def test_unused_cached_pages_count_as_needed():
     """Five pages count as free, two of them are its own prefix: 3 + 2 pages fit, 4 + 2 do not."""
     for max_new_tokens, is_in in ((10, True), (11, False)):
         memory, prompt = cached_memory(5, 2)
@@ -220,7 +221,7 @@ def test_chunk_after_chunk_and_then_the_outputs_are_expected():
 
 
 def test_the_chunked_slot_has_one_owner():
-    """Trap 25: there is room for a piece of it, but somebody else is between two pieces."""
+    """Trap 25: there is room for a chunk of it, but another request is between two chunks."""
     adder, second = Memory(1000, 16).adder(4096, 2048), waiting("b", 2064)
     assert adder.add_one_req(second, True) is OTHER and adder.can_run_list == []
     assert adder.add_one_req(second, False) is OTHER
@@ -278,11 +279,12 @@ def naive_batch(
     num_pages: int,
     page: int,
     ratio: float,
-    most: int,
+    max_tokens: int,
     chunk: int | None,
 ) -> tuple[list[int], int | None]:
-    """Sizes of the requests that are taken, and which of them was cut: everything is summed up anew
-    for each. `prompts` are (prompt, outputs), `running` (outputs to come, pages that it holds)."""
+    """Sizes of the requests that are taken, and which of them was chunked: everything is summed up
+    again for each. `prompts` are (prompt, outputs), `running` (remaining outputs, pages it
+    holds)."""
     sizes: list[int] = []
     for number, (num_prompt, num_outputs) in enumerate(prompts):
         num_used = sum(pages for _, pages in running) + sum(ceil(n / page) for n in sizes)
@@ -290,7 +292,7 @@ def naive_batch(
         for n, (_, out) in zip(sizes, prompts, strict=False):
             num_expected += (ceil((n + out) / page) - ceil(n / page)) * page
         num_deferred_tokens = (num_pages - num_used) * page - num_expected
-        budget = most - sum(sizes)
+        budget = max_tokens - sum(sizes)
         if chunk is not None:
             budget = min(budget, chunk - sum(sizes))
         if number and (num_deferred_tokens <= 0 or budget <= 0):
@@ -300,7 +302,7 @@ def naive_batch(
             return sizes, None
         size = num_prompt
         if num_prompt > budget:
-            if chunk is None and num_prompt <= most:
+            if chunk is None and num_prompt <= max_tokens:
                 return sizes, None
             size = budget // page * page or (0 if sizes else budget)
         if size == 0 or ceil(size / page) + num_used > num_pages:
@@ -318,10 +320,12 @@ def naive_batch(
     num_pages=st.integers(4, 40),
     page=st.integers(1, 6),
     ratio=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    most=st.integers(1, 60),
+    max_tokens=st.integers(1, 60),
     chunk=st.none() | st.integers(1, 30),
 )
-def test_the_batch_of_a_naive_recomputation(prompts, running, num_pages, page, ratio, most, chunk):
+def test_the_batch_of_a_naive_recomputation(
+    prompts, running, num_pages, page, ratio, max_tokens, chunk
+):
     memory = Memory(num_pages, page)
     held = []
     for number, (num_outputs, pages) in enumerate(running):
@@ -330,18 +334,18 @@ def test_the_batch_of_a_naive_recomputation(prompts, running, num_pages, page, r
         if memory.allocate_slots(request, pages * page):
             held.append((request, (num_outputs, pages)))
     adder = memory.adder(
-        most, chunk, running=[request for request, _ in held], new_token_ratio=ratio
+        max_tokens, chunk, running=[request for request, _ in held], new_token_ratio=ratio
     )
     requests = [waiting(f"w{i}", *sizes) for i, sizes in enumerate(prompts)]
     for request in requests:
         if adder.add_one_req(request, adder.new_chunked_req is not None) is not CONTINUE:
             break
     described = [numbers for _, numbers in held]
-    sizes, cut = naive_batch(prompts, described, num_pages, page, ratio, most, chunk)
+    sizes, cut = naive_batch(prompts, described, num_pages, page, ratio, max_tokens, chunk)
     assert list(adder.num_tokens.values()) == sizes
     assert adder.can_run_list == requests[: len(sizes)]
     assert adder.new_chunked_req is (None if cut is None else requests[cut])
-    assert adder.rem_input_tokens == most - sum(sizes)
+    assert adder.rem_input_tokens == max_tokens - sum(sizes)
     assert memory.num_blocks_in_use == sum(p for _, p in described) + sum(
         ceil(size / page) for size in sizes
     )
@@ -362,7 +366,7 @@ def test_the_share_falls_evenly_and_not_below_its_minimum():
     assert ratio.value == 0.7
 
 
-def test_the_share_is_raised_to_what_the_others_have_shown():
+def test_the_share_is_raised_to_the_observed_one():
     ratio = NewTokenRatio(0.7, 0.1, 1)
     ratio.decay()
     ratio.raise_for([decoding("a", 3, 100, 10), decoding("b", 3, 300, 70)])
@@ -392,7 +396,7 @@ def test_shares_that_make_no_sense_are_named(arguments, name):
 
 
 def test_a_ratio_that_was_raised_falls_again_wherever_it_began():
-    """Trap 26: with `initial == minimum` one retraction would keep memory idle for ever."""
+    """Trap 26: with `initial == minimum` one retraction would keep memory idle forever."""
     ratio = NewTokenRatio(0.1, 0.1, 10)
     request = Request.from_tokens("r", [1, 2, 3], max_new_tokens=20)
     ratio.raise_for([request])

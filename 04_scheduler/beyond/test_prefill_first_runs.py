@@ -1,4 +1,4 @@
-"""What `beyond/PREFILL_FIRST.md` and its pictures say of runs is what the runs do."""
+"""Statements of `beyond/PREFILL_FIRST.md` and its pictures about runs hold for the runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "beyond" / "PREFILL_FIRST.md"
 
 
 @pytest.mark.parametrize("name", ["six", "running", "budget", "ratio", "mixed"])
-def test_the_page_says_what_the_run_did(name: str) -> None:
+def test_the_page_agrees_with_the_run(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert f"<!-- run:{name} -->\n{parts()[name]}\n<!-- /run:{name} -->" in page
 

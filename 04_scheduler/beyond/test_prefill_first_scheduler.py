@@ -1,5 +1,5 @@
-"""What the prefill-first scheduler decides, case by case, and whole runs at random. What it shares
-with the two-phase scheduler is tested for both in test_scheduler.py and test_scheduler_runs.py.
+"""Decisions of the prefill-first scheduler, case by case, and whole runs at random. The behaviour
+shared with the two-phase scheduler is in test_scheduler.py and test_scheduler_runs.py.
 
 Tokens come from fake_model.py, whose KV is real: a wrong slot, table or history changes them."""
 
@@ -50,7 +50,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("options", "stop"), STOPS, ids=lambda value: str(value))
-def test_a_plan_says_what_ended_admission(options, stop):
+def test_a_plan_names_the_limit_that_ended_admission(options, stop):
     """a and b run. c wants 8 tokens, e as many. "": it was c that took the last of something."""
     loop = Loop(**{"num_pages": 100, **options})
     loop.add("a", 4, 4)
@@ -89,11 +89,12 @@ class Loop(SchedulerLoop):
         return super().step()
 
     def run(self) -> None:
-        """To the end, within the bound: a request is computed at most `max_preemptions + 1` times,
-        a step computes a token of somebody, or it is one of two in which somebody was preempted."""
+        """Run to the end, within the bound: a request is computed at most `max_preemptions + 1`
+        times; a step computes at least one token, or it is one of two in which a request was
+        preempted."""
         num_tokens = sum(request.max_num_tokens for request in self.requests.values())
-        most = 2 * (self.scheduler.max_preemptions + 1) * num_tokens
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, most - self.num_steps + 1):
+        max_steps = 2 * (self.scheduler.max_preemptions + 1) * num_tokens
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, max_steps - self.num_steps + 1):
             self.step()
 
     def run_until(self, is_reached) -> SchedulerOutput:
@@ -128,9 +129,9 @@ class Loop(SchedulerLoop):
 
 def test_it_serves_the_interface_with_the_parameters_of_the_other_scheduler():
     methods = inspect.getmembers(SchedulerInterface, inspect.isfunction)
-    wanted = [name for name, _ in methods if not name.startswith("_")]
-    assert len(wanted) == 10
-    for name in wanted:
+    public = [name for name, _ in methods if not name.startswith("_")]
+    assert len(public) == 10
+    for name in public:
         ours = inspect.signature(getattr(PrefillFirstScheduler, name))
         theirs = inspect.signature(getattr(SchedulerInterface, name))
         assert list(ours.parameters) == list(theirs.parameters), name
@@ -238,7 +239,7 @@ def test_who_decodes_gets_a_token_however_many_arrive(bound):
     assert len(unbounded.outputs["a"]) == 1
 
 
-def test_prefills_that_let_nobody_wait_do_not_count():
+def test_prefills_without_waiting_decodes_do_not_count():
     loop = Loop(1000, max_num_batched_tokens=8, chunked_prefill_size=8, max_consecutive_prefills=2)
     loop.add("long", 48)
     for _ in range(6):
@@ -249,7 +250,7 @@ def test_prefills_that_let_nobody_wait_do_not_count():
     assert sizes == [{"next": 8}, {"next": 8}, {"long": 1}] * 2
 
 
-def test_nobody_has_a_turn_when_those_who_waited_are_gone():
+def test_no_decode_turn_after_the_waiting_decodes_are_gone():
     loop = Loop(100, max_consecutive_prefills=1)
     loop.add("a", 4)
     loop.step()
@@ -283,7 +284,7 @@ def test_a_whole_prompt_waits_until_it_fits_beside_the_decodes():
     loop.must_be_right()
 
 
-# -- seats
+# -- max_running_requests
 
 
 def test_no_more_run_than_a_step_has_tokens():
@@ -298,7 +299,7 @@ def test_no_more_run_than_a_step_has_tokens():
     loop.must_be_right()
 
 
-def test_a_prompt_between_two_chunks_has_a_seat():
+def test_a_prompt_between_two_chunks_counts_as_running():
     loop = Loop(100, max_num_seqs=2, chunked_prefill_size=8)
     loop.add("a", 3)
     loop.step()
@@ -368,7 +369,7 @@ def test_a_prompt_preempted_between_chunks_begins_again_with_all_its_tokens(cach
     assert request.num_preemptions == 2
 
 
-def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
+def test_a_preempted_request_longer_than_any_step_is_chunked_though_prompts_are_not():
     loop = Loop(30, max_num_batched_tokens=16)
     request = loop.add("a", 15, 20)
     for _ in range(10):
@@ -381,7 +382,7 @@ def test_who_comes_back_longer_than_any_step_is_cut_though_prompts_are_not():
     loop.must_be_right()
 
 
-def test_a_chunk_without_memory_waits_and_nobody_takes_what_it_waits_for():
+def test_a_chunk_without_memory_waits_and_no_request_takes_its_pages():
     loop = Loop(8, chunked_prefill_size=8, new_token_ratio_decay_steps=1, init_new_token_ratio=0.0,
                 min_new_token_ratio=0.0, max_consecutive_prefills=1)  # fmt: skip
     loop.add("a", 8, 9)
@@ -404,7 +405,7 @@ def test_a_chunk_without_memory_waits_and_nobody_takes_what_it_waits_for():
 
 
 def greedy(num_pages: int, **options) -> Loop:
-    """It admits as if nobody who runs would generate anything."""
+    """A loop that admits as if running requests would generate nothing."""
     return Loop(num_pages, init_new_token_ratio=0.0, min_new_token_ratio=0.0, **options)
 
 
@@ -442,7 +443,7 @@ def test_of_equally_many_outputs_the_longest_input_is_retracted_and_the_share_ri
     loop.must_be_right()
 
 
-def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
+def test_a_prompt_between_two_chunks_is_preempted_for_decodes():
     """Or both would wait for each other: each has what the other needs."""
     loop = greedy(9, chunked_prefill_size=4, max_consecutive_prefills=1)
     loop.add("a", 4, 20)
@@ -454,7 +455,7 @@ def test_a_prompt_between_two_chunks_makes_way_for_those_who_decode():
     loop.must_be_right()
 
 
-def test_the_share_falls_while_all_goes_well_and_starts_again_when_nobody_runs():
+def test_the_share_falls_without_retractions_and_restarts_when_none_run():
     loop = Loop(100, init_new_token_ratio=0.5, min_new_token_ratio=0.1,
                 new_token_ratio_decay_steps=4)  # fmt: skip
     loop.add("a", 4, 7)
@@ -480,9 +481,9 @@ def test_a_larger_share_admits_fewer():
     assert admitted == [18, 14, 9], "a holds a page, and 1, 5 or 10 are set aside for it"
 
 
-def test_nobody_is_admitted_into_the_pages_of_the_next_decode():
+def test_no_request_is_admitted_into_the_pages_of_the_next_decode():
     """Four requests need a page each for their next token. An average would have set aside less,
-    and the newcomer would cost somebody its KV."""
+    and the new request would cost another its KV."""
     loop = Loop(9, init_new_token_ratio=0.1, min_new_token_ratio=0.1)
     for name in "abcd":
         loop.add(name, 4, 4)
@@ -494,8 +495,8 @@ def test_nobody_is_admitted_into_the_pages_of_the_next_decode():
 
 
 @pytest.mark.parametrize("mixing", [False, True])
-def test_nobody_is_admitted_in_a_step_that_retracted(mixing):
-    """Trap 21: not even somebody more urgent than the victim, though there are pages now."""
+def test_no_request_is_admitted_in_a_step_that_retracted(mixing):
+    """Trap 21: not even a request more urgent than the victim, though there are pages now."""
     loop = greedy(11, mixing=mixing, max_consecutive_prefills=1, policy="priority")
     for name in "ab":
         loop.add(name, 8, 24)
@@ -510,7 +511,7 @@ def test_nobody_is_admitted_in_a_step_that_retracted(mixing):
 
 
 def test_a_lone_request_is_never_retracted_for_want_of_memory():
-    """What is loaded for somebody who waits can be in its way. It sits out a step."""
+    """A load for a waiting request can take the memory it needs. It is skipped for one step."""
     loop = Loop(4)
     request = loop.add("a", 4, 13)
     loop.step()
@@ -557,7 +558,7 @@ def test_a_pinned_request_has_all_its_memory_and_keeps_it():
 # -- who waits
 
 
-def test_the_policy_orders_who_waits_and_priorities_take_nobodys_seat():
+def test_the_policy_orders_waiting_requests_and_priorities_displace_none():
     loop = Loop(100, max_num_seqs=1, policy="priority")
     loop.add("a", 3, 4, priority=9)
     loop.step()
@@ -633,9 +634,9 @@ class SlowConnector(KVConnector):
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 @pytest.mark.parametrize("kind", ["prefill first", "mixed", "two phases"])
-def test_loads_for_those_who_wait_stop_nobody(cache, kind):
-    """Small pools in which loads hold up to half of the pages. Everybody ends, with right tokens;
-    a step without tokens is one in which something was being loaded."""
+def test_loads_for_waiting_requests_stop_no_request(cache, kind):
+    """Small pools in which loads hold up to half of the pages. Every request finishes with right
+    tokens; a step without tokens is one in which something was being loaded."""
     num_arrived = num_preempted = 0
     for seed in range(25):
         rng = random.Random(seed)
@@ -696,8 +697,8 @@ def random_options(rng: random.Random) -> dict:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_aborts", [0, 3])
 def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
-    """In pools of a few pages, with everything that can happen. Everybody ends within the bound of
-    `Loop.run`: without aborts, which would end who is stuck as well."""
+    """In pools of a few pages, with everything that can happen. Every request finishes within the
+    bound of `Loop.run`: without aborts, which would also end a stuck request."""
     num_preempted = 0
     for seed in range(20):
         rng = random.Random(f"{cache} {policy} {num_aborts} {seed}")
@@ -724,8 +725,8 @@ def test_tokens_are_those_of_an_uninterrupted_run(cache, policy, num_aborts):
                 loop.scheduler.abort_request(rng.choice(list(loop.scheduler.requests)))
         loop.run()
         loop.must_be_right()
-        most = options["max_preemptions"]
-        assert all(r.num_preemptions <= most for r in loop.requests.values())
+        max_preemptions = options["max_preemptions"]
+        assert all(r.num_preemptions <= max_preemptions for r in loop.requests.values())
         num_preempted += loop.scheduler.get_stats().total_preempted
     assert num_preempted > 10
 

@@ -1,4 +1,4 @@
-"""A batch by itself: who is in it, what its next decode needs, and who makes way."""
+"""A batch by itself: its requests, the needs of its next decode, and its victims."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names(requests: list[Request]) -> str:
 
 
 class Retract:
-    """What a scheduler does to a victim, as far as a batch sees it."""
+    """A scheduler's treatment of a victim, as far as a batch sees it."""
 
     def __init__(self, memory: UncachedKVCacheManager) -> None:
         self.memory = memory
@@ -45,7 +45,7 @@ class Retract:
         request.status = RequestStatus.PREEMPTED
 
 
-def nobody_is_pinned(request: Request) -> bool:
+def none_pinned(request: Request) -> bool:
     return False
 
 
@@ -96,16 +96,16 @@ def test_fewest_outputs_go_first_and_of_those_the_longest_input():
     requests = [decoding(memory, name, *sizes[name]) for name in "abcde"]
     batch = ScheduleBatch(memory, requests)
     assert memory.pool.num_free_blocks == 0 and batch.new_page_count_next_decode() == 5
-    retracted = batch.retract_decode(Retract(memory), nobody_is_pinned)
+    retracted = batch.retract_decode(Retract(memory), none_pinned)
     assert names(retracted) == "da", "12, then 8 prompt tokens; no more than it takes"
     assert names(batch.reqs) == "bce"
     assert all(r.status is RequestStatus.PREEMPTED for r in retracted)
 
 
-def test_nobody_goes_if_there_is_enough_and_never_a_pinned_one():
+def test_no_request_is_retracted_if_memory_suffices_and_never_a_pinned_one():
     memory = memory_of(5)
     batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
-    assert batch.retract_decode(Retract(memory), nobody_is_pinned) == []
+    assert batch.retract_decode(Retract(memory), none_pinned) == []
     batch.reqs.append(decoding(memory, "c", 4, 1))
     for request in batch.reqs:
         request.append_output_token(0)
@@ -115,16 +115,16 @@ def test_nobody_goes_if_there_is_enough_and_never_a_pinned_one():
     assert names(retracted) == "b" and names(batch.reqs) == "ac"
 
 
-def test_somebody_always_keeps_its_memory():
+def test_one_request_always_keeps_its_memory():
     memory = memory_of(3)
     batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
     other = Request.from_tokens("waits", [1])
     assert memory.allocate_slots(other, 4), "a load, say"
-    assert names(batch.retract_decode(Retract(memory), nobody_is_pinned)) == "b", "the later"
+    assert names(batch.retract_decode(Retract(memory), none_pinned)) == "b", "the later"
     memory = memory_of(2)
     alone = ScheduleBatch(memory, [decoding(memory, "a", 4)])
     assert memory.allocate_slots(other, 4)
-    assert alone.retract_decode(Retract(memory), nobody_is_pinned) == []
+    assert alone.retract_decode(Retract(memory), none_pinned) == []
     assert names(alone.reqs) == "a"
 
 
@@ -133,11 +133,11 @@ def test_a_prompt_between_two_chunks_makes_way_in_its_turn():
     batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
     chunked = decoding(memory, "c", 8, 0)
     retract = Retract(memory)
-    assert batch.retract_decode(retract, nobody_is_pinned, chunked) == [chunked]
+    assert batch.retract_decode(retract, none_pinned, chunked) == [chunked]
     assert names(batch.reqs) == "a"
     memory = memory_of(3)
     batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
     resumed = decoding(memory, "c", 4, 4)
     first = batch.reqs[0]
-    assert batch.retract_decode(Retract(memory), nobody_is_pinned, resumed) == [first]
+    assert batch.retract_decode(Retract(memory), none_pinned, resumed) == [first]
     assert batch.reqs == [] and resumed.status is RequestStatus.RUNNING

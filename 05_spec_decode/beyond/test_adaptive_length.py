@@ -22,7 +22,7 @@ REQUESTS = [str(i) for i in range(256)]
 
 @dataclass
 class Machine:
-    """Milliseconds of a target pass, `base + per_token * tokens`, and of one round of guessing,
+    """Milliseconds of a target pass, `base + per_token * tokens`, and of one round of drafting,
     `round_base + round_per_request * requests`."""
 
     base: float
@@ -64,7 +64,7 @@ MACHINES = [
 
 @dataclass
 class Run:
-    """An `AdaptiveLength` on a machine. Guesses come true evenly rather than by chance (a step of
+    """An `AdaptiveLength` on a machine. Drafts are accepted evenly rather than by chance (a step of
     the golden ratio), unless there is `rng`; times vary by `noise`."""
 
     machine: Machine
@@ -178,7 +178,7 @@ def test_one_outlier_does_not_ruin_it():
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
-def test_what_has_changed_for_good_is_believed(factor):
+def test_a_lasting_change_is_learned(factor):
     line = CostLine()
     for i in range(100):
         line.observe(i % 8, 10 + 0.5 * (i % 8))
@@ -188,7 +188,7 @@ def test_what_has_changed_for_good_is_believed(factor):
         assert line.predict(size) == pytest.approx(factor * (10 + 0.5 * size), rel=0.25)
 
 
-def test_steps_without_an_observation_change_nothing_but_what_the_next_one_counts():
+def test_steps_without_an_observation_change_only_the_weight_of_the_next_one():
     line = CostLine()
     line.fade()
     assert not line.has_seen
@@ -202,8 +202,8 @@ def test_steps_without_an_observation_change_nothing_but_what_the_next_one_count
     assert line.predict(4) == pytest.approx(100, rel=0.01)
 
 
-def test_a_clock_that_stood_still_is_no_prediction():
-    """Of 0 ms, three times as much is 0 ms too."""
+def test_a_time_of_zero_is_not_a_prediction():
+    """Three times 0 ms is 0 ms too."""
     line = CostLine()
     for _ in range(10):
         line.observe(4, 0.0)
@@ -215,7 +215,7 @@ def test_a_clock_that_stood_still_is_no_prediction():
 # -- acceptance
 
 
-def test_what_stands_behind_a_rejection_was_not_tried():
+def test_drafts_after_a_rejection_count_as_untried():
     """With any number of drafts the same acceptance is seen."""
     rng = random.Random(0)
     for num_drafts in (1, 2, 4, 8):
@@ -240,7 +240,7 @@ def test_the_recent_past_counts_most_and_of_one_request_its_own():
     assert length.acceptance("a") > 0.7 and length.acceptance("b") < 0.2
 
 
-def test_a_new_request_is_taken_for_what_the_others_are():
+def test_a_new_request_starts_with_the_rate_of_the_others():
     length = AdaptiveLength(4, prior=0.3)
     assert length.acceptance("a") == 0.3
     for i in range(200):
@@ -256,7 +256,7 @@ def test_no_drafts_say_nothing():
     assert length.acceptance("a") == pytest.approx(0.7)
 
 
-def test_an_id_that_comes_again_starts_anew_and_leaves_nothing():
+def test_a_reused_id_starts_from_scratch_and_leaves_nothing():
     length = AdaptiveLength(4)
     for i in range(50):
         length.observe(f"r{i}", 4, 4)
@@ -329,7 +329,7 @@ def test_off_when_many_come_and_on_again_when_they_have_gone(machine, noise):
         assert np.mean(run.steps(few, 20)[3:]) > 1.5, "it is on at once: the line goes down so far"
 
 
-def test_slow_guessing_is_counted():
+def test_slow_drafting_is_counted():
     """Acceptance is high and verification is for free, but a round takes as long as a pass."""
     run = Run(Machine(10, 0, 9.5, 0))
     assert usual([k for (k,) in run.steps([0.6], 200)[50:]]) == 0
@@ -337,7 +337,7 @@ def test_slow_guessing_is_counted():
     assert usual([k for (k,) in run.steps([0.6], 200)[50:]]) >= 3
 
 
-def test_no_rounds_say_nothing_of_what_a_round_takes():
+def test_steps_without_rounds_do_not_change_the_cost_of_a_round():
     length = AdaptiveLength(K)
     length.observe_step(4, 4, 0, 10.0, 1e6)
     assert not length.draft_cost.has_seen and length.verify_cost.has_seen
@@ -345,8 +345,9 @@ def test_no_rounds_say_nothing_of_what_a_round_takes():
     assert length.draft_cost.predict(4) == pytest.approx(3.0)
 
 
-def test_what_guessing_took_before_a_long_pause_counts_little():
-    """It was slow, by accident or in another life. One attempt later it is known to be fast."""
+def test_drafting_times_from_before_a_long_pause_count_little():
+    """Drafting was slow once, by accident or under other conditions. One attempt later it is known
+    to be fast."""
     length = AdaptiveLength(K)
     for _ in range(100):
         length.observe("0", K, K)
@@ -366,7 +367,7 @@ def follows(run: Run, before: Sequence[float], after: Sequence[float]) -> tuple[
 
 
 @pytest.mark.parametrize("num_others", [0, 7])
-def test_a_request_that_is_guessed_worse_gets_fewer(num_others):
+def test_a_request_with_lower_acceptance_gets_fewer_drafts(num_others):
     others = [0.9] * num_others
     before, after = follows(Run(Machine(10, 0.5, 1, 0.02)), [0.95, *others], [0.02, *others])
     assert before > 3 and after < 1
@@ -380,15 +381,15 @@ def test_a_request_that_is_guessed_worse_gets_fewer(num_others):
         (Machine(10, 0.3, 0.01, 0), [0.6] * 15),
     ],
 )
-def test_a_request_that_is_guessed_better_gets_more_though_it_had_none(machine, others):
-    """What is not tried is forgotten, or its bad past would count for ever."""
+def test_a_request_with_higher_acceptance_gets_drafts_after_it_had_none(machine, others):
+    """Without a new attempt its old rate is forgotten; otherwise it would count forever."""
     for seed in range(3):
         run = Run(machine, rng=random.Random(seed))
         before, after = follows(run, [0.02, *others], [0.97, *others])
         assert before < 0.5 and after > 0.9, seed
 
 
-def test_who_is_guessed_better_gets_more():
+def test_a_request_with_higher_acceptance_gets_more_drafts():
     run = Run(Machine(10, 0.5, 0.5, 0.02))
     acceptances = [0.95, 0.6, 0.02] * 2
     lengths = np.mean(run.steps(acceptances, 300)[100:], axis=0)
@@ -400,7 +401,7 @@ def test_who_is_guessed_better_gets_more():
 
 
 def lengths_with(machine: Machine, num_tried: int, num_accepted: int, num_steps: int) -> list[int]:
-    """Of one request whose acceptance is what it is, whatever it gets."""
+    """The lengths for one request with a fixed acceptance, whatever length it gets."""
     length, lengths = AdaptiveLength(K, probe_every=8), []
     for _ in range(num_steps):
         (k,) = length.choose(REQUESTS[:1])
@@ -415,7 +416,7 @@ def lengths_with(machine: Machine, num_tried: int, num_accepted: int, num_steps:
     [((5, 5), K, {K - 1}), ((5, 0), 0, {1}), ((5, 2), 3, {2, 4})],
 )
 def test_now_and_then_another_length_is_tried_for_two_steps(acceptance, best, tried):
-    """One more and one less in turn; less and less often, if nothing comes of it."""
+    """One more and one less in turn, and less often as long as neither helps."""
     machine = Machine(10, 0.3, 1.0, 0)
     lengths = lengths_with(machine, *acceptance, 1200)
     runs = [(k, len(list(group))) for k, group in groupby(lengths[100:])]

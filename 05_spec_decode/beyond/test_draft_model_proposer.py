@@ -1,11 +1,11 @@
-"""The draft model's KV: always that of the request's own tokens, whoever wrote it, whatever
-happened to the blocks meanwhile.
+"""The draft model's KV is always that of the request's own tokens, whichever step wrote it and
+whatever happened to the blocks meanwhile.
 
-The draft model is scripted. Its next token is a hash of what it reads in its KV memory through the
-block table, as attention does, so one hole, one stale slot or one position too many changes what it
-proposes. The drafts must be what it says of the whole history, computed from scratch. It has the
-rule of the fake target (chapter 4), so undisturbed it is always right; a sampler that errs makes it
-wrong where a test wants that."""
+The draft model is scripted. Its next token is a hash of the KV that it reads through the block
+table, as attention does, so one hole, one stale slot or one position too many changes its proposal.
+The drafts must be those of the whole history, computed from scratch. It has the rule of the fake
+target (chapter 4), so undisturbed it is always right; a sampler that errs makes it wrong where a
+test needs that."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def drafts_from_scratch(request: RunnerRequest, num_drafts: int, errs: Errs) -> 
     return list(tokens[request.num_tokens :])
 
 
-NO_ATTENTION: Any = SimpleNamespace(plan=lambda *where: None)
+NO_ATTENTION: Any = SimpleNamespace(plan=lambda *arguments: None)
 
 
 class ScriptedModel:
@@ -89,24 +89,27 @@ class ScriptedModel:
         ):
             start = seq_len - (stop - first)
             assert first < stop and positions[first:stop].tolist() == list(range(start, seq_len))
-            own = [table[p // size] * size + p % size for p in range(seq_len)]
-            assert slots[first:stop] == own[start:]
-            assert min(own) >= size, "block 0 is nobody's"
-            read.update(own[:start])
-            kv = [before[slot] for slot in own[:start]]
-            for slot, token in zip(own[start:], ids[first:stop]):
+            slots_of_seq = [table[p // size] * size + p % size for p in range(seq_len)]
+            assert slots[first:stop] == slots_of_seq[start:]
+            assert min(slots_of_seq) >= size, "block 0 is never allocated"
+            read.update(slots_of_seq[:start])
+            kv = [before[slot] for slot in slots_of_seq[:start]]
+            for slot, token in zip(slots_of_seq[start:], ids[first:stop]):
                 kv.append(_mix(kv, token))
                 assert written.setdefault(slot, kv[-1]) == kv[-1], "two write one slot"
                 says.append(_mix(kv, -1) % VOCAB)
         for slot in read & written.keys():  # a model writes first, and reads then
             assert written[slot] == before[slot], "one reads what another writes"
         cache[list(written)] = torch.tensor(list(written.values()))
-        wanted = [says[index] for index in batch.logit_indices.tolist()]
-        return torch.nn.functional.one_hot(torch.tensor(wanted, dtype=torch.int64), VOCAB).double()
+        token_ids = [says[index] for index in batch.logit_indices.tolist()]
+        return torch.nn.functional.one_hot(
+            torch.tensor(token_ids, dtype=torch.int64), VOCAB
+        ).double()
 
 
 class ErringSampler(MostLikely):
-    """The likeliest token, or the one behind it. Probabilities that name request and draft."""
+    """Sample the likeliest token or the one after it, with probabilities that encode request and
+    draft."""
 
     def __init__(self, errs: Errs) -> None:
         self.errs = errs
@@ -173,7 +176,7 @@ class Checked:
         return self.inner.kv_cache.key_cache[0].flatten().tolist()
 
     def _num_possible(self, request: RunnerRequest) -> int:
-        """All drafts but the last are written, and so is the last known token."""
+        """All drafts but the last are written, and the last known token is too."""
         num_slots = min(len(self._own_slots(request)), self.inner.max_model_len)
         return max(0, min(self.num_spec_tokens, num_slots - request.num_tokens + 1))
 
@@ -183,9 +186,9 @@ class Checked:
         return [block_id * size + i for block_id in block_ids for i in range(size)]
 
     def _check_writes(self, requests: Sequence[RunnerRequest], before: list[int]) -> None:
-        own = {slot for request in requests for slot in self._own_slots(request)}
+        allowed = {slot for request in requests for slot in self._own_slots(request)}
         for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
-            assert old == new or slot in own, f"slot {slot} is somebody else's"
+            assert old == new or slot in allowed, f"slot {slot} belongs to another request"
 
     def _check_kv(self, requests: Sequence[RunnerRequest]) -> None:
         """The proposer's own invariants."""
@@ -193,8 +196,8 @@ class Checked:
         for request in requests:
             tokens = all_tokens(request) + self.last.get(request.req_id, [])
             num = self.inner._followers[request.req_id].num_computed
-            own = [now[slot] for slot in self._own_slots(request)[:num]]
-            assert own == list(kv_of(tuple(tokens[:num]))), f"{request!r}: {num} positions"
+            kv = [now[slot] for slot in self._own_slots(request)[:num]]
+            assert kv == list(kv_of(tuple(tokens[:num]))), f"{request!r}: {num} positions"
         size = self.inner.block_size
         for block_id, chain in self.inner._filled.items():
             content = now[block_id * size : (block_id + 1) * size]
@@ -202,7 +205,7 @@ class Checked:
 
 
 class ScriptedLength:
-    """A `DraftLength`: `num_drafts` for everybody, an int or a function of the request's id."""
+    """A `DraftLength`: `num_drafts` for every request, an int or a function of the request's id."""
 
     def __init__(self, num_drafts: int | Callable[[str], int]) -> None:
         self.num_drafts = num_drafts
@@ -247,9 +250,9 @@ class World:
         if num_lookahead_tokens is None:
             num_lookahead_tokens = num_spec_tokens
         self.memory = make_memory(cache, num_blocks, block_size)
-        self.guesses = DraftPlugin(num_lookahead_tokens)
+        self.draft_plugin = DraftPlugin(num_lookahead_tokens)
         self.scheduler = make_scheduler(
-            kind, plugins=[self.guesses], kv_memory=self.memory, **options
+            kind, plugins=[self.draft_plugin], kv_memory=self.memory, **options
         )
         state = SharingRunnerState(max_rows, max_blocks_per_request=64)
         kv_cache = PagedKVCache(1, num_blocks + 1, block_size, 1, 1, torch.int64)
@@ -292,12 +295,12 @@ class World:
         return plan
 
     def num_drafts(self, request: Request) -> int:
-        return len(self.guesses.drafts.get(request.request_id, ()))
+        return len(self.draft_plugin.drafts.get(request.request_id, ()))
 
     def trim_drafts(self, request: Request, num_kept: int) -> None:
-        drafts = self.guesses.drafts.pop(request.request_id, [])
+        drafts = self.draft_plugin.drafts.pop(request.request_id, [])
         if drafts[:num_kept]:
-            self.guesses.drafts[request.request_id] = drafts[:num_kept]
+            self.draft_plugin.drafts[request.request_id] = drafts[:num_kept]
 
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
@@ -305,14 +308,16 @@ class World:
         self.step()
         return self.proposer.num_computed_tokens - before
 
-    def run(self, most: int = 1000) -> None:
-        for _ in range(most):
+    def run(self, max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 self.step()  # so that who finished last is forgotten
                 assert self.proposer._followers == {} and self.proposer._probs == {}
                 return
             self.step()
-        pytest.fail(f"not finished after {most} steps: {list(self.scheduler.requests.values())}")
+        pytest.fail(
+            f"not finished after {max_steps} steps: {list(self.scheduler.requests.values())}"
+        )
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -324,7 +329,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("num_right", range(K + 1))
-def test_what_was_accepted_stays_and_what_was_rejected_is_overwritten(num_right, block_size):
+def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_right, block_size):
     """Trap 41: after full acceptance the draft's KV lags one token, and it is fed two."""
     world = World(200, block_size, errs=wrong_from(num_right))
     request = world.add("a", prompt_of(5), 40)
@@ -369,7 +374,7 @@ def test_it_follows_a_prompt_whose_tokens_come_in_chunks():
     world.run()
 
 
-def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
+def test_the_kv_of_a_request_without_drafts_stays_current():
     world = World(200)
     world.length.num_drafts = lambda request_id: K * (request_id == "a")
     world.add("a", prompt_of(5), 30)
@@ -382,7 +387,7 @@ def test_whoever_gets_no_drafts_does_not_fall_behind_while_others_do():
     world.run()
 
 
-def test_rejected_guesses_are_taken_back_once():
+def test_rejected_drafts_are_rolled_back_once():
     """Not again in each step in which there is nothing to compute."""
     world = World(200, errs=lambda request, _: request.req_id == "a")
     world.add("a", prompt_of(5), 30)
@@ -390,7 +395,7 @@ def test_rejected_guesses_are_taken_back_once():
     for _ in range(3):
         world.step()
     world.length.num_drafts = lambda request_id: K * (request_id == "b")
-    for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly guessed, and is not computed yet
+    for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly drafted, and is not computed yet
         assert world.num_fed() == K + 1 + num_of_a
     world.run()
 
@@ -423,7 +428,7 @@ def test_a_request_that_never_had_drafts_until_now():
     world.run()
 
 
-# -- blocks that somebody else computed
+# -- blocks that another request computed
 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
@@ -439,7 +444,7 @@ def test_a_hit_on_blocks_that_the_draft_has_filled_is_not_computed_again(cache):
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 def test_a_hit_on_blocks_that_the_draft_never_saw_is_computed(cache):
-    """Trap 41: acceptance would collapse, and nobody would know why."""
+    """Trap 41: otherwise acceptance would collapse without a visible reason."""
     world = World(cache=cache)
     world.length.num_drafts = 0
     world.add("a", prompt_of(14), 8)
@@ -454,7 +459,7 @@ def test_a_hit_on_blocks_that_the_draft_never_saw_is_computed(cache):
     world.run()
 
 
-def test_only_the_block_that_is_missing_is_computed_and_what_follows_it():
+def test_only_the_missing_block_and_the_ones_after_it_are_computed():
     world = World(errs=always)
     first = world.add("a", prompt_of(6), 3)  # its last step computes position 7, the end of a block
     world.run()
@@ -483,7 +488,7 @@ def test_a_block_that_holds_another_prefix_at_the_same_place_is_no_hit():
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_who_came_back_is_followed_as_before(cache):
+def test_a_resumed_request_gets_drafts_as_before(cache):
     world = World(cache=cache, errs=always)
     request = world.add("a", prompt_of(6), 40)
     for _ in range(4):
@@ -536,18 +541,18 @@ def test_aborted_and_the_id_comes_again_at_once(step, while_it_runs):
 
 
 def test_stopped_by_a_token_in_the_middle_of_accepted_ones():
-    """Trap 38: what follows the stop token is nobody's."""
+    """Trap 38: tokens after the stop token are dropped."""
     prompt = prompt_of(5)
-    said = continuation(prompt, 12, VOCAB)
-    for i, stop in enumerate(said):
-        if stop in said[:i]:
+    expected = continuation(prompt, 12, VOCAB)
+    for i, stop in enumerate(expected):
+        if stop in expected[:i]:
             continue
         world = World()
         params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop])
         request = Request("a", prompt, params)
         world.scheduler.add_request(request)
         world.run()
-        assert request.output_token_ids == said[: i + 1]
+        assert request.output_token_ids == expected[: i + 1]
         assert request.status is RequestStatus.FINISHED_STOPPED
         world.add("b", request.all_token_ids, 12)
         world.run()
@@ -595,9 +600,9 @@ def after(request: RunnerRequest, start: int = 0, stop: int | None = None) -> Pr
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_block_may_yet_be_exchanged_until_the_step_that_filled_it_is_over(index):
-    """Its draft KV is right already: the block held the same before. But the scheduler may find
-    that somebody else was faster to publish it, and give it away: so it is with block 0, which the
-    step filled, and with block 1, which the target has still to compute."""
+    """Its draft KV is right already, because the block held the same tokens before. But the
+    scheduler may find that another request published it first, and free it: block 0, which the step
+    filled, and block 1, which the target has still to compute."""
     tables, checked = make_by_hand()
     tokens = prompt_of(9)
     checked.propose([after(tables.add("a", tokens, [1, 2, 3, 4, 5]))], [1])
@@ -611,7 +616,7 @@ def test_a_block_may_yet_be_exchanged_until_the_step_that_filled_it_is_over(inde
     assert len(checked.propose([after(second, 4, 8)], [2])["b"]) == 2
 
 
-def test_a_table_entry_that_moved_takes_what_is_behind_it_along():
+def test_a_changed_table_entry_recomputes_the_blocks_after_it():
     """Block 2 became 7, in which the draft never wrote: it computes from there on."""
     tables, checked = make_by_hand()
     request = tables.add("a", prompt_of(5), [1, 2, 3, 4, 5])
@@ -663,7 +668,7 @@ def test_options_that_make_no_sense_are_named():
         DraftModelProposer(ScriptedModel(), kv_cache, NO_ATTENTION, Tables(), 0)
 
 
-def test_the_likeliest_token_is_drafted_if_nobody_says_otherwise():
+def test_the_likeliest_token_is_drafted_by_default():
     tables = Tables()
     request = tables.add("a", prompt_of(3), [1, 2, 3])
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)

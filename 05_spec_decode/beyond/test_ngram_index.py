@@ -33,7 +33,7 @@ def longest(first: dict[tuple[int, ...], int], text: list[int], max_ngram: int) 
     return 0, 0
 
 
-few_ids = st.integers(1, 5).flatmap(lambda most: st.lists(st.integers(0, most), min_size=2))
+few_ids = st.integers(1, 5).flatmap(lambda max_id: st.lists(st.integers(0, max_id), min_size=2))
 any_ids = st.lists(st.sampled_from([0, 1, 2, 151_935, LARGEST_ID]), min_size=2)
 
 
@@ -43,7 +43,7 @@ any_ids = st.lists(st.sampled_from([0, 1, 2, 151_935, LARGEST_ID]), min_size=2)
     max_ngram=st.integers(1, 6),
     queries=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=8), max_size=5),
 )
-def test_it_finds_what_the_dictionary_finds(tokens, max_ngram, queries):
+def test_it_finds_the_same_as_the_dictionary(tokens, max_ngram, queries):
     """Trap 44. Every beginning of the text itself is asked for, and other texts."""
     index, first = NgramIndex(tokens, max_ngram), first_places(tokens, max_ngram)
     for text in [tokens[:end] for end in range(1, len(tokens) + 1)] + queries:
@@ -56,7 +56,7 @@ def test_the_end_of_the_text_is_not_indexed():
     assert NgramIndex([5, 5], 4).find([5, 5]) == (1, 1)
 
 
-def test_a_long_prompt_is_indexed_in_bulk_and_what_follows_it_token_by_token():
+def test_a_long_prompt_is_indexed_in_bulk_and_outputs_token_by_token():
     """The same drafts at every step as without it, with little in the dictionaries."""
     rng = random.Random(3)
     prompt = [rng.randrange(12) for _ in range(2000)]

@@ -52,7 +52,7 @@ from test_rejection_sampler import (  # noqa: F401  the tests get this file's `r
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of `rejection_sample`, on the CPU."""
+    """Arguments of `rejection_sample`, on the CPU."""
 
     target_probs: torch.Tensor
     draft_token_ids: torch.Tensor
@@ -86,14 +86,14 @@ def make_arguments(
     accept_u: Sequence[float],
     sample_u: Sequence[float],
     dtype: torch.dtype = torch.float32,
-    num_more: int = 0,
+    num_extra: int = 0,
 ) -> Arguments:
     return Arguments(
         torch.as_tensor(target_probs, dtype=dtype),
         torch.as_tensor(draft_token_ids, dtype=torch.int64),
         None if draft_probs is None else torch.as_tensor(draft_probs, dtype=dtype),
         torch.from_numpy(_starts(lengths)),
-        max(lengths, default=0) + num_more,
+        max(lengths, default=0) + num_extra,
         torch.as_tensor(accept_u, dtype=torch.float64),
         torch.as_tensor(sample_u, dtype=torch.float64),
     )
@@ -105,7 +105,7 @@ def random_arguments(
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
     is_certain: bool = False,
-    num_more: int = 0,
+    num_extra: int = 0,
 ) -> Arguments:
     """Ragged. At each draft some other relation of p and q; some numbers are 0 or LAST; the last
     lane of four or more is padding."""
@@ -141,12 +141,12 @@ def random_arguments(
 
     return make_arguments(
         p, drafts, None if is_certain else q, lengths, numbers(num_drafts), numbers(num_rows),
-        dtype, num_more,
+        dtype, num_extra,
     )  # fmt: skip
 
 
 def check(arguments: Arguments, device: torch.device) -> VerifiedTokens:
-    """What PyTorch says, on the CPU; the kernel said the same."""
+    """Return PyTorch's result on the CPU, after checking that the kernel's is equal."""
     expected = rejection_sample(*arguments.values())
     verified = rejection_sample_triton(*arguments.values(device))
     for result, other in (
@@ -194,7 +194,7 @@ def test_the_tokens_are_those_of_pytorch(vocab_size, dtype, device):
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_all_lengths_of_runs_occur(is_certain, device):
     lengths = [3] * 8 + [0, 2, 0]
-    verified = check(random_arguments(24, lengths, 50, is_certain=is_certain, num_more=2), device)
+    verified = check(random_arguments(24, lengths, 50, is_certain=is_certain, num_extra=2), device)
     assert verified.num_sampled[:8].unique().tolist() == [1, 2, 3, 4]
 
 
@@ -250,7 +250,7 @@ def test_the_residual_is_rounded_as_p_is(device):
     assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
 
 
-def test_what_rounding_leaves_of_several_tiles_is_drawn_from_p(device):
+def test_the_remainder_after_rounding_of_several_tiles_is_drawn_from_p(device):
     """Nothing at all, or less than an integer: the second walk ends in the last tile."""
     p = torch.zeros(4, TILE + 3)
     q = torch.zeros(4, TILE + 3)
@@ -280,15 +280,15 @@ def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkey
         return buffers[-1][32:-32].view(size)
 
     monkeypatch.setattr(torch, "empty", guarded)
-    for num_more in (0, 1, 2):
-        check(random_arguments(3, [1, 0, 3], 40, num_more=num_more), device)
-        check_matching(*random_samples(3, [1, 0, 3], device), 3 + num_more)
+    for num_extra in (0, 1, 2):
+        check(random_arguments(3, [1, 0, 3], 40, num_extra=num_extra), device)
+        check_matching(*random_samples(3, [1, 0, 3], device), 3 + num_extra)
     assert len(buffers) == 12
     assert all((x[:32] == 77).all() and (x[-32:] == 77).all() for x in buffers)
 
 
 def test_rows_may_lie_apart_and_other_numbers_may_too(device):
-    """What lies between is NaN, and never read."""
+    """The memory between rows is NaN and never read."""
     arguments = random_arguments(4, [3, 0, 2], TILE + 1)
     strided = {"max_num_drafts": arguments.max_num_drafts}
     for name, x in vars(arguments).items():
@@ -328,7 +328,7 @@ def test_p_and_q_may_differ_in_format_and_ids_too(dtypes, device):
 # -- company
 
 
-def test_what_follows_a_rejected_draft_is_never_read(device):
+def test_rows_after_a_rejected_draft_are_never_read(device):
     p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [NAN] * 3, [NAN] * 3])
     q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [NAN] * 3])
     arguments = make_arguments(p, [1, 0, 2], q, [3], [0.5, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
@@ -353,8 +353,8 @@ def test_ids_that_are_no_tokens_anywhere_in_a_batch(is_certain, seed, device):
     expected = rejection_sample(*whole.values())
     ends_early = 0
     for i, start in enumerate(whole.cu_num_logits[:-1].tolist()):
-        own = is_bad[start - i : start - i + lengths[i]].tolist()
-        first_bad = own.index(True) if any(own) else lengths[i] + 1
+        is_bad_draft = is_bad[start - i : start - i + lengths[i]].tolist()
+        first_bad = is_bad_draft.index(True) if any(is_bad_draft) else lengths[i] + 1
         num_before = min(int(expected.num_sampled[i]), first_bad)
         before = broken.token_ids[i, :num_before]
         assert torch.equal(before, expected.token_ids[i, :num_before])
@@ -508,7 +508,7 @@ print("done")
 
 @pytest.fixture(scope="module")
 def output() -> list[str]:
-    """Of a process without the interpreter: what it says without Triton, with it, and where it
+    """The output of a process without the interpreter: without Triton, with it, and where it
     compiles."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -528,9 +528,7 @@ def output() -> list[str]:
 @pytest.mark.parametrize(
     ("part", "message"), [(0, "pip install triton"), (1, "TRITON_INTERPRET=1")]
 )
-def test_importing_works_anywhere_and_asking_for_what_is_missing_says_what_to_do(
-    output, part, message
-):
+def test_importing_works_anywhere_and_a_missing_dependency_is_explained(output, part, message):
     assert output[part].count(message) == 2, output
     assert output[part].count("PyTorch version in rejection_sampler.py") == 2
 

@@ -27,10 +27,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from mixed_batch import MixedMetadata
-from paged_attention import AttentionMetadata
+from paged_attention import AttentionMetadata, HostMetadata
 from paged_attention_triton import SHORT_ROWS
 from split_attention_triton import SequenceRange, SplitPlan, SplitTritonAttentionBackend
-from window_attention import WindowMetadata
 
 
 class MixedSplitPlan(SplitPlan):
@@ -38,7 +37,7 @@ class MixedSplitPlan(SplitPlan):
     has no border, and is planned as version 2 does."""
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
-        if not isinstance(metadata, (MixedMetadata, WindowMetadata)) or not metadata.query_starts:
+        if not isinstance(metadata, HostMetadata) or not metadata.query_starts:
             return super().launches(metadata)
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
         if isinstance(metadata, MixedMetadata):

@@ -31,7 +31,7 @@ DTYPES = [
     for dtype in (torch.float32, torch.bfloat16)
     for reason in [reason_not_packed(dtype, torch.device("cpu"))]
 ]
-# Of the shipped checkpoint and its draft, then of nobody: [out, in].
+# Shapes of the shipped checkpoint and its draft, then two unrelated ones: [out, in].
 SHAPES = [(512, 256), (256, 768), (4096, 256), (704, 128), (67, 45), (1, 7)]
 SHAPES += [(1024, 2048)]  # of Qwen3-0.6B: here a single row has a kernel of its own
 WITH_BIAS = [(256, 256), (67, 45)]
@@ -64,7 +64,7 @@ def num_different(function: Rows, *rows: torch.Tensor) -> int:
     for place in places:
         moved = function(*(x[:32].roll(place, 0) for x in rows))
         found.append((moved, alone[:32].roll(place, 0)))
-    return sum(int((some != wanted).flatten(1).any(1).sum()) for some, wanted in found)
+    return sum(int((some != expected).flatten(1).any(1).sum()) for some, expected in found)
 
 
 @pytest.mark.sample
@@ -96,7 +96,7 @@ WIDTHS = [33, 40, 352, 768, 1000]
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_of_every_other_operation(dtype, width):
-    """Of 224 rows at most: PyTorch divides the larger widths between threads."""
+    """Up to 224 rows: PyTorch divides the larger widths between threads."""
     x = normal(224, 2 * width, dtype=dtype, seed=4) * 3
     weight = normal(width, dtype=dtype, seed=5)
     gate, up = x.chunk(2, dim=-1)  # views, as in the model
@@ -110,8 +110,8 @@ def test_a_row_of_every_other_operation(dtype, width):
     for name, operation in operations.items():
         assert num_different(operation, x, up.contiguous()) == 0, name
     for ours, theirs in ((silu, F.silu), (gelu_tanh, partial(F.gelu, approximate="tanh"))):
-        wanted = theirs(gate.double())
-        torch.testing.assert_close(ours(gate).double(), wanted, rtol=2**-7, atol=1e-6)
+        expected = theirs(gate.double())
+        torch.testing.assert_close(ours(gate).double(), expected, rtol=2**-7, atol=1e-6)
         assert ours(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
 
 
@@ -208,7 +208,7 @@ class MLP:
 
 def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
     looked_at: list = []
-    monkeypatch.setattr(module, "check_attention", lambda *asked: looked_at.append(asked))
+    monkeypatch.setattr(module, "check_attention", lambda *arguments: looked_at.append(arguments))
 
     def choose(linear: Linear, dtype: torch.dtype, is_added: bool) -> None:
         looked_at.append((linear, is_added))
@@ -224,11 +224,11 @@ def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeyp
     assert all(mlp.activation is silu for mlp in mlps)
     make_batch_invariant([], mlps, "gelu_pytorch_tanh", torch.float32, 16)
     assert all(mlp.activation is gelu_tanh for mlp in mlps)
-    asked = zip((matrices[0], matrices[1], matrices[3]), (True, True, False), strict=True)
-    assert looked_at == [*asked, *[(torch.float32, 16)] * 2]
+    arguments = zip((matrices[0], matrices[1], matrices[3]), (True, True, False), strict=True)
+    assert looked_at == [*arguments, *[(torch.float32, 16)] * 2]
 
 
-def test_a_processor_whose_products_do_not_keep_it_is_refused():
+def test_a_processor_with_variant_products_is_refused():
     """Rows that are other ones in one place of a tile, with what to do; a tile of one row has no
     other place, so there the place of the call decides."""
     calls = iter(range(10**6))
@@ -259,7 +259,7 @@ def test_the_smallest_tile_that_keeps_it_is_taken(smallest):
     assert (faulty.row_tile, faulty.one_tile_a_call) == (smallest, False)
 
 
-def test_a_processor_whose_attention_does_not_keep_it_is_refused(monkeypatch):
+def test_a_processor_with_variant_attention_is_refused(monkeypatch):
     check_attention(torch.bfloat16, 64)
     real = torch.Tensor.__matmul__
 

@@ -1,5 +1,6 @@
 """Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a
-sequence is cut and whoever is in the batch. Slots that are not, or not yet, its own are NaN."""
+sequence is chunked and whatever else is in the batch. Slots that are not, or not yet, its own are
+NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
 from test_mixed_attention import check, every_length, expected, mixed_metadata
-from test_paged_attention import (
+from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
     TOLERANCE,
     BackendOf,
     make_case,
@@ -26,10 +27,6 @@ from test_paged_attention import (
 )
 from window_attention import WindowMetadata
 
-__all__ = [
-    "test_batches_without_tokens_and_sequences_without_tokens",
-    "test_metadata_that_contradicts_itself_is_an_error",
-]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -47,10 +44,10 @@ def backend_of() -> BackendOf:
 # -- right
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
     """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
-    behind it. Trap 30: chunks that end where a block ends."""
+    after it. Trap 30: chunks that end where a block ends."""
     monkeypatch.setattr(module, "KEY_TILE", 4)
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
     lengths = every_length(4, block_size)
@@ -89,7 +86,7 @@ def test_layers_share_a_plan_and_nothing_else():
 
 
 @pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
-def test_a_query_is_cut_into_pieces_that_cover_it(num_shared):
+def test_a_query_is_split_into_spans_that_cover_it(num_shared):
     for query_len in (1, 2, 63, 64, 65, 1200):
         chunks = list(split_query(4, 10, query_len, query_len + 50, 0, num_shared, None))
         tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
@@ -142,8 +139,8 @@ class World:
         self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random, backend=None
     ) -> list[torch.Tensor]:
         """Positions start to stop of a sequence, for each of the parts (sequence, start, stop) of
-        one batch. What is behind `stop` is not yet known: NaN, as is every other slot, and what is
-        in front of the window of `start`."""
+        one batch. Positions after `stop` are not yet known and hold NaN, as does every other slot
+        and every position before the window of `start`."""
         num_blocks = [-(-stop // block_size) for _, _, stop in parts]
         ids = list(range(1, sum(num_blocks) + 4))
         rng.shuffle(ids)
@@ -152,14 +149,14 @@ class World:
         caches = cache.key_cache[0].fill_(math.nan), cache.value_cache[0].fill_(math.nan)
         tables = torch.zeros(len(parts), max(num_blocks) + 1, dtype=torch.int32)
         for row, (sequence, _, stop) in enumerate(parts):
-            own = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
-            tables[row, : len(own)] = own
-            slots = (own[:, None] * block_size + torch.arange(block_size)).flatten()[:stop]
+            block_ids = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
+            tables[row, : len(block_ids)] = block_ids
+            slots = (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()[:stop]
             for known, kv in zip((self.keys, self.values), caches, strict=True):
                 kv.view(-1, num_kv_heads, head_dim)[slots] = known[sequence][:stop]
                 if self.window is not None:
-                    gone = max(0, parts[row][1] - self.window + 1)
-                    kv.view(-1, num_kv_heads, head_dim)[slots[:gone]] = math.nan
+                    num_outside = max(0, parts[row][1] - self.window + 1)
+                    kv.view(-1, num_kv_heads, head_dim)[slots[:num_outside]] = math.nan
         lens = [stop - start for _, start, stop in parts]
         stops = torch.tensor([stop for _, _, stop in parts])
         starts = torch.tensor([0, *lens]).cumsum(0)
@@ -174,22 +171,22 @@ class World:
         return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
 
     def whole(self, block_size: int = 16, backend=None) -> list[torch.Tensor]:
-        """Each sequence alone, its tokens in one piece."""
+        """Each sequence alone and unchunked."""
         rng = random.Random(0)
         parts = [(i, 0, len(query)) for i, query in enumerate(self.queries)]
         return [self.attend([part], block_size, rng, backend)[0] for part in parts]
 
 
 def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, int, int]]]:
-    """Batches that compute every sequence from its beginning to its end, cut anywhere: decodes,
-    guesses, chunks."""
+    """Batches that compute every sequence from its beginning to its end, chunked anywhere: decodes,
+    draft tokens, chunks."""
     batches, done = [], [0] * len(lengths)
     while any(n < length for n, length in zip(done, lengths)):
         batch = []
         for i, length in enumerate(lengths):
             if done[i] < length and rng.random() < 0.8:
-                most = rng.choice([1, 1, 1, 3, 5, 40, 150, length])
-                stop = min(done[i] + most, length)
+                max_chunk = rng.choice([1, 1, 1, 3, 5, 40, 150, length])
+                stop = min(done[i] + max_chunk, length)
                 batch.append((i, done[i], stop))
                 done[i] = stop
         rng.shuffle(batch)
@@ -199,7 +196,7 @@ def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, in
 
 
 def num_different(world: World, lengths: list[int], rng: random.Random, backend=None) -> int:
-    """Tokens with other bits than alone and in one piece, over all batches."""
+    """Tokens with other bits than alone and unchunked, over all batches."""
     whole, num = world.whole(backend=backend), 0
     block_size = rng.choice([1, 3, 16, 33])
     for batch in pieces_of(lengths, rng):

@@ -59,7 +59,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, device):
     """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
-    nothing behind it. Trap 30: chunks that end where a block, a tile or a split ends."""
+    nothing after it. Trap 30: chunks that end where a block, a tile or a split ends."""
     rng = random.Random(block_size)
     histories = (0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1)
     decodes = [(1, 1 + h) for h in histories]
@@ -83,7 +83,7 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
 )
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
-    """All on one side, guesses to be verified among the decodes (chapter 5), sequences without
+    """All on one side, draft tokens to be verified among the decodes (chapter 5), sequences without
     tokens on either side. Plain metadata has no border (None)."""
     at = decode_threshold or 0
     lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
@@ -105,8 +105,9 @@ def test_tiles_of_their_normal_size_against_float64(dtype, device):
 @pytest.mark.parametrize("window", [5, 17, 64])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_a_window_hides_its_left_on_either_side(window, device):
-    """Guesses among the decodes. What is longer has a launch of its own: behind the border of the
-    batch, and with a window from the first that does not fit the smallest tile."""
+    """Draft tokens are among the decodes. Longer queries have a launch of their own: after the
+    border of the batch, and with a window from the first query that does not fit the smallest
+    tile."""
     in_order = partial(compose, decode_threshold=3)
     backend = MixedTritonAttentionBackend()
     batch = check_backend(backend, in_order, window, 4, torch.float32, device)
@@ -156,7 +157,7 @@ def test_items_are_counted_exactly(spies):
 
 
 def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies, monkeypatch):
-    """Without the last one there are tiles enough, and nobody's keys are split."""
+    """Without the last one there are tiles enough, and no sequence's keys are split."""
     monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 8)
     for lengths, sizes in (
         ([(64, 600)] * 8, [2] * 8),
@@ -173,12 +174,12 @@ def test_a_side_without_query_tokens_is_not_launched(spies):
     assert len(spies[0].grids) == 1
 
 
-def test_what_the_kernels_cannot_do_is_refused_as_in_chapter_2(device):
+def test_unsupported_settings_are_refused_as_in_chapter_2(device):
     check_refusals(MixedTritonAttentionBackend(), device)
     assert module.MixedSplitPlan is MixedTritonAttentionBackend.plan_type
 
 
-def test_importing_works_without_triton_and_asking_for_it_says_what_to_do():
+def test_importing_works_without_triton_and_selecting_it_is_explained():
     with mock.patch.dict(sys.modules, {"triton": None}):
         for name in ("mixed", "split", "paged"):
             del sys.modules[f"{name}_attention_triton"]

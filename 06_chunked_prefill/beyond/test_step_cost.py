@@ -153,7 +153,7 @@ def test_steps_of_one_kind_never_make_a_cost_negative_or_break_it():
     assert cost.predict_ms(count_work([0], [500])) > 7
 
 
-def test_what_is_no_step_is_not_learnt_from():
+def test_an_invalid_measurement_is_ignored():
     cost = StepCost()
     cost.observe(StepWork(), 5.0)
     cost.observe(count_work([0], [3]), 0.0)
@@ -201,7 +201,7 @@ def num_known_after(request: Request) -> int:
 
 
 def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0) -> list[float]:
-    """What each step of a prompt takes on a machine with the costs above."""
+    """Milliseconds of each step of a prompt on a machine with the costs above."""
     decodes = [
         Request.from_tokens(f"d{i}", [1] * 300, max_new_tokens=9) for i in range(num_decodes)
     ]
@@ -253,7 +253,7 @@ def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
     assert policy.num_tokens_to_schedule(second, 50, 3, 100) == 3
 
 
-def test_a_decode_counts_with_its_guesses_and_a_piece_gets_less_beside_it():
+def test_a_decode_counts_with_its_drafts_and_leaves_less_for_a_chunk():
     """The scheduler says how many tokens a decode brings; the counters alone would say one."""
     policy = AdaptiveChunks(20.0)
     prefill_alone(policy, 2000)
@@ -270,7 +270,7 @@ def test_a_decode_counts_with_its_guesses_and_a_piece_gets_less_beside_it():
     assert sizes[1] < sizes[0] - 8 * 8 // 2
 
 
-def test_two_prompts_share_what_a_step_has_time_for():
+def test_two_prompts_share_the_time_of_a_step():
     policy = AdaptiveChunks(20.0)
     prefill_alone(policy, 2000)
     policy.begin_step([], num_known_after)
@@ -304,6 +304,6 @@ def test_the_other_limits_hold_too():
         ("long_prefill_token_threshold", {"target_step_ms": 5, "long_prefill_token_threshold": 0}),
     ],
 )
-def test_what_it_refuses(named, arguments):
+def test_invalid_arguments_are_refused(named, arguments):
     with pytest.raises(ValueError, match=named):
         AdaptiveChunks(**arguments)

@@ -1,4 +1,5 @@
-"""The assembly of the chapters into one engine: `assemble` chooses a part for every role.
+"""The assembly of the chapters into one engine: `assemble` loads the models, `LocalRunner` makes
+the parts around them, and `SchedulerParts` the others. Each is read from top to bottom.
 
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` is given
@@ -20,7 +21,7 @@ has the model: in a worker (`parallel/worker.py`) if there are several ranks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -29,34 +30,34 @@ from typing import TYPE_CHECKING
 import torch
 
 from batch_layout import compose_in_order
-from common.assembly.registry import LAZY_PLUGINS
 from common.assembly.scheduler_assembly import (
-    EngineParts,
+    Limits,
     Namespace,
     RunnerHandle,
-    assemble_around,
-    find_eos_token_ids,
-    find_max_model_len,
-    find_vocab_size,
+    SchedulerParts,
+    find_limits,
 )
 from common.engine_config import (
     ATTENTION_BACKENDS,
     COMPILE_FROM_PARAMETERS,
+    LAZY_PLUGINS,
     PROPOSERS,
+    SHIPPED_CHECKPOINT,
+    SHIPPED_DRAFT,
     EngineConfig,
-    SpeculativeConfig,
 )
 from common.models.huge_pages import move_to_huge_pages
 from common.models.linear import ONEDNN, Packing, linear_layers, reason_not_packed
-from common.models.loader import LoadedModel
+from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelFacts
 from common.models.regions.regions import Regions
-from common.requests.tokenizer import Tokenizer
+from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
 from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
-from common.sampling.runner_plugin import RunnerPlugin
+from common.runner.thread_count import set_threads
+from common.sampling.runner_plugin import PluginContext, RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
@@ -66,13 +67,132 @@ if TYPE_CHECKING:
     from common.features.adapters.adapter_slots import AdapterSlots
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
-    from common.runner.graphs import DecodeGraphs, GraphPart
     from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
     from speculating_runner import DraftLength, SpeculatingRunner
 
 logger = logging.getLogger(__name__)
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel | None,
+    draft: LoadedModel | None,
+    tokenizer: Tokenizer | None,
+    sequences: Mapping[str, OutputProcessor],
+) -> tuple[SchedulerParts, Tokenizer | None]:
+    """Load the models that are not given, choose and connect the parts of an engine. Raises
+    `ValueError` if the model or the available memory does not allow the configuration."""
+    if loaded is None:
+        device = config.resolve_device()
+        if device.index is not None:
+            torch.cuda.set_device(device)  # kernels and events use the current device
+        # Raises for a bad checkpoint before reading weights.
+        checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
+        tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+        packing = partial(packing_while_loading, config)
+        loaded = load_model(checkpoint, config.dtype, device, packing_of=packing)
+    draft = load_draft(config, loaded, draft)
+    limits = find_limits(config, loaded, tokenizer)
+    weight, num_parameters = loaded.model.embed_weight, loaded.model.num_parameters
+    put_threads_back = set_threads(config.num_threads, num_parameters, weight.device)
+    try:
+        local = LocalRunner(config, loaded, draft, limits, tokenizer, sequences)
+        return SchedulerParts(config, local.handle(put_threads_back)), tokenizer
+    except BaseException:
+        put_threads_back()
+        raise
+
+
+def load_draft(
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
+) -> LoadedModel | None:
+    """Return `draft`, or load the draft model that `config` names, or None if it names none."""
+    spec_config, weight = config.speculation, target.model.embed_weight
+    if spec_config is None or spec_config.method != "draft":
+        return None
+    path, packing = spec_config.model or SHIPPED_DRAFT, partial(packing_of, config)
+    return draft or load_model(path, weight.dtype, weight.device, packing_of=packing)
+
+
+class LocalRunner:
+    """The runner in this process and its parts, each made from those above it. `sequences` are the
+    engine's, whose stop strings trim verified draft tokens; a worker has none. `wrap_length` wraps
+    the part that chooses the number of draft tokens."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        draft: LoadedModel | None,
+        limits: Limits,
+        tokenizer: Tokenizer | None = None,  # None: the checkpoint's
+        sequences: Mapping[str, OutputProcessor] | None = None,
+        wrap_length: Callable[[DraftLength], DraftLength] | None = None,
+        peers: Peers = NO_PEERS,
+    ) -> None:
+        self.config, self.loaded, self.draft, self.limits = config, loaded, draft, limits
+        self.model, self.tokenizer = loaded.model, tokenizer
+        self.is_last_stage = self.model.collectives.ranks.is_last_stage
+
+        # The models: groups of layers with a block table each, attention, adapters, kernels.
+        self.model.group_layers(limits.max_model_len)
+        if draft is not None and draft.model is not self.model:  # the longest context it drafts for
+            draft.model.group_layers(draft.config.num_unhidden)
+        self.attention = attention = make_attention(config, loaded)
+        self.adapters: AdapterSlots | None = None
+        if config.takes_adapters:
+            from common.features.adapters.adapter_slots import AdapterSlots
+
+            self.adapters = AdapterSlots(self.model, config.max_adapters, config.max_lora_rank)
+        prepare_models(self)
+
+        # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
+        self.make_graphs = make_graph_maker(self)
+        backend, kind, rules = attention.backend, attention.kv_cache_kind, attention.rules
+        inputs = backend, limits.max_model_len, limits.vocab_size, kind, rules
+        demand = KVDemand(config, loaded, draft, *inputs, self.make_graphs, self.adapters)
+        self.kv_cache = make_kv_cache(demand, peers)
+
+        # The runner's copy of the requests, and what samples and proposes their tokens.
+        self.state = make_state(self)
+        self.proposer = make_proposer(self)
+        self.sampler = make_sampler(self)
+
+        # The runner, and the one around it that speculates.
+        self.paged = make_paged_runner(self)
+        self.speculation = make_speculation(self, sequences, wrap_length)
+        self.outermost: ModelRunner = self.speculation or self.paged
+
+    def handle(self, close: Callable[[], None] | None = None) -> RunnerHandle:
+        """Return the scheduler's view of this runner."""
+        speculation, weight, limits = self.speculation, self.model.embed_weight, self.limits
+        sizes = weight.device, weight.dtype, self.model.num_parameters
+        return RunnerHandle(
+            self.outermost,
+            ModelFacts(self.loaded.config, limits.eos_token_ids, *sizes),
+            self.kv_cache,
+            limits.max_model_len,
+            limits.vocab_size,
+            self.block_io,
+            is_queued=self.paged.device.type != "cpu",  # by the device
+            speculation=speculation,
+            num_lookahead_tokens=speculation and speculation.proposer.num_lookahead_tokens,
+            adapters=self.adapters,
+            close=close,
+        )
+
+    def block_io(self) -> tuple[KVBlockIO, Namespace]:
+        from kv_block_io import PagedBlockIO
+
+        namespace = kv_namespace(self.loaded, self.kv_cache)
+        if self.config.batch_invariant:  # its KV has other bits than other engines'
+            namespace += (("numerics", "batch invariant"),)
+        return PagedBlockIO(self.kv_cache), namespace
+
+
+# -- attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,316 +212,6 @@ class Attention:
         from common.sampling.sampler_kernel import KERNELS
 
         return KERNELS
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSpec:
-    """The inputs from which a runner's parts are made."""
-
-    config: EngineConfig
-    loaded: LoadedModel
-    draft: LoadedModel | None
-    attention: Attention
-    max_model_len: int
-    vocab_size: int
-    tokenizer: Tokenizer | None = None
-
-    def kv_demand(self, make_graphs: GraphMaker | None, adapters: AdapterSlots | None) -> KVDemand:
-        attention = self.attention
-        return KVDemand(
-            self.config,
-            self.loaded,
-            self.draft,
-            attention.backend,
-            self.max_model_len,
-            self.vocab_size,
-            attention.kv_cache_kind,
-            attention.rules,
-            make_graphs,
-            adapters,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRunner:
-    """The runner in this process. `speculation`, if any, wraps `paged`."""
-
-    paged: PagedModelRunner
-    kv_cache: PagedKVCache
-    speculation: SpeculatingRunner | None
-    adapters: AdapterSlots | None = None
-
-    @property
-    def outermost(self) -> ModelRunner:
-        return self.speculation or self.paged
-
-
-def assemble(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
-) -> EngineParts:
-    """Choose and connect the parts of an engine. Raises `ValueError` if the model or the available
-    memory does not allow the configuration."""
-    max_model_len = find_max_model_len(config, loaded.config)
-    num_tokens = None if tokenizer is None else tokenizer.vocab_size
-    vocab_size = find_vocab_size(loaded.config, num_tokens)
-    eos = find_eos_token_ids(loaded.generation_eos_token_ids, tokenizer, vocab_size)
-    loaded = replace(loaded, generation_eos_token_ids=eos)
-
-    def trim(runner: ModelRunner) -> ModelRunner:
-        from common.runner.trimming_runner import TrimmingRunner
-
-        return TrimmingRunner(runner, sequences)
-
-    local = make_runner(config, loaded, draft, max_model_len, vocab_size, trim, tokenizer=tokenizer)
-    speculation = local.speculation
-    runner_handle = RunnerHandle(
-        local.outermost,
-        model_facts(loaded),
-        local.kv_cache,
-        max_model_len,
-        vocab_size,
-        partial(make_block_io, config, loaded, local.kv_cache),
-        is_queued=local.paged.device.type != "cpu",  # by the device
-        speculation=speculation,
-        num_lookahead_tokens=None
-        if speculation is None
-        else speculation.proposer.num_lookahead_tokens,
-        adapters=local.adapters,
-    )
-    return assemble_around(config, runner_handle)
-
-
-def model_facts(loaded: LoadedModel) -> ModelFacts:
-    weight, eos_token_ids = loaded.model.embed_weight, tuple(loaded.generation_eos_token_ids)
-    num_parameters = loaded.model.num_parameters
-    return ModelFacts(loaded.config, eos_token_ids, weight.device, weight.dtype, num_parameters)
-
-
-def make_runner(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    max_model_len: int,
-    vocab_size: int,
-    trim: Callable[[ModelRunner], ModelRunner] | None = None,
-    make_length: Callable[[SpeculativeConfig], DraftLength] | None = None,
-    peers: Peers = NO_PEERS,
-    tokenizer: Tokenizer | None = None,
-) -> LocalRunner:
-    """Make the runner. `trim` wraps a runner that verifies draft tokens; `make_length` makes the
-    part that chooses their number. `tokenizer` defaults to the checkpoint's."""
-    loaded.model.group_layers(max_model_len)
-    if loaded.model.groups.have_windows:
-        from common.assembly.windows import check_windows
-
-        check_windows(config, loaded.model.groups)
-    if draft is not None and draft.model is not loaded.model:  # the longest context it drafts for
-        draft.model.group_layers(draft.config.num_unhidden)
-    attention = make_attention(config, loaded)
-    given = RunnerSpec(config, loaded, draft, attention, max_model_len, vocab_size, tokenizer)
-    adapters = make_adapter_slots(given)  # KV gets the memory they leave
-    prepare_models(given)
-    parts = [] if adapters is None else [adapters]
-    make_graphs = make_graph_maker(config, loaded, attention, max_model_len, parts)
-    kv_cache = make_kv_cache(given.kv_demand(make_graphs, adapters), peers)
-    state = make_state(given, adapters)
-    proposer = make_proposer(given, kv_cache, state)
-    sampler = make_sampler(given, proposer)
-    graphs = None if make_graphs is None else make_graphs(kv_cache)
-    paged = make_paged_runner(given, kv_cache, state, sampler, graphs)
-    if proposer is None or config.speculation is None:
-        return LocalRunner(paged, kv_cache, None, adapters)
-    from common.runner.allowed_drafts import AllowedDrafts
-    from speculating_runner import SpeculatingRunner
-
-    length = (make_length or make_draft_length)(config.speculation)
-    verifying = paged if trim is None else trim(paged)
-    speculation = SpeculatingRunner(verifying, AllowedDrafts(proposer, state), length, state)
-    return LocalRunner(paged, kv_cache, speculation, adapters)
-
-
-def make_state(given: RunnerSpec, adapters: AdapterSlots | None = None) -> BatchState:
-    """Make the runner's copy of the requests, with its plugins in order."""
-    config = given.config
-    sampling = SamplingColumns(eos_token_ids=given.loaded.generation_eos_token_ids)
-    plugins: list[RunnerPlugin] = []
-    if adapters is not None:
-        from common.features.adapters.adapter_columns import AdapterColumns
-
-        plugins.append(AdapterColumns(adapters))
-    max_blocks = -(-given.max_model_len // config.block_size)
-    num_groups = given.loaded.model.num_groups
-    late = {name: partial(make_lazily, qualname, given) for name, qualname in LAZY_PLUGINS.items()}
-    if not given.loaded.model.collectives.ranks.is_last_stage:
-        late = {}  # these plugins need logits
-    return BatchState(config.max_num_seqs, max_blocks, sampling, plugins, num_groups, late)
-
-
-def make_lazily(qualname: str, given: RunnerSpec) -> RunnerPlugin:
-    return resolve_name(qualname)(given)
-
-
-def make_paged_runner(
-    given: RunnerSpec,
-    kv_cache: PagedKVCache,
-    state: BatchState,
-    sampler: BatchSampler,
-    graphs: DecodeGraphs | None,
-) -> PagedModelRunner:
-    config, model, attention = given.config, given.loaded.model, given.attention
-    parts = model, kv_cache, attention.backend, state, sampler, attention.compose
-    shuffle_seed = config.seed if config.shuffle_batch else None
-    if config.pipeline_parallel_size > 1:
-        from common.runner.stage import StageRunner
-
-        return StageRunner(*parts, shuffle_seed)
-    if graphs is not None:
-        from common.runner.graphs import GraphRunner
-
-        return GraphRunner(*parts, shuffle_seed, graphs=graphs)
-    return PagedModelRunner(*parts, shuffle_seed)
-
-
-# -- the model, before it is used
-
-
-def make_adapter_slots(given: RunnerSpec) -> AdapterSlots | None:
-    config = given.config
-    if not config.takes_adapters:
-        return None
-    from common.features.adapters.adapter_slots import AdapterSlots
-
-    return AdapterSlots(given.loaded.model, config.max_adapters, config.max_lora_rank)
-
-
-def prepare_models(given: RunnerSpec) -> None:
-    """Apply all changes to the models that computing with them needs: regions, packing, kernels."""
-    config, model, draft = given.config, given.loaded.model, given.draft
-    is_compiled = config.wants_compiled(model.num_parameters, model.embed_weight.device)
-    set_regions(model, is_compiled, given.attention.is_triton)
-    if draft is not None and draft.model is not model:
-        set_regions(draft.model, False, given.attention.is_triton)
-    for layer in model.layers:
-        layer.mlp.prepare(config.wants_graphs(model.embed_weight.device))
-    for decoder in (model,) if draft is None else (model, draft.model):
-        pack_weights(config, decoder)
-    if config.batch_invariant:
-        from batch_invariance import make_batch_invariant
-
-        dtype, head_dim = model.embed_weight.dtype, given.loaded.config.head_dim
-        mlps = [layer.mlp for layer in model.layers]
-        activation = given.loaded.config.activation
-        make_batch_invariant(linear_layers(model), mlps, activation, dtype, head_dim)
-    if given.attention.is_triton and model.embed_weight.is_cuda:
-        compile_kernels(given)
-
-
-def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
-    """Set how `model` computes its regions: with kernels if attention is a Triton kernel, with code
-    compiled for a CPU, or with the plain functions. Without a C++ compiler, the plain functions are
-    used and a warning is logged. float64 never uses kernels."""
-    regions, weight = Regions(), model.embed_weight
-    if is_triton and weight.dtype != torch.float64:
-        from common.models.regions.kernel_regions import KernelRegions
-
-        regions = KernelRegions()
-    elif is_compiled and weight.device.type == "cpu":
-        from common.models.regions.compiled_regions import compile_regions  # imports the compiler
-
-        regions = compile_regions(model)
-    model.regions = regions
-
-
-def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """Return how the matrices of a model are packed, or None if they stay plain."""
-    if not config.pack_weights:
-        return None
-    dtype, device = model.embed_weight.dtype, model.embed_weight.device
-    if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
-        from common.models.regions.compiled_linear import compile_packing
-
-        if (compiled := compile_packing()) is not None:
-            return compiled
-    reason = reason_not_packed(dtype, device)
-    if reason is not None and config.batch_invariant:
-        raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
-    return ONEDNN if reason is None else None
-
-
-def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """As `packing_of`, but None with adapters, which have to see the matrices before packing."""
-    return None if config.takes_adapters else packing_of(config, model)
-
-
-def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
-    """Pack the matrices that are not packed yet."""
-    if not config.pack_weights:
-        return
-    matrices = list(linear_layers(model))
-    if not all(matrix.is_packed for matrix in matrices):
-        if (packing := packing_of(config, model)) is not None:
-            model.pack_weights(packing)
-        else:
-            weight = model.embed_weight
-            reason = reason_not_packed(weight.dtype, weight.device)
-            logger.info("weights are not packed: %s", reason)
-    if matrices[0].is_packed and matrices[0].packing is ONEDNN:
-        move_to_huge_pages(matrix.packed_memory for matrix in matrices)
-        if model.num_parameters >= COMPILE_FROM_PARAMETERS and not config.batch_invariant:
-            from common.models.row_padding import pad_slow_counts
-
-            matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
-            pad_slow_counts(matrices, model.embed_weight.dtype)
-
-
-def compile_kernels(given: RunnerSpec) -> None:
-    """Compile all kernels that the engine can launch on its GPU, so that no step has to wait."""
-    from common.runner.launch_configurations import launch_configurations
-    from common.runner.warm_up import warm_up
-    from kernel_launch import architecture_of
-
-    model, draft = given.loaded.model, given.draft
-    launches = launch_configurations(
-        model.rank_config,
-        given.config,
-        model.embed_weight.dtype,
-        architecture_of(model.embed_weight.device),
-        draft=None if draft is None else draft.model.rank_config,
-        vocab_size=given.vocab_size,
-        windows=model.groups.windows,
-    )
-    warm_up(launches, model.embed_weight.device)
-
-
-# -- access to KV blocks
-
-
-def make_block_io(
-    config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
-) -> tuple[KVBlockIO, Namespace]:
-    from kv_block_io import PagedBlockIO
-
-    namespace = kv_namespace(loaded, kv_cache)
-    if config.batch_invariant:  # its KV has other bits than other engines'
-        namespace += (("numerics", "batch invariant"),)
-    return PagedBlockIO(kv_cache), namespace
-
-
-def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
-    """Return what the bytes of a KV block depend on besides tokens. Reads every weight."""
-    from weights_digest import weights_digest
-
-    model = f"{weights_digest(loaded.model.named_weights())} {loaded.config.numerics}"
-    shape = tuple(kv_cache.key_cache[0].shape[1:])
-    layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
-    return (("model", model), ("kv layout", layout), *loaded.model.namespace)
-
-
-# -- the model's side
 
 
 def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
@@ -469,34 +279,206 @@ def make_compiled_attention(
     return replace(attention, backend=compiled, kv_cache_kind=HeadMajorKVCache)
 
 
-def make_graph_maker(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    attention: Attention,
-    max_model_len: int,
-    parts: Sequence[GraphPart] = (),
-) -> GraphMaker | None:
+# -- the models, before they are used
+
+
+def prepare_models(local: LocalRunner) -> None:
+    """Apply all changes to the models that computing with them needs: regions, packing, kernels."""
+    config, model, is_triton = local.config, local.model, local.attention.is_triton
+    draft = None if local.draft is None else local.draft.model
+    device = model.embed_weight.device
+    set_regions(model, config.wants_compiled(model.num_parameters, device), is_triton)
+    if draft is not None and draft is not model:
+        set_regions(draft, False, is_triton)
+    for layer in model.layers:
+        layer.mlp.prepare(config.wants_graphs(device))
+    for decoder in (model,) if draft is None else (model, draft):
+        pack_weights(config, decoder)
+    if config.batch_invariant:
+        from batch_invariance import make_batch_invariant
+
+        dtype, numbers = model.embed_weight.dtype, local.loaded.config
+        mlps = [layer.mlp for layer in model.layers]
+        sizes = numbers.activation, dtype, numbers.head_dim
+        make_batch_invariant(linear_layers(model), mlps, *sizes)
+    if is_triton and device.type == "cuda":
+        compile_kernels(config, model, draft, local.limits.vocab_size)
+
+
+def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
+    """Set how `model` computes its regions: with kernels if attention is a Triton kernel, with code
+    compiled for a CPU, or with the plain functions. Without a C++ compiler, the plain functions are
+    used and a warning is logged. float64 never uses kernels."""
+    regions, weight = Regions(), model.embed_weight
+    if is_triton and weight.dtype != torch.float64:
+        from common.models.regions.kernel_regions import KernelRegions
+
+        regions = KernelRegions()
+    elif is_compiled and weight.device.type == "cpu":
+        from common.models.regions.compiled_regions import compile_regions  # imports the compiler
+
+        regions = compile_regions(model)
+    model.regions = regions
+
+
+def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
+    """Return how the matrices of a model are packed, or None if they stay plain."""
+    if not config.pack_weights:
+        return None
+    dtype, device = model.embed_weight.dtype, model.embed_weight.device
+    if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
+        from common.models.regions.compiled_linear import compile_packing
+
+        if (compiled := compile_packing()) is not None:
+            return compiled
+    reason = reason_not_packed(dtype, device)
+    if reason is not None and config.batch_invariant:
+        raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
+    return ONEDNN if reason is None else None
+
+
+def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
+    """As `packing_of`, but None with adapters, which have to see the matrices before packing."""
+    return None if config.takes_adapters else packing_of(config, model)
+
+
+def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
+    """Pack the matrices that are not packed yet."""
+    if not config.pack_weights:
+        return
+    matrices = list(linear_layers(model))
+    if not all(matrix.is_packed for matrix in matrices):
+        if (packing := packing_of(config, model)) is not None:
+            model.pack_weights(packing)
+        else:
+            weight = model.embed_weight
+            reason = reason_not_packed(weight.dtype, weight.device)
+            logger.info("weights are not packed: %s", reason)
+    if matrices[0].is_packed and matrices[0].packing is ONEDNN:
+        move_to_huge_pages(matrix.packed_memory for matrix in matrices)
+        if model.num_parameters >= COMPILE_FROM_PARAMETERS and not config.batch_invariant:
+            from common.models.row_padding import pad_slow_counts
+
+            matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
+            pad_slow_counts(matrices, model.embed_weight.dtype)
+
+
+def compile_kernels(
+    config: EngineConfig, model: DecoderModel, draft: DecoderModel | None, vocab_size: int
+) -> None:
+    """Compile all kernels that the engine can launch on its GPU, so that no step has to wait."""
+    from common.runner.launch_configurations import launch_configurations
+    from common.runner.warm_up import warm_up
+    from kernel_launch import architecture_of
+
+    device = model.embed_weight.device
+    launches = launch_configurations(
+        model.rank_config,
+        config,
+        model.embed_weight.dtype,
+        architecture_of(device),
+        draft=None if draft is None else draft.rank_config,
+        vocab_size=vocab_size,
+        windows=model.groups.windows,
+    )
+    warm_up(launches, device)
+
+
+# -- KV
+
+
+def make_graph_maker(local: LocalRunner) -> GraphMaker | None:
     """Make the part that captures decode steps in graphs, or None without graphs."""
-    if not config.wants_graphs(loaded.model.embed_weight.device):
+    config, model, attention = local.config, local.loaded.model, local.attention
+    if not config.wants_graphs(model.embed_weight.device):
         return None
     from common.runner.graph_maker import GraphMaker
 
     backend = attention.backend, attention.is_triton
-    return GraphMaker.of(config, loaded.model, *backend, max_model_len, parts)
+    parts = [] if local.adapters is None else [local.adapters]
+    return GraphMaker.of(config, model, *backend, local.limits.max_model_len, parts)
 
 
-# -- sampling and draft tokens
+def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
+    """Return what the bytes of a KV block depend on besides tokens. Reads every weight."""
+    from weights_digest import weights_digest
+
+    model = f"{weights_digest(loaded.model.named_weights())} {loaded.config.numerics}"
+    shape = tuple(kv_cache.key_cache[0].shape[1:])
+    layout = f"{kv_cache.key_cache[0].dtype} {len(kv_cache.key_cache)} x {shape}"
+    return (("model", model), ("kv layout", layout), *loaded.model.namespace)
 
 
-def make_sampler(given: RunnerSpec, proposer: Proposer | None) -> BatchSampler:
-    if not given.loaded.model.collectives.ranks.is_last_stage:
+# -- the runner, its sampler and its draft tokens
+
+
+def make_state(local: LocalRunner) -> BatchState:
+    """Make the runner's copy of the requests, with its plugins in order."""
+    config, limits = local.config, local.limits
+    plugins: list[RunnerPlugin] = []
+    if local.adapters is not None:
+        from common.features.adapters.adapter_columns import AdapterColumns
+
+        plugins.append(AdapterColumns(local.adapters))
+    # Without a reference to `local`, which has the state and is freed with its last reference.
+    context = PluginContext(
+        local.tokenizer, local.loaded.path, limits.vocab_size, limits.eos_token_ids
+    )
+    late = {name: partial(make_lazily, where, context) for name, where in LAZY_PLUGINS.items()}
+    return BatchState(
+        config.max_num_seqs,
+        -(-limits.max_model_len // config.block_size),
+        SamplingColumns(eos_token_ids=limits.eos_token_ids),
+        plugins,
+        local.model.num_groups,
+        late if local.is_last_stage else {},  # these plugins need logits
+    )
+
+
+def make_lazily(where: str, context: PluginContext) -> RunnerPlugin:
+    return resolve_name(where)(context)
+
+
+def make_proposer(local: LocalRunner) -> Proposer | None:
+    """Make the proposer of draft tokens, or None if this rank proposes none. Raises `ValueError` if
+    the draft model's vocabulary size differs."""
+    spec_config, draft = local.config.speculation, local.draft
+    if spec_config is None or not local.is_last_stage:
+        return None
+    if not isinstance(spec_config.method, str):
+        return spec_config.method
+    make, num_tokens = resolve_name(PROPOSERS[spec_config.method]), spec_config.num_spec_tokens
+    if spec_config.method == "ngram":
+        return make(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
+    from common.sampling.speculative_sampler import ConstrainedDrafts
+
+    assert draft is not None
+    if draft.config.vocab_size != local.loaded.config.vocab_size:
+        raise ValueError(
+            "model of speculative must have the target's vocabulary of "
+            f"{local.loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
+        )
+    state, sampler = local.state, Sampler(local.limits.vocab_size, local.attention.rules)
+    return make(
+        draft.model,
+        allocate_kv_cache(draft, local.kv_cache.num_blocks, local.kv_cache.block_size),
+        local.attention.backend,
+        state,
+        num_tokens,
+        max_model_len=min(local.limits.max_model_len, draft.config.num_unhidden),
+        sampler=ConstrainedDrafts(sampler, state.sampling, state),
+    )
+
+
+def make_sampler(local: LocalRunner) -> BatchSampler:
+    if not local.is_last_stage:
         from common.runner.stage import NoSampler
 
         return NoSampler()
-    sampler = Sampler(given.vocab_size, given.attention.rules)
-    if proposer is None:
+    sampler = Sampler(local.limits.vocab_size, local.attention.rules)
+    if local.proposer is None:
         return sampler
-    return make_verifier(sampler, proposer, given.attention.is_triton)
+    return make_verifier(sampler, local.proposer, local.attention.is_triton)
 
 
 def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
@@ -511,55 +493,46 @@ def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> Batc
     return SpeculativeSampler(sampler, proposer.draft_probs, *rules)
 
 
-def make_draft_length(spec_config: SpeculativeConfig) -> DraftLength:
-    from speculating_runner import FixedLength
+def make_paged_runner(local: LocalRunner) -> PagedModelRunner:
+    config, attention = local.config, local.attention
+    model_parts = local.model, local.kv_cache, attention.backend
+    seed = config.seed if config.shuffle_batch else None
+    parts = *model_parts, local.state, local.sampler, attention.compose, seed
+    if config.pipeline_parallel_size > 1:
+        from common.runner.stage import StageRunner
 
-    if not spec_config.adaptive:
-        return FixedLength(spec_config.num_spec_tokens)
-    from adaptive_length import AdaptiveLength
+        return StageRunner(*parts)
+    graphs = None if local.make_graphs is None else local.make_graphs(local.kv_cache)
+    if graphs is None:
+        return PagedModelRunner(*parts)
+    from common.runner.graphs import GraphRunner
 
-    return AdaptiveLength(spec_config.num_spec_tokens)
+    return GraphRunner(*parts, graphs=graphs)
 
 
-def make_proposer(given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState) -> Proposer | None:
-    """Make the proposer of draft tokens, or None if this rank proposes none."""
-    spec_config = given.config.speculation
-    if spec_config is None or not given.loaded.model.collectives.ranks.is_last_stage:
+def make_speculation(
+    local: LocalRunner,
+    sequences: Mapping[str, OutputProcessor] | None,
+    wrap_length: Callable[[DraftLength], DraftLength] | None,
+) -> SpeculatingRunner | None:
+    """Make the runner that proposes and verifies draft tokens around the paged one, or None."""
+    spec_config, runner, proposer = local.config.speculation, local.paged, local.proposer
+    if spec_config is None or proposer is None:
         return None
-    if isinstance(spec_config.method, str):
-        return resolve_name(PROPOSERS[spec_config.method])(spec_config, given, kv_cache, state)
-    return spec_config.method
+    from common.runner.allowed_drafts import AllowedDrafts
+    from speculating_runner import FixedLength, SpeculatingRunner
 
+    if spec_config.adaptive:
+        from adaptive_length import AdaptiveLength
 
-def make_ngram(spec_config: SpeculativeConfig, *_: object) -> Proposer:
-    from ngram_index import BulkNgramProposer
+        length = AdaptiveLength(spec_config.num_spec_tokens)
+    else:
+        length = FixedLength(spec_config.num_spec_tokens)
+    if wrap_length is not None:
+        length = wrap_length(length)
+    if sequences is not None:
+        from common.runner.trimming_runner import TrimmingRunner
 
-    return BulkNgramProposer(
-        spec_config.num_spec_tokens, spec_config.max_ngram, spec_config.min_ngram
-    )
-
-
-def make_draft_model(
-    spec_config: SpeculativeConfig, given: RunnerSpec, kv_cache: PagedKVCache, state: BatchState
-) -> Proposer:
-    """Make the draft model's proposer. Raises `ValueError` if its vocabulary size differs."""
-    from common.sampling.speculative_sampler import ConstrainedDrafts
-    from draft_model_proposer import DraftModelProposer
-
-    loaded, draft = given.loaded, given.draft
-    assert draft is not None
-    if draft.config.vocab_size != loaded.config.vocab_size:
-        raise ValueError(
-            "model of speculative must have the target's vocabulary of "
-            f"{loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
-        )
-    sampler = Sampler(given.vocab_size, given.attention.rules)
-    return DraftModelProposer(
-        draft.model,
-        allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
-        given.attention.backend,
-        state,
-        spec_config.num_spec_tokens,
-        max_model_len=min(given.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(sampler, state.sampling, state),
-    )
+        runner = TrimmingRunner(runner, sequences)
+    drafts = AllowedDrafts(proposer, local.state)
+    return SpeculatingRunner(runner, drafts, length, local.state)

@@ -1,35 +1,37 @@
-"""The assembly of the scheduler's half of an engine: scheduler, KV memory and engine loop.
+"""The assembly of the scheduler's half of an engine: `SchedulerParts`, to be read from the top.
 
     role            chapter   part
-    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool
-    prefix cache       3      PrefixCacheLocal or RadixCache
+    steps in flight    1      an OverlapPlugin or a PipelinePlugin, and a QueuedRunner
     external KV        3      TieredCache, any KVConnector, or both, by a LoadingKVCacheManager
-    scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
-    plugins          1 to 5   made by `make_plugins`: steps in flight, drafts, forced preemption
+    KV memory         2, 3    UncachedKVCacheManager or CachedKVCacheManager over a BlockPool; with
+                              windows GroupedKVMemory or CachedGroupedMemory
+    prefix cache       3      PrefixCacheLocal or RadixCache
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
+    plugins          1 to 5   made by `make_plugins`: steps in flight, drafts, forced preemption
+    scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
     records            1      a RecordedScheduler around it, with observers that need the clock
     the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
-                              PipelinedEngineCore, over a QueuedRunner
+                              PipelinedEngineCore
 
 The runner is a `RunnerHandle`: in this process (`assembly.py`) or in others (`parallel/remote.py`).
-The code here is the same for both."""
+The code here is the same for both. A part that is not chosen is not imported."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from base_scheduler import BaseScheduler
 from block_pool import BlockPool
 from common.engine_config import PREFIX_CACHES, SCHEDULERS, EngineConfig, LearnsDurations
 from common.models.layer_groups import deal_layers
-from common.models.model_config import ModelConfig, ModelFacts
+from common.models.model_config import ModelFacts
 from engine_core import EngineCore
 from kv_memory import UncachedKVCacheManager
 from policies import POLICIES, SchedulePolicy, get_policy
@@ -42,8 +44,10 @@ if TYPE_CHECKING:
     from base_scheduler import SchedulerPlugin
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
+    from common.models.layer_groups import LayerGroups
+    from common.models.loader import Checkpoint, LoadedModel
     from common.requests.tokenizer import Tokenizer
-    from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
+    from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
@@ -92,113 +96,57 @@ class RunnerHandle:
     close: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of one engine."""
-
-    core: EngineCore
-    recorder: RecordedScheduler  # the scheduler, as the loop sees it
-    runner_handle: RunnerHandle
-    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
-    connector: KVConnector | None
-    adapters: AdapterNames | None = None
-    # Set if several steps can be in flight.
-    close_loop: Callable[[], None] | None = None
-    give_up: Callable[[], None] | None = None
-    in_flight_plans: InFlightPlans | None = None
-
-
-def find_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    longest = model.max_position_embeddings
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
-        )
-    return max_model_len
-
-
-def find_vocab_size(model: ModelConfig, num_tokens_in_tokenizer: int | None) -> int:
-    """Return the number of tokens that can be sampled. Checkpoints pad the vocabulary to a round
-    number, and a padding lane must never be sampled."""
-    return min(model.vocab_size, num_tokens_in_tokenizer or model.vocab_size)
-
-
-def find_eos_token_ids(
-    listed: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int
-) -> tuple[int, ...]:
-    """Return every id that ends a text: those of the model's files and the tokenizer's, as in vLLM
-    and SGLang. Many chat fine-tunes set only the tokenizer's to the token that ends a turn."""
-    eos = None if tokenizer is None else tokenizer.eos_token_id
-    ends = listed if eos is None or eos >= vocab_size else [*listed, eos]
-    return tuple(dict.fromkeys(ends))
-
-
-def assemble_around(config: EngineConfig, runner_handle: RunnerHandle) -> EngineParts:
-    """Make scheduler, KV memory and engine loop for a runner."""
-    connector, listener = make_connector(config, runner_handle)
-    overlaps = is_overlapped(config, runner_handle.model.device)
-    in_flight = make_in_flight_plugin(config, overlaps)
-    queued = None if in_flight is None else make_queued_runner(runner_handle)
-    wait_for_steps = None if queued is None else queued.wait_for_steps
-    num_blocks = runner_handle.kv_cache.num_blocks
-    windows = runner_handle.model.config.layer_windows
-    if windows and (groups := deal_layers(windows, runner_handle.max_model_len)).have_windows:
-        from common.assembly.windows import make_grouped_memory
-
-        kv_memory = make_grouped_memory(
-            config, num_blocks, groups.windows, runner_handle.model.device
-        )
-    else:
-        kv_memory = make_kv_memory(config, num_blocks, connector, listener, wait_for_steps)
-    chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(config, in_flight, runner_handle.num_lookahead_tokens)
-    parts = SchedulerParts(config, runner_handle.max_model_len, kv_memory, chunk_policy, plugins)
-    scheduler = make_scheduler(parts)
-    observers: list[Observer] = []
-    if connector is not None:
-        observers.append(partial(wait_for_loads, kv_memory))
-    if isinstance(chunk_policy, LearnsDurations):
-        observers.append(partial(tell_durations, chunk_policy))
-    recorder = RecordedScheduler(scheduler, observers)
-    if in_flight is None or queued is None:
-        core = EngineCore(recorder, runner_handle.runner)
-        return EngineParts(
-            core, recorder, runner_handle, kv_memory, connector, make_adapter_names(runner_handle)
-        )
-    core = make_multi_step_core(config, recorder, queued, in_flight)
-    ends, adapters = (core.close, core.give_up), make_adapter_names(runner_handle, queued)
-    return EngineParts(
-        core, recorder, runner_handle, kv_memory, connector, adapters, *ends, in_flight
-    )
-
-
-def make_adapter_names(
-    runner_handle: RunnerHandle, queued: QueuedRunner | None = None
-) -> AdapterNames | None:
-    if runner_handle.adapters is None:
-        return None
-    from common.features.adapters.adapter_names import AdapterNames
-
-    return AdapterNames(runner_handle.adapters, int if queued is None else queued.wait_for_steps)
-
-
-# -- the scheduler
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """The parts that a scheduler is made of; the argument of a function in `LLM(scheduler=...)`."""
+    """The parts of an engine around its runner, each made from those above it. A function in
+    `LLM(scheduler=...)` gets this object, in which every part above the scheduler is made."""
 
-    config: EngineConfig
-    max_model_len: int
-    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
-    chunk_policy: ChunkPolicy | None
-    plugins: Sequence[SchedulerPlugin] = ()
+    def __init__(self, config: EngineConfig, runner_handle: RunnerHandle) -> None:
+        self.config, self.runner_handle = config, runner_handle
+        self.max_model_len = runner_handle.max_model_len
+
+        # Several steps in flight: a plugin keeps their plans, and a runner their order.
+        self.in_flight_plans = make_in_flight_plugin(self)
+        self.queued_runner: QueuedRunner | None = None
+        self.wait_for_steps: Callable[[], object] = int
+        if self.in_flight_plans is not None:
+            from common.runner.overlap import QueuedRunner, ThreadedRunner
+
+            kind = QueuedRunner if runner_handle.is_queued else ThreadedRunner
+            self.queued_runner = kind(runner_handle.runner)
+            self.wait_for_steps = self.queued_runner.wait_for_steps
+
+        # KV: the memory outside of this engine, then the blocks, with or without a prefix cache.
+        self.connector, listener = make_connector(self)
+        self.kv_memory = make_kv_memory(self, listener)
+
+        # The scheduler, and its plugins in the order in which it calls them.
+        self.chunk_policy = make_chunk_policy(config)
+        self.plugins = make_plugins(self)
+        self.scheduler = make_scheduler(self)
+
+        # The loop, over the scheduler with a recorder around it.
+        self.recorder = RecordedScheduler(self.scheduler, [*make_observers(self)])
+        self.multi_step_core = make_multi_step_core(self)
+        self.core = self.multi_step_core or EngineCore(self.recorder, runner_handle.runner)
+
+        # The adapters' names, which requests use.
+        self.adapters: AdapterNames | None = None
+        if runner_handle.adapters is not None:
+            from common.features.adapters.adapter_names import AdapterNames
+
+            self.adapters = AdapterNames(runner_handle.adapters, self.wait_for_steps)
 
     @property
     def policy(self) -> SchedulePolicy:
-        return make_policy(self.config, self.kv_memory)
+        """Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
+        policy = self.config.policy
+        if isinstance(policy, SchedulePolicy):
+            return policy
+        if policy in POLICIES:
+            return get_policy(policy)()
+        from sglang_policies import policy_over
+
+        return policy_over(self.kv_memory, policy, self.config.seed)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -217,93 +165,114 @@ class SchedulerParts:
         }
 
 
-def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
-    """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
-    name_or_factory = parts.config.scheduler
-    if isinstance(name_or_factory, str):
-        return resolve_name(SCHEDULERS[name_or_factory])(parts)
-    scheduler = name_or_factory(parts)
-    is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
-    if not is_ours or not isinstance(scheduler, BaseScheduler):
-        raise ValueError(
-            f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
-        )
-    return scheduler
+# -- several steps in flight
 
 
-def make_two_phase(parts: SchedulerParts) -> SchedulerInterface:
-    from scheduler import Scheduler
-
-    watermark = parts.config.watermark
-    return Scheduler(*parts.limits, policy=parts.policy, watermark=watermark, **parts.options)
-
-
-def make_prefill_first(parts: SchedulerParts) -> SchedulerInterface:
-    from prefill_first_scheduler import PrefillFirstScheduler
-
-    config = parts.config
-    size = config.chunk_size or config.max_num_batched_tokens
-    return PrefillFirstScheduler(
-        *parts.limits,
-        policy=parts.policy,
-        chunked_prefill_size=size if config.cuts_prompts else None,
-        mixing=config.mixing,
-        **parts.options,
-    )
-
-
-def make_fcfs(parts: SchedulerParts) -> SchedulerInterface:
-    from caching_fcfs_scheduler import CachingFCFSScheduler
-
-    return CachingFCFSScheduler(parts.kv_memory, *parts.limits, parts.max_model_len, parts.plugins)
-
-
-def make_in_flight_plugin(
-    config: EngineConfig, overlaps: bool
-) -> OverlapPlugin | PipelinePlugin | None:
-    """Make the plugin for several steps in flight, or None if steps do not overlap."""
-    if config.pipeline_parallel_size > 1:
+def make_in_flight_plugin(parts: SchedulerParts) -> OverlapPlugin | PipelinePlugin | None:
+    """Make the plugin for several steps in flight, or None if each step ends before the next one is
+    planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
+    config, num_stages = parts.config, parts.config.pipeline_parallel_size
+    if num_stages > 1:
+        if config.overlap_scheduling is True:
+            logger.warning(
+                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
+                "step in flight anyway, and no step is planned after a token that is not known"
+            )
         from pipeline_plugin import PipelinePlugin
 
-        return PipelinePlugin(config.pipeline_parallel_size)
-    if not overlaps:
+        return PipelinePlugin(num_stages)
+    if not config.wants_overlap(parts.runner_handle.model.device):
+        return None
+    if (name := config.needs_ends_of_steps) is not None:
+        logger.warning(
+            "overlap_scheduling has no effect with %s: each step ends before the next one is "
+            "planned",
+            name,
+        )
         return None
     from overlap_plugin import OverlapPlugin
 
     return OverlapPlugin()
 
 
-def make_plugins(
-    config: EngineConfig, in_flight: SchedulerPlugin | None, num_lookahead_tokens: int | None
-) -> list[SchedulerPlugin]:
-    """Make the scheduler's plugins, in the order in which it calls them. `num_lookahead_tokens` is
-    None without speculative decoding."""
-    plugins = [] if in_flight is None else [in_flight]
-    if num_lookahead_tokens is not None:
-        from draft_plugin import DraftPlugin
+def make_multi_step_core(parts: SchedulerParts) -> OverlappedEngineCore | None:
+    """Make the engine loop for several steps in flight, or None for chapter 1's."""
+    runner, plans = parts.queued_runner, parts.in_flight_plans
+    if runner is None or plans is None:
+        return None
+    if (num_stages := parts.config.pipeline_parallel_size) > 1:
+        from common.runner.pipeline import PipelinedEngineCore
 
-        plugins.append(DraftPlugin(num_lookahead_tokens))
-    if config.takes_adapters:
-        from adapter_limit import MaxLoRAs
+        return PipelinedEngineCore(parts.recorder, runner, plans, num_stages)
+    from common.runner.overlap import OverlappedEngineCore
 
-        plugins.append(MaxLoRAs(config.max_adapters))
-    if config.preempt_every is not None:
-        from forced_preemption import ForcedPreemption
-
-        spares_pinned = config.scheduler == "prefill_first"
-        plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
-    return plugins
+    return OverlappedEngineCore(parts.recorder, runner, plans)
 
 
-def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> SchedulePolicy:
-    """Make the policy. Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
-    if isinstance(config.policy, SchedulePolicy):
-        return config.policy
-    if config.policy in POLICIES:
-        return get_policy(config.policy)()
-    from sglang_policies import policy_over
+# -- KV
 
-    return policy_over(kv_memory, config.policy, config.seed)
+
+def make_connector(parts: SchedulerParts) -> tuple[KVConnector | None, CacheListener | None]:
+    """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
+    the listener that is notified of cached blocks."""
+    config, tiers = parts.config, None
+    if config.kv_tiers is not None:
+        from tiered_cache import TieredCache
+
+        tiers = TieredCache(config.kv_tiers)
+    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
+    if not connectors:
+        return None, None
+    from kv_connector import ConnectorChain
+
+    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
+    io, namespace = parts.runner_handle.block_io()
+    connector.bind(io, config.block_size, namespace)
+    return connector, tiers
+
+
+def make_kv_memory(
+    parts: SchedulerParts, listener: CacheListener | None
+) -> UncachedKVCacheManager | CachedKVCacheManager:
+    config, model = parts.config, parts.runner_handle.model
+    pool, block_size = BlockPool(parts.runner_handle.kv_cache.num_blocks), config.block_size
+    groups = deal_layers(model.config.layer_windows or (None,), parts.max_model_len)
+    if groups.have_windows:
+        from cached_grouped_memory import CachedGroupedMemory
+        from grouped_kv_memory import GroupedKVMemory
+
+        kind = GroupedKVMemory if config.prefix_cache is None else CachedGroupedMemory
+        return kind(pool, block_size, groups.windows, config.num_in_flight_tokens(model.device))
+    if config.prefix_cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    cache = make_cache(config, pool, listener)
+    if parts.connector is None:
+        from cached_kv_cache_manager import CachedKVCacheManager
+
+        return CachedKVCacheManager(pool, block_size, cache)
+    from loading_kv_cache_manager import LoadingKVCacheManager
+
+    return LoadingKVCacheManager(pool, block_size, cache, parts.connector, parts.wait_for_steps)
+
+
+def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | None) -> Any:
+    """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
+    kind, block_size = config.prefix_cache, config.block_size
+    if isinstance(kind, str):
+        size = {"page_size" if kind == "radix" else "block_size": block_size}
+        return resolve_name(PREFIX_CACHES[kind])(pool=pool, listener=listener, **size)
+    assert kind is not None
+    cache = kind(pool=pool, block_size=block_size, listener=listener)
+    is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
+    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
+        raise ValueError(
+            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
+            f"got {cache!r}"
+        )
+    return cache
+
+
+# -- the scheduler
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
@@ -324,140 +293,161 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
     return AdaptiveChunks(config.target_step_ms, *limits)
 
 
-def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
-    """Notify a chunk policy of a step's duration. An observer of the recorder."""
-    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
-    policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
+def make_plugins(parts: SchedulerParts) -> list[SchedulerPlugin]:
+    """Make the scheduler's plugins, in the order in which it calls them."""
+    config, num_lookahead_tokens = parts.config, parts.runner_handle.num_lookahead_tokens
+    plugins: list[SchedulerPlugin] = []
+    if parts.in_flight_plans is not None:
+        plugins.append(parts.in_flight_plans)
+    if num_lookahead_tokens is not None:
+        from draft_plugin import DraftPlugin
+
+        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if config.takes_adapters:
+        from adapter_limit import MaxLoRAs
+
+        plugins.append(MaxLoRAs(config.max_adapters))
+    if config.preempt_every is not None:
+        from forced_preemption import ForcedPreemption
+
+        spares_pinned = config.scheduler == "prefill_first"
+        plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
+    return plugins
 
 
-# -- the loop
-
-
-def is_overlapped(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a step is planned while the previous one runs. If that is requested but not possible,
-    logs a warning, and each step ends before the next one is planned."""
-    if config.pipeline_parallel_size > 1:
-        if config.overlap_scheduling is True:
-            logger.warning(
-                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
-                "step in flight anyway, and no step is planned after a token that is not known"
+def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
+    """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
+    config, kind = parts.config, parts.config.scheduler
+    if not isinstance(kind, str):
+        scheduler = kind(parts)
+        is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
+        if not is_ours or not isinstance(scheduler, BaseScheduler):
+            raise ValueError(
+                f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
             )
-        return False
-    if not config.wants_overlap(device):
-        return False
-    if (name := config.needs_ends_of_steps) is not None:
-        logger.warning(
-            "overlap_scheduling has no effect with %s: each step ends before the next one is "
-            "planned",
-            name,
-        )
-    return name is None
+        return scheduler
+    make, limits = resolve_name(SCHEDULERS[kind]), parts.limits
+    if kind == "fcfs":
+        return make(parts.kv_memory, *limits, parts.max_model_len, parts.plugins)
+    if kind == "two_phase":
+        return make(*limits, policy=parts.policy, watermark=config.watermark, **parts.options)
+    size = config.chunk_size or config.max_num_batched_tokens
+    chunked = {"chunked_prefill_size": size if config.cuts_prompts else None}
+    return make(*limits, policy=parts.policy, mixing=config.mixing, **chunked, **parts.options)
 
 
-def make_queued_runner(runner_handle: RunnerHandle) -> QueuedRunner:
-    """Make a runner for a loop that starts a step while another one is in flight."""
-    from common.runner.overlap import QueuedRunner, ThreadedRunner
-
-    return (QueuedRunner if runner_handle.is_queued else ThreadedRunner)(runner_handle.runner)
+# -- what the loop does besides its steps
 
 
-def make_multi_step_core(
-    config: EngineConfig,
-    recorder: RecordedScheduler,
-    runner: QueuedRunner,
-    scheduler: InFlightPlans,
-) -> OverlappedEngineCore:
-    """Make the engine loop for several steps in flight. `scheduler` keeps their plans."""
-    if config.pipeline_parallel_size > 1:
-        from common.runner.pipeline import PipelinedEngineCore
-
-        return PipelinedEngineCore(recorder, runner, scheduler, config.pipeline_parallel_size)
-    from common.runner.overlap import OverlappedEngineCore
-
-    return OverlappedEngineCore(recorder, runner, scheduler)
-
-
-# -- KV
-
-
-def make_kv_memory(
-    config: EngineConfig,
-    num_blocks: int,
-    connector: KVConnector | None,
-    listener: CacheListener | None,
-    wait_for_steps: Callable[[], object] | None = None,
-) -> UncachedKVCacheManager | CachedKVCacheManager:
-    """Make the KV memory. `wait_for_steps` is the runner's, if steps can be in flight."""
-    pool, block_size = BlockPool(num_blocks), config.block_size
-    if config.prefix_cache is None:
-        return UncachedKVCacheManager(pool, block_size)
-    cache = make_cache(config.prefix_cache, pool, block_size, listener)
-    if connector is None:
-        from cached_kv_cache_manager import CachedKVCacheManager
-
-        return CachedKVCacheManager(pool, block_size, cache)
-    from loading_kv_cache_manager import LoadingKVCacheManager
-
-    return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
-
-
-def make_cache(
-    name_or_factory: str | Callable[..., PrefixCache],
-    pool: BlockPool,
-    block_size: int,
-    listener: CacheListener | None,
-) -> PrefixCache:
-    """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
-    if isinstance(name_or_factory, str):
-        return resolve_name(PREFIX_CACHES[name_or_factory])(pool, block_size, listener)
-    cache = name_or_factory(pool=pool, block_size=block_size, listener=listener)
-    is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
-    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
-        raise ValueError(
-            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
-            f"got {cache!r}"
-        )
-    return cache
-
-
-def make_hash_cache(
-    pool: BlockPool, block_size: int, listener: CacheListener | None
-) -> PrefixCache:
-    from prefix_cache_local import PrefixCacheLocal
-
-    return PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
-
-
-def make_radix_cache(
-    pool: BlockPool, block_size: int, listener: CacheListener | None
-) -> PrefixCache:
-    from radix_cache import RadixCache
-
-    return RadixCache(page_size=block_size, pool=pool, listener=listener)
-
-
-def make_connector(
-    config: EngineConfig, runner_handle: RunnerHandle
-) -> tuple[KVConnector | None, CacheListener | None]:
-    """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
-    the listener that is notified of cached blocks."""
-    tiers = None
-    if config.kv_tiers is not None:
-        from tiered_cache import TieredCache
-
-        tiers = TieredCache(config.kv_tiers)
-    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
-    if not connectors:
-        return None, None
-    from kv_connector import ConnectorChain
-
-    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
-    io, namespace = runner_handle.block_io()
-    connector.bind(io, config.block_size, namespace)
-    return connector, tiers
+def make_observers(parts: SchedulerParts) -> Iterator[Observer]:
+    if parts.connector is not None:
+        yield partial(wait_for_loads, parts.kv_memory)
+    if isinstance(parts.chunk_policy, LearnsDurations):
+        yield partial(tell_durations, parts.chunk_policy)
 
 
 def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
     """Wait for KV loads if a step computed nothing while requests wait. An observer."""
     if not record.num_scheduled_tokens and record.num_waiting:
         kv_memory.wait_for_loads()
+
+
+def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
+    """Notify a chunk policy of a step's duration. An observer of the recorder."""
+    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+    policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
+
+
+# -- the limits, known before any part is made
+
+
+class Limits(NamedTuple):
+    """Numbers of a model that every part can rely on."""
+
+    max_model_len: int
+    vocab_size: int  # the tokens that can be sampled
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
+
+
+def find_limits(
+    config: EngineConfig, model: Checkpoint | LoadedModel, tokenizer: Tokenizer | None
+) -> Limits:
+    """Return the limits of an engine over `model`. Checkpoints pad the vocabulary to a round
+    number, and a padding lane must never be sampled. A text ends at the ids of the model's files
+    and at the tokenizer's, as in vLLM and SGLang, because many chat fine-tunes set only the
+    tokenizer's to the token that ends a turn. Raises `ValueError` if the model does not allow the
+    configuration."""
+    longest = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
+        )
+    check_windows(config, deal_layers(model.config.layer_windows or (None,), max_model_len))
+    vocab_size, ends = model.config.vocab_size, list(model.generation_eos_token_ids)
+    if tokenizer is not None:
+        vocab_size, eos = min(vocab_size, tokenizer.vocab_size), tokenizer.eos_token_id
+        ends += [] if eos is None or eos >= vocab_size else [eos]
+    return Limits(max_model_len, vocab_size, tuple(dict.fromkeys(ends)))
+
+
+def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
+    """Raise `ValueError` for options that are not supported for layers with a window."""
+    if not groups.have_windows:
+        return
+    spec_config = config.speculation
+    refused = {
+        # A draft model's keys use the slots of layers with full attention.
+        'speculative other than "ngram", where no layer sees everything,': (
+            spec_config is not None and spec_config.method != "ngram" and None not in groups.windows
+        ),
+        "kv_tiers": config.kv_tiers is not None,
+        "kv_connector": config.kv_connector is not None,
+        f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
+        f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
+    }
+    window = min(window for window in groups.windows if window is not None)
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} is not supported for layers with a window; set max_model_len={window}, "
+                "with which no layer has one"
+            )
+    logger.info(
+        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
+        "unused",
+        len(groups.windows),
+        len(groups.windows) * groups.num_tensors,
+        groups.num_unused,
+    )
+
+
+# -- parts that belong to one engine
+
+_claims: dict[int, object] = {}  # by id, which is reused after an object is collected
+
+
+@contextmanager
+def claim_exclusive(parts: Mapping[str, object]) -> Iterator[None]:
+    """Claim these parts (by argument name) for one engine, because they can keep state of its
+    requests. Raises `ValueError` if another engine has one of them. If the engine cannot be made,
+    the parts are released. A connector checks that itself, in `bind`; an attention backend can
+    serve several engines, because its state of a step is in the plan."""
+    taken: list[int] = []
+    try:
+        for field, part in parts.items():
+            key = id(part)
+            if key in _claims:
+                raise ValueError(
+                    f"{field} must belong to this engine, got {part!r}; make one for each engine"
+                )
+            try:
+                _claims[key] = weakref.ref(part, lambda _, key=key: _claims.pop(key, None))
+            except TypeError:  # its class has no `__weakref__` slot, so it is kept
+                _claims[key] = part
+            taken.append(key)
+        yield
+    except BaseException:
+        for key in taken:
+            _claims.pop(key, None)
+        raise

@@ -21,23 +21,13 @@ PAGE = Path(__file__).parent / "page"
 # Each script has a scope of its own, adds to the one global, `Watch`, and uses earlier ones. Scenes
 # are in reading order.
 SCRIPTS = (
-    *("language.js", "settings.js", "frames.js", "film.js"),
-    *("store.js", "colours.js", "canvas.js", "reasons.js"),
-    *(
-        "shell.js",
-        "panels.js",
-        "moments.js",
-        "files.js",
-        "compare.js",
-        "knob.js",
-        "guide.js",
-        "caption.js",
-    ),
-    *("help.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
-    *("grid_marks.js", "grid_words.js", "grid_paint.js", "grid_legend.js", "grid.js"),
+    *("language.js", "frames.js", "film.js", "store.js", "colours.js", "canvas.js", "reasons.js"),
+    *("shell.js", "panels.js", "moments.js", "files.js", "compare.js", "knob.js", "guide.js"),
+    *("caption.js", "keys.js", "token_text.js", "block_facts.js", "source_view.js"),
+    *("grid_words.js", "grid_paint.js", "grid.js"),
     *("sentence_words.js", "words_sentences.js", "words_tokens.js", "words.js"),
-    *("pool_details.js", "pool_looks.js", "pool_painters.js", "pool.js"),
-    *("cache_layout.js", "cache_boxes.js", "cache_map.js", "cache.js"),
+    *("pool_details.js", "pool_painters.js", "pool.js"),
+    *("cache_layout.js", "cache_map.js", "cache.js"),
     *("queue.js", "clock.js"),
 )
 STYLES = ("watch.css", "scenes.css", "caption.css")

@@ -31,13 +31,14 @@ from common.events.memory_changes import MemoryChanges
 from common.events.run_line import describe_run, open_file
 from common.events.text_deltas import TextDeltas
 from common.events.wait_reasons import WaitReasons
+from common.requests.engine_plugin import EnginePlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
 from step_plan import StepResults
 
 if TYPE_CHECKING:
-    from common.assembly.scheduler_assembly import EngineParts
+    from common.assembly.scheduler_assembly import SchedulerParts
     from common.engine_config import EngineConfig
     from common.requests.output_processor import OutputProcessor
     from common.requests.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class FrameRecorder:
+class FrameRecorder(EnginePlugin):
     """Records the engine that consists of `parts`. `members` are the sequences of its open
     requests, whose texts are recorded, too. A `SchedulerInterface` that wraps another. Raises what
     `open_file` or a user's part raises, and then leaves the engine unchanged. The first write that
@@ -56,7 +57,7 @@ class FrameRecorder:
         self,
         events: str | Path | TextIO,
         config: EngineConfig,
-        parts: EngineParts,
+        parts: SchedulerParts,
         members: Mapping[str, OutputProcessor],
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -385,7 +386,7 @@ class FrameRecorder:
             result=[result],
         )
 
-    def failed(self, error: BaseException | None) -> None:
+    def on_error(self, error: BaseException | None) -> None:
         """Record a failed step; steps in flight have no results. `error` is None if the exception
         is unknown."""
         self._close_step()

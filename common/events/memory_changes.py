@@ -25,7 +25,7 @@ from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import NormalKeys, PrefixCache, PrefixMatch
 
 if TYPE_CHECKING:
-    from common.assembly.scheduler_assembly import EngineParts
+    from common.assembly.scheduler_assembly import SchedulerParts
 
 
 class MemoryChanges(LoadListener):
@@ -33,7 +33,7 @@ class MemoryChanges(LoadListener):
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: SchedulerParts,
         found: Callable[[PrefixMatch], object],
         tenant_of: Callable[[str], str],
     ) -> None:

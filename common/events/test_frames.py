@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.events.frame_recorder import FrameRecorder
-from common.events.frames import REASONS, VERSION, apply, diff, empty_frame
+from common.events.frames import (
+    REASONS,
+    VERSION,
+    apply,
+    diff,
+    empty_frame,
+    happened,
+    reasons_to_wait,
+)
 from common.events.hidden_frames import HIDDEN, hide_texts
 from common.events.memory_changes import MemoryChanges
 from common.tests.film_runs import Workshop, check_film
@@ -45,6 +53,25 @@ def test_a_difference_leads_from_any_value_to_any_other(before: Any, after: Any)
 def test_the_form_of_a_difference(before: Any, after: Any, changes: Any) -> None:
     assert diff(before, after) == changes
     assert apply(before, changes) == after
+
+
+def test_a_request_with_the_id_of_one_that_has_ended_is_another_request() -> None:
+    """The second request can arrive and end in one frame, the one after the first one's end."""
+    row = {"num_preemptions": 0, "finish": {"reason": "stop"}}
+    before = empty_frame(9) | {"requests": {"a": row | {"number": 0}}, "outputs": {"a": [5, 6]}}
+    after = empty_frame(9) | {"requests": {"a": row | {"number": 1}}, "outputs": {"a": [7]}}
+    found = happened(before, after | {"result": {"number": 0}})
+    assert (found["arrived"], found["finished"], found["tokens"]) == (["a"], ["a"], {"a": [7]})
+
+
+def test_requests_wait_for_the_reasons_of_the_last_plan() -> None:
+    """Two steps can be in flight."""
+    plans = {
+        "3": {"stop": ["seat", ""]},
+        "4": {"stop": ["budget", "a"], "skipped": {"b": "parent"}},
+    }
+    frame = empty_frame(9) | {"waiting": ["a", "b"], "in_flight": plans}
+    assert reasons_to_wait(frame) == {"a": "budget", "b": "parent"}
 
 
 # -- the law
@@ -122,13 +149,13 @@ def test_texts_are_hidden_from_viewers_that_may_not_read_them(
         shown = apply(shown, line["changes"])
         hidden = apply(hidden, hide_texts(line, may_read)["changes"])
         for name, ids in shown["outputs"].items():
-            row, pieces = hidden["requests"][name], hidden["pieces"][name]
+            row, deltas = hidden["requests"][name], hidden["pieces"][name]
             if may_read(name):
                 assert hidden["outputs"][name] == ids and row == shown["requests"][name]
                 continue
             num_hidden += len(ids)
             assert hidden["outputs"][name] == [HIDDEN] * len(ids)
-            assert set(row["prompt"]) == {HIDDEN} and not any((*pieces, *row["prompt_pieces"]))
+            assert set(row["prompt"]) == {HIDDEN} and not any((*deltas, *row["prompt_pieces"]))
             assert not any(row[label] for label in ("tenant", "order_key", "adapter", "grammar"))
         if line["at"] == "start":  # a block in a table of theirs has tokens of theirs
             readable = [groups for name, groups in shown["tables"].items() if may_read(name)]
@@ -143,6 +170,13 @@ def test_texts_are_hidden_from_viewers_that_may_not_read_them(
         for name in shown.keys() - unsaid:
             assert hidden[name] == shown[name]
     assert num_hidden
+
+
+def test_discarded_tokens_and_messages_of_errors_are_hidden() -> None:
+    result = {"discarded": {"a": [5], "b": [6]}, "error": "ValueError: b wrote hello"}
+    line = {"at": "failed", "changes": {"result": [result]}}
+    (hidden,) = hide_texts(line, lambda name: name == "a")["changes"]["result"]
+    assert hidden == {"discarded": {"a": [5], "b": [HIDDEN]}, "error": "ValueError"}
 
 
 # -- the page about them
@@ -162,5 +196,5 @@ def test_the_page_lists_every_key_and_every_reason() -> None:
     shown = [line.strip() for line in page.splitlines() if line.startswith('    {"at"')]
     run = json.dumps({"kind": "run", "version": VERSION, "num_blocks": 9})
     film = Film(f"{line}\n" for line in (run, *shown))
-    assert [what["published"] for what in film.step(0).happened] == [{}, {}, {"b": [4]}]
+    assert [happened["published"] for happened in film.step(0).happened] == [{}, {}, {"b": [4]}]
     assert f"## The format, version {VERSION}" in page

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,14 @@ import torch
 
 from acceptance import SpecDecodeStats
 from common.assembly.scheduler_assembly import (
-    EngineParts,
+    Limits,
     Namespace,
     RunnerHandle,
-    assemble_around,
-    find_eos_token_ids,
-    find_max_model_len,
-    find_vocab_size,
+    SchedulerParts,
+    find_limits,
 )
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
-from common.models.loader import Checkpoint, read_checkpoint
+from common.models.loader import Checkpoint, LoadedModel, read_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelFacts
 from common.models.ranks import Ranks
@@ -238,16 +236,19 @@ class RemoteAdapters:
 
 
 def assemble_remote(
-    config: EngineConfig, tokenizer: Tokenizer | None, sequences: Mapping[str, OutputProcessor]
-) -> tuple[EngineParts, Tokenizer]:
+    config: EngineConfig,
+    loaded: LoadedModel | None,
+    draft: LoadedModel | None,
+    tokenizer: Tokenizer | None,
+    sequences: Mapping[str, OutputProcessor],
+) -> tuple[SchedulerParts, Tokenizer]:
     """Start the workers and make a scheduler for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
+    if loaded is not None or draft is not None:
+        raise ValueError("cannot send a loaded model to other processes; name its directory")
     checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
     tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-    max_model_len = find_max_model_len(config, checkpoint.config)
-    vocab_size = find_vocab_size(checkpoint.config, tokenizer.vocab_size)
-    eos = find_eos_token_ids(checkpoint.generation_eos_token_ids, tokenizer, vocab_size)
-    checkpoint = replace(checkpoint, generation_eos_token_ids=eos)
+    limits = find_limits(config, checkpoint, tokenizer)
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     all_ranks = [Ranks(*sizes, rank) for rank in range(config.num_ranks)]
     for ranks in all_ranks:
@@ -262,11 +263,10 @@ def assemble_remote(
         started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants
     )
     try:
-        messages = _start_messages(config, checkpoint, device, started, [max_model_len, vocab_size])
-        facts = executor.start(messages)
-        sizes = max_model_len, vocab_size, num_parameters
+        facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
+        sizes = limits, num_parameters
         runner_handle = _make_runner_handle(config, checkpoint, executor, facts, *sizes, sequences)
-        return assemble_around(config, runner_handle), tokenizer
+        return SchedulerParts(config, runner_handle), tokenizer
     except BaseException:
         executor.close()
         raise
@@ -277,7 +277,7 @@ def _start_messages(
     checkpoint: Checkpoint,
     device: torch.device,
     started: StartedWorkers,
-    limits: list[int],
+    limits: Limits,
 ) -> list[bytes]:
     config_map = config_to_map(config) | {
         "model": str(checkpoint.path.resolve()),
@@ -289,8 +289,8 @@ def _start_messages(
             "start",
             config=config_map,
             rank=link.rank,
-            limits=limits,
-            eos_token_ids=list(checkpoint.generation_eos_token_ids),
+            limits=[limits.max_model_len, limits.vocab_size],
+            eos_token_ids=list(limits.eos_token_ids),
             meeting=[started.store_host, started.store_port, host],
             threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -332,8 +332,7 @@ def _make_runner_handle(
     checkpoint: Checkpoint,
     executor: Executor,
     facts: Sequence[dict[str, Any]],
-    max_model_len: int,
-    vocab_size: int,
+    limits: Limits,
     num_parameters: int,
     sequences: Mapping[str, OutputProcessor],
 ) -> RunnerHandle:
@@ -359,7 +358,7 @@ def _make_runner_handle(
 
     model = ModelFacts(
         checkpoint.config,
-        checkpoint.generation_eos_token_ids,
+        limits.eos_token_ids,
         torch.device(facts[0]["device"]),
         getattr(torch, facts[0]["dtype"]),
         num_parameters,
@@ -368,8 +367,8 @@ def _make_runner_handle(
         runner,
         model,
         kv_cache,
-        max_model_len,
-        vocab_size,
+        limits.max_model_len,
+        limits.vocab_size,
         block_io,
         is_queued=True,
         speculation=counting,

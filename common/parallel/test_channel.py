@@ -54,7 +54,7 @@ def test_messages_of_every_length_arrive_whole_and_in_order():
     assert arrived == [data[::-1] for data in sent]
 
 
-def test_the_end_is_noticed_by_who_sends_and_by_who_receives():
+def test_the_end_is_noticed_by_sender_and_receiver():
     driver, worker = pair()
     driver.close()
     with pytest.raises(ChannelClosed):
@@ -101,13 +101,13 @@ def test_interrupts_are_the_main_threads_business():
 
 def test_a_rank_in_a_collective_is_said_to_wait():
     line = Lifeline(pair()[0].sock, parent=None)
-    said: dict = {}
+    facts: dict = {}
     code = compile("said |= line.location()", "/engine/collectives.py", "exec")
-    exec(code, {"line": line, "said": said})
-    assert said["is_waiting"] and not line.location()["is_waiting"]
+    exec(code, {"line": line, "said": facts})
+    assert facts["is_waiting"] and not line.location()["is_waiting"]
 
 
-def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
+def test_a_lifeline_names_its_process_and_a_silent_peer_is_refused():
     (one, its_one), (two, _its_two), (three, its_three) = pair(), pair(), pair()
     line = Lifeline(its_one.sock, parent=None)
     line.step = 7
@@ -122,8 +122,8 @@ def test_a_lifeline_says_where_the_process_is_and_who_is_silent_does_not():
     assert not line.is_alive()
 
 
-@pytest.mark.parametrize("what", ["the driver is gone", "it has another parent", "it is over"])
-def test_a_process_ends_with_its_driver_whatever_it_does(what, monkeypatch):
+@pytest.mark.parametrize("fault", ["the driver is gone", "it has another parent", "it is over"])
+def test_a_process_ends_with_its_driver_whatever_it_does(fault, monkeypatch):
     (driver, worker), ended = pair(), threading.Event()
 
     def exit_process(code: int) -> None:
@@ -131,14 +131,14 @@ def test_a_process_ends_with_its_driver_whatever_it_does(what, monkeypatch):
         ended.set()
 
     monkeypatch.setattr(channel_module.os, "_exit", exit_process)
-    line = Lifeline(worker.sock, parent=-1 if what == "it has another parent" else None)
-    line.is_over = what == "it is over"
+    line = Lifeline(worker.sock, parent=-1 if fault == "it has another parent" else None)
+    line.is_over = fault == "it is over"
     line.start()
     assert not ended.wait(0.1)
-    if what != "it has another parent":
+    if fault != "it has another parent":
         driver.close()
     line.join(5)
-    assert not line.is_alive() and ended.is_set() == (what != "it is over")
+    assert not line.is_alive() and ended.is_set() == (fault != "it is over")
 
 
 # -- the driver
@@ -147,11 +147,11 @@ def test_a_process_ends_with_its_driver_whatever_it_does(what, monkeypatch):
 class Actor:
     """A worker that is played: `answer(step)` are its messages to a plan."""
 
-    def __init__(self, rank: int, answer: Callable[[int], list[bytes]], where: dict | None) -> None:
+    def __init__(self, rank: int, answer: Callable[[int], list[bytes]], facts: dict | None) -> None:
         channel, self.channel = pair()
         lifeline, self.lifeline = pair()
         self.link = Link(rank, channel, lifeline)
-        self.answer, self.where = answer, where
+        self.answer, self.facts = answer, facts
         for play in (self.work, self.live):
             threading.Thread(target=play, daemon=True).start()
 
@@ -159,10 +159,10 @@ class Actor:
         try:
             while True:
                 kinds = {"plan": ("step",), "read": (), "write": ("data",), "close": ()}
-                kind, told = message.unpack(self.channel.receive(), kinds)
+                kind, received = message.unpack(self.channel.receive(), kinds)
                 if kind == "close":
                     break
-                for data in self.answer(told.get("step", -1)):
+                for data in self.answer(received.get("step", -1)):
                     if data == b"":
                         self.channel.close()
                         return
@@ -173,9 +173,9 @@ class Actor:
 
     def live(self) -> None:
         try:
-            while self.where is not None:
+            while self.facts is not None:
                 self.lifeline.receive()
-                self.lifeline.send(json.dumps(self.where).encode())
+                self.lifeline.send(json.dumps(self.facts).encode())
         except (ChannelClosed, OSError):
             pass
 
@@ -193,8 +193,8 @@ def silent(step: int) -> list[bytes]:
 
 
 def broken(kind: str, is_collective: bool) -> Callable[[int], list[bytes]]:
-    what = {"kind_of_error": kind, "sentence": "so it is"}
-    return lambda step: [message.pack("error", **what, is_collective=is_collective)]
+    fault = {"kind_of_error": kind, "sentence": "so it is"}
+    return lambda step: [message.pack("error", **fault, is_collective=is_collective)]
 
 
 def location(is_waiting: bool, step: int | None = 3) -> dict:
@@ -208,6 +208,13 @@ def played(
     return Executor([actor.link for actor in made], output_rank, timeout_s, compares)
 
 
+def linked(num: int, timeout_s: float = 5.0) -> tuple[Executor, list[Channel]]:
+    """An executor without actors, and the workers' ends of its channels."""
+    pairs = [pair() for _ in range(num)]
+    links = [Link(rank, ours, pair()[0]) for rank, (ours, _) in enumerate(pairs)]
+    return Executor(links, 0, timeout_s), [its for _, its in pairs]
+
+
 def step(executor: Executor, number: int = 3) -> dict:
     executor.send(message.pack("plan", step=number))
     return executor.wait_for_output(number)
@@ -218,7 +225,7 @@ def impatient(monkeypatch) -> None:
     monkeypatch.setattr(executor_module, "GRACE_S", 0.2)
 
 
-def test_answers_that_nobody_waited_for_are_forgotten():
+def test_answers_without_a_waiting_call_are_dropped():
     executor = played((right, location(True)), (silent, location(True)), timeout_s=5)
     for number in range(3):
         executor.send(message.pack("plan", step=number))
@@ -229,17 +236,16 @@ def test_answers_that_nobody_waited_for_are_forgotten():
         step(executor)
 
 
-def test_an_adapter_that_was_read_for_nobody_is_forgotten():
-    """Whoever wanted it was interrupted, and its ranks read on."""
-    one, its_one = pair()
-    executor = Executor([Link(0, one, pair()[0])], 0, 5.0)
+def test_an_adapter_read_for_an_interrupted_call_is_dropped():
+    """The requesting call was interrupted, and its ranks read on."""
+    executor, (its_one,) = linked(1)
     executor.loading[2] = {}
     for number in (1, 2):
-        said = {"number": number, "digest": "d", "kind_of_error": "", "sentence": ""}
-        its_one.send(message.pack("adapter", **said))
+        facts = {"number": number, "digest": "d", "kind_of_error": "", "sentence": ""}
+        its_one.send(message.pack("adapter", **facts))
     for _ in as_long_as(lambda: not executor.loading[2], seconds=20):
         executor.look(1.0)
-    assert executor.loading == {2: {0: said}}
+    assert executor.loading == {2: {0: facts}}
 
 
 def test_two_that_talk_at_once_do_not_wait_for_each_other():
@@ -333,21 +339,19 @@ def test_ranks_that_have_sampled_different_tokens_are_named():
 
 
 @pytest.mark.parametrize("second, raised", [("ValueError", ValueError), ("KeyError", WorkerError)])
-def test_what_is_wrong_at_the_start_is_the_users_if_all_ranks_say_so(second, raised):
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    for its, kind in ((its_one, "ValueError"), (its_two, second)):  # said before anybody asks
+def test_a_startup_error_is_the_users_if_all_ranks_report_it(second, raised):
+    executor, ends = linked(2)
+    for its, kind in zip(ends, ("ValueError", second)):  # sent before any read
         its.send(broken(kind, False)(0)[0])
     with pytest.raises(raised, match="so it is"):
         executor.start([b"start"] * 2)
 
 
-def test_who_has_half_a_message_is_not_told_goodbye(monkeypatch):
-    """It would read that as the other half."""
+def test_a_peer_with_half_a_message_gets_no_goodbye(monkeypatch):
+    """The peer would read a goodbye as the second half of the message."""
     monkeypatch.setattr(executor_module, "CLOSE_TIMEOUT_S", 0.1)
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    one.is_inconsistent = True
+    executor, (its_one, its_two) = linked(2)
+    executor.links[0].channel.is_inconsistent = True
     executor.close()
     assert message.unpack(its_two.receive(), {"close": ()})[0] == "close"
     with pytest.raises(ChannelClosed):
@@ -370,8 +374,8 @@ def ctrl_c():
 
 
 def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
+    executor, (its_one, its_two) = linked(2)
+    one = executor.links[0].channel
 
     class Interrupted:
         """A socket. Ctrl-C comes when the system call is over, and before the next line of ours."""
@@ -405,7 +409,7 @@ def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
     assert its_one.receive() == its_two.receive() == b"next"
 
 
-def test_what_was_torn_is_not_read_on():
+def test_a_truncated_message_is_not_read_on():
     executor = played((right, WAITS))
     executor.links[0].channel.is_inconsistent = True
     with pytest.raises(WorkerError, match="interrupted in the middle of a message"):
@@ -414,16 +418,15 @@ def test_what_was_torn_is_not_read_on():
 
 def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor = played((right, WAITS))
-    executor.links[
-        0
-    ].channel.is_inconsistent = True  # its parent's business, not a reason to end them
+    channel = executor.links[0].channel
+    channel.is_inconsistent = True  # its parent's business, not a reason to end them
     monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
     for use in (lambda: executor.send(b"plan"), lambda: executor.collect("a block")):
         with pytest.raises(RuntimeError, match="cannot use workers of process"):
             use()
     executor.close()
     monkeypatch.undo()
-    executor.links[0].channel.is_inconsistent = False
+    channel.is_inconsistent = False
     assert executor.failure is None
     assert step(executor)["step"] == 3
     executor.close()

@@ -40,6 +40,11 @@ def through(plan: RunnerInput) -> RunnerInput:
     return message.plan_from_map(content["plan"])
 
 
+def output_through(output: StepOutput) -> StepOutput:
+    data = message.pack("output", output=message.output_to_map(output))
+    return message.output_from_map(message.unpack(data, OUTPUT)[1]["output"])
+
+
 def message_of(plan: RunnerInput) -> RunnerInput:
     """Without what is its scheduler's own."""
     return RunnerInput(*(getattr(plan, f.name) for f in fields(RunnerInput)))
@@ -115,7 +120,7 @@ def test_a_plan_arrives_as_it_was_sent(plan):
         assert type(new.sampling_params) is type(sent.sampling_params)  # who drew the seed
 
 
-def test_what_travels_as_features_stays_behind_as_parameters():
+def test_parameters_sent_as_features_are_not_sent_twice():
     params = SamplingParams(
         **dict(logit_bias={np.int64(3): 1.0}, allowed_token_ids=np.arange(4), bad_words=[("a",)]),
         **dict(prompt_logprobs=np.int64(2), truncate_prompt_tokens=np.int64(9)),
@@ -154,8 +159,7 @@ ENTRIES = st.dictionaries(
     )
 )
 def test_an_answer_arrives_as_it_was_sent(output):
-    data = message.pack("output", output=message.output_to_map(output))
-    arrived = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"])
+    arrived = output_through(output)
     assert arrived == output
     for req_id, entries in output.logprobs.items():  # best first
         tops = [list(entry.top) for entry in entries]
@@ -164,12 +168,11 @@ def test_an_answer_arrives_as_it_was_sent(output):
 
 def test_no_logprob_is_lost_that_is_not_a_number():
     entry = TokenLogprobs(1, -math.inf, 3, {2: math.nan})
-    data = message.pack("output", output=message.output_to_map(StepOutput(logprobs={"a": [entry]})))
-    (arrived,) = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"]).logprobs["a"]
+    (arrived,) = output_through(StepOutput(logprobs={"a": [entry]})).logprobs["a"]
     assert arrived.logprob == -math.inf and math.isnan(arrived.top[2])
 
 
-def test_what_is_the_schedulers_own_does_not_travel():
+def test_state_of_the_scheduler_is_not_sent():
     plan = SchedulerOutput(num_scheduled_tokens={"a": 2}, start_positions=[7])
     assert message.plan_to_map(plan).keys() == {field.name for field in fields(RunnerInput)}
     assert through(plan) == RunnerInput(num_scheduled_tokens={"a": 2})
@@ -196,7 +199,7 @@ def test_numbers_of_numpy_tuples_sets_and_objects_do_not_slip_through(plan):
 
 
 @pytest.mark.parametrize("data", [(1, 2), {3}, np.int64(1), {"a": object()}, [{1: "a"}], 1j])
-def test_what_a_feature_brings_is_plain_or_its_plugin_is_named(data):
+def test_a_features_data_is_plain_or_its_plugin_is_named(data):
     new = NewRequestData("r", [1], SamplingParams(), features={"fine": [None], "odd": data})
     with pytest.raises(TypeError, match=r"^features\['odd'\] of request 'r': .* (encoded|allowed)"):
         through(RunnerInput([new]))
@@ -204,7 +207,7 @@ def test_what_a_feature_brings_is_plain_or_its_plugin_is_named(data):
 
 def test_a_time_of_numpy_does_not_either():
     with pytest.raises(TypeError, match="float64 cannot be encoded"):
-        message.pack("output", output=message.output_to_map(StepOutput(times={"a": np.float64()})))
+        output_through(StepOutput(times={"a": np.float64()}))
 
 
 def test_a_name_of_numpy_is_a_text():
@@ -268,7 +271,7 @@ def change(change_plan=None, **changes) -> bytes:
         (b"", "cannot decode the message"),
     ],
 )
-def test_what_is_not_a_message_of_this_version_is_refused(data, reason):
+def test_other_messages_than_those_of_this_version_are_refused(data, reason):
     with pytest.raises(MessageError, match=reason):
         message.plan_from_map(message.unpack(data, PLAN)[1]["plan"])
 
@@ -318,14 +321,15 @@ def test_integers_of_every_length_arrive(num_bits):
         assert message.unpack(data, {"number": ("value",)})[1]["value"] == number
 
 
-def test_an_error_that_comes_of_a_collective_says_so():
-    """Whoever wraps it: the rank that suffers is not the one to blame."""
-    for how in ("cause", "context"):
+def test_an_error_caused_by_a_collective_is_marked():
+    """Also if another error wraps it: the rank that reports the failed collective is not its
+    cause."""
+    for attribute in ("cause", "context"):
         try:
             try:
                 raise CollectiveError("late")
             except CollectiveError as error:
-                raise RuntimeError("a step failed") from (error if how == "cause" else None)
+                raise RuntimeError("a step failed") from (error if attribute == "cause" else None)
         except RuntimeError as error:
             data = message.pack_error(error)
         content = message.unpack(data, message.FROM_WORKER)[1]

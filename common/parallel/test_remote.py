@@ -1,7 +1,7 @@
-"""Ranks and stages in processes of their own, against one process: the same tokens whatever is
-switched on. And what comes of a rank that is killed, stuck, raises or differs.
+"""Ranks and stages in their own processes, against one process: the same tokens whatever is
+switched on. Also: a rank that is killed, stuck, raises or differs.
 
-Starting workers takes seconds, so a test puts the same two to many uses, and to their end last."""
+Starting workers takes seconds, so a test uses the same two many times, and ends them last."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.assembly.scheduler_assembly import Limits
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import read_checkpoint
@@ -57,7 +58,7 @@ DRIVERS = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=2)
-SOON_S = 30.0  # a busy machine's: nobody waits for more than 3
+SOON_S = 30.0  # for a busy machine: no call waits longer than 3
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
 
 
@@ -73,7 +74,8 @@ def tokens_of(engine: LLMEngine, prompts: list[str], params: SamplingParams) -> 
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
-    """The step raises what names the rank, soon; so does every later call; nobody is left."""
+    """The step raises an error that names the rank, soon; so does every later call; no process is
+    left."""
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=names) as caught:
         engine.generate_batch(PROMPTS, GREEDY)
@@ -100,7 +102,7 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
         pytest.param("two stages", STAGES, True, marks=pytest.mark.slow),
     ],
 )
-def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
+def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     name, sizes, has_all, shipped_loaded, shipped_tokenizer, tmp_path, adapters
 ) -> None:
     config = EngineConfig(
@@ -134,8 +136,8 @@ def test_two_say_what_one_process_says_and_one_that_is_killed_or_stuck_is_named(
         assert (driver == "scarce") == (found.num_preemptions > 0), driver
         assert (driver == "fcfs") == (found.cached_tokens == 0), driver
     if has_all:  # before `engine` caches what another one would write over
-        where = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
-        must_bring_blocks_back(*where, **sizes, overlap_scheduling=sizes == RANKS)
+        arguments = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
+        must_bring_blocks_back(*arguments, **sizes, overlap_scheduling=sizes == RANKS)
     must_survive_an_interrupt(engine, alone)
     must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
     if has_all:
@@ -167,10 +169,10 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
 
 def must_keep_to_grammars(engine, loaded, tokenizer) -> None:
     """Each rank that samples makes masks of its own, for the checkpoint's own tokenizer."""
-    engine.tokenizer, own = small_tokenizer(), engine.tokenizer
+    engine.tokenizer, saved_tokenizer = small_tokenizer(), engine.tokenizer
     with pytest.raises(ValueError, match="grammar must"):
         engine.add_request("x", [5], SamplingParams(grammar=Regex("a")))
-    engine.tokenizer = own
+    engine.tokenizer = saved_tokenizer
     grammars = [Choice(["yes", "no", "none"]), Regex("[ab]{3,9}!"), Json({"type": "integer"}, 0)]
     params = [SamplingParams(temperature=0, max_tokens=9, grammar=g) for g in (*grammars, None)]
     said = [
@@ -206,11 +208,11 @@ def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
     shutil.rmtree(broken)
 
 
-def must_bring_blocks_back(side, loaded, tokenizer, path, **how) -> None:
+def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
     """Tiers in the driver, blocks in the ranks: what one rank has lost of a block is a miss."""
     tiers = KVTierConfig(host_blocks=0, disk_blocks=60, disk_path=path)
     here = one_process(loaded, tokenizer, num_blocks=20)
-    there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **how)
+    there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **options)
     connector, greedy = there._connector, SamplingParams(temperature=0, max_tokens=8)
     expected = tokens_of(here, PROMPTS[:2], greedy)
     others = [[i] * 30 for i in range(5, 9)]
@@ -234,7 +236,8 @@ def must_bring_blocks_back(side, loaded, tokenizer, path, **how) -> None:
 
 
 def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
-    """Ctrl-C while the ranks compute: what nobody waits for is thrown away, in its turn."""
+    """Ctrl-C while the ranks compute: the results of the interrupted step are dropped in their
+    turn."""
     executor, wait = executor_of(engine), executor_of(engine).wait_for_output
     for pid in pids_of(executor):  # a terminal sends it to them too
         os.kill(pid, signal.SIGINT)
@@ -254,25 +257,25 @@ DRAFT = {"method": "draft", "num_spec_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    ("how", "sizes"),
+    ("options", "sizes"),
     [
         pytest.param(NGRAM, RANKS, id="look-up", marks=pytest.mark.slow),
         pytest.param(DRAFT, RANKS, id="draft"),
         pytest.param(NGRAM, RANKS | STAGES, id="2 x 2", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
-    how, sizes, shipped_loaded, shipped_tokenizer
+def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
+    options, sizes, shipped_loaded, shipped_tokenizer
 ) -> None:
-    """How much is guessed depends on a clock (`adaptive`): on one, or the ranks would differ."""
-    config = EngineConfig(**sizes, check_invariants=True, speculative=how, **WORKERS)
+    """The number of drafts depends on a clock (`adaptive`): on one, or the ranks would differ."""
+    config = EngineConfig(**sizes, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     executor, pids = executor_of(engine), pids_of(executor_of(engine))
     here = one_process(shipped_loaded, shipped_tokenizer)
     assert len(pids) == config.num_ranks
-    # What the engine draws a seed for may be another draw where guesses have probabilities.
+    # A seed drawn by the engine can be another draw where drafts have probabilities.
     expected, said = everything_said(here), everything_said(engine)
-    for name in DRAWN if how is DRAFT else ():
+    for name in DRAWN if options is DRAFT else ():
         del expected[name], said[name]
     must_say_the_same(said, expected, OTHER_SUMS)
     stats = engine.stats()
@@ -280,7 +283,7 @@ def test_ranks_guess_alike_and_one_that_is_stuck_or_raises_is_named(
     assert stats.output_tokens <= stats.num_passes + stats.num_accepted_tokens
 
     executor.timeout_s = 2.0
-    if how is NGRAM:
+    if options is NGRAM:
         must_find_the_stuck(engine, pids)
         return
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
@@ -335,7 +338,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
-def test_guesses_are_counted_from_plans_and_outputs_as_where_they_are_made(
+def test_drafts_are_counted_from_plans_and_outputs_as_at_the_proposer(
     shipped_loaded, shipped_tokenizer
 ) -> None:
     engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
@@ -349,11 +352,11 @@ def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_
     """Trap 81: before `min_tokens` they make it impossible."""
     params = replace(GREEDY, ignore_eos=False, min_tokens=3)
     alone = one_process(shipped_loaded, shipped_tokenizer)
-    own = tokens_of(alone, PROMPTS[:1], params)[0][1]
-    tokenizer = Tokenizer(shipped_tokenizer.backend, own)
+    eos_token_id = tokens_of(alone, PROMPTS[:1], params)[0][1]
+    tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
     engine = LLMEngine(EngineConfig(**STAGES, **WORKERS), tokenizer=tokenizer)
     right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, params)
-    assert tokens_of(engine, PROMPTS, params) == right and own not in right[0][:3]
+    assert tokens_of(engine, PROMPTS, params) == right and eos_token_id not in right[0][:3]
     engine.close()
 
 
@@ -362,7 +365,7 @@ def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_
 
 @pytest.mark.slow  # that ranks compare what they have is in the normal run
 def test_ranks_with_other_checkpoints_are_refused(random_oracle, family_oracle, monkeypatch):
-    """Of one shape, with other weights: such ranks would answer, in gibberish."""
+    """Ranks of the same shape with other weights would answer with gibberish."""
     make = remote._start_messages
 
     def start_messages(config, checkpoint, *rest) -> list[bytes]:
@@ -387,7 +390,7 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
     executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
     with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
         checkpoint = read_checkpoint(random_oracle.path)
-        remote._make_runner_handle(config, checkpoint, executor, ranks, 64, 97, 0, {})
+        remote._make_runner_handle(config, checkpoint, executor, ranks, Limits(64, 97, ()), 0, {})
 
 
 class NoTokenizer:

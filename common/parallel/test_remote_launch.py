@@ -1,4 +1,4 @@
-"""Where workers come from: a script without a guard, a script that is no file, torchrun."""
+"""Origins of workers: a script without a guard, standard input, torchrun."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def environment() -> dict[str, str]:
-    """Of a user who has installed this."""
+    """The environment of a user who has installed this package."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return env | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def said(line: str, name: str) -> list:
+def values_of(line: str, name: str) -> list:
     assert line.startswith(name), line
     return json.loads(line.removeprefix(name))
 
@@ -102,21 +102,21 @@ def folder(tmp_path) -> Path:
 
 @pytest.mark.slow  # the next test starts the same workers
 def test_the_end_of_a_script_without_a_guard_ends_the_workers(tmp_path, folder, expected) -> None:
-    """It never closes the engine, and idles."""
+    """The script never closes the engine, and idles."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT % (2.0, PROMPTS))
     command = [sys.executable, str(script)]
-    how = dict(cwd=folder, env=environment(), capture_output=True, text=True)
-    found = subprocess.run(command, **how, timeout=240)
+    options = dict(cwd=folder, env=environment(), capture_output=True, text=True)
+    found = subprocess.run(command, **options, timeout=240)
     assert found.returncode == 0, found.stderr
     begun, pids, *tokens = found.stdout.splitlines()
     assert begun == "begun"
-    assert [said(line, "tokens") for line in tokens] == [expected] * 2
-    assert not any(map(is_there, said(pids, "pids")))
+    assert [values_of(line, "tokens") for line in tokens] == [expected] * 2
+    assert not any(map(is_there, values_of(pids, "pids")))
 
 
 @pytest.mark.parametrize("is_piped", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_script_is_not_run_again_and_one_that_is_killed_leaves_nobody_behind(
+def test_a_script_is_not_run_again_and_a_killed_one_leaves_no_process(
     is_piped, tmp_path, folder, expected
 ) -> None:
     """Without a guard; or read from a pipe, as a notebook's cells are: there is no file to
@@ -135,9 +135,9 @@ def test_a_script_is_not_run_again_and_one_that_is_killed_leaves_nobody_behind(
     driver.stdin.write(script.read_text() if is_piped else "")
     driver.stdin.close()
     assert driver.stdout.readline() == "begun\n"
-    pids = said(driver.stdout.readline(), "pids")
-    assert said(driver.stdout.readline(), "tokens") == expected
-    (fork,) = said(driver.stdout.readline(), "fork")
+    pids = values_of(driver.stdout.readline(), "pids")
+    assert values_of(driver.stdout.readline(), "tokens") == expected
+    (fork,) = values_of(driver.stdout.readline(), "fork")
     try:
         assert all(map(is_there, pids))
         driver.kill()
@@ -167,7 +167,7 @@ def torchrun_demo(printed: Path) -> None:
 
 
 def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
-    """They are the ranks of one engine, whose first process speaks for all."""
+    """The processes are the ranks of one engine, whose first process prints the output."""
     process = Forked(torchrun_demo, tmp_path / "printed", daemon=False)
     try:
         assert process.wait(240) == 0
@@ -183,8 +183,8 @@ def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
 @pytest.mark.slow  # of the command, there is no more than that it starts processes
 def test_so_does_the_command() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    how = dict(env=environment(), capture_output=True, text=True)
-    found = subprocess.run([*command, "-m", "common.demo", *DEMO], **how, timeout=240)
+    options = dict(env=environment(), capture_output=True, text=True)
+    found = subprocess.run([*command, "-m", "common.demo", *DEMO], **options, timeout=240)
     assert found.returncode == 0, found.stderr
     assert "2 ranks" in found.stdout and found.stdout.count("=== Summary") == 1
 
@@ -206,7 +206,7 @@ def under_torchrun(monkeypatch) -> None:
     ],
 )
 @pytest.mark.parametrize("rank", range(2))
-def test_what_is_wrong_under_torchrun_is_refused(
+def test_a_wrong_setting_under_torchrun_is_refused(
     sizes, reason, rank, under_torchrun, monkeypatch
 ) -> None:
     """By every process: none would wait for the others."""
@@ -215,7 +215,7 @@ def test_what_is_wrong_under_torchrun_is_refused(
         LLM(**sizes)
 
 
-def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
+def test_the_processes_of_torchrun_are_used(under_torchrun) -> None:
     assert remote_launch.torchrun_size() == 6
     assert remote_launch.torchrun_size(pipeline_parallel_size=3) == 2
     for size in (0, "2"):
@@ -225,7 +225,7 @@ def test_what_torchrun_has_started_is_made_use_of(under_torchrun) -> None:
             remote_launch.torchrun_size(pipeline_parallel_size=size)  # pyright: ignore
 
 
-def test_who_does_not_know_the_secret_is_sent_away() -> None:
+def test_a_peer_without_the_secret_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         found: list = []
         accept = threading.Thread(
@@ -272,7 +272,9 @@ def test_who_does_not_know_the_secret_is_sent_away() -> None:
         (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size must"),
     ],
 )
-def test_what_can_not_be_is_refused_before_any_process_starts(wrong, error, reason, monkeypatch):
+def test_impossible_settings_are_refused_before_any_process_starts(
+    wrong, error, reason, monkeypatch
+):
     monkeypatch.setattr(remote_launch, "start_process", None)
     with pytest.raises(error, match=reason):
         LLM(**wrong)
@@ -286,13 +288,13 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
     all_threads._before = 7
     small, large = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
 
-    def each(num_ranks: int, num_parameters: int, told: int | None = None) -> int:
+    def each(num_ranks: int, num_parameters: int, num_threads: int | None = None) -> int:
         cpu = torch.device("cpu")
-        return remote_launch.launch(num_ranks, cpu, num_parameters, told).num_threads
+        return remote_launch.launch(num_ranks, cpu, num_parameters, num_threads).num_threads
 
     assert [each(n, large) for n in (1, 2, 3, 9)] == [7, 3, 2, 1]
     assert [each(n, small) for n in (1, 2)] == [1, 1]
-    assert each(2, small, told=5) == 5
+    assert each(2, small, num_threads=5) == 5
     monkeypatch.setattr(remote_launch.psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torchrun says, and not the user
@@ -314,7 +316,7 @@ def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:
         LLMEngine(EngineConfig(tensor_parallel_size=2), loaded=shipped_loaded)
 
 
-def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypatch):
+def test_an_error_found_only_by_a_worker_is_raised_as_in_one_process(monkeypatch):
     monkeypatch.setattr(EngineConfig, "has_workers", True)
     with pytest.raises(ValueError, match=r"^batch_invariant must .*no packing"):
         LLM(batch_invariant=True, dtype="float64", num_blocks=9)
@@ -322,7 +324,7 @@ def test_what_only_a_worker_can_find_wrong_is_raised_as_in_one_process(monkeypat
 
 @pytest.mark.slow
 def test_a_notebook_has_workers_too(expected) -> None:
-    """Its kernel's stderr is no file, and its cells are none."""
+    """Neither its kernel's stderr nor its cells are files."""
     import nbformat  # not above: it takes seconds, and every process collects this file
     from nbclient import NotebookClient
 
@@ -335,6 +337,6 @@ def test_a_notebook_has_workers_too(expected) -> None:
         NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     printed = [out.text for c in notebook.cells for out in c.outputs if out.name == "stdout"]
     _, line, *lines = "".join(printed).splitlines()
-    pids = said(line, "pids")
-    assert [said(line, "tokens") for line in lines] == [expected] * 2
+    pids = values_of(line, "pids")
+    assert [values_of(line, "tokens") for line in lines] == [expected] * 2
     must_go(pids, within_s=30)

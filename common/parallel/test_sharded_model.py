@@ -1,4 +1,4 @@
-"""What each rank takes from a checkpoint, without processes: nobody says anything here."""
+"""The shard of each rank of a checkpoint, without processes and messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def read(monkeypatch) -> Counter:
     """Numbers read, by tensor. A file's other ways to be read are not there."""
     read: Counter = Counter()
     real = loader._open_file
-    monkeypatch.setattr(loader, "_open_file", lambda *where: CountingFile(real(*where), read))
+    monkeypatch.setattr(
+        loader, "_open_file", lambda *arguments: CountingFile(real(*arguments), read)
+    )
     return read
 
 
@@ -140,7 +142,7 @@ def test_kv_heads_are_divided_or_shared():
         ({"vocab_size": 9}, 4, "1, 2"),  # 4 ranks of 3 tokens: nothing for the last one
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_what_is_allowed(change, size, allowed):
+def test_sizes_that_do_not_divide_are_refused_with_the_allowed_ones(change, size, allowed):
     config = replace(QWEN3_0_6B, **change)
     with pytest.raises(
         ValueError, match=f"tensor_parallel_size must be {allowed}, so .*got {size}"
@@ -181,7 +183,7 @@ def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_
         assert len(kv_namespace(alone, allocate_kv_cache(alone, 3, 4))) == 2
 
 
-# -- what does not fit is refused by every rank, whoever would have had it
+# -- every rank refuses a tensor that does not fit, even if another would load it
 
 
 def edit(path: Path, change) -> None:
@@ -209,7 +211,7 @@ def test_a_wrong_checkpoint_is_refused_by_every_rank(change, message, tmp_path):
             load(tmp_path, ranks)
 
 
-def test_a_tied_matrix_with_two_values_is_refused_by_whoever_has_that_part(tmp_path):
+def test_a_tied_matrix_with_two_values_is_refused_by_the_rank_that_has_that_part(tmp_path):
     save_case("qwen3", tmp_path)
     edit(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     for ranks in all_ranks(2, 3):
@@ -252,7 +254,7 @@ def test_stages_keep_the_bits_of_a_batch_invariant_model(tmp_path):
     assert torch.equal(run_stages(stages, [(1, 2, [11])]), run_stages([one], [(1, 2, [11])]))
 
 
-def test_what_warms_up_a_stage(tmp_path):
+def test_warm_up_inputs_of_a_stage(tmp_path):
     """The first takes tokens, the others what the one before them gives."""
     save_case("qwen3", tmp_path)
     for ranks in all_ranks(1, 3):

@@ -32,7 +32,7 @@ STEPS = [
 ]
 CASES = ("qwen3", "qwen3-biases", "qwen2-untied", "llama3-scaling", "llama-biases")
 CASES += ("gemma3", "qwen3-moe", "mixtral")
-# First process, ranks of a stage, stages, cases. The last world has everybody.
+# First process, ranks of a stage, stages, cases. The last world has all processes.
 WORLDS = {
     "2 ranks": (0, 2, 1, CASES),
     "2 stages": (2, 1, 2, ("qwen3", "qwen2-untied", "llama-biases", "mixtral")),
@@ -70,7 +70,7 @@ def adapted(folder) -> dict[str, dict[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def ranks(folder, adapted) -> list[dict]:
-    """What each process has saved."""
+    """The saved results by process."""
     plan = {"num_processes": NUM_PROCESSES, "steps": STEPS, "worlds": WORLDS}
     plan |= {"in_every_dtype": IN_EVERY_DTYPE, "adapted": adapted}
     processes = [Forked(run_rank, folder, plan, rank) for rank in range(NUM_PROCESSES)]
@@ -96,57 +96,64 @@ def each_rank(ranks: list[dict]):
     for world, (first, tp_size, num_stages, cases) in WORLDS.items():
         for rank in range(tp_size * num_stages):
             for case in cases:
-                where, got = Ranks(tp_size, num_stages, rank), ranks[first + rank][world][case]
+                ranks_of_case, got = (
+                    Ranks(tp_size, num_stages, rank),
+                    ranks[first + rank][world][case],
+                )
                 assert len(got) == (len(ITEMSIZES) if case in IN_EVERY_DTYPE else 1)
                 for kind, steps in got.items():
-                    yield world, where, case, kind, steps
+                    yield world, ranks_of_case, case, kind, steps
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, what: tuple) -> None:
-    assert found.shape == expected.shape, what
-    assert ((found - expected).abs() < bound).all(), what
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, context: tuple) -> None:
+    assert found.shape == expected.shape, context
+    assert ((found - expected).abs() < bound).all(), context
 
 
 def test_logits_are_those_of_one_process(ranks, one_process):
-    for world, where, case, kind, steps in each_rank(ranks):
-        if where.is_last_stage and kind in BOUNDS:
+    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
+        if ranks_of_case.is_last_stage and kind in BOUNDS:
             for step, expected in zip(steps, one_process[case], strict=True):
-                assert_near(step["output"], expected, BOUNDS[kind], (world, where, case, kind))
+                assert_near(
+                    step["output"], expected, BOUNDS[kind], (world, ranks_of_case, case, kind)
+                )
 
 
 def test_every_rank_of_the_last_stage_has_the_same_bits(ranks):
     first: dict = {}
-    for world, where, case, kind, steps in each_rank(ranks):
+    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
         for i, step in enumerate(steps):
-            if where.is_last_stage:
+            if ranks_of_case.is_last_stage:
                 expected = first.setdefault((world, case, kind, i), step["output"])
-                assert torch.equal(step["output"], expected), (world, where, case, kind)
+                assert torch.equal(step["output"], expected), (world, ranks_of_case, case, kind)
 
 
 def test_stages_alone_change_no_bit(ranks, one_process):
-    """They compute the same numbers in the same order."""
-    for world, where, case, kind, steps in each_rank(ranks):
-        is_alone = where.tensor_parallel_size == 1 and where.is_last_stage
+    """Stages compute the same numbers in the same order."""
+    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
+        is_alone = ranks_of_case.tensor_parallel_size == 1 and ranks_of_case.is_last_stage
         if is_alone and kind == "torch.float64":
             for step, expected in zip(steps, one_process[case], strict=True):
                 assert torch.equal(step["output"], expected), (world, case)
 
 
-def test_what_was_said_is_what_the_formula_says(ranks, folder):
-    for world, where, case, kind, steps in each_rank(ranks):
+def test_communication_follows_the_formula(ranks, folder):
+    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
         fields = json.loads((folder / case / "config.json").read_text())
         config = ModelConfig.from_hf(fields)
         for (work, indices), step in zip(STEPS, steps, strict=True):
             num_tokens = sum(len(ids) for _, _, ids in work)
             num_rows = num_tokens if indices is None else len(indices)
-            expected = step_communication(config, where, num_tokens, num_rows, ITEMSIZES[kind])
-            assert Communication(**step["said"]) == expected, (world, where, case, kind)
+            expected = step_communication(
+                config, ranks_of_case, num_tokens, num_rows, ITEMSIZES[kind]
+            )
+            assert Communication(**step["said"]) == expected, (world, ranks_of_case, case, kind)
 
 
 def step_communication(
     config: ModelConfig, ranks: Ranks, num_tokens: int, num_logit_rows: int, itemsize: int
 ) -> Communication:
-    """What one rank sends in one step, by the formula of README.md; `itemsize` in bytes.
+    """The communication of one rank in one step, by the formula of README.md; `itemsize` in bytes.
 
     In the last layer, only the rows that need logits go on after attention."""
     row_bytes, expected = config.hidden_size * itemsize, Communication()
@@ -180,7 +187,7 @@ def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather(ranks):
     }
 
 
-def test_adapters_on_more_ranks_than_kv_heads_are_what_peft_says(ranks, folder, adapted):
+def test_adapters_on_more_ranks_than_kv_heads_equal_peft(ranks, folder, adapted):
     """And nothing more is said between them."""
     for name, prompts in adapted.items():
         num_tokens = sum(map(len, prompts.values()))
@@ -191,10 +198,10 @@ def test_adapters_on_more_ranks_than_kv_heads_are_what_peft_says(ranks, folder, 
             for path, ids in prompts.items()
         ]
         for rank, got in enumerate(ranks):
-            found, where = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
+            found, ranks_of_case = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
             assert_near(found["output"], torch.cat(exact), 1e-11, (name, rank))
-            said = step_communication(config, where, num_tokens, num_tokens, 8)
-            assert Communication(**found["said"]) == said
+            communication = step_communication(config, ranks_of_case, num_tokens, num_tokens, 8)
+            assert Communication(**found["said"]) == communication
 
 
 def test_the_least_is_that_of_all_stages(ranks):
@@ -216,7 +223,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
     for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["late"]
         assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 10, message
-    # Who waits longest may hear of it from those who have given up.
+    # The rank that waits longest may learn of it from ranks that have timed out.
     assert any("1500ms" in got["late"]["late"][0] for got in ranks[:-1])
     for rank, got in enumerate(ranks[:-1]):
         message, seconds = got["late"]["gone"]

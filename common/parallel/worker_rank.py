@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -16,20 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from common.assembly.assembly import (
-    LocalRunner,
-    make_block_io,
-    make_draft_length,
-    make_runner,
-    packing_of,
-    packing_while_loading,
-)
-from common.engine_config import (
-    SHIPPED_CHECKPOINT,
-    SHIPPED_DRAFT,
-    EngineConfig,
-    SpeculativeConfig,
-)
+from common.assembly.assembly import LocalRunner, load_draft, packing_while_loading
+from common.assembly.scheduler_assembly import Limits
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives, connect
 from common.models.loader import LoadedModel, checkpoint_digest, load_model
 from common.models.ranks import Ranks
@@ -57,10 +46,8 @@ class Rank:
         config: EngineConfig,
         collectives: Collectives,
         local: LocalRunner,
-        length: DriverChosenLength | None,
     ) -> None:
-        self.channel, self.collectives = channel, collectives
-        self.local, self.length = local, length
+        self.channel, self.collectives, self.local = channel, collectives, local
         self.compares = config.check_invariants
         self.blocks = PagedBlockIO(local.kv_cache)
         self.num_plans = 0
@@ -87,36 +74,20 @@ class Rank:
         meeting.wait("imported")
         collectives = meeting.connect(device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
-        loaded = replace(loaded, generation_eos_token_ids=tuple(content["eos_token_ids"]))
-        draft, spec_config = None, config.speculation
-        if spec_config is not None and spec_config.method == "draft" and ranks.is_last_stage:
-            path, dtype = spec_config.model or SHIPPED_DRAFT, loaded.model.embed_weight.dtype
-            draft = load_model(path, dtype, device, packing_of=partial(packing_of, config))
-        length: DriverChosenLength | None = None
-
-        def make_length(speculation: SpeculativeConfig) -> DriverChosenLength:
-            nonlocal length
-            length = DriverChosenLength(make_draft_length(speculation))
-            return length
-
-        max_model_len, vocab_size = content["limits"]
+        draft = load_draft(config, loaded) if ranks.is_last_stage else None
+        limits = Limits._make([*content["limits"], tuple(content["eos_token_ids"])])
         meeting.wait("loaded")
-        local = make_runner(
-            config,
-            loaded,
-            draft,
-            max_model_len,
-            vocab_size,
-            make_length=make_length,
-            peers=Peers(
-                collectives.min_across if ranks.world_size > 1 else int,
-                int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
-            ),
+        peers = Peers(
+            collectives.min_across if ranks.world_size > 1 else int,
+            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
         )
-        rank = cls(channel, config, collectives, local, length)
+        local = LocalRunner(
+            config, loaded, draft, limits, wrap_length=DriverChosenLength, peers=peers
+        )
+        rank = cls(channel, config, collectives, local)
         facts = rank._facts(loaded)
         if content["has_connector"]:  # reads every weight
-            _, namespace = make_block_io(config, loaded, local.kv_cache)
+            _, namespace = local.block_io()
             facts["namespace"] = [list(pair) for pair in namespace]
         channel.send(message.pack("ready", facts=facts))
         return rank
@@ -168,8 +139,9 @@ class Rank:
 
     def _execute(self, content: dict[str, Any]) -> None:
         self.num_plans += 1
-        if self.length is not None:
-            self.length.begin(content["step"], content["times"])
+        length = self.local.speculation and self.local.speculation.draft_length
+        if isinstance(length, DriverChosenLength):
+            length.begin(content["step"], content["times"])
         handle = self.local.outermost.execute(message.plan_from_map(content["plan"]))
         self._send(partial(self._answer_to, content["step"], handle))
 

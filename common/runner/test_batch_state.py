@@ -42,8 +42,8 @@ class Plans:
     def next(self) -> SchedulerOutput:
         rng, plan = self.rng, SchedulerOutput()
         names = list(self.tables)
-        gone = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
-        plan.finished_req_ids = {*gone, *rng.choice([[], ["nobody"]])}
+        removed = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
+        plan.finished_req_ids = {*removed, *rng.choice([[], ["nobody"]])}
         for name in plan.finished_req_ids & self.tables.keys():
             self.known.release(name)
             del self.tables[name]
@@ -108,9 +108,9 @@ class Plans:
         news = self.news(name, num_blocks)
         cached.new_block_ids.append(news if any(news) else rng.choice([(), news]))
 
-    def news(self, name: str, firsts: Sequence[int] = ()) -> tuple[list[int], ...]:
+    def news(self, name: str, first_blocks: Sequence[int] = ()) -> tuple[list[int], ...]:
         """Its tables, each from an entry on."""
-        return tuple(t[n:] for t, n in zip_longest(self.tables[name], firsts, fillvalue=0))
+        return tuple(t[n:] for t, n in zip_longest(self.tables[name], first_blocks, fillvalue=0))
 
     def schedule(self, plan: SchedulerOutput, name: str, start: int) -> None:
         """Some tokens from `start` on, with the blocks that they need."""
@@ -128,7 +128,7 @@ class Plans:
             table += [self.block() for _ in range(num_blocks - len(table))]
 
     def sample(self) -> dict[str, list[int]]:
-        """What the runner itself puts behind the known tokens, as chapter 5's does."""
+        """Append sampled tokens to the known ones in the runner, as chapter 5's does."""
         rng = self.rng
         names = rng.sample(sorted(self.tables), rng.randint(0, len(self.tables)))
         sampled = {name: [rng.randrange(10**5) for _ in range(rng.randint(1, 4))] for name in names}
@@ -170,8 +170,8 @@ class Told(RunnerPlugin):
         return upload.add(np.repeat(step.queries.rows, step.queries.num_tokens))
 
     def check(self, state: BatchState, plans: Plans) -> None:
-        """It is told of a step's tokens once, after who came and went, and not of what the runner
-        has sampled itself: the next plan brings that."""
+        """Check the calls: a step's tokens once, after the requests that start and end, and without
+        the tokens that the runner sampled, which the next plan has."""
         known = {state.row_of[r]: (r, q.tokens(0, 10**9)) for r, q in plans.known.requests.items()}
         assert self.rows == known and self.num_rows == len(state.num_tokens)
         assert "appended" not in self.log[:-1], self.log
@@ -219,8 +219,8 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
         start, stop = starts[name], starts[name] + plan.num_scheduled_tokens[name]
         positions += range(start, stop)
         ids += request.tokens(start, stop - len(drafts)) + drafts
-        for own, table in zip(slots, plans.tables[name], strict=True):
-            own += [table[p // size] * size + p % size for p in range(start, stop)]
+        for slots_of_group, table in zip(slots, plans.tables[name], strict=True):
+            slots_of_group += [table[p // size] * size + p % size for p in range(start, stop)]
         borders.append(len(positions))
         if stop - len(drafts) == request.num_tokens:
             num = 1 + len(drafts)
@@ -232,8 +232,8 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     assert batch.positions.tolist() == positions
     assert batch.logit_indices.tolist() == logit_indices
     stops = [starts[name] + plan.num_scheduled_tokens[name] for name in order(starts)]
-    for group, (attention, own) in enumerate(zip(batch.attention, slots, strict=True)):
-        assert attention.slot_mapping.tolist() == own
+    for group, (attention, slots_of_group) in enumerate(zip(batch.attention, slots, strict=True)):
+        assert attention.slot_mapping.tolist() == slots_of_group
         assert attention.query_start_loc.tolist() == borders
         assert attention.seq_lens.tolist() == stops and attention.max_seq_len == max(stops)
         assert attention.max_query_len == max(plan.num_scheduled_tokens.values())
@@ -278,9 +278,9 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
         shuffle_seed = rng.choice([None, seed])
         shuffles = random.Random(seed)
         cache = PagedKVCache(1, 1, plans.block_size, 1, 1)
-        told = Told()
+        recorder = Told()
         runner = PagedModelRunner(
-            MODEL, cache, None, BatchState(2, 400, SamplingColumns(), [told], plans.num_groups),
+            MODEL, cache, None, BatchState(2, 400, SamplingColumns(), [recorder], plans.num_groups),
             Sampler(30), compose=layout_of, shuffle_seed=shuffle_seed,
         )  # fmt: skip
         for step in range(25):
@@ -291,7 +291,7 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
             ordered = order(dict.fromkeys(given), plan)
             try:
                 check_batch(runner, plan, plans, lambda _, ordered=ordered: ordered)
-                told.check(runner.state, plans)
+                recorder.check(runner.state, plans)
             except BaseException as error:
                 error.args = (f"seed {seed}, step {step}: {error}",)
                 raise
@@ -322,7 +322,7 @@ class Interrupts(RunnerPlugin):
 
 
 class Holds(RunnerPlugin):
-    """Who grows, and what rows are somebody's."""
+    """A plugin with the requests that grow, and with rows that are in use."""
 
     num_rows = 0
 
@@ -340,11 +340,11 @@ class Holds(RunnerPlugin):
 
 
 @pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
-def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
+def test_requests_of_an_interrupted_change_have_no_row(
     when: str,
 ) -> None:
     """The scheduler says again who has ended, by the lost plan or with it."""
-    plugins = plugin, behind = Interrupts(), Holds()
+    plugins = plugin, holds = Interrupts(), Holds()
     state = BatchState(2, MAX_BLOCKS, SamplingColumns(), plugins)
     for name in "ab":
         state.apply(SchedulerOutput([NewRequestData(name, [1, 2], SamplingParams())]))
@@ -361,6 +361,6 @@ def test_who_was_about_to_come_or_go_when_all_was_cut_short_has_no_row(
     assert state.row_of.keys() == state.requests.keys() == {"b"}
     num_rows = len(state.num_tokens)
     assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
-    assert len(state.sampling.needs) == behind.num_rows == num_rows
-    assert behind.rows == set(state.row_of.values())
+    assert len(state.sampling.needs) == holds.num_rows == num_rows
+    assert holds.rows == set(state.row_of.values())
     assert state.requests["b"].prompt_token_ids == [1, 2]

@@ -1,5 +1,5 @@
-"""Each rule of a graph is broken, and the emulator says so: by an error that names what is wrong,
-or, where a GPU would go on, by logits that nobody can take for right."""
+"""Each rule of a graph is broken, and the emulator reports it: by an error that names the fault,
+or, where a GPU would continue, by logits that are obviously wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
 
 
 def steps(num: int = 8, num_groups: int = 1):
-    """Of few and many rows in turn, so that each leaves something for the next."""
+    """Steps with few and many rows in turn, so that each leaves data for the next."""
     state, rng = make_state(0, num_groups), random.Random(0)
     for i in range(num):
         yield state, decode(state, (MAX_NUM_ROWS, 1, 3, 5, 2)[i % 5], rng)
@@ -114,7 +114,7 @@ def test_a_cache_that_is_somewhere_else(random_loaded) -> None:
 
 @pytest.mark.parametrize("name", [*module.COLUMNS, "block_tables"])
 def test_a_step_that_forgets_an_input(name: str, random_loaded, monkeypatch) -> None:
-    """What stands there is of no use: out of range, or the null block."""
+    """The stale input is unusable: out of range, or the null block."""
     graphs = make(random_loaded)
     real = StaticMemory.fill
 
@@ -155,24 +155,24 @@ PADDING: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("said", PADDING)
-def test_padding_that_is_not_what_it_must_be(said: str, random_loaded, monkeypatch) -> None:
+@pytest.mark.parametrize("reason", PADDING)
+def test_wrong_padding(reason: str, random_loaded, monkeypatch) -> None:
     """Trap 54: rows of a larger step that are left behind."""
     graphs, real = make(random_loaded), module.pad_step
 
     def pad_step(state, queries, block_size, bucket):
         columns, tables = real(state, queries, block_size, bucket)
-        PADDING[said](columns, tables, len(queries.rows), bucket)
+        PADDING[reason](columns, tables, len(queries.rows), bucket)
         return columns, tables
 
     monkeypatch.setattr(module, "pad_step", pad_step)
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=reason):
         run(graphs)
 
 
 @pytest.mark.parametrize("slot", ["of padding", "behind", "of another"])
-def test_a_kernel_that_writes_where_it_must_not(slot: str, random_loaded) -> None:
-    """Padding goes to slot 9, or one key lands one slot behind, or also in slot 9."""
+def test_a_kernel_that_writes_to_a_wrong_slot(slot: str, random_loaded) -> None:
+    """Padding goes to slot 9, or one key is written one slot later, or also in slot 9."""
 
     class Plan(TensorPlan):
         def write_kv(self, key, value, key_cache, value_cache) -> None:
@@ -205,7 +205,7 @@ def test_a_number_of_the_step_is_that_of_the_capture(random_loaded) -> None:
             metadata = replace(metadata, block_tables=tables)
             return super().plan(metadata, num_heads, key_cache)
 
-    def told(graphs: DecodeGraphs) -> DecodeGraphs:
+    def notified(graphs: DecodeGraphs) -> DecodeGraphs:
         compose = graphs.compose
 
         def composed(state, queries, block_size, bucket):
@@ -215,9 +215,9 @@ def test_a_number_of_the_step_is_that_of_the_capture(random_loaded) -> None:
         graphs.compose = composed
         return graphs
 
-    right = told(make(random_loaded, Backend(), EagerGraphs()))
+    right = notified(make(random_loaded, Backend(), EagerGraphs()))
     assert is_close(random_loaded, right)
-    wrong = told(make(random_loaded, Backend()))
+    wrong = notified(make(random_loaded, Backend()))
     assert not is_close(random_loaded, wrong)
 
 
@@ -268,7 +268,9 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_for_the_device_cannot_be_captured(name: str, random_loaded) -> None:
+def test_an_operation_that_waits_for_the_device_cannot_be_captured(
+    name: str, random_loaded
+) -> None:
     with pytest.raises(CannotCapture, match=f"^{name}.*synchronizes with the device"):
         make(random_loaded, backend_of(partial(Waiting, WAITS[name])))
     longest = lambda metadata: metadata.seq_lens.max() + len(metadata.seq_lens)  # noqa: E731
@@ -284,7 +286,7 @@ def test_attention_that_is_planned_on_the_host_cannot_be_captured(kind, random_l
 # -- memory
 
 
-def test_scratch_memory_that_nobody_wrote_is_nan(random_loaded) -> None:
+def test_unwritten_scratch_memory_is_nan(random_loaded) -> None:
     """The first replay on a GPU might find zeros there."""
 
     class Plan(TensorPlan):
@@ -298,7 +300,7 @@ def test_scratch_memory_that_nobody_wrote_is_nan(random_loaded) -> None:
 
 
 def test_logits_last_until_the_next_replay(random_loaded) -> None:
-    """Of whatever bucket: their memory is one."""
+    """In any bucket, because all share the memory of the logits."""
     graphs = make(random_loaded)
     state, rng = make_state(0), random.Random(0)
     kept: list[torch.Tensor] = []
@@ -314,7 +316,8 @@ def test_logits_last_until_the_next_replay(random_loaded) -> None:
 
 
 def test_the_null_block_may_hold_anything(random_loaded) -> None:
-    """It is NaN in each replay; and a backend that reads it with a weight of zero is wrong."""
+    """The null block is NaN in each replay, so a backend that reads it with a weight of zero is
+    wrong."""
 
     class Plan(TensorPlan):
         def attend(self, query, key_cache, value_cache, scale):

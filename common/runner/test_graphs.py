@@ -52,15 +52,15 @@ MAX_MODEL_LEN = 30
 
 def test_buckets() -> None:
     """Trap 33: 17 to 20 have a bucket when `max_num_seqs` is 20."""
-    for most in (*range(1, 70), 255, 256, 257, 1000):
-        buckets = graph_buckets(most)
-        usual = {n for n in range(1, most) if n in (1, 2, 4, 8) or n % 16 == 0}
-        assert buckets == sorted(usual | {most})
-        for n in range(1, most + 1):
+    for max_rows in (*range(1, 70), 255, 256, 257, 1000):
+        buckets = graph_buckets(max_rows)
+        usual = {n for n in range(1, max_rows) if n in (1, 2, 4, 8) or n % 16 == 0}
+        assert buckets == sorted(usual | {max_rows})
+        for n in range(1, max_rows + 1):
             bucket = bucket_of(n, buckets)
             assert bucket in buckets and bucket >= n
             assert not any(n <= other < bucket for other in buckets)
-        assert bucket_of(most + 1, buckets) is None, most
+        assert bucket_of(max_rows + 1, buckets) is None, max_rows
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
@@ -98,14 +98,14 @@ def make_state(seed: int, num_groups: int = 1) -> BatchState:
     for i in range(MAX_NUM_ROWS):
         tokens = [rng.randrange(97) for _ in range(rng.choice([1, 3, 4, 5, 8, 17, 20]))]
         num_blocks = -(-len(tokens) // BLOCK_SIZE) + rng.randrange(2)
-        own = tuple([blocks.pop() for _ in range(num_blocks)] for blocks in pools)
+        tables = tuple([blocks.pop() for _ in range(num_blocks)] for blocks in pools)
         params = SamplingParams(temperature=0)
-        state.admit(NewRequestData(str(i), tokens, params, 0, own))
+        state.admit(NewRequestData(str(i), tokens, params, 0, tables))
     return state
 
 
 def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
-    """The last known token of `n` requests, or one before it that nobody samples from."""
+    """The last known token of `n` requests, or an earlier one that is not sampled from."""
     rows = np.array(rng.sample(range(MAX_NUM_ROWS), n), dtype=np.int64)
     starts = np.array([rng.randrange(state.num_tokens[row]) for row in rows], dtype=np.int64)
     is_last = starts + 1 == state.num_tokens[rows]
@@ -132,19 +132,19 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> 
         x, n = memory.inputs(bucket), len(queries.rows)
         assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
         plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        where = plain.attention[0]
-        width = where.block_tables.shape[1]
-        own = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
+        plan_arguments = plain.attention[0]
+        width = plan_arguments.block_tables.shape[1]
+        views = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
         of_groups = [
             pair
-            for slots, tables, group in own
+            for slots, tables, group in views
             for pair in ((slots, group.slot_mapping), (tables[:, :width], group.block_tables))
         ]
         for found, right in (
             (x.input_ids, plain.input_ids),
             (x.positions, plain.positions),
-            (x.seq_lens, where.seq_lens),
-            (x.query_start_loc[:-1], where.query_start_loc[:-1]),
+            (x.seq_lens, plan_arguments.seq_lens),
+            (x.query_start_loc[:-1], plan_arguments.query_start_loc[:-1]),
             *of_groups,
         ):
             assert torch.equal(found[:n], right)
@@ -172,8 +172,8 @@ def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.normal_(generator=generator)
         cache[0] = torch.nan
-    where = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
-    return DecodeGraphs(graphs or EagerGraphs(), *where, MAX_NUM_ROWS, MAX_MODEL_LEN)
+    plan_arguments = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
+    return DecodeGraphs(graphs or EagerGraphs(), *plan_arguments, MAX_NUM_ROWS, MAX_MODEL_LEN)
 
 
 def deal(random_loaded, num_groups: int, monkeypatch) -> None:
@@ -210,7 +210,7 @@ def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> 
             torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
 
 
-def test_who_is_replayed(graphs: DecodeGraphs) -> None:
+def test_steps_that_are_replayed(graphs: DecodeGraphs) -> None:
     state, rng = make_state(0), random.Random(0)
     buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MAX_NUM_ROWS + 1)]
     assert buckets == [1, 2, 4, 4, 6, 6]
@@ -220,7 +220,7 @@ def test_who_is_replayed(graphs: DecodeGraphs) -> None:
     assert graphs.bucket_for(seven) is None
 
 
-def test_what_a_plugin_stages_is_read_without_a_graph(graphs: DecodeGraphs) -> None:
+def test_inputs_staged_by_a_plugin_are_read_without_a_graph(graphs: DecodeGraphs) -> None:
     class Ones(RunnerPlugin):
         name = "ones"
 
@@ -340,7 +340,7 @@ def replay_in_place(calls: list) -> None:
                 old.copy_(new)
 
 
-def test_cuda_graphs_are_captured_behind_a_warm_up(random_loaded, monkeypatch) -> None:
+def test_cuda_graphs_are_captured_after_a_warm_up(random_loaded, monkeypatch) -> None:
     """In one pool, on one side stream, and all with their logits where the largest has its own."""
     cuda = FakeCuda()
     with monkeypatch.context() as patch:
@@ -388,8 +388,7 @@ class Failing:
 def test_after_a_capture_that_fails_the_engine_is_on_its_own_stream(
     error, raised, monkeypatch
 ) -> None:
-    """It says what failed first. Memory that does not suffice is nothing to go on from without
-    graphs."""
+    """The first failure is reported. Out of memory is no reason to continue without graphs."""
 
     def step() -> torch.Tensor:
         raise error("operation not permitted when stream is capturing\nmore")

@@ -1,4 +1,4 @@
-"""What the measuring step of a GPU runs: here on a CPU, with a reader of memory that is made up."""
+"""The work of the measuring step of a GPU, run here on a CPU with a fake reader of memory."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkey
     assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
 
 
-def test_memory_that_several_ranks_are_told_to_take_is_asked_for_together(
-    loaded, monkeypatch
-) -> None:
+def test_memory_of_several_ranks_is_requested_together(loaded, monkeypatch) -> None:
     monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
     config = EngineConfig(max_num_seqs=2, num_blocks=501)
     demand = demand_of(config, loaded)
@@ -70,8 +68,8 @@ def test_memory_that_several_ranks_are_told_to_take_is_asked_for_together(
 
 
 class FakeMemory:
-    """A `MemoryReader` of a GPU on which the step's activations peak at `peak` bytes. What graphs
-    keep is added to `kept` by whoever makes them."""
+    """A `MemoryReader` of a GPU on which the step's activations peak at `peak` bytes. Graphs add
+    the memory they keep to `kept`."""
 
     def __init__(self, peak: int, events: list) -> None:
         self.peak, self.events = peak, events
@@ -136,7 +134,7 @@ def test_the_peak_of_the_largest_step_is_not_given_to_kv(peak_blocks, loaded) ->
 
 def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeypatch) -> None:
     """Between the two readings, twice: all rows of 48 requests, each with every constraint, a
-    grammar and log-probabilities, behind a forward pass of as many tokens as a step may have."""
+    grammar and log-probabilities, after a forward pass of as many tokens as a step may have."""
     events: list = []
     forbid = sampling_constraints.forbid
     steps = spy_on_forward(monkeypatch)
@@ -168,9 +166,9 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
     assert steps == [([90, 90, 20], 48)] * 2
 
 
-def test_graphs_are_there_when_the_memory_is_read_and_gone_later(loaded) -> None:
-    """They keep scratch memory for as long as they live, beside what a step takes: KV has what
-    neither of them needs, however large the other one is."""
+def test_graphs_exist_while_the_memory_is_read_and_not_later(loaded) -> None:
+    """Graphs keep scratch memory as long as they live, in addition to a step's: KV gets the memory
+    that neither needs, however large the other is."""
     events: list = []
     memory = FakeMemory(7 * BLOCK_BYTES, events)
 
@@ -192,7 +190,7 @@ def test_graphs_are_there_when_the_memory_is_read_and_gone_later(loaded) -> None
     assert events == []  # nothing is measured
 
 
-def test_in_the_largest_step_everybody_has_an_adapter_of_the_highest_rank(loaded) -> None:
+def test_in_the_largest_step_every_request_has_an_adapter_of_the_highest_rank(loaded) -> None:
     """In each matrix, the last layer's too: a whole prompt is scored in that step."""
     slots, sizes = AdapterSlots(loaded.model, 3, 16), []
     for addition in slots.additions:
@@ -208,8 +206,8 @@ def test_in_the_largest_step_everybody_has_an_adapter_of_the_highest_rank(loaded
     assert sizes == [(200, 200, [(1, 0, 200)])] * len(slots.additions) * 2
 
 
-def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
-    """Five rows a request. What a draft model says of its guesses is in memory all the while."""
+def test_drafts_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
+    """Five rows a request. The logits of a draft model stay in memory the whole time."""
     steps, verified = spy_on_forward(monkeypatch), []
 
     class SpySampler(SpeculativeSampler):
@@ -221,8 +219,8 @@ def test_guesses_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
             return rejection_sample(target_probs, drafts, draft_probs, *rest)
 
     monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
-    how = {"method": "draft", "num_spec_tokens": 4}
-    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=how)
+    speculative = {"method": "draft", "num_spec_tokens": 4}
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=speculative)
     draft_too = make(config, loaded, 64, draft=loaded, memory=FakeMemory(0, []))
     # 38 tokens: 7 requests of 5 rows, one of 3.
     assert steps == [([38], 38)] * 2

@@ -1,5 +1,5 @@
-"""What an engine launches is what `launch_configurations` said it would: nothing is compiled while
-serving, and the gate of `test_resources.py` has seen everything."""
+"""An engine launches only the configurations of `launch_configurations`: nothing is compiled while
+serving, and the check of `test_resources.py` has seen every one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.sampling.sampler_kernel import sampling_launches
 from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
-from common.tests.test_windows_engine import save_windowed
+from common.tests.small_models import subject
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention import AttentionMetadata
 from request import SamplingParams
@@ -71,15 +71,13 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
 
 @pytest.mark.sample(every=4)  # chunks that sample in every way
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
-    name, random_oracle, launched
-):
+def test_an_engine_launches_nothing_else_and_agrees_with_the_oracle(name, random_oracle, launched):
     options = ENGINES[name]
     config = EngineConfig(num_blocks=100, attention_backend="triton", **options)
     target = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
     draft = load_model(random_oracle.path, torch.float32, torch.device("cpu"))
     engine = LLMEngine(config, loaded=target, draft=draft if name == "draft model" else None)
-    if name == "look-up":  # whose guesses come late
+    if name == "look-up":  # whose drafts come late
         serve(engine, random_oracle, [0, 1, 2, 3, 4, 5], 9)
     else:
         serve(engine, random_oracle, [0, 1, 3], 4)
@@ -107,7 +105,7 @@ def test_an_engine_launches_nothing_else_and_says_what_the_oracle_says(
     assert kernels >= {launch.kernel.__name__ for launch in allowed} - may_be_missing
 
 
-def test_a_model_whose_norms_are_in_float32_launches_what_was_foreseen(tmp_path, launched):
+def test_a_model_with_norms_in_float32_launches_listed_configurations(tmp_path, launched):
     model = load_model(save_case("gemma3", tmp_path), torch.bfloat16).model
     set_regions(model, is_compiled=False, is_triton=True)
     PagedHarness(model, 1, block_size=16).step([(0, 0, [3, 1, 4])])
@@ -120,8 +118,8 @@ def test_a_model_whose_norms_are_in_float32_launches_what_was_foreseen(tmp_path,
     assert "_silu_and_multiply_kernel" not in {launch.kernel.__name__ for launch in allowed}
 
 
-def test_a_window_is_a_constant_that_was_foreseen(tmp_path, launched):
-    loaded = load_model(save_windowed("one in three", tmp_path), torch.float32, torch.device("cpu"))
+def test_a_window_is_a_constant_that_was_foreseen(launched):
+    loaded = subject("one in three").in_float32
     engine = EngineConfig(num_blocks=100, max_model_len=64, attention_backend="triton")
     params = SamplingParams(temperature=0, max_tokens=2)
     LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)
@@ -147,10 +145,10 @@ def test_an_engine_has_few_configurations(random_oracle):
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_large_round_of_guessing_is_foreseen(enforce_eager):
+def test_a_large_round_of_drafting_is_listed(enforce_eager):
     """Its metadata is plain: the host does not know the lengths. With and without graphs."""
-    how = {"speculative": {"method": "draft"}, "enforce_eager": enforce_eager}
-    engine = EngineConfig(attention_backend="triton", **how)
+    options = {"speculative": {"method": "draft"}, "enforce_eager": enforce_eager}
+    engine = EngineConfig(attention_backend="triton", **options)
     launches = launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=QWEN3_0_6B)
     shape = attention_shape(QWEN3_0_6B, engine, torch.bfloat16, 90, "ieee", False)
     n, num_keys = 64, 1024

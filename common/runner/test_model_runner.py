@@ -77,7 +77,7 @@ def test_worked_example_of_mixed_lengths(runner: PagedModelRunner) -> None:
 
 
 def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
-    """Lengths 7, 3 and 5: the fed token stands at `len - 1` (Trap 29)."""
+    """Lengths 7, 3 and 5: the fed token is at `len - 1` (Trap 29)."""
     prompts = {"a": [1] * 6, "b": [2] * 2, "c": [3] * 4}
     tables = {"a": [1, 2], "b": [3], "c": [4, 5]}
     runner.prepare(
@@ -100,21 +100,21 @@ def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
 
 
 def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedModelRunner) -> None:
-    """Trap 31: a piece in the middle must not yield a token."""
+    """Trap 31: a chunk in the middle must not yield a token."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
-    pieces = (5, 11, 2)
-    output = SchedulerOutput([new("a", prompt, [7, 2])], num_scheduled_tokens={"a": pieces[0]})
+    chunk_sizes = (5, 11, 2)
+    output = SchedulerOutput([new("a", prompt, [7, 2])], num_scheduled_tokens={"a": chunk_sizes[0]})
     computed = 0
-    for i, piece in enumerate(pieces):
+    for i, chunk_size in enumerate(chunk_sizes):
         batch = runner.prepare(output)
         logits = runner.forward(batch)
         assert batch.sampling.req_ids == (["a"] if i == 2 else [])
         assert len(logits) == (1 if i == 2 else 0)
-        computed += piece
+        computed += chunk_size
         cached = CachedRequestData(["a"], [[]], [computed], [0], [()])
-        if i + 1 < len(pieces):
+        if i + 1 < len(chunk_sizes):
             output = SchedulerOutput(
-                scheduled_cached_reqs=cached, num_scheduled_tokens={"a": pieces[i + 1]}
+                scheduled_cached_reqs=cached, num_scheduled_tokens={"a": chunk_sizes[i + 1]}
             )
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
@@ -122,7 +122,7 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
 
 
 def test_plugins_work_between_the_forward_pass_and_sampling(random_loaded) -> None:
-    """What they change there: `common/tests/test_uploads_engine.py`."""
+    """For the changes of plugins there, see `common/tests/test_uploads_engine.py`."""
     log: list[str] = []
 
     class Looks(RunnerPlugin):
@@ -151,7 +151,8 @@ def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None
 
 
 def mixed_plans() -> list[SchedulerOutput]:
-    """A prompt in two pieces beside another that decodes, with two guesses in the second step."""
+    """A prompt in two chunks beside another that decodes, with two draft tokens in the second
+    step."""
     first = SchedulerOutput(
         [new("a", [3, 1, 4, 1, 5, 9], [7]), new("b", [2, 6, 5], [2])],
         num_scheduled_tokens={"a": 4, "b": 3},
@@ -196,26 +197,26 @@ def test_a_step_answers_with_tokens_and_the_times_of_its_parts(runner: PagedMode
     assert "a" not in runner.state.requests, "who has ended is forgotten in an empty step too"
 
 
-def test_what_follows_a_stop_string_is_cut_with_its_logprobs() -> None:
+def test_tokens_after_a_stop_string_are_cut_with_their_logprobs() -> None:
     class Runs:
         def execute(self, plan: SchedulerOutput) -> FinishedStep:
             tokens = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
             return FinishedStep(StepOutput(tokens, {"a": ["x", "y", "z"]}))
 
-    asked = []
+    lookups = []
 
     class Member(NamedTuple):
         name: str
 
         def num_wanted(self, tokens: list[int]) -> int:
-            asked.append((self.name, list(tokens)))
+            lookups.append((self.name, list(tokens)))
             return 2
 
-    members = {name: Member(name) for name in "abc"}
+    processors = {name: Member(name) for name in "abc"}
     plan = SchedulerOutput(scheduled_draft_token_ids={"a": [2, 3], "b": [5]})
-    step = TrimmingRunner(Runs(), members).execute(plan)
-    members["b"] = Member("the next request of this name")  # trap 82
+    step = TrimmingRunner(Runs(), processors).execute(plan)
+    processors["b"] = Member("the next request of this name")  # trap 82
     output = step.wait()
     assert output.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
     assert output.logprobs == {"a": ["x", "y"]}
-    assert asked == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"
+    assert lookups == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"

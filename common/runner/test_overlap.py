@@ -72,7 +72,7 @@ def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_not
 
 
 def test_an_empty_step_is_not_planned_ahead_of() -> None:
-    """What the loop waits for then (KV from elsewhere) decides what comes next."""
+    """The result that the loop waits for then (KV from elsewhere) decides the next plan."""
     core, log, _ = make_core()
     core.add_request(request("a"))
     core.scheduler.scheduler._admit = lambda budget: {}
@@ -80,7 +80,7 @@ def test_an_empty_step_is_not_planned_ahead_of() -> None:
     assert log == ["planned", ("begun", 1), ("ended", 1), "updated"]
 
 
-def test_waiting_for_what_is_under_way_takes_nothing() -> None:
+def test_waiting_for_steps_in_flight_takes_no_output() -> None:
     core, log, _ = make_core()
     core.add_request(request("a", 9))
     core.step()
@@ -95,7 +95,7 @@ def test_waiting_for_what_is_under_way_takes_nothing() -> None:
 
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when_waited_for):
+def test_an_error_ends_all_steps_in_flight_and_the_loop_continues(step, fails_when_waited_for):
     core, _, runner = make_core()
     runner.fails_at, runner.fails_when_waited_for = step, fails_when_waited_for
     core.add_request(request("a", 9))
@@ -121,7 +121,7 @@ def test_a_record_is_of_the_step_that_ended() -> None:
     assert [record.new_token_ids for record in records] == [{"a": [1]}, {"a": [2]}, {"a": [3]}]
 
 
-def test_the_thread_computes_steps_in_order_while_nobody_waits() -> None:
+def test_the_thread_computes_steps_in_order_without_a_waiting_call() -> None:
     names, may_go = [], threading.Event()
 
     class Runner:
@@ -146,7 +146,7 @@ def test_the_thread_computes_steps_in_order_while_nobody_waits() -> None:
     assert names[0][0] != threading.current_thread().name
 
 
-def test_who_gives_up_can_be_interrupted_and_waits_for_the_rest_when_asked_again() -> None:
+def test_an_interrupted_wait_can_be_repeated_for_the_remaining_steps() -> None:
     class Interrupted:
         def wait(self) -> StepOutput:
             raise KeyboardInterrupt
@@ -167,7 +167,7 @@ def test_who_gives_up_can_be_interrupted_and_waits_for_the_rest_when_asked_again
     assert waited_for == handles[:1]
     queued.give_up()
     assert waited_for == [handles[0], *handles[2:]]
-    queued.wait_for_steps()  # nothing is under way
+    queued.wait_for_steps()  # nothing is in flight
     assert len(waited_for) == 3
 
 

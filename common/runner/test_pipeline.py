@@ -1,4 +1,4 @@
-"""The loop with several plans under way: its order, what fills it, and what becomes of errors."""
+"""The loop with several plans in flight: its order, the plans that fill it, and errors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def make_core(num_stages: int = 2, num_in_flight: int | None = None, **options):
     return core, log, runner
 
 
-def run(core: PipelinedEngineCore, most: int = 60) -> Counter[str]:
+def run(core: PipelinedEngineCore, max_steps: int = 60) -> Counter[str]:
     outputs: Counter[str] = Counter()
-    for _ in as_long_as(core.has_unfinished_requests, most):
+    for _ in as_long_as(core.has_unfinished_requests, max_steps):
         for result in core.step():
             outputs[result.request_id] += len(result.new_token_ids)
     return outputs
@@ -74,18 +74,18 @@ def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, n
         core.add_request(request(str(i), 1 + i % 4))
         if i % 3 == 0:
             core.step()
-    most = 0
+    max_in_flight = 0
     for _ in as_long_as(core.has_unfinished_requests, 100):
         core.step()
-        most = max(most, len(core._in_flight))
+        max_in_flight = max(max_in_flight, len(core._in_flight))
     assert runner.said == expected
     begun = [entry[1:] for entry in log if entry[0] == "begun"]
     assert begun == [entry[1:] for entry in log if entry[0] == "ended"]
     assert not core._in_flight and not core.in_flight_plans._in_flight
-    assert most <= 2 * num_in_flight
+    assert max_in_flight <= 2 * num_in_flight
 
 
-def test_at_most_so_many_plans_are_under_way() -> None:
+def test_the_number_of_plans_in_flight_is_limited() -> None:
     core, log, _ = make_core(num_stages=8, num_in_flight=3)
     for name in "abcdefgh":
         core.add_request(request(name, 5))
@@ -100,7 +100,7 @@ def test_at_most_so_many_plans_are_under_way() -> None:
     )
 
 
-def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:
+def test_a_full_batch_does_not_ask_for_a_plan_in_every_step() -> None:
     core, log, _ = make_core(max_num_seqs=2)
     for name in "abcd":
         core.add_request(request(name, 5))
@@ -108,8 +108,8 @@ def test_who_waits_for_a_seat_is_not_asked_for_in_every_step() -> None:
     assert ("begun",) not in log
 
 
-def test_an_empty_plan_under_way_is_no_step_and_keeps_none_from_beginning() -> None:
-    """`c` is behind the budget: a plan was asked for it, and there was none."""
+def test_an_empty_plan_in_flight_is_not_a_step_and_delays_none() -> None:
+    """`c` exceeds the budget: a plan was asked for, and it scheduled no request."""
     core, log, _ = make_core(num_in_flight=3, max_num_batched_tokens=4)
     for name in "ab":
         core.add_request(request(name, 6))
@@ -121,7 +121,7 @@ def test_an_empty_plan_under_way_is_no_step_and_keeps_none_from_beginning() -> N
     assert run(core)["c"] == 3
 
 
-def test_an_empty_plan_under_way_takes_no_place() -> None:
+def test_an_empty_plan_in_flight_does_not_count() -> None:
     """Two plans compute, though `c`, which does not fit, has brought a third about."""
     core, log, _ = make_core(max_num_batched_tokens=4)
     for name in "ab":
@@ -133,8 +133,8 @@ def test_an_empty_plan_under_way_takes_no_place() -> None:
     assert log[3:] == [("begun", "a"), ("begun", "b"), ("ended",), ("ended", "a")]
 
 
-def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
-    """Whoever counts preemptions hears of it."""
+def test_an_empty_plan_with_a_preemption_is_a_step() -> None:
+    """So that a counter of preemptions gets it."""
     from forced_preemption import ForcedPreemption
     from scheduler import Scheduler
 
@@ -154,8 +154,8 @@ def test_a_plan_for_nobody_that_has_preempted_somebody_is_a_step() -> None:
     assert any(record.preempted and not record.num_scheduled_tokens for record in records)
 
 
-def test_a_plan_for_nobody_that_is_alone_is_a_step() -> None:
-    """What the loop waits for then (KV from elsewhere) decides what comes next."""
+def test_an_empty_plan_that_is_alone_is_a_step() -> None:
+    """The result that the loop waits for then (KV from elsewhere) decides the next plan."""
     core, log, _ = make_core()
     core.add_request(request("a"))
     core.scheduler.scheduler._admit = lambda budget: {}
@@ -202,7 +202,7 @@ def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when
     assert outputs == [[1], [2]]
 
 
-def test_who_is_aborted_in_flight_gets_nothing_more_and_its_name_may_come_again() -> None:
+def test_a_request_aborted_in_flight_gets_no_token_and_its_id_can_be_reused() -> None:
     core, _, _ = make_core()
     for name in "ab":
         core.add_request(request(name, 9))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import engine as engine_module
+from common.assembly import assembly
 from common.engine import LLMEngine
 from common.engine_config import THREADS_FROM_PARAMETERS, EngineConfig
 from common.runner import thread_count
@@ -29,7 +29,7 @@ SMALL, LARGE = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
 
 @pytest.fixture(autouse=True)
 def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process in which torch has 4 threads that nobody has chosen."""
+    """A process in which torch has 4 threads by default."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     monkeypatch.setattr(thread_count, "THREADS", ThreadCount())
@@ -47,8 +47,8 @@ def test_a_small_model_is_computed_by_one_thread_until_its_engine_closes(caplog)
     caplog.set_level("INFO")
     engine = make_engine()
     assert torch.get_num_threads() == 1
-    (said,) = [r.message for r in caplog.records if r.name == "common.runner.thread_count"]
-    assert said.startswith("threads: 1 instead of 4")
+    (message,) = [r.message for r in caplog.records if r.name == "common.runner.thread_count"]
+    assert message.startswith("threads: 1 instead of 4")
     engine.close()
     assert torch.get_num_threads() == 4
     engine.close()
@@ -78,37 +78,38 @@ def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_b
     new.join()
     assert of_new_threads == [4]
     make_engine().close()
-    monkeypatch.setattr(engine_module, "assemble", lambda *_: 1 / 0)
+    monkeypatch.setattr(assembly, "LocalRunner", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_engine()
     assert torch.get_num_threads() == 4
 
 
-def test_what_the_user_sets_stays_and_is_what_comes_back():
+def test_a_number_set_by_the_user_stays_and_is_restored():
     engine = make_engine()
     torch.set_num_threads(3)
-    second, told = make_engine(), make_engine(num_threads=2)
+    second, explicit = make_engine(), make_engine(num_threads=2)
     engine.close()
     assert torch.get_num_threads() == 2
-    told.close()
+    explicit.close()
     second.close()
     assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
 def test_engines_closed_in_any_order_leave_a_right_number(order):
-    """Of open ones the newest that was given a number, else the largest default."""
-    wanted = {0: (None, SMALL, 1), 1: (None, LARGE, 4), 2: (2, LARGE, 2), 3: (3, SMALL, 3)}
+    """The number is that of the newest open engine with an explicit one, else the largest
+    default."""
+    settings = {0: (None, SMALL, 1), 1: (None, LARGE, 4), 2: (2, LARGE, 2), 3: (3, SMALL, 3)}
     open_engines, seen = {}, []
-    for i, (given, num_parameters, _) in wanted.items():
+    for i, (given, num_parameters, _) in settings.items():
         open_engines[i] = set_threads(given, num_parameters, CPU)
         seen.append(torch.get_num_threads())
     assert seen == [1, 4, 2, 3]
     for i in order:
         open_engines.pop(i)()
-        told = [wanted[j][2] for j in open_engines if j >= 2]
-        defaults = [wanted[j][2] for j in open_engines if j < 2]
-        assert torch.get_num_threads() == (told or [max(defaults, default=4)])[-1]
+        explicit = [settings[j][2] for j in open_engines if j >= 2]
+        defaults = [settings[j][2] for j in open_engines if j < 2]
+        assert torch.get_num_threads() == (explicit or [max(defaults, default=4)])[-1]
 
 
 ASK = """
@@ -123,7 +124,7 @@ print(before, torch.get_num_threads())
 
 
 @pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "2"}, {"SET": "2"}])
-def test_what_was_chosen_before_the_first_engine_is_seen(chosen):
+def test_a_number_chosen_before_the_first_engine_is_seen(chosen):
     """Also where it is the number that torch would have had."""
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | chosen
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -1,4 +1,4 @@
-"""What is compiled at the start is everything: the launches that follow find their machine code."""
+"""Warm-up compiles everything: later launches find their machine code."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ print(json.dumps([len(launches), len(sample), number, len(loaded), after_warm_up
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_warm_up(every: int) -> None:
-    """Of the launches one in `every`."""
+    """With one launch in `every`."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
@@ -133,14 +133,13 @@ def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -
     config = EngineConfig(num_blocks=9, attention_backend="triton", speculative={"method": "draft"})
     LLMEngine(config, loaded=loaded, draft=draft)
     assert not found, "the interpreter compiles nothing"
-    attention = assembly.make_attention(config, loaded)
-    given = assembly.RunnerSpec(config, loaded, draft, attention, 512, 4000)
-    assembly.compile_kernels(given)
+    models = config, loaded.model, draft.model
+    assembly.compile_kernels(*models, 4000)
     ((launches, device),) = found
     options = {"draft": draft.config, "vocab_size": 4000}
     assert launches == launch_configurations(loaded.config, config, torch.float32, **options)
     assert device == torch.device("cpu")
     windows = replace(loaded.model.groups, windows=(None, 7))
     monkeypatch.setattr(loaded.model, "groups", windows)
-    assembly.compile_kernels(given)
+    assembly.compile_kernels(*models, 4000)
     assert {launch.constants.get("WINDOW") for launch in found[1][0]} == {None, 0, 7}

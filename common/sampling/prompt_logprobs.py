@@ -17,12 +17,12 @@ Positions scored before a preemption are not scored again."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.models.model_config import SCORED
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
+from common.sampling.runner_plugin import PluginContext, RunnerPlugin, StepRows, UploadBuffer
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
@@ -75,10 +75,5 @@ class PromptLogprobs(RunnerPlugin):
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)
 
 
-class HasVocabulary(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def make(given: HasVocabulary) -> PromptLogprobs:
-    return PromptLogprobs(given.vocab_size)
+def make(context: PluginContext) -> PromptLogprobs:
+    return PromptLogprobs(context.vocab_size)

@@ -14,7 +14,8 @@ the assembly, and only if the plugin's class defines them: that is looked up onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +24,19 @@ from base_scheduler import overrides
 from batch_layout import Queries, all_to_device
 from scheduler_interface import NewRequestData
 
+if TYPE_CHECKING:
+    from common.requests.tokenizer import Tokenizer
+
 NO_TOKEN = "no token may come next"  # because of a request's rules
+
+
+class PluginContext(NamedTuple):
+    """The argument of a function that makes a plugin when the first request has its feature."""
+
+    tokenizer: Tokenizer | None
+    path: str | Path | None  # of the checkpoint, for a plugin that needs its tokenizer
+    vocab_size: int
+    eos_token_ids: Sequence[int]
 
 
 class UploadBuffer:

@@ -47,7 +47,7 @@ SAMPLING_RULES = (
     SamplingRule("repetition_penalty", 1.3, is_penalty=True, is_recommended=True),
     SamplingRule("presence_penalty", 0.7, is_penalty=True),
     SamplingRule("frequency_penalty", -0.3, is_penalty=True),
-    SamplingRule("temperature", 0.6, is_recommended=True),  # every drawn row, also with the default
+    SamplingRule("temperature", 0.6, is_recommended=True),  # of all drawn rows: no bit is read
     SamplingRule("top_k", 3, is_recommended=True),
     SamplingRule("min_p", 0.15, apply_min_p, is_recommended=True),
     SamplingRule("top_p", 0.8, is_recommended=True),

@@ -41,7 +41,7 @@ from request import _NUMBERS, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
 NEG_INF = float("-inf")
-ALPHA = 1e-6  # seeds are fixed: a test that passes once passes for ever
+ALPHA = 1e-6  # seeds are fixed: a test that passes once passes forever
 MIXED = list(RECIPES.values())
 
 
@@ -193,7 +193,7 @@ def test_top_p_keeps_the_token_that_reaches_it_and_no_more() -> None:
         assert kept[0, :num_kept].all(), p
 
 
-def test_top_p_of_a_flat_distribution_looks_beyond_its_first_guess() -> None:
+def test_top_p_of_a_flat_distribution_looks_beyond_its_first_candidates() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 5000, dtype=torch.float64) * 0.01
     logits[1, 7] = 20.0
@@ -288,9 +288,9 @@ def test_a_row_has_the_same_distribution_to_the_last_bit_in_any_company(seed: in
     logits = 3 * torch.randn(70, vocab_size, generator=generator, dtype=torch.float64)
     together = sampling_probs(logits, make_batch(params).sampling)
     logprobs = Sampler(vocab_size).sample(logits, make_batch(params, list(range(70)))).logprobs
-    for i, (row, own) in enumerate(zip(logits[:, None], params, strict=True)):
-        assert torch.equal(sampling_probs(row, make_batch([own]).sampling)[0], together[i]), own
-        alone = Sampler(vocab_size).sample(row, make_batch([own], [i])).logprobs["r0"]
+    for i, (row, one) in enumerate(zip(logits[:, None], params, strict=True)):
+        assert torch.equal(sampling_probs(row, make_batch([one]).sampling)[0], together[i]), one
+        alone = Sampler(vocab_size).sample(row, make_batch([one], [i])).logprobs["r0"]
         assert alone == logprobs[f"r{i}"]
 
 
@@ -420,8 +420,8 @@ def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
     torch.manual_seed(1)
     logits = torch.randn(4, 50)
     logits[2, :] = 0.0
-    ask = SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3)
-    params = [ask, GREEDY, SamplingParams(logprobs=2, top_k=4), SamplingParams(logprobs=0)]
+    penalized = SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3)
+    params = [penalized, GREEDY, SamplingParams(logprobs=2, top_k=4), SamplingParams(logprobs=0)]
     batch = make_batch(params, prompts=[[int(logits[0].argmax())], [0], [0], [0]])
     output = Sampler(50).sample(logits, batch)
     assert set(output.logprobs) == {"r0", "r2", "r3"}
@@ -508,7 +508,7 @@ for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty
 
 
 @pytest.mark.slow  # what a greedy one does not need: `workshop/book/test_path.py`
-def test_what_a_step_does_not_need_is_not_loaded() -> None:
+def test_unused_inputs_of_a_step_are_not_loaded() -> None:
     found = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, check=True)
     assert found.stdout.decode().splitlines() == ["0 0 0 0", "1 1 1 0", "1 1 1 1"]
 

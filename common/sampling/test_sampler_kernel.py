@@ -34,7 +34,8 @@ VOCABS = (1, 5, 300, TILE + 77)
 
 @pytest.fixture
 def more_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of a search, which the interpreter likes better; small vocabularies have as many as ever."""
+    """Limit the branches of a search, which suits the interpreter; small vocabularies have as many
+    as before."""
     caches = sampler_kernel.shape_launch, sampler_kernel.top_p_launch
     monkeypatch.setattr(sampler_kernel, "WAYS", 64)
     for cached in caches:
@@ -96,7 +97,7 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
 
 @pytest.mark.sample(every=5)
 @pytest.mark.parametrize(
-    ("vocab_size", "most", "is_narrow", "has_top_k", "has_min_p"),
+    ("vocab_size", "max_candidates", "is_narrow", "has_top_k", "has_min_p"),
     [
         (1, 0, False, False, True),
         (5, 4, True, True, False),
@@ -113,7 +114,7 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
 )
 def test_the_highest_are_those_of_the_specification(
     vocab_size: int,
-    most: int,
+    max_candidates: int,
     is_narrow: bool,
     has_top_k: bool,
     has_min_p: bool,
@@ -124,9 +125,21 @@ def test_the_highest_are_those_of_the_specification(
         request.getfixturevalue("more_ways")
     logits = adversarial_rows(vocab_size, device)
     temperature = doubles(TEMPERATURES, device)
-    k = torch.tensor([most, 1, most // 2 + 1, most, most // 3 + 1, 3, most, 2], device=device)
+    k = torch.tensor(
+        [
+            max_candidates,
+            1,
+            max_candidates // 2 + 1,
+            max_candidates,
+            max_candidates // 3 + 1,
+            3,
+            max_candidates,
+            2,
+        ],
+        device=device,
+    )
     min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
-    given = logits.amax(-1), temperature, k if has_top_k else None, most, is_narrow
+    given = logits.amax(-1), temperature, k if has_top_k else None, max_candidates, is_narrow
     check_shape(logits, *given, min_p=min_p if has_min_p else None)
 
 
@@ -138,9 +151,9 @@ def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torc
     logits[3] = rows[3].to(dtype)  # with -inf
     highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
     k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
-    for top_k, most, is_narrow in ((None, 0, False), (k, 16, True)):
+    for top_k, max_candidates, is_narrow in ((None, 0, False), (k, 16, True)):
         given, min_p = (
-            (highest, temperature, top_k, most, is_narrow),
+            (highest, temperature, top_k, max_candidates, is_narrow),
             0.01 * temperature.clamp(max=1),
         )
         check_shape(logits, *given, min_p=min_p)
@@ -258,7 +271,7 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize("vocab_size", [6, 400])
-def test_a_sampler_of_kernels_says_what_the_other_says(
+def test_the_kernel_sampler_agrees_with_the_other(
     vocab_size: int, device: torch.device, launched: list[str]
 ) -> None:
     torch.manual_seed(vocab_size)
@@ -296,7 +309,7 @@ def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> N
 
 
 @pytest.mark.usefixtures("more_ways")
-def test_verification_and_guesses_have_the_same_rules(device: torch.device) -> None:
+def test_verification_and_drafts_have_the_same_rules(device: torch.device) -> None:
     """Speculation changes no token, and neither do the kernels under it."""
     torch.manual_seed(1)
     vocab_size, n = 300, 4
@@ -427,7 +440,7 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
         assert ((tokens >= 0) & (tokens < 40)).all()
 
 
-def test_what_the_kernel_of_shape_applies_is_the_first_of_the_limits() -> None:
+def test_the_shape_kernel_applies_the_first_limits() -> None:
     """Others are applied after it, in the order of the table."""
     fused = sampler_kernel.KERNELS.fused
     assert tuple(rule.name for rule in LIMITS[: len(fused)]) == fused

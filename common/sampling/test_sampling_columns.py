@@ -16,6 +16,7 @@ from request import SamplingParams
 OTHERS = {
     name: getattr(sampling_rules, name) for name in ("NARROW", "WIDE", "MIN_TOKENS", "LOGPROBS")
 }
+NO_RULES = {"allowed": None, "biased": [], "bias": [], "bad_words": []}
 CASES: list[tuple[SamplingParams, str]] = [
     (SamplingParams(temperature=0), ""),
     (SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), ""),
@@ -66,8 +67,12 @@ def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: i
                 assert all(c.shape[-1] == num_rows for c in every)
             case _:
                 before = columns.num_writes[row]
-                live[row] = rng.choice(CASES)
-                columns.write(row, live[row][0], (4, 1))
+                live[row] = *rng.choice(CASES), rng.choice([None, rng.randrange(20)])
+                params, _, bad = live[row]
+                rules = None if bad is None else NO_RULES | {"bad_words": [[bad]]}
+                columns.write(row, params, (4, 1), rules)
                 assert columns.num_writes[row] > before
-        for row, (params, bits) in live.items():
+        for row, (params, bits, bad) in live.items():
             check(columns, row, params, bits)
+            assert bool(columns.needs[row] & sampling_rules.TOKEN_RULES) == (bad is not None)
+            assert bad is None or columns.rules[row].bad.tolist() == [bad]

@@ -5,19 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chisquare
 
 from common.requests.input_processor import DrawnSeedParams
+from common.sampling.counter_random import DRAFT_STREAM, TOKEN_STREAM, uniforms
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.speculative_sampler import SpeculativeSampler
+from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.tests.sampling_cases import make_sampling
+from request import SamplingParams
 
 
-def test_what_replaces_a_rejected_guess_does_not_depend_on_why_it_was_rejected() -> None:
-    """The rest p - q has two tokens. Whether a guess stands, and which of them replaces it, are two
-    questions: with one number for both, a rejection, which takes a high one, favours the last."""
+def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_number() -> None:
+    """The remainder p - q has two tokens. Whether a draft is accepted, and which token replaces it,
+    are two questions: with one random number for both, a rejection, which takes a high one, favours
+    the last."""
     p = torch.tensor([0.2, 0.4, 0.4], dtype=torch.float64)
     q = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)
     n = 6000
@@ -25,14 +29,36 @@ def test_what_replaces_a_rejected_guess_does_not_depend_on_why_it_was_rejected()
     one = make_sampling([DrawnSeedParams(seed=1)] * n, seeds=range(1, n + 1))
     names = [name for name in one.req_ids for _ in range(2)]
     rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
-    guesses = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
-    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, guesses)
-    sampler = SpeculativeSampler(Sampler(3), lambda _: q[None])
+    draft_token_ids = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
+    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, draft_token_ids)
+    of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
+    sampler = SpeculativeSampler(Sampler(3), lambda _: of_two)
     output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
     tokens = [output.token_ids[name] for name in one.req_ids]
     first_counts = np.bincount([ids[0] for ids in tokens], minlength=3)
     assert chisquare(first_counts, p.numpy() * n).pvalue > 1e-4, first_counts / n
     num_accepted = sum(len(ids) == 2 for ids in tokens)
     assert abs(num_accepted / n - 0.6) < 0.03  # sum of min(p, q)
-    behind = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
-    assert chisquare(behind, p.numpy() * num_accepted).pvalue > 1e-4, behind / num_accepted
+    second_counts = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
+    assert chisquare(second_counts, p.numpy() * num_accepted).pvalue > 1e-4, (
+        second_counts / num_accepted
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "stream"),
+    [(DrawnSeedParams(seed=5), DRAFT_STREAM), (SamplingParams(seed=5), TOKEN_STREAM)],
+)
+def test_each_draft_of_a_run_has_the_random_number_of_its_position(
+    params: SamplingParams, stream: int
+) -> None:
+    """With a user's seed, the number that draws the token there."""
+    sampling, device = make_sampling([params], outputs=[[7, 8]]), torch.device("cpu")
+    state = sampling.state
+    state.row_of = {"r0": 0}  # type: ignore[attr-defined]
+    drafts = ConstrainedDrafts(Sampler(11), sampling.columns, state)  # type: ignore[arg-type]
+    rounds = [[SimpleNamespace(req_id="r0")]] * 3
+    arrays = drafts.stage(rounds, device)  # type: ignore[arg-type]
+    drafts.take([torch.from_numpy(array) for array in arrays])
+    found = [float(staged.u()) for staged in drafts._rounds]  # type: ignore[union-attr]
+    assert found == uniforms(torch.tensor([5] * 3), torch.tensor([2, 3, 4]), stream).tolist()

@@ -73,11 +73,11 @@ def count(
 def check(
     counts: TokenCounts,
     rows: Rows,
-    asked: list[int],
+    req_indices: list[int],
     drafts: dict[int, list[int]],
     pending: Collection[int] = (),
 ) -> None:
-    batch = rows.batch(asked, drafts, pending)
+    batch = rows.batch(req_indices, drafts, pending)
     is_known, output_counts = count(counts, batch)
     expected, known = [], []
     for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
@@ -95,8 +95,10 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
     rng = random.Random(seed)
     counts = TokenCounts()
 
-    def tokens(most: int) -> list[int]:
-        return [rng.randrange(VOCAB + 2) for _ in range(rng.randint(0, most))]  # 2 are padding
+    def tokens(max_tokens: int) -> list[int]:
+        return [
+            rng.randrange(VOCAB + 2) for _ in range(rng.randint(0, max_tokens))
+        ]  # 2 are padding
 
     rows = Rows(4)
     for row in range(4):
@@ -122,15 +124,20 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
                     output += tokens(2)
         if rng.random() < 0.2:
             rows.admit(len(rows.prompts), [0, *tokens(8)], [])
-        asked = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
+        req_indices = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
         if rng.random() < 0.5:
-            check(counts, rows, asked, {row: tokens(3) for row in asked if rng.random() < 0.5})
-        else:  # where tokens are pending, nobody guesses
+            check(
+                counts,
+                rows,
+                req_indices,
+                {row: tokens(3) for row in req_indices if rng.random() < 0.5},
+            )
+        else:  # with pending tokens there are no drafts
             some = [i for i, output in enumerate(rows.outputs) if output and output[-1] < VOCAB]
-            check(counts, rows, asked, {}, [row for row in some if rng.random() < 0.5])
+            check(counts, rows, req_indices, {}, [row for row in some if rng.random() < 0.5])
 
 
-def test_another_vocabulary_begins_anew() -> None:
+def test_another_vocabulary_starts_from_scratch() -> None:
     counts, rows = TokenCounts(), Rows(1)
     rows.admit(0, [1, 2], [2, 5])
     check(counts, rows, [0], {})
@@ -139,8 +146,8 @@ def test_another_vocabulary_begins_anew() -> None:
     check(counts, rows, [0], {})
 
 
-def test_guesses_behind_the_known_tokens_count_only_where_they_are_drafts_of_the_plan() -> None:
-    """A draft model's own guesses have positions, and are no history."""
+def test_tokens_after_the_known_ones_count_only_if_they_are_drafts_of_the_plan() -> None:
+    """A draft model's own drafts have positions, but do not belong to the history."""
     counts, rows = TokenCounts(), Rows(1)
     rows.admit(0, [1], [2])
     batch = rows.batch([0], {0: [3, 3]})
@@ -167,8 +174,8 @@ def test_a_step_that_was_staged_and_never_computed_has_counted_nothing() -> None
     check(counts, rows, [0], {})
 
 
-def test_what_was_staged_first_stays_right_when_the_table_grows() -> None:
-    """Two parts of a batch, one with rows that nobody has asked for so far."""
+def test_counts_staged_first_stay_right_when_the_table_grows() -> None:
+    """Two parts of a batch, one with rows that were not used so far."""
     counts, rows, upload = TokenCounts(), Rows(3), UploadBuffer(CPU)
     for row in range(3):
         rows.admit(row, [row], [5, row])

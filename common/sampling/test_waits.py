@@ -1,4 +1,4 @@
-"""What a step of sampling reads and copies, on a device that is none."""
+"""Reads and copies of a sampling step, on a fake device."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ def test_verification_is_read_once(name: str, has_probs: bool, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_guesses_are_not_read(name: str, monkeypatch) -> None:
+def test_drafts_are_not_read(name: str, monkeypatch) -> None:
     batch = make_batch(BATCHES[name], 20).sampling
     batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
     requests = [SimpleNamespace(req_id=r) for r in batch.req_ids]
     logits = make_logits(20, torch.float32)
     logits[1::7] = 0
 
-    def guess(device: torch.device, logits: torch.Tensor) -> list:
+    def propose(device: torch.device, logits: torch.Tensor) -> list:
         """Three rounds, of fewer and fewer requests, whose arrays come in one copy."""
         drafts, rounds = ConstrainedDrafts(Sampler(VOCAB), batch.columns, batch.state), [20, 13, 2]
         arrays = drafts.stage([requests[:n] for n in rounds], device)
         drafts.take(batch_layout.all_to_device(device, *arrays))
         return [drafts.sample_drafts(logits[:n], requests[:n], i) for i, n in enumerate(rounds)]
 
-    expected = guess(logits.device, logits)
+    expected = propose(logits.device, logits)
     with pretend_device(monkeypatch) as device:
-        found = guess(logits.device, device.put(logits))
+        found = propose(logits.device, device.put(logits))
         assert device.reads == 0
         assert device.uploads == (name not in ("greedy", "log-probabilities"))
     for (tokens, probs), (found_tokens, found_probs) in zip(expected, found, strict=True):
@@ -108,7 +108,7 @@ def test_guesses_are_not_read(name: str, monkeypatch) -> None:
         assert probs is None or torch.equal(probs, found_probs)
 
 
-def test_what_the_first_round_of_guesses_counted_is_not_counted_again() -> None:
+def test_counts_of_the_first_draft_round_are_not_repeated() -> None:
     batch = make_batch([RECIPES["penalties"]], 20).sampling
     batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
     requests = [SimpleNamespace(req_id=r) for r in batch.req_ids[2::3]]  # with two outputs
@@ -126,7 +126,7 @@ def test_what_the_first_round_of_guesses_counted_is_not_counted_again() -> None:
     assert torch.equal(*found) and found[0].any()
 
 
-def test_the_pretended_device_notices_what_a_gpu_would_wait_for(monkeypatch) -> None:
+def test_the_fake_device_notices_reads_that_a_gpu_would_wait_for(monkeypatch) -> None:
     with pretend_device(monkeypatch) as device:
         x = device.put(torch.arange(4.0))
         for num_reads, read in enumerate(
@@ -153,7 +153,7 @@ def test_the_pretended_device_notices_what_a_gpu_would_wait_for(monkeypatch) -> 
 
 
 @pytest.mark.parametrize("make", [pretend_device, fake_gpu])
-def test_a_lazy_module_is_not_asked_for_what_it_would_import(make, monkeypatch) -> None:
+def test_a_lazy_module_is_not_asked_for_attributes_that_it_would_import(make, monkeypatch) -> None:
     """As transformers 5.17 has them: `hasattr` made one import torchvision, which was missing."""
 
     class Lazy(ModuleType):

@@ -1,12 +1,13 @@
-"""`AsyncLLM` without HTTP: what comes is `generate`'s, whoever leaves leaves nothing behind."""
+"""`AsyncLLM` without HTTP: its outputs are those of `generate`, and a disconnect leaves no
+state."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,25 +18,18 @@ from common.llm import LLM, SamplingParams
 from common.serve import async_llm
 from common.serve.async_llm import (
     COUNTED_BYTES,
+    MAX_DELTAS_PER_TURN,
     AsyncLLM,
     EngineError,
     Mailbox,
     PromptTooLong,
     QueueFull,
 )
-from common.serve.conftest import SMALL
-from common.serve.deltas import CompletionDelta, RequestDelta
+from common.serve.conftest import SMALL, fail_next, is_idle
+from common.serve.deltas import CompletionDelta, EngineUpdate, RequestDelta
 
 PROMPT = "def fibonacci(n):\n    if n"
-T = TypeVar("T")
-Run = Callable[[Awaitable[T]], T]
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+FEW, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,9 @@ def llm() -> Iterator[AsyncLLM]:
     llm.close()
 
 
-async def whole(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> RequestDelta:
+async def whole(
+    llm: AsyncLLM, prompt: str | list[int], params: SamplingParams = FEW
+) -> RequestDelta:
     total = None
     async for delta in llm.generate(prompt, params):
         if total is None:
@@ -58,21 +54,22 @@ async def whole(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams) 
     return total
 
 
-async def is_clean(llm: AsyncLLM) -> bool:
-    def look(engine: LLMEngine) -> bool:
-        engine.check_invariants()
-        return not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
+async def begun(llm: AsyncLLM, prompt: Any = (5, 6), **options: Any) -> Any:
+    """Return the deltas of a long request, after the first one."""
+    request = llm.generate(prompt, LONG, **options)
+    await anext(request)
+    return request
 
+
+async def is_clean(llm: AsyncLLM) -> bool:
     for _ in range(2000):
-        if await llm.call(look):
+        if await llm.call(is_idle):
             return llm.num_unfinished == 0
         await asyncio.sleep(0.005)
     return False
 
 
-def test_deltas_joined_are_what_generate_returns(
-    llm: AsyncLLM, alone: LLM, loop: asyncio.AbstractEventLoop
-) -> None:
+async def test_joined_deltas_equal_generate(llm: AsyncLLM, alone: LLM) -> None:
     each = [
         SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
         SamplingParams(n=3, seed=5, max_tokens=12),
@@ -82,11 +79,8 @@ def test_deltas_joined_are_what_generate_returns(
         SamplingParams(max_tokens=20, seed=1, temperature=2.0, min_p=0.01),
     ]
     expected = alone.generate([PROMPT] * len(each), each, use_tqdm=False)
-
-    async def all_of_them() -> list[RequestDelta]:
-        return await asyncio.gather(*(whole(llm, PROMPT, params) for params in each))
-
-    for total, output in zip(loop.run_until_complete(all_of_them()), expected, strict=True):
+    totals = await asyncio.gather(*(whole(llm, PROMPT, params) for params in each))
+    for total, output in zip(totals, expected, strict=True):
         assert total.finished and total.metrics is not None
         assert total.prompt_token_ids == output.prompt_token_ids
         assert total.num_cached_tokens <= len(output.prompt_token_ids)
@@ -114,210 +108,138 @@ def test_deltas_joined_are_what_generate_returns(
     ],
     ids=["overlap", "guesses", "ranks"],
 )
-def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM) -> None:
+async def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM) -> None:
     prompts = [f"{PROMPT} == {i}" for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = [o.outputs[0].token_ids for o in alone.generate(prompts, params, use_tqdm=False)]
-
-    async def run() -> list[list[int]]:
-        llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
-        try:
-            leaving = llm.generate("x", SamplingParams(max_tokens=500, ignore_eos=True))
-            await anext(leaving)
-            totals = await asyncio.gather(*(whole(llm, p, params) for p in prompts))
-            await leaving.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-            assert await is_clean(llm)
-        finally:
-            await asyncio.to_thread(llm.close)
-        return [total.completions[0].token_ids for total in totals]
-
-    assert asyncio.run(run()) == expected
+    llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
+    try:
+        leaving = await begun(llm, "x")
+        totals = await asyncio.gather(*(whole(llm, p, params) for p in prompts))
+        await leaving.aclose()
+        assert await is_clean(llm)
+    finally:
+        await asyncio.to_thread(llm.close)
+    assert [total.completions[0].token_ids for total in totals] == expected
 
 
-def test_a_step_hands_over_once(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_hands_over_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     received, receive = list[object](), llm._receive
     noted = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
     monkeypatch.setattr(llm, "_receive", noted)
-
-    async def count() -> tuple[int, int]:
-        steps = (await llm.call(LLMEngine.stats)).num_steps
-        received.clear()
-        params = SamplingParams(max_tokens=10, ignore_eos=True)
-        await asyncio.gather(*(whole(llm, [5 + i, 6], params) for i in range(20)))
-        num_handed_over = len(received)
-        return num_handed_over, (await llm.call(LLMEngine.stats)).num_steps - steps
-
-    num_handed_over, num_steps = loop.run_until_complete(count())
+    steps = (await llm.call(LLMEngine.stats)).num_steps
+    received.clear()
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    await asyncio.gather(*(whole(llm, [5 + i, 6], params) for i in range(20)))
+    num_handed_over = len(received)
+    num_steps = (await llm.call(LLMEngine.stats)).num_steps - steps
     assert num_handed_over <= num_steps + 1 < 20 * 10  # the call's own answer may be one
 
 
-def test_what_is_refused_says_why(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-    async def refused(prompt: str | list[int], params: SamplingParams | None = None) -> str:
-        with pytest.raises(ValueError) as caught:
-            await whole(llm, prompt, params or SamplingParams())
-        return str(caught.value)
-
-    for prompt, says in (
-        ([1] * 5000, "max_model_len"),
-        ([10**9], "prompt must be token ids"),
-        ([], "at least one token"),
-        ("\ud800", "surrogate"),
-    ):
-        assert says in loop.run_until_complete(asyncio.wait_for(refused(prompt), 10))
+async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
     bad = SamplingParams(stop="x", detokenize=False)
-    assert "detokenize" in loop.run_until_complete(refused("x", bad))
-    assert loop.run_until_complete(is_clean(llm))
+    refused: list[tuple[Any, SamplingParams, str]] = [
+        ([1] * 5000, FEW, "max_model_len"),
+        ([10**9], FEW, "prompt must be token ids"),
+        ([], FEW, "at least one token"),
+        ("\ud800", FEW, "surrogate"),
+        ("x", bad, "detokenize"),
+    ]
+    for prompt, params, says in refused:
+        with pytest.raises(ValueError, match=says):
+            await asyncio.wait_for(whole(llm, prompt, params), 10)
+    assert await is_clean(llm)
 
 
-def test_nobody_is_computed_for_who_has_left(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
-) -> None:
+async def test_nobody_is_computed_for_who_has_left(llm: AsyncLLM) -> None:
     """Trap 68."""
-
-    async def leave() -> tuple[int, int]:
-        request = llm.generate([5, 6], SamplingParams(max_tokens=1000, ignore_eos=True))
-        await anext(request)
-        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-        return await llm.call(lambda engine: engine.core.get_request_counts())
-
-    assert loop.run_until_complete(leave()) == (0, 0)
+    await (await begun(llm)).aclose()
+    assert await llm.call(lambda engine: engine.core.get_request_counts()) == (0, 0)
 
 
-def test_the_last_who_leaves_is_not_counted_as_running(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
-) -> None:
-    """Routers read that, and nobody may come for an hour."""
-
-    async def leave() -> EngineStats:
-        request = llm.generate([5, 6], SamplingParams(max_tokens=1000, ignore_eos=True))
-        await anext(request)
-        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-        for _ in range(500):
-            if not (llm.stats.num_running or llm.stats.kv_blocks_in_use):
-                break
-            await asyncio.sleep(0.01)
-        return llm.stats
-
-    stats = loop.run_until_complete(leave())
-    assert stats.num_running == stats.kv_blocks_in_use == 0
+async def test_the_last_aborted_request_is_not_counted_as_running(llm: AsyncLLM) -> None:
+    """Routers read the number, and the next request may come an hour later."""
+    await (await begun(llm)).aclose()
+    for _ in range(500):
+        if not (llm.stats.num_running or llm.stats.kv_blocks_in_use):
+            break
+        await asyncio.sleep(0.01)
+    assert llm.stats.num_running == llm.stats.kv_blocks_in_use == 0
 
 
-def test_who_leaves_leaves_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+async def test_a_disconnect_leaves_no_state(llm: AsyncLLM) -> None:
     """Cancelled at random moments, aborted, left early; others are not touched."""
     rng = random.Random(3)
-    long = SamplingParams(max_tokens=1000, ignore_eos=True)
 
     async def left_early() -> None:
-        async for delta in llm.generate(PROMPT, long):
+        async for delta in llm.generate(PROMPT, LONG):
             if delta.completions:
                 return
 
     async def aborted(name: str) -> None:
         with pytest.raises(EngineError, match="aborted"):
-            async for delta in llm.generate(PROMPT, long, request_id=name):
+            async for delta in llm.generate(PROMPT, LONG, request_id=name):
                 if delta.completions:
                     await llm.abort(name)
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(whole(llm, PROMPT, long))
+        task = asyncio.ensure_future(whole(llm, PROMPT, LONG))
         await asyncio.sleep(rng.random() * 0.3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    async def all_of_them() -> RequestDelta:
-        kept = asyncio.ensure_future(
-            whole(llm, PROMPT, SamplingParams(temperature=0, max_tokens=30))
-        )
-        leaving = [left_early() for _ in range(5)] + [aborted(f"a{i}") for i in range(5)]
-        await asyncio.gather(*leaving, *(cancelled() for _ in range(10)))
-        return await kept
-
-    total = loop.run_until_complete(all_of_them())
-    assert loop.run_until_complete(is_clean(llm))
-    assert len(total.completions[0].token_ids) == 30
+    kept = asyncio.ensure_future(whole(llm, PROMPT, SamplingParams(temperature=0, max_tokens=30)))
+    leaving = [left_early() for _ in range(5)] + [aborted(f"a{i}") for i in range(5)]
+    await asyncio.gather(*leaving, *(cancelled() for _ in range(10)))
+    assert len((await kept).completions[0].token_ids) == 30
+    assert await is_clean(llm)
 
 
-def test_a_name_may_come_again_at_once(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-    """What is under way of the aborted one is not the next one's."""
-
-    async def twice() -> RequestDelta:
-        long = SamplingParams(max_tokens=1000, ignore_eos=True)
-        first = llm.generate([7] * 9, long, request_id="mine")
-        await anext(first)
-        with pytest.raises(ValueError, match="mine"):
-            await anext(llm.generate("x", request_id="mine"))
-        await first.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-        total = RequestDelta("mine")
-        async for delta in llm.generate([5, 6], SamplingParams(max_tokens=3), request_id="mine"):
-            total.extend(delta)
-        return total
-
-    total = loop.run_until_complete(twice())
+async def test_a_name_may_come_again_at_once(llm: AsyncLLM) -> None:
+    """A result in flight of the aborted request does not go to the next one."""
+    first = await begun(llm, [7] * 9, request_id="mine")
+    with pytest.raises(ValueError, match="mine"):
+        await anext(llm.generate("x", request_id="mine"))
+    await first.aclose()
+    total = RequestDelta("mine")
+    async for delta in llm.generate([5, 6], SamplingParams(max_tokens=3), request_id="mine"):
+        total.extend(delta)
     assert total.request_id == "mine" and len(total.completions[0].token_ids) <= 3
 
 
-def test_a_mailbox_joins_what_is_not_read() -> None:
-    async def read() -> RequestDelta:
-        box = Mailbox()
-        for token_id in (3, 4, 5):
-            piece = CompletionDelta(0, str(token_id), [token_id], [], None)
-            box.put(RequestDelta("x", {0: piece}))
-        box.put(RequestDelta("x", {1: CompletionDelta(1, "b", [9], None, "stop", 9)}))
-        return await box.take()
-
-    delta = asyncio.run(read())
-    assert delta.completions[0].text == "345" and delta.completions[0].token_ids == [3, 4, 5]
-    assert delta.completions[1].stop_reason == 9
-
-
-def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """They are given out some at a time, in order."""
-    from common.engine_config import EngineStats
-    from common.serve.async_llm import MAX_DELTAS_PER_TURN
-    from common.serve.deltas import EngineUpdate
-
-    async def give() -> list[int]:
-        other = AsyncLLM.__new__(AsyncLLM)
-        other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
-        other._given, other._mailboxes = type(llm._given)(), {}
-        for i in range(1000):
-            other._mailboxes[str(i)] = Mailbox()
-        for k in (0, 1):
-            pieces = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
-            deltas = [RequestDelta(str(i), {0: piece}) for i, piece in enumerate(pieces)]
-            other._receive(EngineUpdate(deltas, EngineStats()))
-        seen = []
-        while other._given:
-            seen.append(len(other._given))
-            await asyncio.sleep(0)
-        for box in other._mailboxes.values():
-            assert (await box.take()).completions[0].text == "01"
-        return seen
-
-    left = asyncio.run(give())
-    assert len(left) >= 2000 // MAX_DELTAS_PER_TURN - 1
+async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
+    """Deltas are given out in batches, in order. A mailbox joins unread ones."""
+    other = AsyncLLM.__new__(AsyncLLM)
+    other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
+    other._given, other._mailboxes = type(llm._given)(), {}
+    for i in range(1000):
+        other._mailboxes[str(i)] = Mailbox()
+    for k in (0, 1):
+        pieces = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
+        deltas = [RequestDelta(str(i), {0: piece}) for i, piece in enumerate(pieces)]
+        other._receive(EngineUpdate(deltas, EngineStats()))
+    num_turns = 0
+    while other._given:
+        num_turns += 1
+        await asyncio.sleep(0)
+    for box in other._mailboxes.values():
+        assert (await box.take()).completions[0] == CompletionDelta(0, "01", [0, 1])
+    assert num_turns >= 2000 // MAX_DELTAS_PER_TURN - 1
 
 
-def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+async def test_a_long_prompt_delays_no_other_request(llm: AsyncLLM) -> None:
     """Not even by Python's lock."""
-    text = "x = 1\n" * 15_000
-
-    async def run() -> tuple[int, list[int]]:
-        num_turns, task = 0, asyncio.ensure_future(llm.encode(text))
-        while not task.done():
-            await asyncio.sleep(0.001)
-            num_turns += 1
-        return num_turns, task.result()
-
-    num_turns, token_ids = loop.run_until_complete(run())
-    assert token_ids == llm.tokenizer.encode(text) and num_turns > 5
+    text, num_turns = "x = 1\n" * 15_000, 0
+    task = asyncio.ensure_future(llm.encode(text))
+    while not task.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert task.result() == llm.tokenizer.encode(text) and num_turns > 5
 
 
-def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
     tokenized, most = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
@@ -328,38 +250,36 @@ def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
 
     monkeypatch.setattr(llm.tokenizer, "encode", encode)
     monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
-    few = SamplingParams(max_tokens=1)
     cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
     for refused in (
-        whole(llm, "x" * (most + 1), few),
-        whole(llm, "é" * (most // 2 + 1), few),
+        whole(llm, "x" * (most + 1)),
+        whole(llm, "é" * (most // 2 + 1)),
         whole(llm, "x" * (COUNTED_BYTES + 1), cut),
         llm.encode("é" * (COUNTED_BYTES // 2 + 1)),
     ):
-        with pytest.raises(
-            PromptTooLong, match="or more, but this model takes at most 2047, since"
-        ):
-            loop.run_until_complete(refused)
+        with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047, si"):
+            await refused
     assert tokenized == []
-    loop.run_until_complete(whole(llm, "x" * most, few))
-    loop.run_until_complete(whole(llm, "x" * COUNTED_BYTES, cut))
-    assert loop.run_until_complete(llm.encode("x" * COUNTED_BYTES)) == [5]
+    await whole(llm, "x" * most, SamplingParams(max_tokens=1))
+    await whole(llm, "x" * COUNTED_BYTES, cut)
+    assert await llm.encode("x" * COUNTED_BYTES) == [5]
     assert tokenized == [most, COUNTED_BYTES, COUNTED_BYTES]
 
 
-def test_it_belongs_to_one_loop(llm: AsyncLLM) -> None:
+def test_it_belongs_to_one_loop(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_until_complete(llm.call(LLMEngine.stats))
     with pytest.raises(RuntimeError, match="another event loop"):
-        asyncio.run(whole(llm, "x", SamplingParams(max_tokens=1)))
+        asyncio.run(whole(llm, "x"))
 
 
-def test_a_call_raises_what_it_raises(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+async def test_a_call_raises_what_it_raises(llm: AsyncLLM) -> None:
     with pytest.raises(ValueError, match="cannot use adapters"):
-        loop.run_until_complete(llm.load_adapter("x", "nowhere"))
+        await llm.load_adapter("x", "nowhere")
     assert llm.adapters == []
 
 
-def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And even if nobody waits for it any more."""
+async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if no caller waits for it any more."""
     goes_on, read = threading.Event(), adapter_slots.read_adapter
 
     def wait_and_read(*arguments: Any) -> adapter_slots.Adapter:
@@ -367,25 +287,21 @@ def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -
         return read(*arguments)
 
     monkeypatch.setattr(adapter_slots, "read_adapter", wait_and_read)
-
-    async def run() -> None:
-        llm = AsyncLLM(**SMALL, max_loras=1)
-        left, load = (asyncio.ensure_future(llm.load_adapter(n, SHIPPED_ADAPTER)) for n in "xy")
-        params = SamplingParams(temperature=0, max_tokens=9)
-        before = await whole(llm, PROMPT, params)
-        assert not left.done() and not load.done() and llm.adapters == []
-        left.cancel()
-        goes_on.set()
-        await asyncio.wait_for(load, 60)
-        for _ in range(2000):
-            await asyncio.sleep(0.005 * (len(llm.adapters) < 2))
-        assert sorted(llm.adapters) == ["x", "y"]
-        delta = [d async for d in llm.generate(PROMPT, params, adapter="x")][-1]
-        assert delta.finished and delta.error is None
-        assert (await whole(llm, PROMPT, params)).completions == before.completions
-        llm.close()
-
-    asyncio.run(run())
+    llm = AsyncLLM(**SMALL, max_loras=1)
+    left, load = (asyncio.ensure_future(llm.load_adapter(n, SHIPPED_ADAPTER)) for n in "xy")
+    params = SamplingParams(temperature=0, max_tokens=9)
+    before = await whole(llm, PROMPT, params)
+    assert not left.done() and not load.done() and llm.adapters == []
+    left.cancel()
+    goes_on.set()
+    await asyncio.wait_for(load, 60)
+    for _ in range(2000):
+        await asyncio.sleep(0.005 * (len(llm.adapters) < 2))
+    assert sorted(llm.adapters) == ["x", "y"]
+    delta = [d async for d in llm.generate(PROMPT, params, adapter="x")][-1]
+    assert delta.finished and delta.error is None
+    assert (await whole(llm, PROMPT, params)).completions == before.completions
+    llm.close()
 
 
 def test_a_model_that_is_not_there_is_said() -> None:
@@ -393,29 +309,23 @@ def test_a_model_that_is_not_there_is_said() -> None:
         AsyncLLM("/nowhere/at/all")
 
 
-def test_a_full_queue_and_an_end() -> None:
-    async def run() -> None:
-        llm = AsyncLLM(**SMALL, max_waiting=1, max_num_seqs=1)
-        long = SamplingParams(max_tokens=1000, ignore_eos=True)
-        running = [llm.generate(PROMPT, long) for _ in range(2)]
-        for request in running:
-            await anext(request)
-        with pytest.raises(QueueFull):
-            await anext(llm.generate(PROMPT, long))
-        await asyncio.to_thread(llm.close)
-        for request in running:
-            with pytest.raises(EngineError, match="closed"):
-                while True:
-                    await anext(request)
+async def test_a_full_queue_and_an_end() -> None:
+    llm = AsyncLLM(**SMALL, max_waiting=1, max_num_seqs=1)
+    running = [await begun(llm) for _ in range(2)]
+    with pytest.raises(QueueFull):
+        await begun(llm)
+    await asyncio.to_thread(llm.close)
+    for request in running:
         with pytest.raises(EngineError, match="closed"):
-            await anext(llm.generate(PROMPT, long))
+            while True:
+                await anext(request)
+    with pytest.raises(EngineError, match="closed"):
+        await begun(llm)
 
-    asyncio.run(run())
 
-
-def test_an_end_is_the_end() -> None:
-    """What the step under way brings after an abort does not bring the request back to life, and an
-    abort after its end does not spoil what it has brought."""
+async def test_an_end_is_the_end() -> None:
+    """The result of the step in flight does not revive an aborted request, and an abort after its
+    end does not lose its outputs."""
 
     async def read(first: RequestDelta, second: RequestDelta) -> RequestDelta:
         box = Mailbox()
@@ -425,158 +335,102 @@ def test_an_end_is_the_end() -> None:
 
     aborted = RequestDelta("x", finished=True, error=EngineError("aborted"))
     late = RequestDelta("x", {0: CompletionDelta(0, "a", [1])})
-    assert asyncio.run(read(aborted, late)).error is not None
+    assert (await read(aborted, late)).error is not None
     whole = RequestDelta("x", {0: CompletionDelta(0, "a", [1], None, "stop")}, finished=True)
-    assert asyncio.run(read(whole, aborted)).error is None
+    assert (await read(whole, aborted)).error is None
 
 
-def test_a_name_that_somebody_chose_is_nobody_elses(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
-) -> None:
-    async def run() -> None:
-        name = f"request-{llm._num_requests + 2}"
-        long = SamplingParams(max_tokens=1000, ignore_eos=True)
-        first = llm.generate([5], long, request_id=name)
-        assert (await anext(first)).request_id == name
-        assert (await whole(llm, [5], SamplingParams(max_tokens=1))).request_id != name
-        await first.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-
-    loop.run_until_complete(run())
+async def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
+    name = f"request-{llm._num_requests + 2}"
+    first = llm.generate([5], LONG, request_id=name)
+    assert (await anext(first)).request_id == name
+    assert (await whole(llm, [5])).request_id != name
+    await first.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_call_may_raise_anything(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+async def test_a_call_may_raise_anything(llm: AsyncLLM) -> None:
     """A future takes no `StopIteration`; the others of the same hand-over get theirs."""
 
     def ends(engine: LLMEngine) -> None:
         raise StopIteration
 
-    async def run() -> list[object]:
-        one = whole(llm, [5], SamplingParams(max_tokens=1))
-        calls = llm.call(ends), llm.call(lambda engine: engine.adapters), one
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-
-    error, adapters, total = loop.run_until_complete(run())
+    calls = llm.call(ends), llm.call(lambda engine: engine.adapters), whole(llm, [5])
+    found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    error, adapters, total = found
     assert isinstance(error, RuntimeError) and adapters == [] and isinstance(total, RequestDelta)
 
 
-def test_numbers_beyond_all_bounds_harm_nobody(
-    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
-) -> None:
-    params = SamplingParams(top_k=2**63, min_tokens=2**63, max_tokens=2**64, seed=2**62, stop="e")
-    small = SamplingParams(top_k=10**40, max_tokens=2)
-
-    async def run() -> None:
-        long = llm.generate([5, 6], params, priority=10**40)
-        await anext(long)
-        assert (await anext(long)).completions
-        assert (await whole(llm, [5], small)).finished
-        await long.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-
-    loop.run_until_complete(run())
-    assert loop.run_until_complete(is_clean(llm))
-
-
 def test_another_loop_after_one_that_ended_in_the_middle() -> None:
-    """What was not given out there does not hold up what comes here."""
+    """Deltas that the first loop did not deliver do not delay those of the second."""
     llm = AsyncLLM(**SMALL)
-    few = SamplingParams(max_tokens=2)
-    asyncio.run(whole(llm, [5], few))
+    asyncio.run(whole(llm, [5]))
     llm._given.append(RequestDelta("of the first loop"))
-    total = asyncio.run(asyncio.wait_for(whole(llm, [5], few), 20))
+    total = asyncio.run(asyncio.wait_for(whole(llm, [5]), 20))
     assert total.finished
     llm.close()
 
 
-def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever: not who asks after the engine's thread has ended, nor who asked just
-    before, nor where the engine can not be closed."""
+async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits forever: not one that submits after the engine's thread has ended, nor one
+    that submitted just before, nor if closing the engine fails."""
+    llm = AsyncLLM(**SMALL)
+    is_begun, may_go = asyncio.Event(), asyncio.Event()
 
-    async def run() -> None:
-        llm = AsyncLLM(**SMALL)
-        begun, may_go = asyncio.Event(), asyncio.Event()
+    async def encode(text: str, add_special_tokens: bool, counted: int) -> list[int]:
+        is_begun.set()
+        await may_go.wait()
+        return [5]
 
-        async def encode(text: str, add_special_tokens: bool, counted: int) -> list[int]:
-            begun.set()
-            await may_go.wait()
-            return [5]
+    monkeypatch.setattr(llm, "encode", encode)
+    engine = await llm.call(lambda engine: engine)
+    closed = []
 
-        monkeypatch.setattr(llm, "encode", encode)
-        engine = await llm.call(lambda engine: engine)
-        closed = []
+    def close() -> None:
+        closed.append(engine)
+        raise OSError("the workers are gone")
 
-        def close() -> None:
-            closed.append(engine)
-            raise OSError("the workers are gone")
-
-        monkeypatch.setattr(engine, "close", close)
-        one = asyncio.ensure_future(whole(llm, "x", SamplingParams(max_tokens=1)))
-        await asyncio.wait_for(begun.wait(), 20)
-        await asyncio.to_thread(llm.close)
-        may_go.set()
-        with pytest.raises(EngineError, match="closed"):
-            await asyncio.wait_for(one, 20)
-        assert (
-            closed
-            and not llm._engine_loop._thread.is_alive()
-            and llm.death_reason == "the engine is closed"
-        )
-
-    asyncio.run(run())
+    monkeypatch.setattr(engine, "close", close)
+    one = asyncio.ensure_future(whole(llm, "x"))
+    await asyncio.wait_for(is_begun.wait(), 20)
+    await asyncio.to_thread(llm.close)
+    may_go.set()
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(one, 20)
+    assert closed and not llm._engine_loop._thread.is_alive()
+    assert llm.death_reason == "the engine is closed"
 
 
-def test_who_asks_just_when_it_ends_is_told() -> None:
+async def test_a_submit_while_the_engine_ends_gets_an_error() -> None:
     """In the inbox after the thread has looked for the last time, and before the loop knows."""
-
-    async def run() -> None:
-        llm = AsyncLLM(**SMALL)
-        await llm.call(LLMEngine.stats)  # bound
-        late = llm.generate([5], SamplingParams(max_tokens=1))
-        calls = asyncio.gather(anext(late), llm.call(LLMEngine.stats), return_exceptions=True)
-        llm._engine_loop.close()
-        found = await asyncio.wait_for(calls, 20)
-        assert [type(error) for error in found] == [EngineError] * 2
-
-    asyncio.run(run())
+    llm = AsyncLLM(**SMALL)
+    await llm.call(LLMEngine.stats)  # bound
+    late = anext(llm.generate([5], FEW))
+    calls = asyncio.gather(late, llm.call(LLMEngine.stats), return_exceptions=True)
+    llm._engine_loop.close()
+    found = await asyncio.wait_for(calls, 20)
+    assert [type(error) for error in found] == [EngineError] * 2
 
 
-def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:
-    async def run() -> None:
-        llm = AsyncLLM(**SMALL)
-        few = SamplingParams(max_tokens=2, ignore_eos=True)
-
-        def broken(engine: LLMEngine, times: int) -> None:
-            runner = engine.core.runner
-            whole = runner.execute
-
-            def execute(plan: object) -> object:
-                nonlocal times
-                times -= 1
-                if times == 0:
-                    runner.execute = whole
-                raise MemoryError(f"{times} more")
-
-            runner.execute = execute  # pyright: ignore[reportAttributeAccessIssue]
-
-        for _ in range(4):
-            await llm.call(broken, 1)
-            with pytest.raises(EngineError, match="has failed: MemoryError") as found:
-                await whole(llm, [5], few)
-            assert str(found.value.__cause__) == "0 more"
-            assert (await whole(llm, [5], few)).finished
-        other = llm.generate([5], SamplingParams(max_tokens=1000, ignore_eos=True))
-        await anext(other)
-        await llm.call(LLMEngine.abort_request, f"request-{llm._num_requests}")
-        with pytest.raises(EngineError, match="was ended"):  # by no step that failed
-            await anext(other), await anext(other)
-        await llm.call(broken, 9)
-        await llm.call(lambda engine: setattr(engine, "abort_request", None))
-        stopped = ("has stopped", "6 more")
-        for says, cause in (("failed", "8 more"), ("failed", "7 more"), *[stopped] * 3):
-            with pytest.raises(EngineError, match=says) as found:
-                await whole(llm, [5], few)
-            assert str(found.value.__cause__) == cause
-            llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
-        assert "has stopped" in (llm.death_reason or "")
-        await asyncio.to_thread(llm.close)
-
-    asyncio.run(run())
+async def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:
+    llm = AsyncLLM(**SMALL)
+    few = SamplingParams(max_tokens=2, ignore_eos=True)
+    for _ in range(4):
+        await llm.call(fail_next)
+        with pytest.raises(EngineError, match="has failed: MemoryError") as found:
+            await whole(llm, [5], few)
+        assert str(found.value.__cause__) == "0 more"
+        assert (await whole(llm, [5], few)).finished
+    other = await begun(llm)
+    await llm.call(LLMEngine.abort_request, f"request-{llm._num_requests}")
+    with pytest.raises(EngineError, match="was ended"):  # by no step that failed
+        await anext(other), await anext(other)
+    await llm.call(fail_next, MemoryError, 9)
+    await llm.call(lambda engine: setattr(engine, "abort_request", None))
+    stopped = ("has stopped", "6 more")
+    for says, cause in (("failed", "8 more"), ("failed", "7 more"), *[stopped] * 3):
+        with pytest.raises(EngineError, match=says) as found:
+            await whole(llm, [5], few)
+        assert str(found.value.__cause__) == cause
+        llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
+    assert "has stopped" in (llm.death_reason or "")
+    await asyncio.to_thread(llm.close)

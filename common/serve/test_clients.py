@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -27,13 +23,19 @@ from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.app import ServeConfig
-from common.serve.conftest import HEAD, MODEL, Running, posted, running, wait_for
-from common.serve.gate import GateConfig
+from common.serve.conftest import (
+    HEALTH,
+    MODEL,
+    Running,
+    fail_next,
+    posted,
+    running,
+    wait_for,
+)
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port
 from common.serve.running import FEW, PatientProtocol
 from common.tests.forked import Forked, start_program
-from scheduler_interface import SchedulerOutput
 
 PROMPT = "def fibonacci(n):\n    if n"
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
@@ -43,7 +45,7 @@ def client(server: Running, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def test_sixty_four_streams_at_once_say_what_generate_says(server: Running, alone: LLM) -> None:
+def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LLM) -> None:
     prompts = [f"{PROMPT} == {i}:" for i in range(64)]
     params = SamplingParams(temperature=0, max_tokens=10)
     expected = [o.outputs[0].text for o in alone.generate(prompts, params, use_tqdm=False)]
@@ -64,13 +66,11 @@ def test_sixty_four_streams_at_once_say_what_generate_says(server: Running, alon
 
 def test_three_hundred_requests_one_after_another(server: Running) -> None:
     """Over one connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    for i in range(300):
-        sent = json.dumps({"prompt": [i + 10, 20], "max_tokens": 1})
-        connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
-        assert answer["usage"]["completion_tokens"] == 1
-    connection.close()
+    with closing(server.http()) as connection:
+        for i in range(300):
+            sent = {"prompt": [i + 10, 20], "max_tokens": 1}
+            content = server.request("POST", "/v1/completions", sent, over=connection)[2]
+            assert json.loads(content)["usage"]["completion_tokens"] == 1
     assert server.is_idle()
 
 
@@ -115,7 +115,7 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_ends_its_request(
+def test_a_disconnect_ends_its_request(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when the collector comes by: `made` keeps what was not closed."""
@@ -130,24 +130,16 @@ def test_whoever_leaves_ends_its_request(
     assert server.post("/v1/completions", refused)[0] == 400
     assert len(made) == 2 and not any(one.ag_frame for one in made)
 
-    def num_running(engine: LLMEngine) -> int:
-        return engine.stats().num_running
-
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(posted({**LONG, "stream": stream}))
-        wait_for(lambda: server.call(num_running) > 0)
+    with server.aborts_one(), server.connect(posted({**LONG, "stream": stream})) as connection:
+        wait_for(lambda: server.stats().num_running)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    before = server.call(lambda engine: engine.stats().num_finished)
-    wait_for(server.is_idle)
-    assert server.call(lambda engine: engine.stats().num_finished) == before, "it was aborted"
     assert len(made) == 3 and made[2].ag_frame is None
 
 
-def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(posted({**LONG, "stream": True, "logprobs": 5}))
+def test_a_slow_reader_delays_no_other(server: Running) -> None:
+    sent = posted({**LONG, "stream": True, "logprobs": 5})
+    with server.connect(sent, receive_buffer=4096) as connection:
         assert connection.recv(1)
         status, answer = server.post("/v1/completions", {**LONG, "max_tokens": 5})
         assert status == 200 and answer["usage"]["completion_tokens"] == 5
@@ -155,30 +147,20 @@ def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     wait_for(server.is_idle, 20)
 
 
-def test_a_step_that_fails_is_told_to_whom_it_concerns(
+def test_a_failed_step_is_reported_to_its_requests(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A runner that fails once: the requests in that step get a 500, the next one its answer."""
 
-    def break_once(engine: LLMEngine) -> None:
-        runner = engine.core.runner
-        whole = runner.execute
-
-        def execute(plan: SchedulerOutput) -> Any:
-            runner.execute = whole
-            raise MemoryError("no memory left")
-
-        runner.execute = execute
-
-    before = server.call(lambda engine: engine.stats().num_finished)
-    server.call(break_once)
+    before = server.stats().num_finished
+    server.call(fail_next)
     status, answer = server.post("/v1/completions", LONG)
     assert status == 500 and answer["error"]["message"].endswith("has failed: MemoryError")
     assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
-    assert server.call(lambda engine: engine.stats().num_finished) == before + 1
+    assert server.stats().num_finished == before + 1
     assert "ASGI" not in caplog.text, "the step's fault, not the route's"
-    server.call(break_once)
+    server.call(fail_next)
     *pieces, done = server.events("/v1/completions", LONG)
     assert done is None and "failed: MemoryError" in pieces[-1]["error"]["message"]
 
@@ -211,78 +193,16 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
         assert (status, json.loads(content)["error"]["message"]) == (503, STOPPED), "Trap 86"
 
 
-def test_a_full_queue_is_said_at_once() -> None:
-    with running(max_waiting=0, max_num_seqs=1) as found:
-        with socket.create_connection(("127.0.0.1", found.port)) as first:
-            first.sendall(posted(LONG))
-            wait_for(lambda: found.llm.num_unfinished)
-            other = http.client.HTTPConnection("127.0.0.1", found.port, timeout=60)
-            for _ in range(2):  # over one connection: nothing is wrong with it
-                kind = {"Content-Type": "application/json"}
-                other.request("POST", "/v1/completions", json.dumps(LONG), kind)
-                answer = other.getresponse()
-                assert answer.status == 429 and int(answer.headers["retry-after"]) > 0
-                answer.read()
-            other.close()
-        wait_for(found.is_idle)
-        metrics = found.request("GET", "/metrics")[2].decode()
-        assert 'finished_reason="error",model_name="tiny"} 0.0' in metrics, (
-            "nor is anything wrong with the server"
-        )
-        assert found.post("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
-
-
-def test_the_gate() -> None:
-    gate = GateConfig(api_key="secret", max_body_bytes=1000, body_seconds=1.0)
-    with running(ServeConfig(MODEL, gate)) as found:
-        key = {"Authorization": "Bearer secret"}
-        small = {"prompt": "x", "max_tokens": 1}
-        assert found.request("GET", "/health")[0] == 200
-        for headers, status in (
-            ({}, 401),
-            ({"Authorization": "Bearer secre"}, 401),
-            ({"Authorization": "secret"}, 401),
-            (key, 200),
-            (key | {"Origin": "http://evil.example"}, 403),
-            (key | {"Origin": "null"}, 403),
-            (key | {"Origin": f"http://127.0.0.1:{found.port}"}, 200),
-            (key | {"Host": "evil.example"}, 403),
-            (key | {"Host": f"localhost:{found.port}"}, 200),
-            (key | {"Content-Type": "text/plain"}, 415),
-            (key | {"Content-Type": "application/json; charset=utf-8"}, 200),
-        ):
-            got, _, content = found.request("POST", "/v1/completions", small, headers)
-            assert got == status, (headers, content)
-        status, _, content = found.request("GET", "/metrics")
-        error = json.loads(content)["error"]
-        assert (status, error["type"]) == (401, "authentication_error")
-        assert error["code"] == "invalid_api_key"
-        for prompt, status in (("x" * 2000, 413), ([1] * 40, 413), ([1] * 20, 200)):
-            large = {"prompt": prompt, "max_tokens": 1}
-            assert found.request("POST", "/v1/completions", large, key)[0] == status
-        with socket.create_connection(("127.0.0.1", found.port), timeout=20) as connection:
-            said = b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n"
-            connection.sendall(HEAD + said + b" " * 2000 + b"\r\n0\r\n\r\n")
-            assert connection.recv(12) == b"HTTP/1.1 413"
-        for length, status in ((b"999999999999", b"413"), (b"50", b"408")):
-            with socket.create_connection(("127.0.0.1", found.port), timeout=20) as connection:
-                said = b"Authorization: Bearer secret\r\nContent-Length: %b\r\n\r\n{" % length
-                connection.sendall(HEAD + said)
-                assert connection.recv(12) == b"HTTP/1.1 " + status
-        _, headers, _ = found.request("POST", "/v1/completions", small, key)
-        assert not [name for name in headers if name.lower().startswith("access-control")]
-
-
 def test_slow_headers_time_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+    with server.connect(b"POST /v1/completions HTTP/1.1\r\nHost: local") as connection:
         begin = time.monotonic()
         assert connection.recv(100) == b"" and time.monotonic() - begin < 4
 
 
 def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold up every stream for as long as all of it takes. The system keeps the rest."""
+    """Accepting all connections at the same time would delay every stream. The system queues the
+    others."""
     turns: list[Counter[str]] = []
     is_over, may_go = threading.Event(), threading.Event()
 
@@ -301,15 +221,14 @@ def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.M
     server.loop.call_soon_threadsafe(turn)
     with ExitStack() as stack:
         crowd: list[socket.socket] = []
-        for _ in range(2):  # who has just come, and who is known
+        for _ in range(2):  # a new connection, and a known one
             may_go.clear()
             server.loop.call_soon_threadsafe(may_go.wait, 20)
             while len(crowd) < 60:
-                connection = socket.create_connection(("127.0.0.1", server.port), timeout=1)
-                crowd.append(stack.enter_context(connection))
+                crowd.append(stack.enter_context(server.connect(timeout=1)))
             for connection in crowd:
                 connection.settimeout(30)
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                connection.sendall(HEALTH)
             may_go.set()
             assert all(one.recv(1 << 16).startswith(b"HTTP/1.1 200") for one in crowd)
     is_over.set()
@@ -370,7 +289,7 @@ def client_of(said: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
 
 
-def test_a_signal_lets_those_who_run_finish() -> None:
+def test_a_signal_lets_running_requests_finish() -> None:
     with started("--drain-seconds", "60") as (process, said):
         one = client_of(said)
         stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
@@ -382,7 +301,7 @@ def test_a_signal_lets_those_who_run_finish() -> None:
         assert process.wait(120) == 0
 
 
-def test_and_those_who_take_too_long_get_an_error() -> None:
+def test_requests_beyond_the_drain_time_get_an_error() -> None:
     with started("--drain-seconds", "2") as (process, said):
         one = client_of(said)
         how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
@@ -404,7 +323,8 @@ def test_and_those_who_take_too_long_get_an_error() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
 def test_no_piece_waits_for_another(host: str) -> None:
-    """What a connection's transport is told about its socket: 40 ms of delay for each answer."""
+    """The socket options of a connection's transport: with Nagle's algorithm each answer is delayed
+    by 40 ms."""
 
     async def has_no_delay() -> int:
         found = asyncio.get_running_loop().create_future()
@@ -427,18 +347,6 @@ def test_no_piece_waits_for_another(host: str) -> None:
                 writer.close()
 
     assert asyncio.run(has_no_delay())
-
-
-def test_a_port_in_use_is_a_sentence(server: Running) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "common.serve", "--port", str(server.port)],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        timeout=60,
-    )
-    assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert f"listen on port {server.port} of 127.0.0.1: Address already in use" in found.stderr
 
 
 def test_an_interrupt_while_it_loads_is_no_traceback() -> None:
@@ -464,7 +372,9 @@ def test_kv_events_of_a_server_are_heard() -> None:
         one, heard = client_of(said), listen(address[1])
 
         def hear(kind: str) -> Event:
-            return next(event for _, event in heard if event["type"] == kind)
+            number, event = next(one for one in heard if one[1]["type"] == kind)
+            assert number >= 0
+            return event
 
         coming = pool.submit(hear, "BlockStored")
         for i in range(300):  # until the reader is connected

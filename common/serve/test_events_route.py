@@ -1,4 +1,5 @@
-"""`GET /events`: watching comes and goes with those who look, and costs the others nothing."""
+"""`GET /events`: recording starts and ends with its viewers, and costs the other clients
+nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +21,12 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from common.engine import LLMEngine
 from common.events.frame_recorder import FrameRecorder
 from common.events.frames import Frame
 from common.events.hidden_frames import HIDDEN
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, running, wait_for
+from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
 from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import TOKEN_HEADER, Viewer, server_sent
@@ -40,16 +40,13 @@ EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, 
 
 
 class Onlooker:
-    """Somebody who reads `/events`, in a thread; while not `is_awake`, nothing."""
+    """A reader of `/events` in a thread, which reads nothing while not `is_awake`."""
 
     def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
         self.is_awake, self.lines = threading.Event(), list[str]()
         self.is_awake.set()
-        self._socket = socket.socket()
-        if receive_buffer is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self._socket.connect(("127.0.0.1", server.port))
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        self._socket = server.connect(timeout=600, receive_buffer=receive_buffer)
+        connection = server.http()
         connection.sock = self._socket
         connection.request("GET", "/events", headers=headers)
         self.answer = connection.getresponse()
@@ -90,7 +87,7 @@ class Onlooker:
 
 
 def present(state: Frame | None) -> Any:
-    """What does not depend on where a film began."""
+    """The part of a frame that does not depend on where a recorded run began."""
     if state is None:
         return None
     aside = {"requests", "pieces", "loaded", "result", "cached"}  # who published a block, say
@@ -119,7 +116,7 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._watch)
+    return server.call(lambda engine: engine._plugins.get("watch"))
 
 
 def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
@@ -145,7 +142,7 @@ def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
     assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
 
 
-def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
+def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
     tight: Running, look: Callable[..., Onlooker]
 ) -> None:
     first, others = look(), []
@@ -166,7 +163,7 @@ def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
     assert sum(map(len, others[1].films())) < len(first.lines)
 
 
-def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
+def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked for nothing meanwhile, and no text is kept."""
@@ -203,27 +200,15 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
     assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
 
 
-def fails(engine: LLMEngine, place: str) -> None:
-    """The next step does: where it computes, or where it changes its books."""
-    in_core = engine.core.runner, "execute"
-    part, name = in_core if place == "core" else (engine, "_process_outputs")
-    whole = getattr(part, name)
-
-    def fail(*arguments: Any, **keywords: Any) -> Any:
-        setattr(part, name, whole)
-        raise ZeroDivisionError("broken")
-
-    setattr(part, name, fail)
-
-
 @pytest.mark.parametrize("place", ["core", "books"])
-def test_an_engine_that_begins_anew_is_filmed_anew(
+def test_an_engine_that_recovers_is_recorded_again(
     place: str, tight: Running, look: Callable[..., Onlooker]
 ) -> None:
-    """Where its books are torn, watching ends by itself. Elsewhere the same film goes on."""
+    """If state is inconsistent, watching ends by itself. Otherwise the same recorded run goes
+    on."""
     onlookers = [look(), look()]
     tight.post("/v1/completions", EIGHT)
-    tight.call(lambda engine: fails(engine, place))
+    tight.call(fail_next, ZeroDivisionError, 1, place)
     status, said = tight.post("/v1/completions", EIGHT)
     assert status == 500 and said["error"]["message"].endswith("has failed: ZeroDivisionError")
     num_films = 2 if place == "books" else 1
@@ -249,7 +234,7 @@ def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
     assert viewer._texts == [] and viewer.lags
 
 
-def test_an_event_is_what_was_written_at_once() -> None:
+def test_an_event_is_one_write() -> None:
     assert (
         server_sent('{"a":1}\n{"b":"\u2028"}\n')
         == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
@@ -278,18 +263,11 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
         for body, header in zip(bodies, headers.values(), strict=True)
     ]
-    step = tight.llm._engine_loop._engine.step
-
-    def slow_step() -> Any:  # they still run when the next ones come to look
-        time.sleep(0.05)
-        return step()
-
-    tight.call(lambda engine: setattr(engine, "step", slow_step))
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
-    late = {who: look(**headers[who]) for who in words}
-    tight.call(lambda engine: delattr(engine, "step"))
+    with tight.slowed():  # they still run when the next ones come to look
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
+        late = {who: look(**headers[who]) for who in words}
     for thread in threads:
         thread.join(60)
     after = {who: look(**headers[who]) for who in words}
@@ -395,7 +373,7 @@ def test_only_so_many_may_look(
     assert tight.request("GET", "/events")[0] == 429
 
 
-def test_a_film_that_somebody_else_has_is_not_taken_from_them(
+def test_a_recorded_run_of_another_recorder_is_not_taken(
     tight: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))

@@ -1,10 +1,11 @@
-"""Whoever reads the stream knows what is cached, and where; from whatever moment on."""
+"""A reader of the stream knows which blocks are cached and where, from any start on."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,14 @@ from kv_slots import PREFIX_CACHES
 from kv_tiers import ignore_change
 from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
+
+
+def observed(cache: PrefixCache, **how: Any) -> tuple[CacheChanges, Index]:
+    """Observe `cache`. Returns the changes, and an index that has read nothing yet."""
+    changes = CacheChanges(cache, **how)
+    changes.put_in()
+    return changes, Index()
+
 
 CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
 
@@ -50,16 +59,15 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 
 @CACHES
 @pytest.mark.parametrize("max_pending_changes", [4, 100_000])
-def test_the_stream_alone_says_what_is_cached(kind: str, max_pending_changes: int) -> None:
+def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_changes: int) -> None:
     """From the middle on, and with a thread that comes late."""
     most = 0
     for seed in range(40):
         rng = random.Random(seed)
-        cache, index = PREFIX_CACHES[kind](BlockPool(24), 2), Index()
+        cache = PREFIX_CACHES[kind](BlockPool(24), 2)
         for _ in range(rng.randint(0, 20)):
             work(cache, rng)
-        changes = CacheChanges(cache, max_pending_changes=max_pending_changes)
-        changes.put_in()
+        changes, index = observed(cache, max_pending_changes=max_pending_changes)
         check(changes, index, cache)
         for _ in range(60):
             work(cache, rng)
@@ -75,9 +83,8 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_pending_changes: in
 
 
 def test_a_chain_is_one_event_and_so_is_its_end() -> None:
-    cache, index = PREFIX_CACHES["radix"](BlockPool(40), 2), Index()
-    changes = CacheChanges(cache)
-    changes.put_in()
+    cache = PREFIX_CACHES["radix"](BlockPool(40), 2)
+    changes, index = observed(cache)
     cache.cache_computed_blocks(list(range(20)))
     assert changes.has_news
     _, stored = check(changes, index, cache)
@@ -92,11 +99,10 @@ def test_a_chain_is_one_event_and_so_is_its_end() -> None:
     assert len(removed["block_hashes"]) == 3
 
 
-def test_parents_are_told_before_their_children_whichever_came_first() -> None:
+def test_parents_are_published_before_their_children() -> None:
     """A parent may have gone, and come again, while a tier kept its child."""
-    cache, index = PREFIX_CACHES["hash"](BlockPool(40), 2), Index()
-    changes = CacheChanges(cache)
-    changes.put_in()
+    cache = PREFIX_CACHES["hash"](BlockPool(40), 2)
+    changes, index = observed(cache)
     cache.cache_computed_blocks(list(range(20)))
     check(changes, index, cache)
     changes._held = dict(reversed(changes._held.items()))
@@ -110,11 +116,10 @@ def test_parents_are_told_before_their_children_whichever_came_first() -> None:
 def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 2)
     monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
-    cache, index = PREFIX_CACHES["hash"](BlockPool(80), 2), Index()
+    cache = PREFIX_CACHES["hash"](BlockPool(80), 2)
     for first in range(12):
         cache.cache_computed_blocks([first, 0] * (1 + first % 5))
-    changes = CacheChanges(cache)
-    changes.put_in()
+    changes, index = observed(cache)
     batches = list(changes.take())
     assert len(batches) > 3
     for batch in batches:
@@ -136,11 +141,10 @@ class Failing:
     blocks_invalidated = blocks_evicted
 
 
-def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
-    cache, index = PREFIX_CACHES["hash"](BlockPool(9), 2), Index()
+def test_an_error_of_another_listener_reaches_the_stream() -> None:
+    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
     cache.listener = Failing()
-    changes = CacheChanges(cache)
-    changes.put_in()
+    changes, index = observed(cache)
     cache.cache_computed_blocks(list(range(10)))
     check(changes, index, cache)
     with pytest.raises(OSError):
@@ -150,8 +154,7 @@ def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
         cache.invalidate(
             next(iter(cache.cached_prefixes())).block
         )  # not taken when it is taken out
-    other = CacheChanges(cache)
-    other.put_in()
+    other, _ = observed(cache)
     changes.take_out()
     other.take_out()
     assert isinstance(cache.listener, Failing)
@@ -170,14 +173,13 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     config = write_policy and KVTierConfig(6, 9, write_policy=write_policy)
     engine = engine_of(loaded, kind, config, preempt_every=7)
     serve(engine, oracle, [0, 1, 2], 3, salt="b")
-    index, changes = Index(), CacheChanges(engine.prefix_cache)
     tiers = engine.prefix_cache.listener
     if isinstance(tiers, TieredCache):  # what went down before has no tokens here
         assert engine.reset_prefix_cache()
         tiers.host._blocks.clear()
         for name in list(tiers.disk._slots):
             tiers.disk.drop((name, ()))
-    changes.put_in()
+    changes, index = observed(engine.prefix_cache)
     seen = set[str]()
 
     def look(_: object) -> None:
@@ -207,8 +209,7 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
 def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thread) -> None:
     engine = engine_of(loaded, "hash", KVTierConfig(40))
     serve(engine, oracle, [0, 1], 2)
-    changes, index = CacheChanges(engine.prefix_cache), Index()
-    changes.put_in()
+    changes, index = observed(engine.prefix_cache)
     check(changes, index, engine.prefix_cache)
     engine.prefix_cache.evict(2)
     events = [
@@ -221,7 +222,7 @@ def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thr
     engine.close()
 
 
-def test_a_tier_s_block_of_an_earlier_process_is_told_when_its_tokens_are_known(
+def test_a_tier_s_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     oracle: Oracle, loaded, tmp_path: Path, one_thread
 ) -> None:
     tiers = KVTierConfig(2, 40, disk_path=tmp_path / "disk")
@@ -229,9 +230,8 @@ def test_a_tier_s_block_of_an_earlier_process_is_told_when_its_tokens_are_known(
     serve(first, oracle, [0, 1], 2)
     assert first.reset_prefix_cache()
     first.close()
-    engine, index = engine_of(loaded, "hash", tiers), Index()
-    changes = CacheChanges(engine.prefix_cache)
-    changes.put_in()
+    engine = engine_of(loaded, "hash", tiers)
+    changes, index = observed(engine.prefix_cache)
     assert take(changes, index) == [CLEARED] and len(changes._below[STORAGE]) > 4
     (output,) = serve(engine, oracle, [0], 2)
     assert output.num_cached_tokens
@@ -240,11 +240,10 @@ def test_a_tier_s_block_of_an_earlier_process_is_told_when_its_tokens_are_known(
     engine.close()
 
 
-def test_a_corrupt_record_is_told_as_gone(oracle: Oracle, loaded, one_thread) -> None:
+def test_a_corrupt_record_is_published_as_removed(oracle: Oracle, loaded, one_thread) -> None:
     """By the thread that reads."""
-    engine, index = engine_of(loaded, "hash", KVTierConfig(0, 40)), Index()
-    changes = CacheChanges(engine.prefix_cache)
-    changes.put_in()
+    engine = engine_of(loaded, "hash", KVTierConfig(0, 40))
+    changes, index = observed(engine.prefix_cache)
     serve(engine, oracle, [0], 2)
     assert engine.reset_prefix_cache()
     check(changes, index, engine.prefix_cache)

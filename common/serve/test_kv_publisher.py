@@ -1,4 +1,4 @@
-"""The bytes are vLLM's, and whoever misses some of them learns what they said."""
+"""The bytes are vLLM's, and a reader that misses messages recovers their contents."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
@@ -21,7 +21,6 @@ from bounded_loops import as_long_as
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve.kv_events import CacheChanges, KVEvents
-from common.serve.kv_listen import listen
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import (
     CLEARED,
@@ -112,8 +111,26 @@ def test_an_event_is_of_one_kind_and_one_medium() -> None:
 
 @pytest.fixture
 def addresses(tmp_path: Path) -> tuple[str, str]:
-    """Nobody's before: one is free only a moment after its socket is closed."""
+    """Fresh addresses: one is free only a moment after its socket is closed."""
     return f"inproc://{tmp_path}/events", f"inproc://{tmp_path}/replays"
+
+
+Publish = Callable[..., tuple[EventPublisher, Reader]]
+
+
+@pytest.fixture
+def publish(addresses: tuple[str, str]) -> Iterator[Publish]:
+    """Return a function that makes a publisher, not started yet, and a reader of it."""
+    with ExitStack() as stack:
+
+        def _publish(source: Scripted, **how: Any) -> tuple[EventPublisher, Reader]:
+            publisher = EventPublisher(source, *addresses, **how)
+            reader = Reader(publisher)
+            stack.callback(reader.close)
+            stack.callback(publisher.close)
+            return publisher, reader
+
+        yield _publish
 
 
 class Scripted:
@@ -132,15 +149,14 @@ class Scripted:
 
 
 def test_the_frames_are_those_that_vllm_s_publisher_sent(
-    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = [batch["content"] for batch in RECORD["batches"]]
     times = iter([now for now, *_ in contents])
     clock = SimpleNamespace(time=lambda: next(times))
     monkeypatch.setattr("common.serve.kv_publisher.time", clock)
     source = Scripted([events for _, events, _ in contents])
-    publisher = EventPublisher(source, *addresses, "kv")
-    reader = Reader(publisher)
+    publisher, reader = publish(source, topic="kv")
     publisher.start()
     for head, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
         assert reader.socket.poll(LIMIT_S * 1e3)
@@ -156,26 +172,22 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(
         assert unpacked(payload) == unpacked(bytes.fromhex(frames[-1]))
     publisher.close()
     assert source.num_anew == 0
-    reader.close()
 
 
 def test_a_batch_that_cannot_be_packed_ends_nothing(
-    addresses: tuple[str, str], caplog: pytest.LogCaptureFixture
+    publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Scripted([[{"type": object()}], [CLEARED]])
-    publisher = EventPublisher(source, *addresses)
-    reader = Reader(publisher)
+    publisher, reader = publish(source)
     publisher.start()
     reader.read_until(lambda: reader.next > 0)
     publisher.close()
-    reader.close()
     assert source.num_anew == 1 and "starts again from scratch" in caplog.text
 
 
-def test_whoever_reads_nothing_for_a_while_misses_nothing(addresses: tuple[str, str]) -> None:
+def test_a_reader_that_pauses_misses_nothing(publish: Publish) -> None:
     source = Scripted([[CLEARED]] * 5000)
-    publisher = EventPublisher(source, *addresses, buffer_steps=5000)
-    reader = Reader(publisher)
+    publisher, reader = publish(source, buffer_steps=5000)
     publisher.start()
     for _ in as_long_as(lambda: source.batches, seconds=LIMIT_S):
         time.sleep(0.01)
@@ -192,17 +204,15 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing(addresses: tuple[str, 
     source.batches.append([CLEARED])
     publisher.close()
     assert len(publisher._kept) == 5000, "and no more"
-    reader.close()
 
 
-def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
-    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+def test_it_sends_when_woken_and_ends_on_close(
+    addresses: tuple[str, str], publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and not when it would have looked."""
     monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
     source = Scripted([])
-    publisher = EventPublisher(source, *addresses)
-    reader = Reader(publisher)
+    publisher, reader = publish(source)
     publisher.start()
     for number in range(2):
         time.sleep(0.05)  # it waits
@@ -215,7 +225,6 @@ def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
     publisher.close()
     assert time.monotonic() - begin < LIMIT_S
     assert not publisher._thread.is_alive() and not source.batches
-    reader.close()
     for address in addresses:
         wait_until_free(address)
 
@@ -234,11 +243,10 @@ def wait_until_free(address: str) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]])
-def test_what_is_no_request_for_a_replay_is_not_answered(
-    frames: list[bytes], addresses: tuple[str, str], caplog: pytest.LogCaptureFixture
+def test_an_invalid_replay_request_is_not_answered(
+    frames: list[bytes], publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = EventPublisher(Scripted([]), *addresses)
-    reader = Reader(publisher)
+    publisher, reader = publish(Scripted([]))
     publisher.start()
     reader.replays.send_multipart(frames)
     publisher.wake()
@@ -249,21 +257,18 @@ def test_what_is_no_request_for_a_replay_is_not_answered(
         "ignoring a replay request that is not \"'' | 8 bytes\""
     ]
     assert not reader.replays.poll(0)
-    reader.close()
 
 
 @pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
-def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
-    num: int, first: int, num_anew: int, addresses: tuple[str, str]
+def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
+    num: int, first: int, num_anew: int, publish: Publish
 ) -> None:
     source = Scripted([[CLEARED]] * num)
-    publisher = EventPublisher(source, *addresses, buffer_steps=2)
-    reader = Reader(publisher)
+    publisher, reader = publish(source, buffer_steps=2)
     reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
     publisher.start()
     publisher.close()
     assert source.num_anew == num_anew
-    reader.close()
 
 
 def test_it_may_end_in_its_own_thread(addresses: tuple[str, str]) -> None:
@@ -274,21 +279,6 @@ def test_it_may_end_in_its_own_thread(addresses: tuple[str, str]) -> None:
     publisher.start()
     publisher._thread.join(LIMIT_S)
     assert not publisher._thread.is_alive() and source.num_anew == 0
-
-
-def test_the_page_s_reader_reads(addresses: tuple[str, str]) -> None:
-    source, found = Scripted([]), list[tuple[int, Event]]()
-    publisher = EventPublisher(source, addresses[0])
-    publisher.start()
-    thread = Thread(target=lambda: found.append(next(listen(addresses[0]))), daemon=True)
-    thread.start()
-    for _ in as_long_as(lambda: not found, seconds=LIMIT_S):  # it may come late
-        source.batches.append([CLEARED])
-        publisher.wake()
-        time.sleep(0.01)
-    publisher.close()
-    ((number, event),) = found
-    assert number >= 0 and event == CLEARED
 
 
 # -- an engine's
@@ -315,11 +305,11 @@ def reader(events: KVEvents) -> Iterator[Reader]:
     reader.close()
 
 
-def knows(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
+def has_all_blocks(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
     return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
 
 
-def test_a_reader_who_comes_late_and_loses_most_knows_all(
+def test_a_late_reader_with_losses_has_every_block(
     engine: LLMEngine, reader: Reader, oracle: Oracle
 ) -> None:
     rng = random.Random(3)
@@ -329,8 +319,8 @@ def test_a_reader_who_comes_late_and_loses_most_knows_all(
         serve(engine, oracle, [index], 4)
         reader.read()
     reader.loses = lambda: False
-    serve(engine, oracle, [12], 4)  # whoever loses the last one learns of it from the next one
-    reader.read_until(knows(reader, engine))
+    serve(engine, oracle, [12], 4)  # a lost last message is learned from the next
+    reader.read_until(has_all_blocks(reader, engine))
     assert reader.num_anew == 1, "all was kept"
     assert engine.reset_prefix_cache()
     reader.read_until(lambda: not reader.index.prefixes())
@@ -360,39 +350,24 @@ def test_an_engine_that_begins_again_is_not_taken_for_the_one_before(
         serve(engine, oracle, [0], 1)
         reader.read()
     assert reader.last < old
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     again.take_out(engine)
-
-
-def test_what_is_kept_no_more_is_said_anew(
-    engine: LLMEngine, events: KVEvents, oracle: Oracle
-) -> None:
-    events.publisher._kept = type(events.publisher._kept)(maxlen=2)
-    serve(engine, oracle, [0, 1, 2], 6)
-    for _ in as_long_as(lambda: events._changes.has_news, max_rounds=2000):
-        time.sleep(0.005)  # until it is sent, and nobody has it
-    reader = Reader(events.publisher)
-    reader.catch_up()
-    assert not reader.num_anew
-    reader.read_until(knows(reader, engine))
-    assert reader.num_anew == 1
-    reader.close()
 
 
 def test_taken_out_it_leaves_the_engine_as_it_was(
     engine: LLMEngine, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """While somebody watches, too."""
+    """Also with a watching reader."""
     plugins, listener = engine.scheduler.plugins, engine.prefix_cache.listener
     engine.watch(tmp_path / "run.jsonl")
     events = KVEvents(engine, LOOPBACK, LOOPBACK)
     reader = Reader(events.publisher)
     serve(engine, oracle, [0, 1], 4)
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     assert reader.index.prefixes()
     engine.unwatch()
     serve(engine, oracle, [2, 3], 4)
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     events.take_out(engine)
     reader.read_until(lambda: not reader.index.prefixes())
     assert (engine.scheduler.plugins, engine.prefix_cache.listener) == (plugins, listener)

@@ -1,20 +1,16 @@
-"""Whoever leaves, wherever an answer is just then: every generator is closed, and every request
-ends."""
+"""A disconnect at any point of an answer: every generator is closed, and every request ends."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from common.engine_config import EngineConfig, EngineStats
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.engine_loop import EngineError
-from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
     HEARTBEAT,
     EventStream,
@@ -67,145 +63,116 @@ async def cancelled(what: Any) -> None:
         await task
 
 
-def test_a_refused_prompt_ends_the_others() -> None:
-    async def run() -> None:
-        first, slow = Source(), Source(waits_first=True)
+async def test_a_refused_prompt_ends_the_others() -> None:
+    first, slow = Source(), Source(waits_first=True)
 
-        async def refused() -> AsyncIterator[RequestDelta]:
-            raise ValueError("no")
-            yield
+    async def refused() -> AsyncIterator[RequestDelta]:
+        raise ValueError("no")
+        yield
 
-        requests = [first.deltas, refused(), slow.deltas]
-        with pytest.raises(ValueError, match="no"):
-            asyncio.get_running_loop().call_later(0.01, slow.go.set)
-            await accepted(requests)
-        await close_all(requests)
-        assert not first.is_open and not slow.is_open
-
-    asyncio.run(run())
+    requests = [first.deltas, refused(), slow.deltas]
+    with pytest.raises(ValueError, match="no"):
+        asyncio.get_running_loop().call_later(0.01, slow.go.set)
+        await accepted(requests)
+    await close_all(requests)
+    assert not first.is_open and not slow.is_open
 
 
-def test_one_that_fails_ends_the_others() -> None:
-    async def run() -> None:
-        for way in ("gathered", "merged"):
-            fails, other = Source(EngineError("broken")), Source()
-            requests = [other.deltas, fails.deltas]
-            firsts = await accepted(requests)
-            with pytest.raises(EngineError, match="broken"):
-                if way == "merged":
-                    async for _ in merged(requests):
-                        pass
-                else:
-                    other.go.set()
-                    await gathered(firsts, requests)
-            await close_all(requests)
-            assert not fails.is_open and not other.is_open
-
-    asyncio.run(run())
-
-
-def test_cancelled_at_each_wait() -> None:
-    async def run() -> None:
-        pair = [Source(), Source()]
-        requests = [source.deltas for source in pair]
+async def test_one_that_fails_ends_the_others() -> None:
+    for way in ("gathered", "merged"):
+        fails, other = Source(EngineError("broken")), Source()
+        requests = [other.deltas, fails.deltas]
         firsts = await accepted(requests)
-        await cancelled(gathered(firsts, requests))
-        assert not any(source.is_open for source in pair)
+        with pytest.raises(EngineError, match="broken"):
+            if way == "merged":
+                async for _ in merged(requests):
+                    pass
+            else:
+                other.go.set()
+                await gathered(firsts, requests)
+        await close_all(requests)
+        assert not fails.is_open and not other.is_open
 
-        for source in (pair := [Source(), Source()]):
-            await anext(source.deltas)
 
-        async def read() -> None:
-            async for _ in merged([source.deltas for source in pair]):
-                pass
+async def test_cancelled_at_each_wait() -> None:
+    pair = [Source(), Source()]
+    requests = [source.deltas for source in pair]
+    firsts = await accepted(requests)
+    await cancelled(gathered(firsts, requests))
+    assert not any(source.is_open for source in pair)
 
-        await cancelled(read())
-        assert not any(source.is_open for source in pair)
+    for source in (pair := [Source(), Source()]):
+        await anext(source.deltas)
 
-        assert await unless_disconnected(leaves, asyncio.sleep(5)) is None
-        slow = Source(waits_first=True)
-        assert await unless_disconnected(leaves, accepted([slow.deltas])) is None
-        assert not slow.is_open
-        await cancelled(
-            unless_disconnected(never, accepted([(slow := Source(waits_first=True)).deltas]))
-        )
-        assert not slow.is_open
+    async def read() -> None:
+        async for _ in merged([source.deltas for source in pair]):
+            pass
 
-    asyncio.run(run())
+    await cancelled(read())
+    assert not any(source.is_open for source in pair)
+
+    assert await unless_disconnected(leaves, asyncio.sleep(5)) is None
+    slow = Source(waits_first=True)
+    assert await unless_disconnected(leaves, accepted([slow.deltas])) is None
+    assert not slow.is_open
+    await cancelled(
+        unless_disconnected(never, accepted([(slow := Source(waits_first=True)).deltas]))
+    )
+    assert not slow.is_open
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 0.001])
 @pytest.mark.parametrize("how", ["leaves", "cancelled", "head", "at once"])
-def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str) -> None:
+async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str) -> None:
     """Its reader reads nothing: it waits in the middle of sending."""
+    source, is_closed = Source(), False
+    await anext(source.deltas)
 
-    async def run() -> None:
-        source, is_closed = Source(), False
-        await anext(source.deltas)
-
-        async def events() -> AsyncIterator[bytes]:
-            nonlocal is_closed
-            try:
-                yield b"first"
-                async for _ in source.deltas:
-                    yield b"more"
-            finally:
-                await asyncio.sleep(0)
-                is_closed = True
-
-        async def send(message: Message) -> None:
-            is_head = message["type"] == "http.response.start"
-            if is_head and how == "head":
-                raise OSError
-            if not is_head and (heartbeat_s is None or message["body"] != b"first"):
-                await asyncio.Event().wait()
-
-        async def at_once() -> Message:
-            return {"type": "http.disconnect"}
-
-        receive = {"leaves": leaves, "at once": at_once}.get(how, never)
-        call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
-        if how == "cancelled":
-            await cancelled(call)
-        elif how == "head":
-            with pytest.raises(OSError):
-                await call
-        else:
-            await call
-        assert not source.is_open and (is_closed or how == "head")
-
-    asyncio.run(run())
-
-
-def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
-    async def run() -> list[bytes | None]:
-        source, sent = Source(), list[bytes | None]()
-        await anext(source.deltas)
-
-        async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncIterator[bytes]:
+        nonlocal is_closed
+        try:
+            yield b"first"
             async for _ in source.deltas:
-                yield b"late"
+                yield b"more"
+        finally:
+            await asyncio.sleep(0)
+            is_closed = True
 
-        async def send(message: Message) -> None:
-            sent.append(message.get("body"))
-            if sent.count(HEARTBEAT) == 2:
-                source.go.set()
+    async def send(message: Message) -> None:
+        is_head = message["type"] == "http.response.start"
+        if is_head and how == "head":
+            raise OSError
+        if not is_head and (heartbeat_s is None or message["body"] != b"first"):
+            await asyncio.Event().wait()
 
-        stream = EventStream(events(), 0.001, [source.deltas])
-        await asyncio.wait_for(stream({}, never, send), 20)
-        return sent
+    async def at_once() -> Message:
+        return {"type": "http.disconnect"}
 
-    sent = asyncio.run(run())
+    receive = {"leaves": leaves, "at once": at_once}.get(how, never)
+    call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
+    if how == "cancelled":
+        await cancelled(call)
+    elif how == "head":
+        with pytest.raises(OSError):
+            await call
+    else:
+        await call
+    assert not source.is_open and (is_closed or how == "head")
+
+
+async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
+    source, sent = Source(), list[bytes | None]()
+    await anext(source.deltas)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for _ in source.deltas:
+            yield b"late"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body"))
+        if sent.count(HEARTBEAT) == 2:
+            source.go.set()
+
+    stream = EventStream(events(), 0.001, [source.deltas])
+    await asyncio.wait_for(stream({}, never, send), 20)
     assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
-
-
-def test_counting_closes_what_it_counts() -> None:
-    async def run() -> bool:
-        source = Source()
-        llm: Any = SimpleNamespace(max_model_len=64, stats=EngineStats(), config=EngineConfig())
-        counted = ServerMetrics(llm, "tiny").counted(source.deltas)
-        await anext(counted)
-        await close_all([counted])
-        return source.is_open
-
-    assert not asyncio.run(run())

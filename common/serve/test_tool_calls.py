@@ -64,7 +64,6 @@ HERMES = """
 </think>{% endif %}
 """
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<"}}\n</tool_call>'
-CUT_HISTORY = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 AUTO = ToolUse({}, "auto")
 
 
@@ -179,7 +178,7 @@ G = {"name": "g", "arguments": "{}"}
         ("", "", None, []),
     ],
 )
-def test_what_a_text_says(
+def test_tool_calls_of_a_text(
     text: str, content: str | None, reasoning: str | None, calls: list[dict[str, str]]
 ) -> None:
     found = whole(Reader(AUTO, True), text)
@@ -292,7 +291,7 @@ def test_a_template_that_ignores_tools(
     assert caplog.text.count("ignores tools") == 1
 
 
-def test_the_template_says_what_is_read(hermes: Running) -> None:
+def test_the_template_writes_the_format_that_is_parsed(hermes: Running) -> None:
     def reader(template: str, choice: str = "none") -> Reader | None:
         chat = ChatPrompts(hermes.llm.tokenizer, template)
         return chat.reader(tool_use(TOOLS, choice, None), has_grammar=False)
@@ -317,40 +316,3 @@ def test_marks_that_are_special_tokens_are_not_skipped(
         says(hermes, monkeypatch, "x", asked=asked)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
         assert asked[-1].skip_special_tokens is is_skipped
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "any"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": 5}, "tool_choice"),
-        ({"tools": {}}, "tools"),
-        ({"tools": [5]}, "tools"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools"),
-        ({"tools": TOOLS + TOOLS[:1]}, "tools"),
-        ({"parameters": 5}, "tools"),
-        ({"parameters": {"type": "array"}}, "tools"),
-        ({"parameters": {"properties": {"x": {"type": "nothing"}}}}, "tools"),
-        ({"parameters": {"$ref": "#/$defs/Missing"}}, "tools"),
-        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
-        ({"stop": "x"}, "stop"),  # a grammar says the end
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
-        ({"messages": [CUT_HISTORY]}, "messages"),
-    ],
-)
-def test_what_is_wrong_is_named(hermes: Running, fields: dict[str, Any], param: str) -> None:
-    chat = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
-    if "parameters" in fields:
-        fields = {"tools": [{"function": {"name": "f", **fields}}]}
-    status, answer = hermes.post("/v1/chat/completions", chat | fields)
-    assert (status, answer["error"]["param"]) == (400, param), answer

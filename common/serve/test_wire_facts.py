@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from common.engine_config import EngineConfig, EngineStats
+from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.requests.tokenizer import Tokenizer
-from common.serve import wire
 from common.serve.app import ServeConfig, make_app, sampling_defaults
 from common.serve.chat import ChatPrompts
-from common.serve.conftest import MODEL, TEMPLATE, Running
+from common.serve.conftest import MODEL, TEMPLATE, Running, metrics_of
 from common.serve.deltas import CompletionDelta, RequestDelta
-from common.serve.errors import ApiError, api_error
-from common.serve.server_metrics import ServerMetrics
+from common.serve.errors import ApiError
 from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 PROMPT = "def fibonacci(n):\n    if n"
@@ -31,6 +29,16 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a stack"}]}
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+
+
+def answered_twice(server: Running, **fields: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each choice of a complete answer, with its chunks in a stream of the same request."""
+    _, whole = server.post("/v1/completions", body(**fields))
+    *pieces, done = server.events("/v1/completions", body(**fields))
+    assert done is None and {p["id"] for p in pieces} == {pieces[0]["id"]}
+    assert {p["created"] for p in pieces} == {pieces[0]["created"]}
+    for choice in whole["choices"]:
+        yield choice, [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
 
 
 def test_an_answer_is_that_of_generate(server: Running, alone: LLM) -> None:
@@ -44,7 +52,7 @@ def test_an_answer_is_that_of_generate(server: Running, alone: LLM) -> None:
     assert answer["object"] == "text_completion" and answer["model"] == MODEL
 
 
-def test_pieces_joined_are_the_whole(server: Running) -> None:
+def test_joined_chunks_equal_the_whole(server: Running) -> None:
     for fields in (
         {},
         {"n": 3, "temperature": 0.9, "seed": 5},
@@ -53,12 +61,7 @@ def test_pieces_joined_are_the_whole(server: Running) -> None:
         {"logprobs": 2, "echo": True},
         {"echo": True, "max_tokens": 0, "logprobs": 1},
     ):
-        _, whole = server.post("/v1/completions", body(**fields))
-        *pieces, done = server.events("/v1/completions", body(**fields))
-        assert done is None and {p["id"] for p in pieces} == {pieces[0]["id"]}
-        assert {p["created"] for p in pieces} == {pieces[0]["created"]}
-        for choice in whole["choices"]:
-            own = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
+        for choice, own in answered_twice(server, **fields):
             assert "".join(c["text"] for c in own) == choice["text"], fields
             reasons = [c["finish_reason"] for c in own]
             assert reasons[-1] == choice["finish_reason"] and not any(reasons[:-1]), fields
@@ -110,10 +113,10 @@ def test_half_a_character_is_never_sent(server: Running) -> None:
         drawn | {"stop": ["éé", "é\ufffdé"]},
         drawn | {"stop": ["éé", "é\ufffdé"], "include_stop_str_in_output": True},
     ):
-        fields = body(n=2, seed=6, return_token_ids=True) | fields
-        _, whole = server.post("/v1/completions", fields)
-        *pieces, _ = server.events("/v1/completions", fields)
-        for choice in whole["choices"]:
+        fields = {"n": 2, "seed": 6, "return_token_ids": True} | fields
+        choices = []
+        for choice, pieces in answered_twice(server, **fields):
+            choices.append(choice)
             data = b"".join(map(tokenizer.token_bytes, choice["token_ids"]))
             expected = data.decode(errors="replace").removesuffix("<|endoftext|>")
             if "stop" in fields:
@@ -122,14 +125,14 @@ def test_half_a_character_is_never_sent(server: Running) -> None:
                 expected = expected[: expected.index(why)] + kept
             assert choice["text"] == expected
             text, token_ids = "", []
-            for own in (c for p in pieces for c in p["choices"] if c["index"] == choice["index"]):
+            for own in pieces:
                 text, token_ids = text + own["text"], token_ids + own["token_ids"]
                 assert expected.startswith(text), "nothing is taken back"
             assert (text, token_ids) == (expected, choice["token_ids"])
         if "stop" in fields:
-            assert [choice["stop_reason"] for choice in whole["choices"]] == fields["stop"][::-1]
+            assert [choice["stop_reason"] for choice in choices] == fields["stop"][::-1]
         elif "structured_outputs" in fields:
-            assert whole["choices"][1]["text"] == "é€😀!"
+            assert choices[1]["text"] == "é€😀!"
 
 
 def test_minus_infinity_is_a_number(server: Running) -> None:
@@ -177,11 +180,9 @@ def test_text_offset_is_where_the_token_begins_in_the_text(
     server: Running, shipped_tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
     """Whole and streamed. A token that cuts a character begins where the character does."""
-    asked = body(logprobs=1, return_token_ids=True) | fields
-    *pieces, _ = server.events("/v1/completions", asked)
-    for choice in server.post("/v1/completions", asked)[1]["choices"]:
+    asked = {"logprobs": 1, "return_token_ids": True} | fields
+    for choice, own in answered_twice(server, **asked):
         text, offsets = choice["text"], choice["logprobs"]["text_offset"]
-        own = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
         assert [o for c in own for o in c["logprobs"]["text_offset"]] == offsets == sorted(offsets)
         ids = choice["token_ids"]
         if "echo" in fields:
@@ -196,67 +197,6 @@ def test_text_offset_is_where_the_token_begins_in_the_text(
                 assert text[place:].startswith(token) or place + len(token) > len(text), (i, token)
             elif not is_skipped and place < len(text):
                 assert text[place] == "\ufffd" or not text[place].isascii(), (i, token)
-
-
-def test_errors_are_objects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    many, nothing_else = [1] * 5000, "max_completion_tokens"
-    schema = {"name": "x", "schema": {"type": "nothing"}}
-    unknown_type = {"type": "json_schema", "json_schema": schema}
-    for path, sent, status, field in (
-        ("/v1/completions", body(temperature=-1), 400, "temperature"),
-        ("/v1/completions", body(temperature="hot"), 400, "temperature"),
-        ("/v1/completions", body(model="gpt-4"), 404, "model"),
-        ("/v1/completions", [1, 2], 400, None),
-        ("/v1/completions", b"{", 400, None),
-        ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
-        ("/v1/completions", b"[" * 100_000, 400, None),
-        ("/v1/completions", body(prompt=many), 400, "prompt"),
-        ("/v1/completions", body(prompt=[]), 400, "prompt"),
-        ("/v1/completions", body(prompt=[10**9]), 400, "prompt"),
-        ("/v1/completions", body(max_tokens=10**400, stop_token_ids=[*range(1000)]), 200, None),
-        ("/v1/completions", body(n=10**9), 400, "n"),
-        ("/v1/completions", body(suffix="x"), 400, "suffix"),
-        ("/v1/completions", body(best_of=2), 400, "best_of"),
-        ("/v1/completions", body(guided_json={}), 400, "guided_json"),
-        ("/v1/completions", body(structured_outputs={"regex": "("}), 400, "structured_outputs"),
-        ("/v1/completions", body(structured_outputs={"json": 5}), 400, "structured_outputs"),
-        ("/v1/completions", body(structured_outputs={"x": 5}), 400, "structured_outputs"),
-        ("/v1/completions", body(response_format=unknown_type), 400, "response_format"),
-        ("/v1/completions", body(prompt="\ud800"), 400, "prompt"),
-        ("/v1/completions", body(stop_token_ids=[10**6]), 400, "stop_token_ids"),
-        ("/v1/chat/completions/render", CHAT | {"max_completion_tokens": 0}, 400, nothing_else),
-        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
-        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
-        ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools"),
-        ("/v1/completions", body(logit_bias={"x": 1}), 400, "logit_bias"),
-        ("/v1/completions", body(response_format={"type": "xml"}), 400, "response_format"),
-        ("/v1/chat/completions", CHAT, 400, None),  # no template
-        ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
-        ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
-        ("/tokenize", {}, 400, None),
-        ("/tokenize", {"messages": CHAT["messages"], "tools": [{}]}, 400, "tools"),
-        ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, 400, None),
-        ("/detokenize", {"tokens": [5], "model": "gpt-4"}, 404, "model"),
-        ("/v1/completions/render", body(model="gpt-4"), 404, "model"),
-        ("/v1/completions/render", body(temperature=-1), 400, "temperature"),
-        ("/v1/chat/completions/render", CHAT | {"model": "gpt-4"}, 404, "model"),
-        ("/v1/chat/completions/render", CHAT | {"temperature": -1}, 400, "temperature"),
-        ("/v1/nothing", {}, 404, None),
-        ("/v1/embeddings", {"input": "x"}, 404, None),
-        ("/v1/models", {}, 405, None),
-    ):
-        found, answer = server.post(path, sent)
-        assert found == status, (sent if len(str(sent)) < 200 else path, answer)
-        if status != 200:
-            assert set(answer["error"]) == {"message", "type", "param", "code"}
-            assert answer["error"]["param"] == field, answer
-    for sentence in ("2 are too many", "the prompt has 5"):
-        assert api_error(ValueError(sentence), {"prompt"}).param is None, "no field's name"
-    text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
-    monkeypatch.setattr(server.app.state.server.metrics, "text", text)
-    status, _, content = server.request("GET", "/metrics")
-    message = json.loads(content)["error"]["message"]
-    assert status == 500 and message == "the server has failed: FileNotFoundError"
 
 
 def test_a_model_is_asked_for_by_its_name(server: Running) -> None:
@@ -287,13 +227,6 @@ def test_an_answers_id_is_that_of_its_request(server: Running, template_server: 
         assert json.loads(content)["id"] == f"{kind}-{headers['x-request-id']}"
 
 
-def test_of_a_chat_the_field_that_is_wrong_is_one_of_a_chat(template_server: Running) -> None:
-    for content in ("x " * 5000, "\ud800"):
-        chat = CHAT | {"messages": [{"role": "user", "content": content}]}
-        status, answer = template_server.post("/v1/chat/completions", chat)
-        assert (status, answer["error"]["param"]) == (400, "messages")
-
-
 def test_the_template_is_given_documents_and_the_effort(
     template_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,24 +237,6 @@ def test_the_template_is_given_documents_and_the_effort(
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
         ids = template_server.post(path, asked)[1][name]
         assert template_server.llm.tokenizer.decode(ids) == "One low", path
-
-
-def test_unknown_fields_are_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_named", named := {str(i) for i in range(999)})
-    without_consequence = {"frobnicate": 3, "suffix": "", "best_of": 1, "functions": []}
-    assert server.post("/v1/completions", body(**without_consequence))[0] == 200
-    assert server.post("/v1/completions", body(another=3))[0] == 200
-    assert "frobnicate" in named and len(named) == 1000, "and no more"
-
-
-def test_an_id_is_taken_and_given(server: Running) -> None:
-    _, headers, _ = server.request("POST", "/v1/completions", body(), {"X-Request-Id": "mine"})
-    assert headers["x-request-id"] == "mine"
-    _, headers, _ = server.request("GET", "/health")
-    assert len(headers["x-request-id"]) == 32
-    for name in ("x" * 201, "\xe4", "a\tb"):
-        _, headers, _ = server.request("GET", "/health", headers={"X-Request-Id": name})
-        assert len(headers["x-request-id"]) == 32
 
 
 def test_tokens_there_and_back(server: Running) -> None:
@@ -398,7 +313,9 @@ def test_where_a_request_says_nothing_the_models_makers_do(
         assert make_app(template_server.llm, config)[0].state.server.defaults == expected
 
 
-def test_what_a_models_makers_recommend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recommended_sampling_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
     caplog.set_level("INFO")
@@ -431,7 +348,7 @@ def test_special_tokens_are_added_unless_not_wanted(
         assert seen == [by_default, True, False], path
 
 
-def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
+def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:
     def num_cached(salt: str | None) -> int:
         _, answer = server.post("/v1/completions", body(prompt=[7] * 40, cache_salt=salt))
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -440,8 +357,6 @@ def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
     how = {"cache_salt": "a", "stream_options": {"include_usage": True}}
     *_, last, _ = server.events("/v1/completions", body(prompt=[7] * 40, **how))
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "counted once"
-    sent = CompletionBody(prompt="x", priority=-3, cache_salt="a")
-    assert sent.options() == {"priority": -3, "cache_salt": "a"}
 
 
 def test_json_objects_are_json(server: Running) -> None:
@@ -507,18 +422,15 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     ):
         assert f"vllm:{name}" in names
     stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
-    llm: Any = SimpleNamespace(stats=stats, max_model_len=64, config=EngineConfig())
-    metrics = ServerMetrics(llm, MODEL)
-    text = metrics.text().decode()
+    text = metrics_of(stats).text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
 
 
-def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
-    """And of who leaves after it; one that was only accepted has none, nor one that ends without
-    any token."""
-    llm: Any = SimpleNamespace(stats=EngineStats(), max_model_len=64, config=EngineConfig())
-    metrics = ServerMetrics(llm, MODEL)
+async def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
+    """Also for a client that disconnects after it; a request that was only accepted has none, nor
+    one that ends without any token."""
+    metrics = metrics_of(EngineStats())
 
     def count() -> float:
         found = re.search(r"time_to_first_token_seconds_count{.*} (\S+)", metrics.text().decode())
@@ -533,18 +445,15 @@ def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
     async def failed() -> AsyncIterator[RequestDelta]:
         yield RequestDelta("x", {0: CompletionDelta(0, "", [], None, "error")}, finished=True)
 
-    async def read() -> list[float]:
-        found, deltas = [], metrics.counted(request())
-        async for _ in deltas:
-            found.append(count())
-        await metrics.counted(request()).aclose()
-        one = metrics.counted(request())
-        await anext(one)
-        await one.aclose()
-        assert [delta.finished async for delta in metrics.counted(failed())] == [True]
-        return [*found, count()]
-
-    assert asyncio.run(read()) == [0, 1, 1, 1]
+    found, deltas = [], metrics.counted(request())
+    async for _ in deltas:
+        found.append(count())
+    await metrics.counted(request()).aclose()
+    one = metrics.counted(request())
+    await anext(one)
+    await one.aclose()
+    assert [delta.finished async for delta in metrics.counted(failed())] == [True]
+    assert [*found, count()] == [0, 1, 1, 1]
 
 
 def test_a_template_gets_texts(template_server: Running) -> None:
@@ -560,17 +469,6 @@ def test_a_template_gets_texts(template_server: Running) -> None:
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def f("}]
     _, found = tokens(begun, continue_final_message=True)
     assert found["tokens"] == encode("# x\ndef f(")
-    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
-    for messages, others in (
-        ([{"content": "x"}], {}),
-        ([{"role": "user", "content": image}], {}),
-        ([{"role": "user", "content": 3}], {}),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], {}),
-        (begun, {"continue_final_message": True, "add_generation_prompt": True}),
-        (begun, {"chat_template_kwargs": {"tokenize": True}}),
-    ):
-        status, answer = tokens(messages, **others)
-        assert status == 400, answer
 
 
 def test_a_models_own_template_is_used_unless_there_is_another() -> None:
@@ -598,16 +496,9 @@ def test_a_template_gets_messages_as_they_are_with_their_content_as_a_text() -> 
     prompts = ChatPrompts(tokenizer, "a template")
     said = {"role": "assistant", "content": None, "name": "x"}
     assert json.loads(prompts.text([said])) == [said | {"content": ""}]
-    for message, says in (
-        ({"role": "system", "content": "x"}, "no system, please"),
-        ({"role": "", "content": "x"}, "role must"),
-        ({"role": 5, "content": "x"}, "role must"),
-        ({"role": "user", "content": ["x"]}, "parts of type 'text' only"),
-        ({"role": "user", "content": 5}, "content must"),
-    ):
-        with pytest.raises(ApiError, match=says) as caught:
-            prompts.text([message])
-        assert (caught.value.status, caught.value.param) == (400, "messages")
+    with pytest.raises(ApiError, match="no system, please") as caught:
+        prompts.text([{"role": "system", "content": "x"}])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:

@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
@@ -50,6 +49,8 @@ def _base(path: Path) -> torch.nn.Module:
 
 def save_adapter(base: Path, path: Path, seed: int = 0, **config) -> Path:
     """With random weights, which change most tokens."""
+    from peft import LoraConfig, get_peft_model  # not above: it takes seconds
+
     torch.manual_seed(seed)
     model = get_peft_model(_base(base), LoraConfig(task_type="CAUSAL_LM", **config))
     for name, weight in model.named_parameters():
@@ -67,7 +68,11 @@ def by_peft(base: Path, adapter: Path | None, prompts: list[list[int]], n: int) 
 
 def with_peft(base: Path, adapter: Path | None) -> torch.nn.Module:
     model = _base(base)
-    return model if adapter is None else PeftModel.from_pretrained(model, adapter).double()
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, adapter).double()
 
 
 def edited(adapter: Path, path: Path, config: dict | None = None, tensors=None) -> Path:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
@@ -25,10 +26,10 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import LoadedModel
 from common.requests.output_processor import RequestOutput
+from common.requests.tokenizer import Tokenizer
 from common.runner.model_runner import PagedModelRunner
 from common.tests.model_cases import by_transformers, tiny_config
 from request import SamplingParams
-from sglang_policies import POLICIES
 
 MAX_TOKENS = 24
 
@@ -56,12 +57,9 @@ def save_random_model(
 ) -> None:
     """A model whose greedy output is lively: an almost constant one would hide wrong positions."""
     torch.manual_seed(seed)
-    config = tiny_config(
-        kind,
-        **dict(vocab_size=97, intermediate_size=48, num_hidden_layers=2),
-        **dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=256),
-        **dict(initializer_range=0.6, tie_word_embeddings=False, **fields),
-    )
+    sizes = dict(vocab_size=97, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2)
+    sizes |= dict(head_dim=16, max_position_embeddings=256, initializer_range=0.6)
+    config = tiny_config(kind, **sizes | dict(tie_word_embeddings=False) | fields)
     AutoModelForCausalLM.from_config(config).to(torch.float64).save_pretrained(path)
 
 
@@ -110,9 +108,30 @@ def greedy_params(max_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def checked_engine(loaded: LoadedModel, draft: LoadedModel | None = None, **config) -> LLMEngine:
+def checked_engine(
+    loaded: LoadedModel,
+    draft: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
+    **config: Any,
+) -> LLMEngine:
     """An engine that checks itself after every step."""
-    return LLMEngine(EngineConfig(check_invariants=True, **config), loaded=loaded, draft=draft)
+    config = EngineConfig(**{"check_invariants": True} | config)
+    return LLMEngine(config, loaded=loaded, draft=draft, tokenizer=tokenizer)
+
+
+def full_of_nan(engine: LLMEngine) -> LLMEngine:
+    """Its KV memory, the draft model's and the null blocks too: each read of a slot that was not
+    written shows."""
+    runner = engine.core.runner
+    while not isinstance(runner, PagedModelRunner) and not hasattr(runner, "stages"):
+        runner = getattr(runner, "inner", None) or runner.runner  # pyright: ignore
+    proposer = getattr(engine.speculation, "proposer", None)
+    owners = [stage.local for stage in getattr(runner, "stages", ())] or [runner]
+    for owner in (*owners, getattr(proposer, "proposer", None)):
+        if (kv_cache := getattr(owner, "kv_cache", None)) is not None:
+            for cache in (*kv_cache.key_cache, *kv_cache.value_cache):
+                cache.fill_(math.nan)
+    return engine
 
 
 def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
@@ -130,22 +149,6 @@ def with_noise(model: LoadedModel) -> LoadedModel:
     noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     weight.data += 0.35 * weight.std() * noise.to(weight.device)
     return model
-
-
-def scarce(rng: random.Random, oracle: Oracle, block_size: int) -> dict:
-    """Random settings with hardly more memory than the largest request needs, or less."""
-    largest = -(-(max(map(len, oracle.prompts)) + MAX_TOKENS - 1) // block_size)
-    return dict(
-        block_size=block_size,
-        num_blocks=1 + largest + rng.choice([-1, 0, 1, 2, largest, 3 * largest]),
-        max_num_seqs=rng.choice([1, 2, 5, 64]),
-        max_num_batched_tokens=rng.choice([90, 150, 2048]),
-        policy=rng.choice(sorted(POLICIES)),
-        watermark=rng.choice([0.0, 0.01, 0.2]),
-        preempt_every=rng.choice([None, None, 1, 2, 3, 4, 5]),
-        shuffle_waiting=rng.random() < 0.3,
-        shuffle_batch=True,
-    )
 
 
 def serve_a_crowd(

@@ -16,154 +16,36 @@ import argparse
 import itertools
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cache
 
 import torch
-from transformers import (
-    Gemma3TextConfig,
-    Olmo3Config,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT
-from common.models.loader import LoadedModel, load_model
-from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.tests.adapter_cases import KINDS, OF_ATTENTION, by_peft, save_adapter, with_peft
-from common.tests.engine_oracle import (
-    MAX_TOKENS,
-    Oracle,
-    greedy_params,
-    make_oracle,
-    num_replays,
-    save_random_model,
-    with_noise,
-)
+from common.tests.engine_oracle import Oracle, greedy_params, num_replays
 from common.tests.equivalence_axes import SPECULATIVE, Combination, Value
 from common.tests.equivalence_rows import num_valid, shuffled_product
-from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
+from common.tests.grammar_cases import CASES
+from common.tests.small_models import FEWER, LENGTHS, subject
 from grouped_kv_memory import max_blocks
 from step_record import StepRecord
 
-# Of two prompts the shorter is a prefix of the longer, or they part at the place given.
-PROMPT_LENGTHS = {"random": (1, 2, 16, 33, 48, 49, 64, 97), "shipped": (1, 5, 16, 33, 34, 40)}
-PARTS_AT = {"random": (0, 0, 0, 0, 16, 33, 48, 40), "shipped": (0, 0, 0, 0, 16, 20)}
-for _name in ("experts", "gemma3", "olmo3"):
-    PROMPT_LENGTHS[_name], PARTS_AT[_name] = PROMPT_LENGTHS["shipped"], PARTS_AT["shipped"]
-EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
-# No sequence is longer than this window: what is refused beside windows is not refused. OLMo 3 has
-# one that hides most of a prompt.
-TWO_KINDS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=256)
-KINDS_OF_MODELS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
-    "random": (Qwen3Config, {}),
-    "experts": (Qwen3MoeConfig, EXPERTS),
-    "gemma3": (Gemma3TextConfig, dict(query_pre_attn_scalar=9, **TWO_KINDS)),
-    "olmo3": (Olmo3Config, TWO_KINDS | dict(sliding_window=10)),
-}
 WINDOWS = {"olmo3": (None, 10)}  # of groups of layers
 MAX_NUM_SEQS = 4
-SCORED = 3  # of this prompt, too, is said how likely it is
+SCORED = 3  # this prompt is scored, too
 NUM_POSITIONS = 1000  # of the ample pool
-
-
-# -- the model and what is right
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, its draft model, prompts that share beginnings, and what follows them: without
-    adapters, and with the prompt's own of `adapters`."""
-
-    oracle: Oracle
-    loaded: LoadedModel
-    draft: LoadedModel
-    tokenizer: Tokenizer  # for grammars
-
-    @cached_property
-    def adapters(self) -> dict[str, Path]:
-        folder = Path(_folder().name) / self.oracle.path.name
-        kinds = KINDS if self.loaded.config.experts is None else OF_ATTENTION
-        return {n: save_adapter(self.oracle.path, folder / n, **kind) for n, kind in kinds.items()}
-
-    def grammar_of(self, index: int) -> str | None:
-        return (None, *CASES)[index % (1 + len(CASES))]
-
-    def adapter_of(self, index: int) -> str | None:
-        return (None, *self.adapters)[index % (1 + len(self.adapters))]
-
-    @cached_property
-    def adapted(self) -> Oracle:
-        prompts, found = self.oracle.prompts, list(self.oracle.continuations)
-        for name, path in self.adapters.items():
-            own = [i for i in range(len(prompts)) if self.adapter_of(i) == name]
-            tokens = by_peft(self.oracle.path, path, [prompts[i] for i in own], MAX_TOKENS)
-            for i, continuation in zip(own, tokens, strict=True):
-                found[i] = continuation
-        return Oracle(self.oracle.path, prompts, found)
-
-
-@cache
-def subject(name: str) -> Subject:
-    """`"shipped"`, or of `KINDS_OF_MODELS`; float64. Made once in a process; takes seconds."""
-    device = torch.device("cpu")
-    if name == "shipped":
-        path = SHIPPED_CHECKPOINT
-        draft = load_model(SHIPPED_DRAFT, torch.float64, device)
-    else:
-        path = Path(_folder().name) / name
-        kind, fields = KINDS_OF_MODELS[name]
-        save_random_model(path, 3, kind, **fields)
-        draft = with_noise(load_model(path, torch.float64, device))
-    tokenizer = load_tokenizer(path) if name == "shipped" else small_tokenizer()
-    eos = (tokenizer.eos_token_id,)
-    loaded = replace(load_model(path, torch.float64, device), generation_eos_token_ids=eos)
-    prompts = _prompts(name, loaded.config.vocab_size)
-    return Subject(make_oracle(path, prompts), loaded, draft, tokenizer)
 
 
 @cache
 def bound(name: str, is_adapted: bool) -> Oracle:
     """With each prompt's own grammar, up to the end of its text."""
     which, found = subject(name), []
-    adapters = which.adapters if is_adapted else {}
-    models = {None: with_peft(which.oracle.path, None)}
-    models |= {name: with_peft(which.oracle.path, path) for name, path in adapters.items()}
     for i, prompt in enumerate(which.oracle.prompts):
-        model = models[which.adapter_of(i) if is_adapted else None]
-        grammar, most = which.grammar_of(i), max_tokens_of(len(prompt))
-        found.append(greedy_within(model, which.tokenizer, prompt, grammar, most))
+        adapter = which.adapter_of(i) if is_adapted else None
+        found.append(which.within(adapter, which.grammar_of(i), i, max_tokens_of(len(prompt))))
     return Oracle(which.oracle.path, which.oracle.prompts, found)
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="equivalence-")
-
-
-def _prompts(name: str, vocab_size: int) -> list[list[int]]:
-    """Half of the tokens are a phrase that returns, so that a look-up finds something."""
-    rng = random.Random(7)
-    phrase = [rng.randrange(2, vocab_size) for _ in range(5)]
-
-    def tokens(n: int) -> list[int]:
-        text: list[int] = []
-        while len(text) < n:
-            text += [*phrase, *(rng.randrange(2, vocab_size) for _ in range(5))]
-        return text[:n]
-
-    trunk = tokens(max(PROMPT_LENGTHS[name]))
-    prompts = []
-    for length, parts_at in zip(PROMPT_LENGTHS[name], PARTS_AT[name], strict=True):
-        common = parts_at or length
-        prompts.append(trunk[:common] + tokens(length - common))
-    return prompts
 
 
 # -- one run
@@ -184,7 +66,7 @@ class Summary:
 
 def lengths_of(settings: Mapping[str, Value]) -> tuple[int, ...]:
     """Token by token, the longest prompts say nothing more, and take half of the time."""
-    lengths = PROMPT_LENGTHS[str(settings["model"])]
+    lengths, _ = LENGTHS if settings["model"] == "random" else FEWER
     return lengths[:-2] if str(settings["chunked_prefill"]) == "1" else lengths
 
 
@@ -225,7 +107,7 @@ def make_engine(combination: Combination) -> LLMEngine:
     which = subject(settings["model"])
     tokenizer = None if settings["grammars"] is None else which.tokenizer
     config = make_config(combination)
-    return LLMEngine(config, loaded=which.loaded, draft=which.draft, tokenizer=tokenizer)
+    return LLMEngine(config, loaded=which.ending, draft=which.draft, tokenizer=tokenizer)
 
 
 def serve_combination(combination: Combination, engine: LLMEngine | None = None) -> Summary:

@@ -54,7 +54,7 @@ class RecordedRun:
 
 def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
     """Compare a frame with what the engine's own state can show: no texts, reasons and times."""
-    recorder = engine._watch
+    recorder = engine._plugins.get("watch")
     if recorder is None or recorder._changed:
         return []  # requests that came after the last frame are written with the next step
     now = json.loads(json.dumps(recorder.frame()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-import common.engine
-from common.assembly.assembly import LocalRunner, make_runner, model_facts
-from common.assembly.scheduler_assembly import (
-    RunnerHandle,
-    assemble_around,
-    find_max_model_len,
-    find_vocab_size,
-)
+from common.assembly.assembly import LocalRunner
+from common.assembly.scheduler_assembly import SchedulerParts, find_limits
 from common.engine import EngineConfig, LLMEngine
 from common.models.collectives import Communication
 from common.models.loader import LoadedModel, load_model
 from common.models.ranks import Ranks
-from common.parallel import message
+from common.parallel import message, remote
 from common.parallel.sharded_model import ShardedModel
 from common.requests.tokenizer import Tokenizer
 from common.runner.trimming_runner import TrimmingRunner
@@ -112,6 +107,13 @@ class LocalStep:
         return outputs[-1]
 
 
+def stages_of(engine: LLMEngine) -> list[Stage]:
+    runner: Any = engine.core.runner
+    while not isinstance(runner, LocalStages):
+        runner = runner.runner
+    return runner.stages
+
+
 def pipelined_engine(
     monkeypatch: pytest.MonkeyPatch,
     path: Path,
@@ -129,25 +131,17 @@ def pipelined_engine(
             part = load_model(
                 path, torch.float64, torch.device("cpu"), partial(ShardedModel, collectives=line)
             )
-            max_model_len = find_max_model_len(config, part.config)
-            vocab_size = find_vocab_size(part.config, tokenizer and tokenizer.vocab_size)
-            parts.append(make_runner(config, part, draft, max_model_len, vocab_size))
+            parts.append(LocalRunner(config, part, draft, find_limits(config, part, tokenizer)))
         guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
-        side = RunnerHandle(
-            runner if guesses is None else TrimmingRunner(runner, members),
-            model_facts(part),
-            parts[-1].kv_cache,
-            max_model_len,
-            vocab_size,
+        side = replace(
+            parts[-1].handle(runner.close),
+            runner=runner if guesses is None else TrimmingRunner(runner, members),
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
-            speculation=guesses,
-            num_lookahead_tokens=None if guesses is None else guesses.proposer.num_lookahead_tokens,
-            close=runner.close,
         )
-        return assemble_around(config, side), tokenizer
+        return SchedulerParts(config, side), tokenizer
 
-    monkeypatch.setattr(common.engine, "_make_remote_parts", make_parts)
+    monkeypatch.setattr(remote, "assemble_remote", make_parts)
     config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})
     return LLMEngine(config, draft=draft, tokenizer=tokenizer)

@@ -9,11 +9,10 @@ from unittest import mock
 
 import psutil
 
-import common.engine
-from common.assembly.scheduler_assembly import RunnerHandle, assemble_around
+from common.assembly.scheduler_assembly import RunnerHandle, SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import LoadedModel
-from common.parallel import worker
+from common.parallel import remote, worker
 from common.parallel.channel import Channel
 from common.parallel.executor import Executor, Link
 from common.parallel.remote import KVSizeOfRanks, RemoteRunner
@@ -45,7 +44,7 @@ def executor_of(engine: LLMEngine) -> Executor:
 
 def side_of(engine: LLMEngine) -> RunnerHandle:
     """What computes for it, which is not ended with another engine that uses it."""
-    return replace(engine._runner_handle, close=None)
+    return replace(engine.parts.runner_handle, close=None)
 
 
 def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngine:
@@ -56,9 +55,9 @@ def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngi
     side = replace(side, kv_cache=replace(kv_cache, num_blocks=made.num_blocks))
 
     def make(*_) -> tuple:
-        return assemble_around(made, side), tokenizer
+        return SchedulerParts(made, side), tokenizer
 
-    with mock.patch.object(common.engine, "_make_remote_parts", make):
+    with mock.patch.object(remote, "assemble_remote", make):
         return LLMEngine(made)
 
 

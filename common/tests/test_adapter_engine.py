@@ -8,7 +8,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,45 +19,41 @@ from common.features.adapters.adapter_files import CONFIG, WEIGHTS
 from common.features.adapters.adapter_slots import AdapterSlots, Ordered
 from common.models.linear import reason_not_packed
 from common.models.loader import load_model
-from common.tests.adapter_cases import KINDS, by_peft, edited, save_adapter, with_peft
-from common.tests.engine_oracle import (
-    checked_engine,
-    greedy_params,
-    num_replays,
-    paged_runner,
-)
+from common.tests.adapter_cases import KINDS, edited
+from common.tests.claims import ADAPTED, INDICES, NUM_ADAPTED, cases_of
+from common.tests.engine_oracle import checked_engine, greedy_params
 from common.tests.every_kind import must_be_as_likely
-from common.tests.grammar_cases import CASES, EOS, greedy_within, small_tokenizer
+from common.tests.grammar_cases import CASES, EOS, small_tokenizer
+from common.tests.small_models import subject
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-NUM_TOKENS = 8
+NUM_TOKENS = NUM_ADAPTED
 PARAMS = greedy_params(NUM_TOKENS)
 NAMES = (None, *KINDS)
 
 
 @pytest.fixture(scope="module")
-def directories(family_oracle, tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: save_adapter(family_oracle.path, folder / name, seed, **kind)
-        for seed, (name, kind) in enumerate(KINDS.items())
-    }
+def directories() -> dict[str, Path]:
+    return subject("family").adapters
 
 
 @pytest.fixture(scope="module")
 def prompts(family_oracle) -> list[list[int]]:
-    return [family_oracle.prompts[i] for i in (0, 1, 8, 15)]
+    return [family_oracle.prompts[i] for i in INDICES]
 
 
 @pytest.fixture(scope="module")
-def expected(family_oracle, directories, prompts) -> dict[str | None, list[list[int]]]:
-    found = {
-        name: by_peft(family_oracle.path, directories.get(name), prompts, NUM_TOKENS)
-        for name in NAMES
-    }
+def right() -> Callable[..., list[int]]:
+    """Of an adapter, a grammar and a prompt's place, by `peft`."""
+    return lambda kind, grammar, i: subject("family").within(kind, grammar, INDICES[i], NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(right, prompts) -> dict[str | None, list[list[int]]]:
+    found = {name: [right(name, None, i) for i in range(len(prompts))] for name in NAMES}
     for a, b in itertools.combinations(NAMES, 2):
         assert all(x != y for x, y in zip(found[a], found[b], strict=True)), "it changes nothing"
     return found
@@ -81,55 +76,9 @@ def serve(engine: LLMEngine, prompts, adapters, n: int = 1) -> list[list[list[in
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-CONFIGS = {
-    "as it is": dict(),
-    "one slot": dict(max_loras=1),
-    "pieces, preempted": dict(max_loras=2, chunked_prefill=3, preempt_every=3, block_size=3),
-    "tree": dict(prefix_cache="radix", block_size=1, shuffle_batch=True),
-    "ahead": dict(overlap_scheduling=True, max_loras=2, shuffle_batch=True),
-    "prefill-first": dict(scheduler="prefill_first", mixing=True, max_loras=2),
-    "reserved": dict(scheduler="fcfs", max_loras=2),
-    "look-up": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
-    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, block_size=3),
-    "graphs": dict(emulate_graphs=True, max_num_seqs=7, max_model_len=60, shuffle_batch=True),
-    "graphs, ahead": dict(
-        emulate_graphs=True,
-        max_num_seqs=4,
-        max_model_len=60,
-        max_loras=2,
-        overlap_scheduling=True,
-        chunked_prefill=1,  # rows that nobody samples from
-    ),
-}
-QUICK = ("as it is", "one slot", "pieces, preempted", "draft", "graphs")
-
-
-@pytest.mark.parametrize(
-    "name",  # in the matrix adapters meet the settings of the others
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],
-)
-def test_a_mixed_batch_is_what_peft_says_of_each_alone(
-    name, model, draft, directories, prompts, expected
-) -> None:
-    engine = checked_engine(
-        model, draft, **{"num_blocks": 400, "adapters": directories, **CONFIGS[name]}
-    )
-    where = {tuple(prompt): i for i, prompt in enumerate(prompts)}
-    asked, adapters = mixed(prompts)
-    right = [[expected[a][where[tuple(p)]]] for p, a in zip(asked, adapters, strict=True)]
-    assert serve(engine, asked, adapters) == right
-    assert serve(engine, asked, adapters) == right, "from the cache"
-    twice = serve(engine, asked[:4], adapters[:4], n=2)
-    assert twice == [pair * 2 for pair in right[:4]]
-    assert engine.stats().kv_blocks_in_use == 0
-    if "emulate_graphs" in CONFIGS[name]:
-        graphs = paged_runner(engine).graphs
-        with_adapters = graphs.beside["adapter"].num_replays
-        assert with_adapters > 20, "decode steps of these batches"
-        before = num_replays(engine)
-        assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
-        assert num_replays(engine) > before, "nobody has an adapter: another graph"
-        assert graphs.beside["adapter"].num_replays == with_adapters
+@cases_of(ADAPTED)
+def test_a_mixed_batch_is_what_peft_says_of_each_alone(claim, model, number) -> None:
+    claim.hold(model, number)
 
 
 def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> None:
@@ -203,7 +152,7 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     engine.load_adapter("first", directories["everything"])
     assert num_cached("first", "everything") == 0
     assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
-    assert not has_tier or engine._connector.stats.num_host_hits > 0
+    assert not has_tier or engine.parts.connector.stats.num_host_hits > 0
     engine.close()
 
 
@@ -214,7 +163,7 @@ def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
     engine = checked_engine(
         model, adapters=directories, overlap_scheduling=overlaps, num_blocks=200
     )
-    slots = engine._runner_handle.adapters
+    slots = engine.parts.runner_handle.adapters
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS), adapter="everything")
     engine.step()
@@ -238,18 +187,6 @@ TOGETHER = {
     "graphs": dict(emulate_graphs=True, overlap_scheduling=True, max_model_len=100),
     "tree": dict(prefix_cache="radix", block_size=1, scheduler="prefill_first", shuffle_batch=True),
 }
-
-
-@pytest.fixture(scope="module")
-def right(family_oracle, directories, prompts) -> Callable[..., list[int]]:
-    """By `peft`, among what may follow: of an adapter, a grammar, a prompt."""
-    model_of = cache(lambda kind: with_peft(family_oracle.path, directories.get(kind)))
-    tokenizer = small_tokenizer()
-    return cache(
-        lambda kind, grammar, i: greedy_within(
-            model_of(kind), tokenizer, prompts[i], grammar, NUM_TOKENS
-        )
-    )
 
 
 @pytest.mark.sample(seed=1)
@@ -314,7 +251,7 @@ def test_names_change_their_content_while_requests_with_grammars_run(
             assert tokens == (whole[: len(tokens)] if reason == "abort" else whole), case
     for name in kind_of:
         engine.unload_adapter(name)
-    assert not engine._runner_handle.adapters.taken and engine.stats().kv_blocks_in_use == 0
+    assert not engine.parts.runner_handle.adapters.taken and engine.stats().kv_blocks_in_use == 0
 
 
 def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> None:
@@ -324,7 +261,7 @@ def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> Non
     engine.step()
     engine.abort_request("a")
     engine.unload_adapter("attention")
-    assert len(engine._runner_handle.adapters.taken) == 2
+    assert len(engine.parts.runner_handle.adapters.taken) == 2
     for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
         engine.step()
 
@@ -471,7 +408,7 @@ def test_what_can_not_be_computed_exactly_is_refused(
     engine = checked_engine(model, adapters={}, num_blocks=99)
     with pytest.raises(ValueError, match=why):
         engine.load_adapter("wrong", wrong)
-    assert engine.adapters == [] and not engine._runner_handle.adapters.taken
+    assert engine.adapters == [] and not engine.parts.runner_handle.adapters.taken
     engine.load_adapter("wrong", directories["attention"])
     assert serve(engine, prompts[:1], "wrong") == [expected["attention"][:1]]
     with pytest.raises(ValueError, match=why):

@@ -7,18 +7,15 @@ import itertools
 import os
 import random
 import shlex
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from common.assembly.scheduler_assembly import (
-    SchedulerParts,
-    make_chunk_policy,
-    make_kv_memory,
-    make_plugins,
-    make_scheduler,
-)
-from common.assembly.windows import check_windows
+from common.assembly.scheduler_assembly import SchedulerParts, check_windows
 from common.engine import LLMEngine
+from common.engine_config import EngineConfig
 from common.models.layer_groups import deal_layers
 from common.tests.engine_oracle import paged_runner
 from common.tests.equivalence import (
@@ -82,6 +79,19 @@ def test_as_much_of_the_full_product_as_there_is_time() -> None:
 # -- what the runs cover
 
 
+def handle_of(config: EngineConfig) -> Any:
+    """What the scheduler's side asks of a runner."""
+    model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(layer_windows=()))
+    return SimpleNamespace(
+        model=model,
+        kv_cache=SimpleNamespace(num_blocks=config.num_blocks),
+        max_model_len=2048,
+        num_lookahead_tokens=None if config.speculation is None else 0,
+        adapters=None,
+        runner=None,
+    )
+
+
 def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     """By the engine's own word: its configuration, or its scheduler when the longest prompt
     comes."""
@@ -89,10 +99,7 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
         config = make_config(Combination.of(settings))
         if windows := WINDOWS.get(str(settings["model"])):
             check_windows(config, deal_layers(windows, 256))
-        kv_memory = make_kv_memory(config, config.num_blocks, None, None)
-        plugins = make_plugins(config, None, None if config.speculation is None else 0)
-        parts = SchedulerParts(config, 2048, kv_memory, make_chunk_policy(config), plugins)
-        scheduler = make_scheduler(parts)
+        scheduler = SchedulerParts(config, handle_of(config)).scheduler
         scheduler.add_request(Request.from_tokens("0", [1] * max(lengths_of(settings)), 4))
     except ValueError as error:
         return str(error)

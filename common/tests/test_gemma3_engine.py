@@ -1,22 +1,21 @@
-"""An engine over Gemma 3 or OLMo 3, whose layers are of two kinds: greedy tokens are those of
-`transformers`, in float64, with prompts far longer than the window; and what a configuration or a
-checkpoint may not say. Logits of whole prompts are compared in `common/models/test_model.py`."""
+"""An engine over Gemma 3 or OLMo 3, whose layers are of two kinds, and what a configuration or a
+checkpoint may not say. Prompts far longer than the window are rows of `claims.py`; logits of whole
+prompts are compared in `common/models/test_model.py`."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from common.models.loader import LoadedModel, load_model
+from common.models.loader import load_model
 from common.models.model_config import ModelConfig
 from common.models.ranks import Ranks
-from common.models.regions.compiled_regions import CompiledRegions, compile_regions
+from common.models.regions.compiled_regions import compile_regions
 from common.models.regions.regions import Regions
 from common.parallel.sharded_model import rank_config
 from common.tests.adapter_cases import KINDS, by_peft, save_adapter
@@ -25,9 +24,7 @@ from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
     make_oracle,
-    num_replays,
     random_prompts,
-    serve_a_crowd,
 )
 from common.tests.model_cases import (
     LINEAR,
@@ -43,49 +40,6 @@ from request import SamplingParams
 from test_cpp_library import needs_compiler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LONG = dict(max_position_embeddings=256, initializer_range=0.6)
-TWO = dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W])
-# Layers of one kind, and of two: window layers turn by angles of their own in both.
-CASES: dict[str, tuple[str, dict]] = {
-    "two kinds": ("gemma3", TWO),
-    "one kind": (
-        "gemma3",
-        dict(sliding_window=9, layer_types=[W, W, W], tie_word_embeddings=False),
-    ),
-    "OLMo 3": ("olmo3", TWO),
-}
-SETTINGS: dict[str, dict] = {
-    "whole prompts": dict(chunked_prefill=False, prefix_cache=None, block_size=16),
-    "chunks": dict(max_num_batched_tokens=24, preempt_every=5, prefix_cache="hash"),
-    "guesses": dict(speculative={"method": "ngram", "num_spec_tokens": 3}, block_size=3),
-    "a step ahead": dict(overlap_scheduling=True, prefix_cache="hash"),
-    "compiled": dict(compile=True),
-    "replayed": dict(emulate_graphs=True, max_model_len=160),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def gemma(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, LoadedModel]:
-    name, fields = CASES[request.param]
-    path = save_case(name, tmp_path_factory.mktemp("gemma"), 4, **LONG | fields)
-    oracle = make_oracle(path, random_prompts(7, vocab_size=89, longest=60, seed=2))
-    assert len({t for tokens in oracle.continuations for t in tokens}) > 30, "output is too uniform"
-    return oracle, load_model(path, torch.float64)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_tokens_are_those_of_transformers(name, gemma) -> None:
-    oracle, loaded = gemma
-    config = dict(num_blocks=400, block_size=4, max_num_seqs=3, shuffle_batch=True)
-    engine = checked_engine(loaded, **config | SETTINGS[name])
-    assert isinstance(loaded.model.regions, CompiledRegions) == (name == "compiled")
-    serve_a_crowd(engine, oracle, random.Random(5), 5, num_requests=8)
-    assert None not in loaded.model.groups.windows or loaded.model.num_groups > 1
-    assert (name == "replayed") == (num_replays(engine) > 0)
-    engine.close()
-
-
 # -- up to the window nothing is refused
 
 

@@ -21,23 +21,26 @@ from common.engine import EngineConfig, LLMEngine
 from common.features.grammars import grammar_compiler
 from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.features.grammars.vocabulary import beginning_of
-from common.models.loader import load_model
+from common.models.loader import LoadedModel, load_model
 from common.requests.tokenizer import Tokenizer
-from common.tests.engine_oracle import num_replays, with_noise
-from common.tests.grammar_cases import (
-    CASES,
-    EOS,
-    greedy_within,
-    may_follow,
-    small_tokenizer,
-    texts_of,
+from common.tests.claims import (
+    AHEAD,
+    BOUND,
+    DRAFT_3,
+    GRAPHS,
+    INDICES,
+    NUM_BOUND,
+    OVERLAP,
+    bound_params,
+    cases_of,
 )
+from common.tests.engine_oracle import checked_engine
+from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from common.tests.small_models import subject
 from grammars import Choice, Ebnf, Json, Regex
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAMES = (None, *CASES)
-MAX_NUM_ROWS = 10
 NUM_TEXTS = 500  # drawn
 TOKENIZER = small_tokenizer()
 
@@ -57,99 +60,46 @@ def compiled(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def loaded(family_oracle):
-    found = load_model(family_oracle.path, torch.float64, torch.device("cpu"))
-    return replace(found, generation_eos_token_ids=(EOS,))
+def loaded() -> LoadedModel:
+    return subject("family").ending
 
 
 @pytest.fixture(scope="module")
-def expected(family_oracle) -> dict[str | None, list[list[int]]]:
-    model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
-    prompts = prompts_of(family_oracle)
-    return {
-        n: [greedy_within(model, TOKENIZER, p, n, MAX_NUM_ROWS) for p in prompts] for n in NAMES
-    }
+def expected() -> dict[str | None, list[list[int]]]:
+    within = subject("family").within
+    return {name: [within(None, name, i, NUM_BOUND) for i in INDICES] for name in (None, *CASES)}
 
 
 def prompts_of(family_oracle) -> list[list[int]]:
-    return [family_oracle.prompts[i] for i in (0, 1, 8, 9)]
-
-
-def params_of(name: str | None, **how) -> SamplingParams:
-    grammar = None if name is None else CASES[name][0]
-    how = {"temperature": 0, "max_tokens": MAX_NUM_ROWS, "ignore_eos": name is None} | how
-    return SamplingParams(grammar=grammar, **how)
+    return [family_oracle.prompts[i] for i in INDICES]
 
 
 def make_engine(loaded, draft=None, **config) -> LLMEngine:
-    config = EngineConfig(**{"check_invariants": True, "num_blocks": 400, **config})
-    return LLMEngine(config, loaded=loaded, draft=draft, tokenizer=TOKENIZER)
+    return checked_engine(loaded, draft, TOKENIZER, **{"num_blocks": 400} | config)
 
 
-CONFIGS = {
-    "as it is": dict(),
-    "pieces, preempted": dict(chunked_prefill=3, preempt_every=3, block_size=3),
-    "tree": dict(prefix_cache="radix", block_size=1, shuffle_batch=True, shuffle_waiting=True),
-    "ahead": dict(overlap_scheduling=True, shuffle_batch=True),
-    "ahead, preempted": dict(overlap_scheduling=True, preempt_every=2),
-    "prefill-first": dict(scheduler="prefill_first", mixing=True),
-    "reserved": dict(scheduler="fcfs", max_num_seqs=3),
-    "look-up": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
-    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, block_size=3),
-    "draft, preempted": dict(speculative={"method": "draft"}, preempt_every=2),
-    "graphs": dict(emulate_graphs=True, max_num_seqs=8, max_model_len=100),
-    "graphs, ahead": dict(emulate_graphs=True, overlap_scheduling=True, max_model_len=100),
-}
-QUICK = ("as it is", "pieces, preempted", "ahead, preempted", "draft, preempted", "graphs, ahead")
-
-
-@pytest.mark.parametrize(
-    "name",  # in the matrix grammars meet the settings of the others
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],
-)
-def test_each_token_is_the_highest_of_those_that_may_follow(
-    name, loaded, family_oracle, expected, compiled
-) -> None:
-    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
-    engine, prompts = make_engine(loaded, draft, **CONFIGS[name]), prompts_of(family_oracle)
-    pairs = [(i, n) for i in range(len(prompts)) for n in NAMES[i:] + NAMES[:i]]
-    params = [params_of(n) for _, n in pairs]
-    right = [expected[n][i] for i, n in pairs]
-    for _ in range(2):  # the second time from the cache
-        outputs = engine.generate_batch([prompts[i] for i, _ in pairs], params).values()
-        assert [output.outputs[0].token_ids for output in outputs] == right
-    twice = engine.generate_batch(prompts, params_of("regex", n=2)).values()
-    assert [[c.token_ids for c in output.outputs] for output in twice] == [
-        [tokens] * 2 for tokens in expected["regex"]
-    ]
-    for output, (_, n) in zip(outputs, pairs, strict=True):
-        completion = output.outputs[0]
-        if n is not None and completion.finish_reason == "stop":
-            assert completion.text.encode() in texts_of(n)
+@cases_of(BOUND)
+def test_each_token_is_the_highest_of_those_that_may_follow(claim, model, number, compiled) -> None:
+    claim.hold(model, number)
     assert len(compiled) == len(set(compiled)) == len(CASES), "one source is compiled twice"
-    assert engine.stats().kv_blocks_in_use == 0
-    if "emulate_graphs" in CONFIGS[name]:
-        assert num_replays(engine) > 0
-    engine.close()
 
 
 @pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
 def test_what_shapes_the_law_sees_what_the_grammar_has_left(
-    shape, loaded, family_oracle, expected
+    shape, loaded, draft, family_oracle, expected
 ) -> None:
     """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
-    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
     prompts, names = prompts_of(family_oracle), list(CASES)
     for how in (None, {"method": "draft", "num_spec_tokens": 3}):
         engine = make_engine(loaded, draft, speculative=how)
-        params = [params_of(name, temperature=1.0, **shape) for name in names]
+        params = [bound_params(name, temperature=1.0, **shape) for name in names]
         outputs = engine.generate_batch(prompts, params).values()
         right = [expected[name][i] for i, name in enumerate(names)]
         assert [output.outputs[0].token_ids for output in outputs] == right
         engine.close()
 
 
-def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, family_oracle) -> None:
+def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, family_oracle) -> None:
     """Exactly: each text's probability is a product over its tokens. Guesses are accepted and
     refused by chance, and change nothing."""
     prompt, texts = prompts_of(family_oracle)[1], texts_of("choice")
@@ -169,13 +119,12 @@ def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, family_oracl
 
     spread([], 1.0)
     assert len(law) > 4 and math.isclose(sum(law.values()), 1, abs_tol=0.01)
-    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
     drafts = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
     for how, cuts in ((None, True), (drafts, True), (drafts, False)):
         engine = make_engine(loaded, draft, speculative=how, check_invariants=False)
         if not cuts:
             engine.speculation.proposer = engine.speculation.proposer.proposer
-        params = params_of("choice", temperature=3.0, n=NUM_TEXTS)
+        params = bound_params("choice", temperature=3.0, n=NUM_TEXTS)
         (output,) = engine.generate_batch([prompt], params).values()
         found = Counter(tuple(completion.token_ids) for completion in output.outputs)
         likely = [tokens for tokens, share in law.items() if share * NUM_TEXTS >= 5]
@@ -201,7 +150,7 @@ def test_impossible_guesses_are_not_verified(loaded, family_oracle) -> None:
         engine = make_engine(loaded, draft, speculative={"method": "draft", "adaptive": False})
         if not cuts:
             engine.speculation.proposer = engine.speculation.proposer.proposer
-        engine.generate_batch(prompts_of(family_oracle), params_of("regex"))
+        engine.generate_batch(prompts_of(family_oracle), bound_params("regex"))
         stats = engine.stats()
         shares.append(stats.num_drafted_tokens)
         engine.close()
@@ -211,7 +160,7 @@ def test_impossible_guesses_are_not_verified(loaded, family_oracle) -> None:
 def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None:
     engine = make_engine(loaded)
     prompt = prompts_of(family_oracle)[0]
-    (output,) = engine.generate_batch([prompt], params_of("choice", logprobs=5)).values()
+    (output,) = engine.generate_batch([prompt], bound_params("choice", logprobs=5)).values()
     completion, outputs = output.outputs[0], []
     for entry, token in zip(completion.logprobs, completion.token_ids, strict=True):
         allowed = may_follow(TOKENIZER, texts_of("choice"), outputs)
@@ -258,7 +207,11 @@ def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
 def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, expected) -> None:
     engine, prompts = make_engine(loaded), prompts_of(family_oracle)
     wrong = [Regex("(a"), Json({"type": "nothing"}), Ebnf("root ::= nobody"), Regex("(?=a)b")]
-    params = [params_of("regex"), *(SamplingParams(grammar=g, n=2) for g in wrong), params_of(None)]
+    params = [
+        bound_params("regex"),
+        *(SamplingParams(grammar=g, n=2) for g in wrong),
+        bound_params(None),
+    ]
     outputs = list(engine.generate_batch([prompts[0]] * len(params), params).values())
     assert outputs[0].outputs[0].token_ids == expected["regex"][0]
     assert outputs[-1].outputs[0].token_ids == expected[None][0]
@@ -270,12 +223,15 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, ex
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["as it is", "ahead", "draft", "graphs, ahead"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, AHEAD, dict(speculative=DRAFT_3, block_size=3), GRAPHS | OVERLAP],
+    ids=["as it is", "ahead", "draft", "graphs, ahead"],
+)
 def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
-    name, loaded, family_oracle
+    config, loaded, draft, family_oracle
 ) -> None:
-    draft = with_noise(load_model(family_oracle.path, torch.float64, torch.device("cpu")))
-    engine = make_engine(loaded, draft, **CONFIGS[name])
+    engine = make_engine(loaded, draft, **config)
     q, x, y = (TOKENIZER.encode(letter)[0] for letter in "qxy")
     heavy = "(" * 16 + "a" + "{1,99})" * 16
     why = ": no token may come next"
@@ -291,7 +247,7 @@ def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
     }
     params = [SamplingParams(temperature=0, **how) for how in right.values()]
     *bad, other = engine.generate_batch(
-        [prompts_of(family_oracle)[0]] * 5, [*params, params_of(None)]
+        [prompts_of(family_oracle)[0]] * 5, [*params, bound_params(None)]
     ).values()
     assert [output.metrics.finish_detail for output in bad] == list(right)
     assert all(output.outputs[0].finish_reason == "error" for output in bad)
@@ -356,7 +312,7 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
 
     monkeypatch.setattr(grammar_compiler, "compile_source", compile)
     for name in ("regex", "choice", "json", None):
-        engine.add_request(name or "free", prompt, params_of(name))
+        engine.add_request(name or "free", prompt, bound_params(name))
     done: dict[str, list[int]] = {}
 
     def step() -> None:
@@ -374,7 +330,7 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
         step()
     assert done == {"choice": []} | {n or "free": expected[n][0] for n in ("regex", "json", None)}
     goes_on.clear()
-    engine.add_request("late", prompt, params_of("nested"))
+    engine.add_request("late", prompt, bound_params("nested"))
     engine.close()
     goes_on.set()
 
@@ -391,7 +347,7 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
     rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
     ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
     began = time.monotonic()
-    outputs = engine.generate_batch([prompt] * 5, [*params, ways, params_of(None)]).values()
+    outputs = engine.generate_batch([prompt] * 5, [*params, ways, bound_params(None)]).values()
     assert time.monotonic() - began < 100
     *bad, ambiguous, free = outputs
     assert free.outputs[0].token_ids == expected[None][0]
@@ -414,7 +370,7 @@ def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
     assert [output.outputs[0].text for output in outputs] == texts
     engine.generate_batch([prompt] * 3, [params[-1]] * 3)
     assert len(compiled) == 100, "the last one is still there"
-    futures = engine._grammars.compiler._kept
+    futures = engine._plugins["grammar"].compiler._kept
     assert len(futures) <= 50_000 // 4096
     engine.generate_batch([prompt], params[0])
     assert len(compiled) == 101, "the first one is not"

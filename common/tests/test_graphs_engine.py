@@ -1,16 +1,19 @@
-"""An engine that replays its decode steps says what a plain one says. On a CPU, by the emulator."""
+"""An engine that replays its decode steps: which are replayed, and which engines have graphs. On a
+CPU, by the emulator. Random runs and requests of every kind are rows of `claims.py`."""
 
 from __future__ import annotations
 
 import logging
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.assembly import assembly
+from common.assembly.scheduler_assembly import Limits
 from common.engine import EngineConfig, LLMEngine
 from common.models.layer_groups import deal_layers
 from common.models.loader import load_model
@@ -24,11 +27,8 @@ from common.tests.engine_oracle import (
     greedy_params,
     num_replays,
     paged_runner,
-    scarce,
     serve,
-    serve_a_crowd,
 )
-from common.tests.every_kind import everything_said, must_say_the_same
 from kernel_launch import DecodeTuning
 from paged_attention_triton import TritonAttentionBackend
 from tensor_attention import TensorAttentionBackend
@@ -79,56 +79,6 @@ def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, orac
         tokens = outputs[str(i)].outputs[0].token_ids
         assert tokens == oracle.expected(index, lengths[i]), f"request {i}"
     assert set(found) == set(graph_buckets(max_num_seqs))
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded) -> None:
-    """Pools of hardly more than one request, forced preemption, aborts, samples."""
-    rng = random.Random(seed)
-    config = scarce(rng, oracle, (1, 3, 16)[seed % 3]) | {"max_num_seqs": (2, 5, 20, 1)[seed]}
-    engine = graph_engine(loaded, overlap_scheduling=seed % 2 == 0, **config)
-    serve_a_crowd(engine, oracle, rng, seed)
-    assert num_replays(engine) > 0
-
-
-def test_every_kind_of_request_gets_the_same(shipped_loaded, shipped_tokenizer) -> None:
-    """Penalties, seeds, log-probabilities and stops, a step ahead too: they are sampled from logits
-    that the next replay overwrites."""
-    found = []
-    for graphs, overlap in ((False, False), (True, True)):
-        config = EngineConfig(
-            max_num_seqs=4,
-            max_model_len=64,
-            emulate_graphs=graphs,
-            overlap_scheduling=overlap,
-            shuffle_batch=True,
-            block_size=4,
-            num_blocks=100,
-        )
-        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        found.append(everything_said(engine))
-        assert (num_replays(engine) > 20) is graphs
-    plain, replayed = found
-    must_say_the_same(replayed, plain)
-
-
-@pytest.mark.slow  # that kernels are replayed: test_graph_emulator.py
-@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
-def test_interpreted_kernels(chunked_prefill, random_oracle) -> None:
-    """Of chapter 2, a step after the other, and of chapter 6, a step ahead."""
-    loaded = load_model(random_oracle.path, torch.float32, CPU)
-    engine = graph_engine(
-        loaded,
-        attention_backend="triton",
-        chunked_prefill=chunked_prefill,
-        max_num_seqs=3,
-        overlap_scheduling=chunked_prefill is not False,
-    )
-    serve(engine, random_oracle, [3, 5, 6], max_tokens=6)
-    runner = paged_runner(engine)
-    assert isinstance(runner, GraphRunner)
-    assert runner.graphs.backend is runner.backend and num_replays(engine) >= 5
 
 
 class CountMerges(TorchDispatchMode):
@@ -205,6 +155,14 @@ def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
     return SimpleNamespace(embed_weight=weight, collectives=collectives, **sizes)
 
 
+def local_with(config: EngineConfig, model: Any, backend: Any, is_triton: bool) -> Any:
+    """What is asked of the runner's parts."""
+    attention = SimpleNamespace(backend=backend, is_triton=is_triton)
+    limits, loaded = Limits(100, 97, ()), SimpleNamespace(model=model)
+    parts = {"loaded": loaded, "attention": attention, "limits": limits, "adapters": None}
+    return SimpleNamespace(config=config, **parts)
+
+
 @pytest.mark.parametrize(
     "config, ranks, why",
     [
@@ -220,18 +178,16 @@ def test_what_has_no_graphs_is_announced(config, ranks, why, caplog) -> None:
     device = torch.device("cuda" if "attention_backend" in config else "cpu")
     model = model_on(device, **ranks)
     settings = EngineConfig(**{"emulate_graphs": True} | config)
-    attention = SimpleNamespace(backend=None, is_triton=False)
-    loaded = SimpleNamespace(model=model)
     with caplog.at_level(logging.WARNING):
-        assert assembly.make_graph_maker(settings, loaded, attention, 100) is None  # pyright: ignore
+        assert assembly.make_graph_maker(local_with(settings, model, None, False)) is None
     assert len(caplog.records) == 1 and why in caplog.text
 
 
 def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
-    loaded = SimpleNamespace(model=model_on(torch.device("cuda")))
-    kernels = SimpleNamespace(backend="kernels", is_triton=True)
+    model = model_on(torch.device("cuda"))
     for config in ({}, {"compile": True}, {"enforce_eager": True}):
-        maker = assembly.make_graph_maker(EngineConfig(**config), loaded, kernels, 100)  # pyright: ignore
+        local = local_with(EngineConfig(**config), model, "kernels", True)
+        maker = assembly.make_graph_maker(local)
         assert (maker is None) == ("enforce_eager" in config)
         assert maker is None or maker.backend == "kernels"
     assert not caplog.records

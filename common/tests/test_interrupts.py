@@ -194,7 +194,7 @@ def run_rounds(run: Run, most: int) -> None:
 
 
 def rows_known_to_the_runner(engine: LLMEngine) -> set[str]:
-    runner = engine._runner_handle.runner
+    runner = engine.parts.runner_handle.runner
     while not hasattr(runner, "state"):
         runner = runner.runner
     return set(runner.state.row_of) | set(runner.state.requests)

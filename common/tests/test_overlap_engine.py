@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import threading
 from dataclasses import replace
 
@@ -18,14 +17,9 @@ from common.tests.engine_oracle import (
     greedy_params,
     lines_run,
     paged_runner,
-    scarce,
-    serve_a_crowd,
 )
-from common.tests.every_kind import everything_said, must_say_the_same
 from engine_core import EngineCore
 from tiered_cache import KVTierConfig
-
-SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
 
 
 def overlapped_engine(loaded, **config) -> LLMEngine:
@@ -47,50 +41,6 @@ def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
     engine.reset_stats()
     ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
     assert ran["return self._finish()"] == engine.stats().num_steps > 0
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(2))
-def test_every_kind_of_request_gets_the_same_tokens_text_and_reasons(
-    scheduler, seed, shipped_loaded, shipped_tokenizer
-) -> None:
-    """In float64: penalties count tokens that the host has not seen, seeds draw for them."""
-    found = []
-    for overlap in (False, True):
-        config = EngineConfig(
-            scheduler=scheduler,
-            max_num_seqs=4,
-            overlap_scheduling=overlap,
-            check_invariants=True,
-            shuffle_batch=True,
-            block_size=4,
-            num_blocks=400,
-        )
-        engine = LLMEngine(config, loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-        found.append(everything_said(engine, seed))
-        assert isinstance(engine.core, OverlappedEngineCore) is overlap
-        assert (engine.stats().discarded_tokens > 0) is overlap
-    plain, overlapped = found
-    must_say_the_same(overlapped, plain)
-
-
-@pytest.mark.sample(seed=3)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_crowd_in_scarce_memory(seed: int, oracle, loaded, tmp_path) -> None:
-    """Pools of hardly more than one request, forced preemption, aborts, samples. What is loaded
-    from tiers is not written over by a step under way."""
-    rng, cache = random.Random(seed), (None, "hash", "radix")[seed % 3]
-    config = scarce(rng, oracle, rng.choice([1, 3, 16]))
-    kind = SCHEDULERS[seed % 2]
-    if kind != "two_phase":
-        config.pop("watermark")
-    tiers = KVTierConfig(40, 500, tmp_path / "kv") if cache == "hash" else None
-    config |= {"scheduler": kind, "prefix_cache": cache, "kv_tiers": tiers}
-    engine = overlapped_engine(loaded, **config)
-    for _ in range(1 if tiers is None else 2):
-        serve_a_crowd(engine, oracle, rng, seed)
-    engine.close()
 
 
 def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:

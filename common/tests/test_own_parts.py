@@ -15,10 +15,16 @@ import torch
 
 from block_pool import BlockPool
 from common import engine as engine_module
-from common.assembly.registry import LAZY_PLUGINS, REQUEST_GRAMMARS
 from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import ATTENTION_BACKENDS, PREFIX_CACHES, PROPOSERS, SCHEDULERS
+from common.engine_config import (
+    ATTENTION_BACKENDS,
+    LAZY_ENGINE_PLUGINS,
+    LAZY_PLUGINS,
+    PREFIX_CACHES,
+    PROPOSERS,
+    SCHEDULERS,
+)
 from common.parallel.remote import config_to_map
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
 from common.tests.house import imports, parse
@@ -345,7 +351,7 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
 @pytest.mark.parametrize(
     "where",
     [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LAZY_PLUGINS.values()]
-    + [REQUEST_GRAMMARS]
+    + [*LAZY_ENGINE_PLUGINS.values()]
     + [where for both in ATTENTION_BACKENDS.values() for where in both],
 )
 def test_every_name_leads_somewhere(where: str) -> None:
@@ -354,7 +360,6 @@ def test_every_name_leads_somewhere(where: str) -> None:
 
 def test_the_engine_finds_grammars_by_name() -> None:
     names = {site.module for site in imports(parse(Path(engine_module.__file__)))}
-    assert "common.assembly.registry" in names
     assert not [name for name in names if name.startswith("common.features.grammars")]
 
 

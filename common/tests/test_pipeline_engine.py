@@ -3,7 +3,6 @@ as processes: `common/parallel/test_remote.py`."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,68 +10,17 @@ import pytest
 from common.engine import EngineConfig
 from common.runner.pipeline import PipelinedEngineCore
 from common.runner.stage import StageRunner
-from common.tests.engine_oracle import finish, greedy_params, lines_run, scarce, serve_a_crowd
-from common.tests.local_stages import LocalStages, pipelined_engine
+from common.tests.engine_oracle import finish, greedy_params, lines_run
+from common.tests.local_stages import pipelined_engine, stages_of
 from scheduler_interface import NewRequestData
 
-SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
 
-
-def settings_for(scheduler: str, config: dict) -> dict:
-    if scheduler == "fcfs":
-        config = {k: v for k, v in config.items() if k not in ("policy", "preempt_every")}
-        config["num_blocks"] += 2  # it reserves
-    return config | {"scheduler": scheduler}
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(12))
-def test_a_crowd_is_served_in_stages(seed: int, scheduler: str, oracle, monkeypatch) -> None:
-    """Hardly any memory, forced preemption, chunks, caches, samples, aborts: exactly the oracle's
-    tokens."""
-    rng = random.Random(f"{seed} {scheduler}")
-    config = scarce(rng, oracle, block_size := rng.choice([1, 4, 16]))
-    if scheduler != "fcfs":
-        config["chunked_prefill"] = rng.choice([True, 7, 16])
-    config["prefix_cache"] = rng.choice([None, "hash", "radix"])
-    engine = pipelined_engine(monkeypatch, oracle.path, **settings_for(scheduler, config))
-    assert isinstance(engine.core, PipelinedEngineCore), block_size
-    serve_a_crowd(engine, oracle, rng, seed)
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("seed", "scheduler", "method"),
-    [
-        (0, "two_phase", "draft"),
-        (1, "prefill_first", "ngram"),
-        *(
-            pytest.param(seed, scheduler, method, marks=pytest.mark.slow)
-            for seed in range(2, 6)
-            for scheduler in SCHEDULERS[:2]
-            for method in ("ngram", "draft")
-        ),
-    ],
-)
-def test_a_crowd_is_guessed_on_at_the_last_stage(
-    seed: int, scheduler: str, method: str, oracle, draft, monkeypatch
-) -> None:
-    rng = random.Random(seed)
-    config = scarce(rng, oracle, 4) | {"speculative": {"method": method, "num_spec_tokens": 3}}
-    engine = pipelined_engine(monkeypatch, oracle.path, draft, **settings_for(scheduler, config))
-    serve_a_crowd(engine, oracle, rng, seed)
-    assert engine.speculation.stats.num_drafted > 0
+def test_the_last_stage_alone_drafts(oracle, draft, monkeypatch) -> None:
+    how = {"num_blocks": 100, "speculative": {"method": "draft"}}
+    engine = pipelined_engine(monkeypatch, oracle.path, draft, **how)
     first, last = stages_of(engine)
     assert first.local.speculation is None and last.local.speculation is not None
     engine.close()
-
-
-def stages_of(engine):
-    runner = engine.core.runner
-    while not isinstance(runner, LocalStages):
-        runner = runner.runner
-    return runner.stages
 
 
 def test_each_stage_has_its_layers_and_several_steps_are_under_way(oracle, monkeypatch) -> None:

@@ -6,7 +6,6 @@ they share beginnings of every length, exact multiples of the block size among t
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -21,9 +20,7 @@ from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
     paged_runner,
-    scarce,
     serve,
-    serve_a_crowd,
 )
 
 BLOCK_SIZES = (1, 4, 16, 33)
@@ -49,19 +46,6 @@ def test_a_warm_run_equals_a_cold_one(block_size, prefix_cache, oracle, loaded):
         (len(p) - 1) // block_size * block_size for p in oracle.prompts
     )
     assert stats.kv_blocks_in_use == 0 and stats.kv_blocks_cached > 0
-
-
-@pytest.mark.sample(seed=3)
-@pytest.mark.parametrize("prefix_cache", CACHES)
-@pytest.mark.parametrize("seed", range(30))
-def test_random_families_in_pools_that_force_eviction(seed, prefix_cache, oracle, loaded):
-    """Arrivals during the run, aborts, salts, several samples, pools of hardly more than one
-    request."""
-    rng = random.Random(seed)
-    settings = scarce(rng, oracle, rng.choice(BLOCK_SIZES)) | {"prefix_cache": prefix_cache}
-    engine = checked_engine(loaded, **settings)
-    serve_a_crowd(engine, oracle, rng, seed, salts=[None, None, "x", "y"])
-    assert engine.reset_prefix_cache() and engine.stats().kv_blocks_cached == 0
 
 
 @pytest.mark.parametrize("prefix_cache", CACHES)

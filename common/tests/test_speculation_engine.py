@@ -1,12 +1,10 @@
-"""Chapter 5 in the engine: whatever is guessed, and however much of it is right, the tokens are
-those of `transformers` in float64; with a seed, those of plain decoding; without one, their law."""
+"""Chapter 5 in the engine: whatever is drafted, and however much of it is right, the tokens are
+those of `transformers` in float64; with a seed, those of plain decoding; without one, their law.
+Random runs in pools that run out are rows of `claims.py`."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -19,63 +17,14 @@ from common.tests.engine_oracle import (
     Oracle,
     checked_engine,
     greedy_params,
-    scarce,
     serve,
-    serve_a_crowd,
 )
 from common.tests.every_kind import must_say_the_same
-from proposers import ProposerInput
+from common.tests.scripted_proposer import SCRIPTS, ScriptedProposer
 from request import SamplingParams
 
 SCHEDULERS = ("two_phase", "prefill_first")
 CACHES = (None, "hash", "radix")
-
-
-@dataclass
-class ScriptedProposer:
-    """Knows how each prompt goes on, and spoils it: `script(truth, k)` are the guesses."""
-
-    oracle: Oracle
-    script: Callable[[list[int], int], list[int]]
-    num_spec_tokens: int = 4
-    num_lookahead_tokens: int = 0
-    probs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def propose(
-        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
-    ) -> dict[str, list[int]]:
-        drafts = {}
-        for request, k in zip((f.request for f in inputs), num_drafts, strict=True):
-            index = self.oracle.prompts.index(request.prompt_token_ids)
-            truth = self.oracle.continuations[index][len(request.output_token_ids) :]
-            drafts[request.req_id] = self.script(truth, k)
-        return drafts
-
-    def draft_probs(self, request_id: str) -> None:
-        return None
-
-    def remove_request(self, request_id: str) -> None:
-        pass
-
-
-def wrong(token: int) -> int:
-    return (token + 1) % 97
-
-
-SCRIPTS = {
-    "right": lambda truth, k: truth[:k],
-    "wrong": lambda truth, k: [wrong(t) for t in truth[:k]],
-    **{
-        f"wrong at {i}": lambda truth, k, i=i: [
-            wrong(t) if j == i else t for j, t in enumerate(truth[:k])
-        ]
-        for i in range(4)
-    },
-    "only one": lambda truth, k: truth[: min(k, 1)],
-    "none": lambda truth, k: [],
-    "shifted": lambda truth, k: truth[1 : 1 + k],
-    "too many": lambda truth, k: [*truth, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 3,
-}
 
 
 @pytest.mark.sample
@@ -102,29 +51,6 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
         assert stats.acceptance_by_position[:2] == [1.0, 1.0]
         assert stats.acceptance_by_position[2:] == [0.0, 0.0]
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
-
-
-@pytest.mark.sample(seed=3)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("seed", range(12))
-def test_random_runs_in_pools_that_run_out(seed, cache, scheduler, oracle, loaded, draft):
-    """Speculation x preemption x prefix hits x samples x aborts, everything drawn at random."""
-    rng = random.Random(f"{seed} {cache} {scheduler} speculative")
-    block_size = rng.choice([1, 3, 4, 16, 33])
-    method = rng.choice(["ngram", "draft", "draft", "scripted", "scripted"])
-    settings = scarce(rng, oracle, block_size)
-    settings |= dict(scheduler=scheduler, prefix_cache=cache, seed=seed)
-    settings["speculative"] = {
-        "method": "draft" if method == "draft" else "ngram",
-        "num_spec_tokens": rng.choice([1, 2, 3, 4, 7]),
-        "adaptive": rng.random() < 0.3,
-    }
-    engine = checked_engine(loaded, rng.choice([draft, loaded]), **settings)
-    if method == "scripted":
-        proposer = ScriptedProposer(oracle, SCRIPTS[rng.choice(sorted(SCRIPTS))])
-        engine.speculation.proposer = proposer
-    serve_a_crowd(engine, oracle, rng, seed)
 
 
 @pytest.mark.sample

@@ -1,5 +1,6 @@
-"""Layers that attend to a window: greedy tokens are those of `transformers`, in float64, whatever
-is switched on beside them. Slots that nobody has written to are NaN, the null block's too."""
+"""Layers that attend to a window, beyond the rows of `claims.py`: a draft model, recorded runs,
+counted slots, backends, and what is refused. Slots that were not written are NaN, the null block's
+too."""
 
 from __future__ import annotations
 
@@ -12,43 +13,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, SHIPPED_CHECKPOINT, EngineConfig
 from common.llm import LLM
 from common.models.loader import LoadedModel, load_model
-from common.runner.model_runner import PagedModelRunner
 from common.serve.kv_events import KVEvents
+from common.tests.claims import NARROW, drawn
 from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
     checked_engine,
-    make_oracle,
-    num_replays,
+    full_of_nan,
     paged_runner,
-    random_prompts,
     serve,
     serve_a_crowd,
-    tiny_config,
 )
 from common.tests.film_runs import RecordedRun, check_film
 from common.tests.film_runs import serve as record_run
-from common.tests.local_stages import pipelined_engine
+from common.tests.small_models import WINDOWED, Subject, subject
 from common.tests.test_compile_engine import calls
-from common.tests.test_graphs_engine import graph_engine
-from common.tests.test_pipeline_engine import stages_of
 from compiled_attention import HeadMajorKVCache
-from grouped_kv_memory import max_blocks
-from paged_attention import PagedKVCache, TorchAttentionBackend
-from paged_attention_triton import TritonAttentionBackend
+from paged_attention import TorchAttentionBackend
 from request import SamplingParams
 from test_cpp_library import needs_compiler
 from test_every_attention import PlainAttention
@@ -58,96 +46,24 @@ from workshop.watch.replay.film import Film
 
 __all__ = ["calls"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-F, W = "full_attention", "sliding_attention"
-SIZES = dict(vocab_size=97, intermediate_size=48, num_key_value_heads=2, initializer_range=0.6)
-LIVELY = SIZES | dict(head_dim=16, max_position_embeddings=256, tie_word_embeddings=False)
-# Windows in no layer of a kind, in some and in all; as many groups as layers, fewer, and one.
-CASES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
-    "one in three": (
-        Qwen3Config,
-        dict(sliding_window=5, layer_types=[F, W, W], num_hidden_layers=3),
-    ),
-    "in turns": (
-        Qwen2Config,
-        dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5),
-    ),
-    "all": (MistralConfig, dict(sliding_window=7, num_hidden_layers=2)),
-}
 
 
-def save_windowed(name: str, path: Path) -> Path:
-    kind, fields = CASES[name]
-    torch.manual_seed(3)
-    how = fields if kind is MistralConfig else fields | {"use_sliding_window": True}
-    config = tiny_config(kind, **(LIVELY | how))
-    AutoModelForCausalLM.from_config(config).to(torch.float64).save_pretrained(path)
-    return path
+@pytest.fixture(scope="module", params=WINDOWED)
+def which(request: pytest.FixtureRequest) -> Subject:
+    return subject(request.param)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def windowed(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, LoadedModel]:
-    path = save_windowed(request.param, tmp_path_factory.mktemp("windowed"))
-    oracle = make_oracle(path, random_prompts(12, vocab_size=97, longest=60, seed=1))
-    assert len({t for tokens in oracle.continuations for t in tokens}) > 40, "output is too uniform"
-    return oracle, load_model(path, torch.float64, torch.device("cpu"))
-
-
-def full_of_nan(engine: LLMEngine) -> LLMEngine:
-    runner = engine.core.runner
-    while not isinstance(runner, PagedModelRunner):
-        runner = getattr(runner, "inner", None) or runner.runner  # pyright: ignore
-    full_of_nan_memory(runner.kv_cache)
-    return engine
-
-
-def full_of_nan_memory(kv_cache: PagedKVCache) -> None:
-    for cache in (*kv_cache.key_cache, *kv_cache.value_cache):
-        cache.fill_(torch.nan)
-
-
-def draw_config(rng: random.Random, oracle: Oracle, loaded: LoadedModel) -> dict:
-    block_size, most = rng.choice([1, 3, 4, 16]), rng.choice([8, 64, 200])
-    whole = most == 200 and rng.random() < 0.5
-    loaded.model.group_layers(256)
-    longest = max(map(len, oracle.prompts)) + MAX_TOKENS
-    speculates = rng.random() < 0.3
-    overlaps = not speculates and rng.random() < 0.3
-    in_flight = most * (2 if overlaps else 1)  # tokens, when blocks are asked for
-    largest = max_blocks(longest, block_size, loaded.model.groups.windows, in_flight)
-    return dict(
-        block_size=block_size,
-        num_blocks=1 + rng.choice([largest, largest + 1, 2 * largest, 20 * largest]),
-        max_num_seqs=rng.choice([1, 3, 16]),
-        max_num_batched_tokens=most,
-        chunked_prefill=not whole,
-        speculative={"method": "ngram", "num_spec_tokens": 3} if speculates else None,
-        overlap_scheduling=overlaps,
-        policy=rng.choice(["fcfs", "priority", "lof", "lpm", "dfs-weight"]),
-        watermark=rng.choice([0.0, 0.1]),
-        preempt_every=rng.choice([None, 2, 5]),
-        shuffle_batch=rng.random() < 0.5,
-        prefix_cache=rng.choice([None, "hash"]),
-    )
-
-
-@pytest.mark.sample(seed=6)
-@pytest.mark.parametrize("seed", range(60))
-def test_random_workloads(seed: int, windowed: tuple[Oracle, LoadedModel]) -> None:
-    oracle, loaded = windowed
-    rng = random.Random(seed)
-    config = draw_config(rng, oracle, loaded)
-    config |= {"emulate_graphs": seed % 4 == 3, "compile": seed % 4 == 1}
-    engine = full_of_nan(checked_engine(loaded, **config))
-    serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 10))
-    engine.close()
+@pytest.fixture
+def windowed(which: Subject) -> tuple[Oracle, LoadedModel]:
+    return which.oracle, which.loaded
 
 
 @pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path) -> None:
+def test_a_draft_model_guesses_what_it_says_alone(seed: int, which: Subject, tmp_path) -> None:
     """It has the target's weights and no windows. Its keys lie where those of layers do that see
     everything; its memory is full of NaN, too."""
-    oracle, loaded = windowed
+    oracle, loaded = which.oracle, which.loaded
     if None not in loaded.config.layer_windows:
         pytest.skip("such a model has none: it is refused")
     path = shutil.copytree(loaded.path, tmp_path / "draft")
@@ -156,10 +72,9 @@ def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path)
     (path / "config.json").write_text(json.dumps(fields))
     rng, draft = random.Random(seed), load_model(path, torch.float64, torch.device("cpu"))
     how = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
-    config = draw_config(rng, oracle, loaded) | {"speculative": how, "overlap_scheduling": False}
-    engine = full_of_nan(checked_engine(loaded, draft=draft, **config))
-    proposer, guesses = engine.speculation.proposer.proposer, []
-    full_of_nan_memory(proposer.kv_cache)
+    settings = NARROW | {"speculative": how, "overlap_scheduling": False}
+    engine = checked_engine(loaded, draft, **drawn(settings, rng, seed, which))
+    proposer, guesses = full_of_nan(engine).speculation.proposer.proposer, []
     propose = proposer.propose
 
     def spy(inputs, num_drafts):
@@ -178,39 +93,6 @@ def test_a_draft_model_guesses_what_it_says_alone(seed: int, windowed, tmp_path)
         assert logits[len(known) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(8))
-def test_stages_have_the_groups_of_one(seed: int, windowed, monkeypatch) -> None:
-    """One of them may lack all layers of a group. Chunks of a prompt are in several stages at once,
-    in memory that is just enough for whoever may not be preempted again."""
-    oracle, loaded = windowed
-    rng = random.Random(seed)
-    config = draw_config(rng, oracle, loaded) | {"overlap_scheduling": False, "speculative": None}
-    config |= {"pipeline_parallel_size": min(rng.choice([2, 3]), loaded.config.num_hidden_layers)}
-    if seed % 2 == 0:
-        sizes = {"block_size": rng.choice([1, 2, 4]), "max_num_batched_tokens": 12}
-        config |= sizes | {"prefix_cache": "hash", "preempt_every": 1, "chunked_prefill": True}
-        step = EngineConfig(**config).num_in_flight_tokens(torch.device("cpu"))
-        longest, windows = max(map(len, oracle.prompts)) + MAX_TOKENS, loaded.model.groups.windows
-        config["num_blocks"] = 1 + max_blocks(longest, sizes["block_size"], windows, step)
-    engine = pipelined_engine(monkeypatch, loaded.path, **config)
-    for stage in stages_of(engine):
-        full_of_nan_memory(stage.local.kv_cache)
-    serve_a_crowd(engine, oracle, rng, seed, num_requests=rng.randint(2, 8))
-    engine.close()
-
-
-def test_decodes_are_replayed(windowed: tuple[Oracle, LoadedModel]) -> None:
-    """Far beyond the window, in buckets with rows that are nobody's; found again in the cache."""
-    oracle, loaded = windowed
-    engine = graph_engine(loaded, max_model_len=150, block_size=3, max_num_seqs=3)
-    for _ in range(2):
-        serve(full_of_nan(engine), oracle, [0, 1, 2, 3], MAX_TOKENS)
-        engine.reset_prefix_cache()
-    assert num_replays(engine) > MAX_TOKENS
-    engine.close()
-
-
 @needs_compiler
 @pytest.mark.parametrize("chunked_prefill", [False, 16])
 def test_decodes_are_compiled(chunked_prefill, windowed, calls: list[int]) -> None:
@@ -224,34 +106,16 @@ def test_decodes_are_compiled(chunked_prefill, windowed, calls: list[int]) -> No
     engine.close()
 
 
-@pytest.mark.sample(every=4, first=2)
-@pytest.mark.parametrize("chunked_prefill", [False, 16], ids=["version 1", "version 3"])
-@pytest.mark.parametrize("graphs", [False, True])
-def test_interpreted_kernels(graphs, chunked_prefill, windowed) -> None:
-    oracle, loaded = windowed
-    loaded = load_model(loaded.path, torch.float32, torch.device("cpu"))
-    sizes = dict(block_size=4, max_model_len=150, max_num_seqs=3, chunked_prefill=chunked_prefill)
-    make = graph_engine if graphs else checked_engine
-    engine = full_of_nan(make(loaded, attention_backend="triton", **sizes))
-    serve(engine, oracle, [0, 1, 2], 5)
-    assert isinstance(paged_runner(engine).backend, TritonAttentionBackend)
-    assert not graphs or num_replays(engine) >= 4
-    engine.close()
-
-
 @pytest.mark.sample(seed=4)
 @pytest.mark.parametrize("first_step", [0, 4])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_film_is_the_engine_whenever_it_begins(
-    seed: int, first_step: int, windowed: tuple[Oracle, LoadedModel], tmp_path: Path
+    seed: int, first_step: int, which: Subject, tmp_path: Path
 ) -> None:
     """Tables of all groups, the free order, and what of which group can be found."""
-    oracle, loaded = windowed
-    config = draw_config(random.Random(seed), oracle, loaded)
-    recorded = record_run(
-        tmp_path / "run.jsonl", loaded, None, oracle.prompts, seed, first_step=first_step, **config
-    )
-    check_film(recorded)
+    config = drawn(NARROW, random.Random(seed), seed, which)
+    path, prompts = tmp_path / "run.jsonl", which.oracle.prompts
+    check_film(record_run(path, which.loaded, None, prompts, seed, first_step=first_step, **config))
 
 
 def test_a_film_that_begins_late_knows_what_can_be_found(
@@ -284,21 +148,6 @@ def test_a_film_that_begins_late_knows_what_can_be_found(
         most = len(oracle.prompts[index]) // 2
         wanted = most if window is None else min(most, window // 2)  # ceil((window - 1) / 2)
         assert sum(str(block) in cached for block in tables[str(group)]) == wanted
-
-
-@pytest.mark.parametrize("step", [5, 100])
-def test_a_warm_run_equals_a_cold_one(step: int, windowed: tuple[Oracle, LoadedModel]) -> None:
-    """Each prompt once, then each again, with room for what all of them leave behind."""
-    oracle, loaded = windowed
-    sizes = dict(block_size=2, num_blocks=2_000, max_num_batched_tokens=step, max_num_seqs=4)
-    engine = full_of_nan(checked_engine(loaded, **sizes))
-    longest = sorted(range(len(oracle.prompts)), key=lambda i: -len(oracle.prompts[i]))[:3]
-    serve(engine, oracle, longest, 6)
-    cold = engine.stats().cached_tokens
-    serve(engine, oracle, longest, 6)
-    num_found = engine.stats().cached_tokens - cold
-    assert num_found == sum((len(oracle.prompts[i]) - 1) // 2 * 2 for i in longest) > 0
-    engine.close()
 
 
 @pytest.mark.slow  # processes
@@ -410,9 +259,8 @@ def test_a_new_backend_is_one_class_and_one_row(
         ({"speculative": {"method": "draft", "model": "tiny"}}, 'speculative other than "ngram"'),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(settings, named, tmp_path) -> None:
-    path = save_windowed("all", tmp_path)
-    loaded = load_model(path, torch.float64, torch.device("cpu"))
+def test_what_is_not_built_is_refused_by_name(settings, named) -> None:
+    loaded = subject("all windows").loaded
     config = EngineConfig(num_blocks=40, **settings)
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         LLMEngine(config, loaded=loaded, draft=loaded if "speculative" in settings else None)

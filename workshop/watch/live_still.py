@@ -28,7 +28,7 @@ _LITTLE = "Watch.store.films[0]?.run.num_blocks < 100"
 _PREEMPTED = """(() => {
   // Not the last step: who stands there goes on with the engine.
   const steps = (Watch.store.films[0]?.steps ?? []).slice(0, -3);
-  return steps.findIndex(({events}) => events.some(({kind}) => kind === "preempted"));
+  return steps.findIndex(({frames}) => frames.some(({preempted}) => preempted.length));
 })()"""
 
 

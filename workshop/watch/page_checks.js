@@ -1,5 +1,20 @@
 // What tests measure on the page: functions by name. `RunPage.check` in conftest.py calls them.
-({
+(() => {
+// Each text that is not hidden, and the element in which it stands.
+const texts = (hidden) => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const [words, owner] = [node.textContent.trim(), node.parentElement];
+    if (!words || owner.closest(`script, style, noscript, .unseen, dialog:not([open]), ${hidden}`))
+      continue;
+    const isSeen = owner.checkVisibility({checkOpacity: true, checkVisibilityCSS: true});
+    if (isSeen) found.push({node, words, owner});
+  }
+  return found;
+};
+
+return {
 // Where everything stands that is there in each step: the bars, the six scenes, their parts.
 places: async (stride) => {
   const places = [];
@@ -32,13 +47,7 @@ labels: () => {
     }
     return false;
   };
-  const HIDDEN = "script, style, noscript, option, .unseen, dialog:not([open])";
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const words = node.textContent.trim();
-    const owner = node.parentElement;
-    if (!words || owner.closest(HIDDEN)) continue;
-    if (!owner.checkVisibility({checkOpacity: true, checkVisibilityCSS: true})) continue;
+  for (const {node, words, owner} of texts("option")) {
     const range = document.createRange();
     range.selectNodeContents(node);
     for (const rect of range.getClientRects()) {
@@ -128,13 +137,7 @@ contrasts: () => {
     return found;
   };
   const results = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const owner = node.parentElement;
-    const words = node.textContent.trim();
-    if (!words || owner.closest("script, style, noscript, .unseen, dialog:not([open])")) continue;
-    if (!owner.checkVisibility({visibilityProperty: true})) continue;
-    if (owner.closest("[aria-hidden=true]")) continue;
+  for (const {words, owner} of texts("[aria-hidden=true]")) {
     let alpha = 1;
     for (let at = owner; at; at = at.parentElement) alpha *= Number(getComputedStyle(at).opacity);
     const colour = read(getComputedStyle(owner).color);
@@ -192,4 +195,5 @@ shares: (cells) => {
     return same / (data.length / 4);
   });
 },
-})
+};
+})()

@@ -1,4 +1,4 @@
-"""What is in the file that the page is."""
+"""The contents of the page's file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reels_of(page: str) -> list[tuple[dict[str, str | None], str]]:
     return [entry for entry in found if entry[0].get("type") == "application/x-ndjson"]
 
 
-def test_frames_stand_in_the_page_as_they_are() -> None:
+def test_frames_are_in_the_page_unchanged() -> None:
     page = make_page([Reel('the "left" <one>', RUN), Reel("right", RUN)])
     (attributes, text), (other, _) = reels_of(page)
     assert (attributes["data-label"], other["data-label"]) == ('the "left" <one>', "right")
@@ -84,7 +84,7 @@ def test_many_frames_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert base64.b64decode(text)[4:8] == bytes(4), "no time: the same bytes for the same run"
 
 
-def test_the_page_asks_nobody_for_anything() -> None:
+def test_the_page_sends_no_request() -> None:
     page = make_page([Reel("run", RUN)])
     assert Scripts(page).addresses == []
     names = set(re.findall(r"https?://[\w./-]+", page))
@@ -94,7 +94,7 @@ def test_the_page_asks_nobody_for_anything() -> None:
     assert "default-src 'none'" in page
 
 
-def test_what_is_handed_over_is_there() -> None:
+def test_arguments_are_in_the_page() -> None:
     page = make_page([], title=("Pieces", "切块"), start="step=3", film={"x": "</script>"})
     attributes, text = Scripts(page).found[0]
     assert attributes["id"] == "settings"
@@ -135,7 +135,7 @@ def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(out) in capsys.readouterr().out
 
 
-def test_a_page_is_named_for_its_runs_and_stands_beside_them(tmp_path: Path) -> None:
+def test_a_page_is_named_for_its_runs_and_saved_beside_them(tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     for path in (one, two):
         path.write_text(RUN, encoding="utf-8")
@@ -152,7 +152,7 @@ def test_a_page_never_replaces_its_own_run(tmp_path: Path) -> None:
     assert run.read_text("utf-8") == RUN
 
 
-def test_the_command_says_what_is_no_run(
+def test_the_command_names_files_that_are_not_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(RUN + "what\n", encoding="utf-8")
@@ -165,7 +165,7 @@ def test_the_command_says_what_is_no_run(
 
 
 @pytest.mark.parametrize("option", ["--film=3", "--mine"])
-def test_what_is_performed_now_takes_no_run(
+def test_a_script_performed_now_takes_no_run(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -183,9 +183,22 @@ MADE = re.compile(_BEFORE + r"`([\w.]+)\$\{")
 EITHER = re.compile(r'\bt\([^`"]*\?\s*"([\w.]+)"\s*:\s*"([\w.]+)"')
 
 
+KIND = re.compile(r'(\w+): \{letter: ".", fill: "[^"]+", words: \["([^"]+)", "([^"]+)"\]')
+REASON = re.compile(
+    r'(\w+|""): \{letter: "(\w)", short: \["([^"]+)", "([^"]+)"\],\s+chinese: "([^"]+)"'
+)
+
+
 def words() -> dict[str, tuple[str, str]]:
     text = "".join(map(_text, (*SCRIPTS, START)))
     found = SAID.findall(text)
+    found += [(f"kind.{kind}", *both) for kind, *both in KIND.findall(text)]
+    for reason, _, *short, chinese in REASON.findall(text):
+        name = reason.strip('"')
+        found += [
+            (f"short.{name}", *short),
+            (f"reason.{name}", REASONS.get(name, "not tried"), chinese),
+        ]
     assert len({key for key, _, _ in found}) == len(found)
     return {key: (english, chinese) for key, english, chinese in found}
 
@@ -193,8 +206,8 @@ def words() -> dict[str, tuple[str, str]]:
 def test_every_text_is_there_in_english_and_chinese() -> None:
     said = words()
     assert len(said) > 150
-    # Each names the other; a term and a number; a term.
-    alike = {"shell.language", "kind.prompt", "tokens.prompt"}
+    # Each names the other; a term.
+    alike = {"shell.language", "kind.prompt"}
     for key, (english, chinese) in said.items():
         assert english, key
         assert re.search(r"[\u3000-\uffef]", chinese) or key in alike, f"{key}: {chinese}"
@@ -214,18 +227,15 @@ def test_every_text_that_is_asked_for_is_there() -> None:
             assert any(key.startswith(beginning) for key in said), f"{name}: {beginning}"
 
 
-def test_what_frames_can_say_has_words() -> None:
+def test_every_frame_value_has_words() -> None:
     said = words()
-    for reason, english in REASONS.items():
-        assert said[f"reason.{reason}"][0] == english
-        assert f"short.{reason}" in said
     for kind in ("prompt", "decode", "recomputed", "draft", "accepted", "rejected", "discarded"):
         assert f"kind.{kind}" in said
-    letters = re.search(r"reasonLetters = \{(.*?)\}", _text("reasons.js"), re.DOTALL)
-    assert letters is not None
-    by_reason = dict(re.findall(r'(\w+|""): "(\w)"', letters[1]))
-    assert set(by_reason) == {*REASONS, '""'}
-    assert len(set(by_reason.values())) == len(by_reason), "a letter of its own for each"
+    letters = {
+        reason.strip('"'): letter for reason, letter, *_ in REASON.findall(_text("reasons.js"))
+    }
+    assert set(letters) == {*REASONS, ""}
+    assert len(set(letters.values())) == len(letters), "a letter of its own for each"
 
 
 def _text(name: str | Path) -> str:

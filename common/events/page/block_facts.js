@@ -6,15 +6,13 @@ const NUM_NEXT = 6; // blocks of the free order and of the order of eviction tha
 // Of one block several things may happen in a step; the last of these is what its outline says.
 const CHANGES = ["freed", "evicted", "published", "shared", "taken", "loaded"];
 
-const last = new WeakMap(); // film -> the facts of the step that was asked for last
-
 // What happened to which blocks in a step: Map(block -> [kinds], in the order of CHANGES).
 function changesOf(frames) {
   const changes = new Map();
   const note = (kind, blocks) => {
     for (const block of blocks) changes.set(block, (changes.get(block) ?? new Set()).add(kind));
   };
-  for (const what of frames.filter(({at}) => at !== "start")) {
+  for (const what of frames) {
     for (const kind of ["taken", "shared", "freed"]) note(kind, Object.values(what[kind]).flat());
     for (const [, blocks] of what.published) note("published", blocks);
     note("evicted", what.evicted);
@@ -29,7 +27,7 @@ function changesOf(frames) {
   return new Map([...changes].map(([block, kinds]) => [block, inOrder(kinds)]));
 }
 
-function make({film, state, facts}) {
+Watch.blockFacts = Watch.ofStep(({film, state, facts}) => {
   const num = film.run.num_blocks;
   const users = new Array(num).fill(null);
   const places = new Array(num).fill(-1); // the same in every table: a block stands for a prefix
@@ -55,16 +53,7 @@ function make({film, state, facts}) {
     changes: changesOf(facts?.frames ?? []),
     numFree: state.free.length - (film.cacheRefs ? 0 : evictable.length),
   };
-}
-
-Watch.blockFacts = (view) => {
-  const known = last.get(view.film);
-  if (known?.step === view.step) return known.facts;
-  const facts = make(view);
-  last.set(view.film, {step: view.step, facts});
-  return facts;
-};
-Watch.blockChanges = CHANGES;
+});
 
 // The tokens of a block, as text: [{text, isWritten}]. A block that is not full yet has room.
 Watch.blockTokens = (view, block) => {

@@ -13,7 +13,6 @@ Watch.words({
   "cache.empty": ["Nothing is cached yet.", "缓存还是空的。"],
   "cache.matched": ["looked up: ", "命中："],
   "cache.match": ["{request}: {n} blocks", "{request}：{n} 块"],
-  "cache.match.one": ["{request}: 1 block", "{request}：1 块"],
   "cache.no_match": ["no look-up of this step found anything", "本步没有查到任何缓存"],
   "cache.boxes": [
     "Cached blocks. Left goes to the parent, right to a child, up and down to the next chain, Escape lets go.",
@@ -22,7 +21,6 @@ Watch.words({
   "cache.did_evict": ["evicted {blocks}", "淘汰{blocks}"],
   "cache.did_publish": ["published {blocks}", "发布{blocks}"],
   "cache.node": ["Node of {n} blocks: {blocks}", "节点含 {n} 块：{blocks}"],
-  "cache.node.one": ["Node of 1 block: {blocks}", "节点含 1 块：{blocks}"],
   "cache.hint": [
     "Filled: in use; dark: matched now. ×3: ref_cnt, with the cache. + published, ‖ split, × evicted.",
     "浅色底：使用中；深色底：本步命中。×3：ref_cnt，含缓存。＋ 发布，‖ 拆分，× 淘汰。"],
@@ -42,16 +40,16 @@ class Cache {
     this.map = new Watch.CacheMap(view);
     this.about = h("p", {class: "cache-about"});
     this.matches = h("p", {class: "cache-matches"});
-    this.details = h("div", {class: "cache-details", role: "group"});
+    this.details = h("div", {class: "cache-details", role: "group", label: "cache.details"});
     root.classList.add("cache");
+    const isOff = this.kind === null;
+    for (const part of [this.matches, this.map.root, this.details]) part.hidden = isOff;
+    this.about.classList.toggle("is-whole", isOff);
     root.append(this.about, this.matches, this.map.root, this.details);
   }
 
   draw() {
-    const isOff = this.kind === null;
-    for (const part of [this.matches, this.map.root, this.details]) part.hidden = isOff;
-    this.about.classList.toggle("is-whole", isOff);
-    if (isOff) {
+    if (this.kind === null) {
       this.about.textContent = t("cache.none");
       return;
     }
@@ -86,7 +84,7 @@ class Cache {
       const attributes = {class: "cache-match", tabindex: -1, "data-request": id,
         "aria-pressed": String(Watch.store.request === id), onclick: () => Watch.toggle(id)};
       const values = {request: Watch.label(id), n: found.size};
-      return h("button", attributes, t(`cache.match${found.size === 1 ? ".one" : ""}`, values));
+      return h("button", attributes, t("cache.match", values));
     });
     const text = t(matches.length ? "cache.matched" : "cache.no_match");
     this.matches.replaceChildren(h("span", {class: "quiet"}, text), ...matches);
@@ -94,7 +92,7 @@ class Cache {
 
   // In words, too: the map may be scrolled elsewhere, and a place may have a new owner already.
   eventsOfStep() {
-    const frames = (this.view.facts?.frames ?? []).filter(({at}) => at !== "start");
+    const frames = this.view.facts?.frames ?? [];
     const found = {
       publish: frames.flatMap(({published}) => published.flatMap(([, blocks]) => blocks)),
       split: frames.flatMap(({split}) => split),
@@ -106,7 +104,6 @@ class Cache {
   }
 
   drawDetails() {
-    this.details.setAttribute("aria-label", t("cache.details"));
     const {block} = this.looked;
     const {film, state} = this.view;
     const box = this.map.boxOf(block);
@@ -116,15 +113,14 @@ class Cache {
       return;
     }
     const {blocks} = box;
-    const node = `cache.node${blocks.length === 1 ? ".one" : ""}`;
     const {tenant} = state.cached[block];
-    const parts = [
-      this.kind === "radix" ? t(node, {n: blocks.length, blocks: Watch.blockRanges(blocks)})
-        : t("pool.block", {block}), tenant && t("cache.tenant", {tenant}),
-      Watch.describeBlock(this.view, this.facts, block)];
+    const about = Watch.joined(
+      this.kind === "hash" ? t("pool.block", {block})
+        : t("cache.node", {n: blocks.length, blocks: Watch.blockRanges(blocks)}),
+      tenant && t("cache.tenant", {tenant}),
+      Watch.describeBlock(this.view, this.facts, block));
     const tokens = blocks.flatMap((one) => Watch.blockTokens(this.view, one));
-    this.details.replaceChildren(h("p", {}, parts.filter(Boolean).join(" · ")),
-      h("p", {class: "pool-tokens"}, ...tokens.map(({text}) => Watch.tokenChip(text))));
+    this.details.replaceChildren(h("p", {}, about), Watch.tokenLine(tokens));
   }
 }
 

@@ -26,7 +26,7 @@ class Layout {
     const rows = line.changes.cached ?? {};
     const order = at === "start" ? Object.keys(rows).map(Number)
       : published.flatMap(([, blocks]) => blocks);
-    const parentOf = (block) => parents?.get(block) ?? rows[block][0].parent ?? null;
+    const parentOf = (block) => parents.get(block) ?? rows[block][0].parent ?? null;
     for (const block of order) this.publish(block, rows, parentOf, at === "start" ? BEFORE : number);
   }
 
@@ -80,7 +80,7 @@ Watch.cacheBoxes = ({film, state, step, facts}) => {
   const layout = Watch.cacheLayout(film);
   const isTree = film.run.prefix_cache === "radix";
   const nodes = isTree ? F.nodes(state) : F.cachedBlocks(state).map((block) => [block]);
-  const splits = new Set((facts?.frames ?? []).flatMap(({split = []}) => split));
+  const splits = new Set((facts?.frames ?? []).flatMap(({split}) => split));
   const matched = [...Watch.matchesOf({facts})];
   const boxes = nodes.map((blocks) => ({life: layout.lifeAt(blocks[0], step), blocks}))
     .filter(({life}) => life !== null).map(({life, blocks}) => ({
@@ -95,5 +95,5 @@ Watch.cacheBoxes = ({film, state, step, facts}) => {
 };
 
 // The look-ups of a step: request -> the blocks that were found for it.
-Watch.matchesOf = ({facts}) => new Map((facts?.frames ?? []).flatMap(({hits = []}) =>
+Watch.matchesOf = ({facts}) => new Map((facts?.frames ?? []).flatMap(({hits}) =>
   [...hits].map(([id, blocks]) => [id, new Set(blocks)])));

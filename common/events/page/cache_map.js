@@ -1,7 +1,18 @@
 // The map of the prefix cache: a plane with all boxes, and the window through which some are seen.
 // Only those have elements; the others are added when they are scrolled to.
+Watch.words({
+  "cache.split": ["split", "拆分"],
+  "cache.hit": ["matched", "命中"],
+});
+
 const {h} = Watch;
-const HEIGHT = Watch.CACHE_LANE;
+const HEIGHT = 42; // of a lane, px: a number, and the text below it
+const [GAP, LOW_GAP] = [10, 4]; // between two columns, for the lines
+const [DIGIT, BESIDE, MARK] = [8, 48, 20]; // px: of a name; beside it, of users and of a mark
+const MARKS = { // of a box: its sign, its word
+  gone: ["×", "pool.was.evicted"], split: ["‖", "cache.split"], new: ["+", "pool.was.published"],
+  hit: ["", "cache.hit"], none: ["", ""],
+};
 const WIDTH = {hash: 78, radix: 52}; // of a column, px: one block
 // Columns are smaller where that makes all of them fit, down to what a number needs. Below SMALL
 // of they have no room for the text, and lanes are as low as a number.
@@ -18,7 +29,8 @@ Watch.CacheMap = class {
     this.lit = new Set(); // blocks
     this.shown = new Map(); // key of a box -> its element
     this.plane = h("div", {class: "cache-plane", role: "presentation"});
-    this.root = h("div", {class: "cache-scroll", role: "listbox", tabindex: 0}, this.plane);
+    const attributes = {class: "cache-scroll", role: "listbox", tabindex: 0, label: "cache.boxes"};
+    this.root = h("div", attributes, this.plane);
     // A window that shrinks scrolls, too, before it is drawn: its boxes are those of another step.
     this.root.addEventListener("scroll", () => this.step === this.view.step && this.paint());
     Watch.letPoint(this.root, view, (event) => this.blockAt(event), (key) => this.next(key));
@@ -82,15 +94,12 @@ Watch.CacheMap = class {
 
   // Scrolls as little as possible, so that the box can be seen; of a long one, its beginning.
   reveal(box) {
-    const {root} = this;
-    const [left, top] = [box.column * this.width, box.lane * this.height];
-    const right = left + Math.min(box.blocks.length * this.width, root.clientWidth);
-    if (left < root.scrollLeft) root.scrollLeft = left;
-    else if (right > root.scrollLeft + root.clientWidth)
-      root.scrollLeft = right - root.clientWidth;
-    if (top < root.scrollTop) root.scrollTop = top;
-    else if (top + this.height > root.scrollTop + root.clientHeight)
-      root.scrollTop = top + this.height - root.clientHeight;
+    const {root, width, height} = this;
+    const into = (at, size, from, room) =>
+      Math.max(at + Math.min(size, room) - room, Math.min(from, at));
+    root.scrollLeft = into(box.column * width, box.blocks.length * width, root.scrollLeft,
+      root.clientWidth);
+    root.scrollTop = into(box.lane * height, height, root.scrollTop, root.clientHeight);
     this.lookThrough();
   }
 
@@ -115,7 +124,6 @@ Watch.CacheMap = class {
     this.height = this.width < SMALL * this.most ? LOW : HEIGHT;
     plane.style.width = `${numColumns * this.width}px`;
     plane.style.height = `${lanes.length * this.height}px`;
-    this.root.setAttribute("aria-label", Watch.t("cache.boxes"));
     [this.facts, this.lit] = [facts, lit];
     const isNew = this.step !== view.step || this.film !== view.film;
     const {block} = Watch.store;
@@ -136,8 +144,8 @@ Watch.CacheMap = class {
       const key = `${box.isGone ? "-" : ""}${box.blocks[0]}`;
       keys.add(key);
       const id = `cache-${this.view.index}-${key}`;
-      if (!this.shown.has(key)) this.shown.set(key, Watch.addCacheBox(this.plane, id));
-      Watch.drawCacheBox(this, this.shown.get(key), box);
+      if (!this.shown.has(key)) this.shown.set(key, addBox(this.plane, id));
+      drawBox(this, this.shown.get(key), box);
     }
     for (const [key, element] of this.shown) {
       if (keys.has(key)) continue;
@@ -149,3 +157,74 @@ Watch.CacheMap = class {
     this.root.setAttribute("aria-activedescendant", active?.id ?? "");
   }
 };
+
+// -- one box: a block of a chain, or a node of a radix tree; and its line
+
+const addBox = (plane, id) => {
+  const parts = Object.fromEntries(["name", "users", "text", "mark"]
+    .map((name) => [name, h("span", {class: `cache-${name}`})]));
+  const element = h("div", {class: "cache-box", role: "option", id},
+    h("span", {class: "cache-top"}, parts.name, parts.users, parts.mark), parts.text);
+  element.parts = parts;
+  element.line = h("span", {class: "cache-line", "aria-hidden": "true"});
+  plane.append(element.line, element);
+  return element;
+};
+
+// `scene` has the view, the facts, the width of a column, and what is lit.
+const drawBox = (scene, element, box) => {
+  const {view, width, height, lit} = scene;
+  const isLow = height < HEIGHT;
+  const gap = isLow ? LOW_GAP : GAP;
+  const {blocks, lane, column} = box;
+  const {film: {cacheRefs, run}, state} = view;
+  const users = box.isGone ? 0 : (state.refs[blocks[0]] ?? 0) - cacheRefs;
+  const flags = {
+    gone: box.isGone, match: box.matched.length, new: box.numNew, split: box.isSplit,
+    used: users > 0, lit: !box.isGone && blocks.some((block) => lit.has(block)),
+    windowed: Boolean(run.windows[box.group]), low: isLow,
+  };
+  element.box = box;
+  element.dataset.blocks = blocks.join(" ");
+  element.style.left = `${column * width + gap}px`;
+  element.style.top = `${lane * height + (isLow ? 2 : 4)}px`;
+  element.style.width = `${blocks.length * width - gap}px`;
+  element.style.height = `${height - (isLow ? 4 : 6)}px`;
+  const set = Object.keys(flags).filter((flag) => flags[flag]);
+  element.className = ["cache-box", ...set.map((flag) => `is-${flag}`)].join(" ");
+  element.ariaSelected = !box.isGone && blocks.includes(Watch.store.block) ? "true" : "false";
+  const name = Watch.blockRanges(blocks);
+  const room = blocks.length * width - gap - name.length * DIGIT;
+  element.parts.name.textContent = name;
+  const refs = users + cacheRefs;
+  element.parts.users.textContent = refs > 1 && room >= BESIDE ? `×${refs}` : "";
+  element.parts.mark.textContent = room >= MARK ? markOf(box)[0] : ""; // its edge says it, too
+  element.parts.text.textContent = box.isGone ? "" : textOf(view, blocks);
+  element.setAttribute("aria-label", nameOf(scene, box));
+  drawLine(element.line, box, scene, gap);
+};
+
+const markOf = (box) => MARKS[box.isGone ? "gone" : box.isSplit ? "split" : box.numNew ? "new"
+  : box.matched.length ? "hit" : "none"];
+
+const textOf = ({film, state}, blocks) => blocks.flatMap((block) => state.cached[block].tokens)
+  .map((token) => Watch.pieceOf(film, token)).join("");
+
+function nameOf({view, facts}, box) {
+  const what = Watch.t("pool.block", {block: Watch.blockRanges(box.blocks)});
+  const about = box.isGone ? "" : Watch.describeBlock(view, facts, box.blocks[0]);
+  return Watch.joined(what, about, Watch.t(markOf(box)[1]));
+}
+
+// From the parent's box to this one: straight on, or down (up) to another lane.
+function drawLine(line, {lane, column, parent}, {width, height, view}, gap) {
+  line.hidden = parent === null || (parent.died !== null && parent.died < view.step);
+  if (line.hidden) return;
+  const middle = (at) => at * height + height / 2;
+  const [from, to] = [middle(parent.lane), middle(lane)];
+  line.className = `cache-line ${to < from ? "is-up" : from === to ? "is-straight" : ""}`;
+  line.style.left = `${column * width + (from === to ? 0 : gap / 2)}px`;
+  line.style.width = `${from === to ? gap : gap / 2}px`;
+  line.style.top = `${Math.min(from, to)}px`;
+  line.style.height = `${Math.max(1, Math.abs(to - from))}px`;
+}

@@ -1,4 +1,5 @@
-// A canvas as sharp as the screen, and the marks that are drawn on several of them.
+// A canvas as sharp as the screen, and what is drawn on several of them. Colours may be variables
+// of the styles.
 // Sizes a canvas in CSS pixels and returns its cleared context.
 Watch.sized = (canvas, width, height) => {
   const scale = devicePixelRatio || 1;
@@ -13,6 +14,32 @@ Watch.sized = (canvas, width, height) => {
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
   return pen;
+};
+
+Watch.fillBox = (pen, colour, x, y, width, height) => {
+  pen.fillStyle = Watch.plain(colour);
+  pen.fillRect(x, y, width, height);
+};
+
+Watch.strokeBox = (pen, colour, line, x, y, width, height) => {
+  pen.strokeStyle = Watch.plain(colour);
+  pen.lineWidth = line;
+  pen.strokeRect(x, y, width, height);
+};
+
+// A line from point to point, still to be filled or drawn.
+Watch.trace = (pen, [first, ...points]) => {
+  pen.beginPath();
+  pen.moveTo(...first);
+  for (const point of points) pen.lineTo(...point);
+};
+
+// `font` is a weight and a size; a text that is wider than `room` is squeezed.
+Watch.write = (pen, text, x, y, font, how = {}) => {
+  const {colour = "var(--ink)", align = "center", baseline = "middle", room} = how;
+  pen.font = `${font} system-ui, sans-serif`;
+  [pen.textAlign, pen.textBaseline, pen.fillStyle] = [align, baseline, Watch.plain(colour)];
+  pen.fillText(text, x, y, room);
 };
 
 // Lines from lower left to upper right: a mark that needs no colour.

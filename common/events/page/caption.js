@@ -9,41 +9,54 @@ Watch.words({
 const MOST = 4; // moments of a run that tells none
 const about = Watch.settings.film;
 
-const text = h("p", {class: "text"});
-const note = h("p", {class: "note quiet"});
-const look = h("span", {class: "quiet", says: "caption.look"});
-const buttons = h("span", {class: "looks"});
-let shown = null; // for which moments, in which language
+// The steps to look at: {step, words, changes}, where `changes` of the store lead there.
+Watch.Looks = class {
+  name = h("span", {class: "quiet"});
+  buttons = h("span", {class: "looks"});
+  told = ""; // what they say: one that is pressed down is not to be replaced
+
+  draw(moments) {
+    const said = moments.map(({step, words}) => t("caption.step", {n: step, words}));
+    Watch.say(this.name, said.length ? t("caption.look") : "");
+    if (this.told !== (this.told = said.join())) {
+      this.buttons.replaceChildren(...moments.map(({changes}, i) => h("button",
+        {class: "look", onclick: () => this.go(changes)}, said[i])));
+    }
+    moments.forEach(({changes: {step, request = store.request}}, i) => {
+      const isThere = store.step === step && store.request === request;
+      this.buttons.children[i].setAttribute("aria-pressed", String(isThere));
+    });
+  }
+
+  go(changes) {
+    Watch.play(false);
+    Watch.forgetQuestion();
+    Watch.set(changes);
+  }
+};
 
 // Those of the film, or with another setting those that the run itself has.
 function momentsNow() {
-  if (!Watch.knob.isTurned()) return about.moments;
-  return Watch.momentsOf(store.films.at(-1)).slice(0, MOST).map((moment) => ({
-    address: `step=${moment.step}`, step: moment.step, request: null,
-    words: Array(2).fill(Watch.sayMoment(moment, 1))}));
+  const go = {request: null, block: null};
+  const ofFilm = ({step, words, address}) => (
+    {step, words: Watch.inLanguage(words), changes: {...go, ...Watch.readHash(address)}});
+  const ofRun = ({step, says}) => (
+    {step, words: Watch.sayMoment({says}, 1), changes: {...go, step}});
+  return Watch.knob.isTurned()
+    ? Watch.momentsOf(store.films.at(-1)).slice(0, MOST).map(ofRun) : about.moments.map(ofFilm);
 }
 
-function drawButtons() {
-  const told = `${store.films.length} ${Watch.knob.label()} ${store.language}`;
-  if (told === shown) return;
-  shown = told;
-  buttons.replaceChildren(...momentsNow().map((moment) => {
-    const words = t("caption.step", {n: moment.step, words: Watch.inLanguage(moment.words)});
-    const button = h("button", {class: "look", onclick: () => {
-      Watch.play(false);
-      Watch.forgetQuestion();
-      Watch.set({request: null, block: null, ...Watch.readHash(moment.address)});
-    }}, words);
-    return Object.assign(button, {moment});
-  }));
-}
-const panels = h("button", {
-  onclick: () => Watch.set({hasAllPanels: !store.hasAllPanels})});
+const text = h("p", {class: "text"});
+const note = h("p", {class: "note quiet"});
+const looks = new Watch.Looks();
+const panels = h("button", {onclick: () => Watch.set({hasAllPanels: !store.hasAllPanels}),
+  says: () => t(store.hasAllPanels ? "panels.few" : "panels.all")});
 const {guide, knob} = Watch;
 const places = h("p", {class: "moments-of-film"},
-  look, buttons, guide.begin, guide.stop, knob.root);
+  looks.name, looks.buttons, guide.begin, guide.stop, knob.root);
 const [address, ...names] = Watch.settings.link ?? [];
-const link = h("a", {class: "link", href: address ?? null, hidden: !address});
+const link = h("a", {class: "link", href: address ?? null, hidden: !address,
+  says: () => Watch.inLanguage(names) ?? ""});
 const box = h("aside", {class: "film-caption", label: "caption.region"}, text, places, note);
 
 Watch.onDraw(() => {
@@ -62,12 +75,6 @@ Watch.onDraw(() => {
   text.setAttribute("role", Watch.guideWords() === null ? "" : "status");
   note.textContent = Watch.inLanguage(about.note);
   note.hidden = !note.textContent || Watch.isAsking();
-  for (const part of [look, buttons]) part.hidden = Watch.isAsking(); // they have the answer
-  drawButtons();
-  link.textContent = Watch.inLanguage(names) ?? "";
-  panels.textContent = t(store.hasAllPanels ? "panels.few" : "panels.all");
-  for (const button of buttons.children) {
-    const {step, request} = button.moment;
-    button.setAttribute("aria-pressed", String(store.step === step && store.request === request));
-  }
+  for (const part of [looks.name, looks.buttons]) part.hidden = Watch.isAsking(); // the answer
+  looks.draw(momentsNow());
 });

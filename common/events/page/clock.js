@@ -21,14 +21,13 @@ Watch.words({
     "Step {n} took {ms} ms, {ratio} times the median step ({middle} ms). Below: all steps, cut off at {top} ms",
     "第 {n} 步用了 {ms} 毫秒，是步时中位数（{middle} 毫秒）的 {ratio} 倍。下方：所有步，纵轴到 {top} 毫秒为止，更高的截平"],
 });
-const PARTS = ["schedule", "prepare", "forward", "sample", "propose", "update"];
 // Shares of ink: neighbours differ, and the palest is still 3 : 1 on the paper.
 const SHADES = {
   schedule: 0.95, prepare: 0.7, forward: 0.48, sample: 0.8, propose: 0.6, update: 0.95,
 };
-const shadeOf = (part) => grey(SHADES[part]);
-const grey = (share) => {
-  const ink = share * (255 - 34);
+const PARTS = Object.keys(SHADES);
+const shadeOf = (part) => {
+  const ink = SHADES[part] * (255 - 34);
   const level = Math.round(Watch.isDark.matches ? 34 + ink : 255 - ink);
   return `#${level.toString(16).padStart(2, "0").repeat(3)}`;
 };
@@ -37,18 +36,16 @@ const round = (ms) => (ms >= 100 ? ms.toFixed(0) : ms >= 10 ? ms.toFixed(1) : ms
 
 // Of one step: {part: ms}. What the step has not is 0.
 const timesOf = (facts) => {
-  const {times, update_ms: update = 0} = facts?.result ?? {};
-  const ms = (part) => times?.[`${part}_ms`] ?? 0;
-  return {
-    schedule: facts?.plan?.schedule_ms ?? 0, prepare: ms("prepare"), forward: ms("forward"),
-    sample: ms("sample"), propose: ms("propose"), update,
-  };
+  const {times, update_ms} = facts?.result ?? {};
+  const ms = {...times, update_ms, schedule_ms: facts?.plan?.schedule_ms};
+  return Object.fromEntries(PARTS.map((part) => [part, ms[`${part}_ms`] ?? 0]));
 };
 const endOf = ({time, update_ms: ms = 0}) => time + ms / 1e3;
 const total = (times) => PARTS.reduce((sum, part) => sum + times[part], 0);
 
-// Of each step of a film, how long it took; and of the one in the middle.
-Watch.stepTimes = Watch.ofFilm((film) => film.steps.map((facts) => total(timesOf(facts))));
+// Of each step of a film, how long its parts and all of it took; and of the one in the middle.
+const partsOf = Watch.ofFilm((film) => film.steps.map(timesOf));
+Watch.stepTimes = Watch.ofFilm((film) => partsOf(film).map(total));
 Watch.middleOf = (film) =>
   Watch.stepTimes(film).toSorted((a, b) => a - b)[film.numSteps >> 1] ?? 0;
 
@@ -66,36 +63,23 @@ class Clock {
     this.caption = h("p", {class: "clock-caption"});
     root.append(this.caption, this.parts, this.lanes,
       h("div", {class: "strip-frame"}, this.strip));
+    this.painted = h("canvas"); // all steps, before one is marked
     this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
   }
 
-  // Of a film that goes on, anew.
-  read() {
-    this.film = this.view.film;
-    this.painted = null;
-    this.times = this.film.steps.map(timesOf);
-    const there = PARTS.filter((part) => this.times.some((times) => times[part] > 0));
-    this.items = there.map((part) => {
-      const value = h("b");
-      const name = h("span");
-      const key = h("i", {class: "key", style: `background: ${shadeOf(part)}`});
-      const item = h("li", {}, key, name, value);
-      return {part, item, name, value};
-    });
-    this.parts.replaceChildren(...this.items.map(({item}) => item));
-  }
-
   draw() {
-    if (this.film !== this.view.film) this.read();
-    const {facts} = this.view;
+    const {facts, film} = this.view;
     const times = timesOf(facts);
-    for (const {part, name, value} of this.items) {
-      Watch.say(name, t(`clock.${part}`));
-      Watch.say(value, t("clock.ms", {ms: round(times[part])}));
-    }
+    const there = PARTS.filter((part) => partsOf(film).some((times) => times[part] > 0));
+    this.parts.replaceChildren(...there.map((part) => h("li", {},
+      h("i", {class: "key", style: `background: ${shadeOf(part)}`}),
+      h("span", {}, t(`clock.${part}`)), h("b", {}, t("clock.ms", {ms: round(times[part])})))));
+    const said = PARTS.map((part) => `${t(`clock.${part}`)} ${round(times[part])}`).join(", ");
+    this.lanes.setAttribute("aria-label", t("clock.bar",
+      {n: facts?.number ?? 0, ms: round(total(times)), parts: said}));
     if (facts && facts.error !== null) this.drawFailed(facts);
-    else if (this.view.film.run.overlaps) this.drawLanes(facts, times);
-    else this.drawBar(facts, times);
+    else if (film.run.overlaps) this.drawLanes(facts);
+    else this.drawBar(times);
     this.drawStrip();
   }
 
@@ -105,15 +89,8 @@ class Clock {
     this.lanes.replaceChildren(h("p", {class: "failed", title: words}, words));
   }
 
-  describe(facts, times) {
-    const parts = PARTS.map((part) => `${t(`clock.${part}`)} ${round(times[part])}`).join(", ");
-    const n = facts?.number ?? 0;
-    this.lanes.setAttribute("aria-label", t("clock.bar", {n, ms: round(total(times)), parts}));
-  }
-
   // One after the other: a bar whose parts are as long as they took.
-  drawBar(facts, times) {
-    this.describe(facts, times);
+  drawBar(times) {
     const whole = total(times);
     const {width} = this.size;
     const boxes = PARTS.filter((part) => times[part] > 0).map((part) => {
@@ -124,8 +101,7 @@ class Clock {
   }
 
   // By the clock: from the moment at which the plan of this step began to the end of its update.
-  drawLanes(facts, times) {
-    this.describe(facts, times);
+  drawLanes(facts) {
     const [start, end] = [facts?.plan?.time ?? 0, facts?.result ? endOf(facts.result) : 1];
     const lanes = [this.lane(facts?.plan, facts, start, end)];
     for (const plan of facts?.plans ?? []) {
@@ -154,16 +130,15 @@ class Clock {
   drawStrip() {
     const {width, height} = this.size;
     if (width < 1 || height < 1) return; // not laid out yet
-    const top = stripTop();
-    if (this.painted?.width !== width || this.painted.top !== top) {
-      this.paintStrip(width, height, top);
-    }
+    const top = topOf(store.films);
+    const told = `${width} ${top} ${this.view.film.numSteps}`; // a film may go on
+    if (this.told !== told) this.paintStrip(width, height, top);
+    this.told = told;
     const pen = Watch.sized(this.strip, width, height);
-    pen.drawImage(this.painted.canvas, 0, 0, width, height);
+    pen.drawImage(this.painted, 0, 0, width, height);
     const column = width / Math.max(1, Watch.numSteps());
-    pen.strokeStyle = Watch.plain("var(--ink)");
-    pen.lineWidth = 2;
-    if (store.step >= 0) pen.strokeRect(store.step * column, 1, Math.max(column, 3), height - 2);
+    const box = [store.step * column, 1, Math.max(column, 3), height - 2];
+    if (store.step >= 0) Watch.strokeBox(pen, "var(--ink)", 2, ...box);
     const words = t("clock.strip", {ms: round(top)});
     if (this.strip.title !== words) {
       this.strip.setAttribute("aria-label", words);
@@ -177,20 +152,17 @@ class Clock {
   }
 
   paintStrip(width, height, top) {
-    const canvas = this.painted?.canvas ?? h("canvas");
-    const pen = Watch.sized(canvas, width, height);
+    const pen = Watch.sized(this.painted, width, height);
     const column = width / Math.max(1, Watch.numSteps());
-    this.times.forEach((times, step) => {
+    partsOf(this.view.film).forEach((times, step) => {
       let bottom = height;
       for (const part of PARTS) {
         const tall = (times[part] / top) * (height - 2);
         const wide = column > 4 ? column - 1 : Math.max(1, column);
-        pen.fillStyle = shadeOf(part);
-        pen.fillRect(step * column, bottom - tall, wide, tall);
+        Watch.fillBox(pen, shadeOf(part), step * column, bottom - tall, wide, tall);
         bottom -= tall;
       }
     });
-    this.painted = {canvas, width, top};
   }
 }
 
@@ -198,14 +170,9 @@ const box = (style, text) => h("span", {style}, text);
 const look = (part) => `background: ${shadeOf(part)}; color: ${Watch.inkOn(shadeOf(part))};`;
 
 // The height of the strip: 95 of 100 steps are shorter, in both films of a comparison.
-let known = {};
-function stripTop() {
-  if (known.films !== store.films) {
-    const all = store.films.flatMap((film) => film.steps.map((facts) => total(timesOf(facts))));
-    all.sort((a, b) => a - b);
-    known = {films: store.films, top: (all[Math.floor(all.length * 0.95)] ?? 1) * 1.15 || 1};
-  }
-  return known.top;
-}
+const topOf = Watch.ofFilm((films) => {
+  const all = films.flatMap(Watch.stepTimes).sort((a, b) => a - b);
+  return (all[Math.floor(all.length * 0.95)] ?? 1) * 1.15 || 1;
+});
 
 Watch.scene("clock", ["The clock", "耗时"], Clock);

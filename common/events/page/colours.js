@@ -6,13 +6,7 @@ const REQUESTS = [
   "#aa4499",
 ];
 
-Watch.kinds = {
-  prompt: "var(--prompt)", decode: "var(--decode)", recomputed: "var(--preempted)",
-  draft: "var(--ngram)", accepted: "var(--accepted)", rejected: "var(--rejected)",
-  cached: "var(--cached)", waste: "var(--waste)", free: "var(--paper)",
-};
-
-// The same as plain colours, for a canvas, which knows no variables.
+// A variable as a plain colour, for a canvas, which knows no variables.
 const plain = new Map();
 Watch.plain = (colour) => {
   const name = /^var\((--[\w-]+)\)$/.exec(colour)?.[1];
@@ -30,11 +24,9 @@ Watch.isDark.addEventListener("change", () => {
   Watch.show(films, labels, {step}); // every scene is made anew
 });
 
-const place = (id) => {
-  for (const film of Watch.store.films) if (film.byId.has(id)) return film.byId.get(id).index;
-  return 0;
-};
-Watch.colour = (id) => REQUESTS[place(id) % REQUESTS.length];
+const placeOf = (id) =>
+  Watch.store.films.map((film) => film.byId.get(id)).find(Boolean)?.index ?? 0;
+Watch.colour = (id) => REQUESTS[placeOf(id) % REQUESTS.length];
 
 // Black or white, whichever can be read on a colour.
 Watch.inkOn = (colour) => {
@@ -45,21 +37,16 @@ Watch.inkOn = (colour) => {
 };
 
 // Names as short as they may be: without the beginning that all have ("request-12": "12").
-let [labels, labelled] = [new Map(), null];
-Watch.label = (id) => {
-  if (labelled !== Watch.store.films) [labels, labelled] = [makeLabels(), Watch.store.films];
-  return labels.get(id) ?? id;
-};
-
-// In a sentence, "request-12" can be read better than "12".
-Watch.name = (id) => (id.length <= 16 ? id : Watch.label(id));
-
-function makeLabels() {
+const labelsOf = Watch.ofFilm(() => {
   const ids = Watch.requestIds();
   let shared = ids.length > 1 && ids.some((id) => id.length > 4) ? ids[0].length : 0;
   for (const id of ids) while (!id.startsWith(ids[0].slice(0, shared))) shared--;
   while (shared > 0 && /[0-9a-z]/i.test(ids[0][shared - 1])) shared--; // whole words only
   return new Map(ids.map((id) => [id, shorten(id.slice(shared) || id)]));
-}
+});
+Watch.label = (id) => labelsOf(Watch.store.films).get(id) ?? id;
+
+// In a sentence, "request-12" can be read better than "12".
+Watch.name = (id) => (id.length <= 16 ? id : Watch.label(id));
 
 const shorten = (text) => (text.length <= 8 ? text : `${text.slice(0, 3)}…${text.slice(-4)}`);

@@ -10,7 +10,6 @@ Watch.words({
   "compare.fact": ["{what}: {left} | {right}", "{what}：{left} | {right}"],
   "compare.event": ["only a detail of a frame: {left} | {right}", "只有某一帧的细节不同：{left} | {right}"],
   "compare.gone": ["(over)", "（已结束）"],
-  "compare.nothing": ["none", "无"],
   "fact.waits": ["waits", "等待"],
   "fact.runs": ["runs", "运行"],
   "fact.ended": ["has ended", "已结束"],
@@ -55,17 +54,13 @@ function firstDifference(left, right) {
 
 const MOST_FACTS = 2;
 const MOST_ITEMS = 12;
-const list = (items) => (items.length > MOST_ITEMS
-  ? `${items.slice(0, MOST_ITEMS).join(", ")}, …` : items.join(", ")) || t("compare.nothing");
+const list = (items) => Watch.firstOf(items, MOST_ITEMS) || t("list.none");
 
 // What there is to say of a film after a step, fact by fact: Map(what -> text). What a step does
 // to a request stands before what it does to the memory.
 function factsAfter(film, step, ids) {
-  const facts = new Map();
   const state = film.stateAfter(step);
   const {plan} = film.steps[step];
-  const add = (key, request, text) => facts.set(key === "place" ? Watch.name(request)
-      : t(`fact.${key}`, {request: Watch.name(request)}), String(text));
   const of = (id) => film.requestIn(state, id, step);
   const placeOf = (id) => (of(id) === undefined ? "absent" : of(id).finish ? "ended"
     : state.running.includes(id) ? "runs" : "waits");
@@ -78,24 +73,23 @@ function factsAfter(film, step, ids) {
     found: (id) => of(id)?.num_cached ?? 0,
     why: (id) => (waits.has(id) ? Watch.reasonWords(film.run, waits.get(id)) : ""),
   };
-  for (const [key, textOf] of Object.entries(each)) for (const id of ids) add(key, id, textOf(id));
-  const cached = Object.entries(state.cached);
-  add("queue", "", list(state.waiting.map(Watch.name)));
-  add("free", "", list(state.free));
-  add("cached", "", list(Object.keys(state.cached)));
-  add("refs", "", list(Object.entries(state.refs).filter(([, n]) => n > 1)
-    .map(([block, n]) => `${block}×${n}`)));
-  add("nodes", "", list(cached.filter(([, row]) => row.begins_node).map(([block]) => block)));
-  return facts;
+  const lists = {
+    queue: state.waiting.map(Watch.name),
+    free: state.free,
+    cached: Object.keys(state.cached),
+    refs: Object.entries(state.refs).filter(([, n]) => n > 1).map(([block, n]) => `${block}×${n}`),
+    nodes: Object.keys(state.cached).filter((block) => state.cached[block].begins_node),
+  };
+  const ofRequests = Object.entries(each).flatMap(([key, textOf]) => [...ids].map((id) =>
+    [key === "place" ? Watch.name(id) : t(`fact.${key}`, {request: Watch.name(id)}), textOf(id)]));
+  const ofAll = Object.entries(lists).map(([key, items]) => [t(`fact.${key}`), list(items)]);
+  return new Map([...ofRequests, ...ofAll].map(([what, text]) => [what, String(text)]));
 }
 
 // The first facts that differ, in words.
 function factWords([left, right], {step, left: one, right: other}) {
-  if (step >= Math.min(left.numSteps, right.numSteps)) {
-    const words = ({numSteps}) =>
-      (step < numSteps ? t("clock.step", {n: step}) : t("compare.gone"));
-    return `${words(left)} | ${words(right)}`;
-  }
+  const words = ({numSteps}) => (step < numSteps ? t("clock.step", {n: step}) : t("compare.gone"));
+  if (step >= Math.min(left.numSteps, right.numSteps)) return `${words(left)} | ${words(right)}`;
   const ids = new Set([...left.byId.keys(), ...right.byId.keys()]);
   const [a, b] = [left, right].map((film) => factsAfter(film, step, ids));
   const said = [...a].filter(([what, text]) => text !== b.get(what)).slice(0, MOST_FACTS)
@@ -121,22 +115,19 @@ function firstOtherToken(left, right) {
 
 const MOST_NAMES = 6;
 const idsBeside = (film, other) => [...film.byId.keys()].filter((id) => !other.byId.has(id));
-const names = (ids) => ids.slice(0, MOST_NAMES).map(Watch.name).join(", ")
-  + (ids.length > MOST_NAMES ? ", …" : "");
+const names = (ids) => Watch.firstOf(ids.map(Watch.name), MOST_NAMES);
 
 // What can be said of the texts: first, who has none to be compared with.
 function textWords({token, onlyLeft, onlyRight, numShared}) {
-  const said = [];
-  if (onlyLeft.length) said.push(t("compare.only_left", {requests: names(onlyLeft)}));
-  if (onlyRight.length) said.push(t("compare.only_right", {requests: names(onlyRight)}));
-  const isWhole = said.length === 0;
+  const isWhole = onlyLeft.length + onlyRight.length === 0;
   const end = t("compare.end");
-  if (token !== null) {
-    said.push(t("compare.text", {request: Watch.name(token.request), n: token.n + 1,
-      left: token.left ?? end, right: token.right ?? end}));
-  } else if (isWhole) said.push(t("compare.same_text"));
-  else said.push(t(numShared ? "compare.same_of_both" : "compare.none_shared"));
-  return said.join(" ");
+  const same = isWhole ? "same_text" : numShared ? "same_of_both" : "none_shared";
+  return [
+    onlyLeft.length && t("compare.only_left", {requests: names(onlyLeft)}),
+    onlyRight.length && t("compare.only_right", {requests: names(onlyRight)}),
+    token === null ? t(`compare.${same}`) : t("compare.text", {request: Watch.name(token.request),
+      n: token.n + 1, left: token.left ?? end, right: token.right ?? end}),
+  ].filter(Boolean).join(" ");
 }
 
 const tokenWords = (request, n) =>
@@ -145,27 +136,24 @@ const tokenWords = (request, n) =>
 const line = h("span");
 const text = h("span");
 const go = h("button", {says: "compare.go",
-  onclick: () => Watch.set({step: found.difference.step})});
+  onclick: () => Watch.set({step: comparison(store.films).difference.step})});
 const bar = h("p", {class: "compare", hidden: true, role: "status"}, line, " ", go, " ", text);
-let found = {};
+const comparison = Watch.ofFilm(([left, right]) => {
+  const [onlyLeft, onlyRight] = [idsBeside(left, right), idsBeside(right, left)];
+  return {difference: firstDifference(left, right), token: firstOtherToken(left, right),
+    onlyLeft, onlyRight, numShared: left.byId.size - onlyLeft.length};
+});
 
 function draw() {
   bar.hidden = store.films.length < 2 || Watch.isAsking();
   if (bar.hidden) return;
-  if (found.films !== store.films) {
-    const [left, right] = store.films;
-    const difference = firstDifference(left, right);
-    const [onlyLeft, onlyRight] = [idsBeside(left, right), idsBeside(right, left)];
-    found = {films: store.films, difference, token: firstOtherToken(left, right),
-      onlyLeft, onlyRight, numShared: left.byId.size - onlyLeft.length};
-  }
-  const {difference} = found;
+  const {difference} = comparison(store.films);
   go.hidden = difference === null;
   Watch.say(line, difference === null ? t("compare.same", {n: Watch.numSteps()})
     : t(difference.step ? "compare.from" : "compare.at_once", {
       step: difference.step, before: difference.step - 1,
       facts: factWords(store.films, difference)}));
-  Watch.say(text, textWords(found));
+  Watch.say(text, textWords(comparison(store.films)));
 }
 
-Watch.compare = {bar, draw, firstDifference, firstOtherToken};
+Watch.compare = {bar, draw};

@@ -17,11 +17,10 @@ Watch.words({
     "{label} 不完整：记录到第 {step} 步之后就断了，{who} 还没有结束。"],
   "files.cut_in": ["{label} is not whole: it ends in the middle of step {step}.",
     "{label} 不完整：记录断在第 {step} 步当中。"],
-  "files.close": ["Close", "关闭"],
 });
 
 const words = h("span");
-const close = h("button", {says: "files.close", onclick: () => tell(null)});
+const close = h("button", {says: "close", onclick: () => tell(null)});
 const notice = h("p", {class: "notice", role: "alert", hidden: true}, words, " ", close);
 const curtain = h("div", {class: "curtain", hidden: true, says: "files.drop"});
 const choose = h("input", {type: "file", multiple: true, accept: ".jsonl,.ndjson", hidden: true,
@@ -52,30 +51,32 @@ async function openFiles(files) {
 }
 
 function draw() {
-  const broken = Watch.store.films.find((film) => film.contradiction);
-  let say = told;
-  if (say === null && broken) say = () => brokenWords(broken);
-  const cut = Watch.store.films.find((film) => !film.isLive && isCut(film));
-  if (say === null && cut) say = () => cutWords(cut);
-  if (say === null && !Watch.store.films.length) say = () => t("files.empty");
-  notice.hidden = say === null;
-  Watch.say(words, say ? say() : "");
+  const said = told ? told() : aboutFilms(Watch.store.films);
+  notice.hidden = !said;
+  Watch.say(words, said);
   close.hidden = told === null;
 }
+
+function aboutFilms(films) {
+  if (!films.length) return t("files.empty");
+  const broken = films.find((film) => film.contradiction);
+  if (broken) return t("files.wrong", {label: labelOf(broken), ...broken.contradiction});
+  const cut = films.find((film) => !film.isLive && isCut(film));
+  return cut ? cutWords(cut) : "";
+}
+
+const labelOf = (film) => Watch.filmLabel(Watch.store.films.indexOf(film));
 
 // A run whose engine was stopped, or whose file was.
 const openIds = (film) => film.requests.filter(({lives}) => lives.at(-1).end === null)
   .map(({id}) => id);
 const isCut = (film) => film.isCut || openIds(film).length > 0;
 function cutWords(film) {
-  const label = Watch.filmLabel(Watch.store.films.indexOf(film));
+  const label = labelOf(film);
   if (film.isCut) return t("files.cut_in", {label, step: film.numSteps});
   const who = openIds(film).map(Watch.name).join(", ");
   return t("files.cut", {label, step: film.numSteps - 1, who});
 }
-
-const brokenWords = (film) => t("files.wrong", {
-  label: Watch.filmLabel(Watch.store.films.indexOf(film)), ...film.contradiction});
 
 // A drag passes over many elements: it has left when it left them all.
 let depth = 0;

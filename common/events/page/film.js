@@ -24,15 +24,14 @@ Watch.words({
 
 // -- lines
 
-class LineError extends Error {}
-Watch.LineError = LineError;
+Watch.LineError = class extends Error {};
 const MOMENTS = ["start", "between", "plan", "result", "failed"];
 
 // `number` is that of a line in a file; of a film that goes on, a line has none.
 Watch.parseLine = (text, number = null) => {
   const fail = (key, values) => {
     const problem = Watch.t(`line.${key}`, values);
-    throw new LineError(number ? Watch.t("line.at", {line: number, problem}) : problem);
+    throw new Watch.LineError(number ? Watch.t("line.at", {line: number, problem}) : problem);
   };
   let line = null;
   try {
@@ -53,7 +52,7 @@ Watch.parseLine = (text, number = null) => {
 // What is behind the last line break was cut by a crash, and is left out.
 Watch.parseLines = (text) => {
   const lines = text.split("\n").slice(0, -1);
-  if (!lines.length) throw new LineError(Watch.t("line.none"));
+  if (!lines.length) throw new Watch.LineError(Watch.t("line.none"));
   return lines.map((line, index) => Watch.parseLine(line, index + 1));
 };
 
@@ -73,14 +72,13 @@ const newStep = (number, first) => ({
   tokens: none, cells: new Map(), idle: [], waiting: [], marks: new Map(),
 });
 
-class Film {
+Watch.Film = class Film {
   constructor([run, ...lines]) {
     this.run = run;
     this.cacheRefs = run.windows.length ? 0 : 1; // that the cache has on each of its blocks
     this.lines = [];
     this.steps = [];
-    this.requests = [];
-    this.byId = new Map(); // request id -> its entry in `requests`
+    this.byId = new Map(); // request id -> what there is to know of it, in order of arrival
     this.contradiction = null;
     this.planned = new Map(); // step of a plan -> it, its cells, who waited, who ran without
     this.now = F.empty(run); // after all lines, also those behind the last step
@@ -99,6 +97,10 @@ class Film {
 
   get numSteps() {
     return this.steps.length;
+  }
+
+  get requests() {
+    return [...this.byId.values()];
   }
 
   // One pass, which finds contradictions, too.
@@ -130,13 +132,11 @@ class Film {
   // What a line says of its step, before the frame behind it becomes `now`.
   note(step, line, after) {
     const {at} = line;
-    const before = this.now;
+    const before = at === "start" ? after : this.now; // what was there has not happened
     const arrive = (id) => this.noteArrival(after.requests[id], id, step.number);
-    if (at === "start") {
-      Object.keys(after.requests).forEach(arrive);
-      return {at, line, published: [], evicted: []};
-    }
-    const what = {at, line, ...F.happened(before, after), ...loadsOf(before, after)};
+    if (at === "start") Object.keys(after.requests).forEach(arrive);
+    const what = {at, line, hits: new Map(), ...F.happened(before, after)};
+    Object.assign(what, loadsOf(what, before, after));
     what.published = Object.entries(what.published); // by the request
     what.parents = parentsOf(what.published, before, after);
     const mark = (id, name) => step.marks.set(id, [...(step.marks.get(id) ?? []), name]);
@@ -158,12 +158,8 @@ class Film {
 
   noteArrival({number, adapter, grammar}, id, step) {
     this.lastNumber = number;
-    if (!this.byId.has(id)) {
-      const entry = {id, index: this.requests.length, lives: []};
-      this.byId.set(id, entry);
-      this.requests.push(entry);
-    }
-    const entry = this.byId.get(id);
+    const entry = this.byId.get(id) ?? {id, index: this.byId.size, lives: []};
+    this.byId.set(id, entry);
     entry.tag = [adapter, grammar].filter(Boolean).join(" ");
     entry.lives.push({begin: step, end: null}); // steps, and when it has ended its last state
   }
@@ -178,7 +174,7 @@ class Film {
     this.planned.set(plan.step, {plan, cells, idle, waiting: after.waiting});
     // The look-ups of the plan: request -> the blocks that were found for it.
     const size = this.run.block_size;
-    what.hits = new Map(Object.entries(plan.found));
+    for (const [id, blocks] of Object.entries(plan.found)) what.hits.set(id, blocks);
     for (const [id, n] of plan.admitted) {
       const tables = F.request(after, id)?.tables ?? [];
       const found = tables.flatMap((table) => table.slice(0, Math.ceil(n / size))).filter(Boolean);
@@ -238,20 +234,18 @@ class Film {
   waitsNow() {
     return waitsOf([...this.planned.values()].at(-1));
   }
-}
+};
 
 const waitsOf = ({plan, waiting = []} = {}) =>
   new Map(waiting.map((id) => [id, plan.skipped[id] ?? plan.stop?.[0] ?? ""]));
 
-// Of loads: what began, and what arrived.
-function loadsOf(before, after) {
-  if (before.loads === after.loads) return {begun: [], loaded: []};
-  const blocksOf = ([id, {blocks}]) => [id, blocks];
-  const all = Object.entries(after.loads);
+// Of loads: what began, and what arrived, with its blocks.
+function loadsOf({loads_begun: begun}, before, after) {
+  const blocksOf = (id) => [id, after.loads[id].blocks];
+  const hasArrived = (id) => after.loads[id].has_arrived && !before.loads[id]?.has_arrived;
   return {
-    begun: all.filter(([id]) => !(id in before.loads)).map(blocksOf),
-    loaded: all.filter(([id, {has_arrived: is}]) => is && !before.loads[id]?.has_arrived)
-      .map(blocksOf),
+    begun: begun.map(blocksOf),
+    loaded: Object.keys(after.loads).filter(hasArrived).map(blocksOf),
     sources: Object.entries(after.loaded)
       .map(([name, n]) => [name, n - (before.loaded[name] ?? 0)]).filter(([, n]) => n),
   };
@@ -279,5 +273,3 @@ function checkPlan(plan, before, after) {
   const block = after.free.find((one) => one in after.refs);
   if (block !== undefined) wrong("free", {block});
 }
-
-Watch.Film = Film;

@@ -15,22 +15,20 @@ const [CELL_MIN, CELL_MAX] = [13, 34]; // width
 const TIMED_MIN = 5; // of a column that is as wide as its step took
 const [ROW_MIN, ROW_MAX] = [17, 34]; // height
 
-// Rows are the same in both films of a comparison: those of the first, then the other's own.
-const rowsOf = Watch.requestIds;
-
 class Grid {
   constructor(root, view) {
     this.view = view;
-    this.rows = rowsOf();
+    this.rows = Watch.requestIds(); // the same in both films of a comparison
     this.seen = {}; // what was drawn last: step and request, to know which of them moved
     this.canvas = h("canvas");
     this.space = h("div", {class: "grid-space"}, this.canvas);
-    this.box = h("div", {class: "grid-box", tabindex: 0, role: "application"}, this.space);
+    const attributes = {class: "grid-box", tabindex: 0, role: "application", label: "grid.name"};
+    this.box = h("div", attributes, this.space);
     this.tip = h("p", {class: "grid-tip", hidden: true});
     this.spoken = h("p", {class: "unseen", "aria-live": "polite"});
     this.legend = h("p", {class: "grid-legend"});
     const onclick = () => Watch.set({byTime: !store.byTime});
-    this.byTime = h("button", {class: "by-time", onclick});
+    this.byTime = h("button", {class: "by-time", says: "grid.by_time", onclick});
     root.classList.add("grid-body");
     root.append(this.box, this.legend, this.tip, this.spoken);
     this.size = Watch.sizeOf(this.box);
@@ -43,7 +41,7 @@ class Grid {
       const {scrollLeft: left, scrollTop: top} = this.box;
       if (left === this.scroll.left && top === this.scroll.top) return; // drawn by who scrolled
       this.scroll = {left, top};
-      this.paint();
+      Watch.paintGrid(this);
     }, {passive: true});
     this.box.addEventListener("pointermove", (event) => this.point(event));
     this.box.addEventListener("pointerleave", () => this.point(null));
@@ -70,11 +68,8 @@ class Grid {
     this.cell = fit(room, Watch.numSteps(), CELL_MIN, CELL_MAX);
     this.row = fit(this.height - HEAD - 2, this.rows.length, ROW_MIN, ROW_MAX);
     this.makeEdges(room);
-    const {style} = this.space;
-    const width = this.gutter + this.edges.at(-1) + 4;
-    const height = HEAD + this.row * this.rows.length + 2;
-    if (style.width !== `${width}px`) style.width = `${width}px`;
-    if (style.height !== `${height}px`) style.height = `${height}px`;
+    this.space.style.width = `${this.gutter + this.edges.at(-1) + 4}px`;
+    this.space.style.height = `${HEAD + this.row * this.rows.length + 2}px`;
   }
 
   // Where each column begins, and the last one ends. By time, a pixel is as long in both films;
@@ -102,48 +97,35 @@ class Grid {
 
   // The column at so many pixels from the first; behind the last: their number.
   columnAt(x) {
-    let [low, high] = [0, this.edges.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.edges[middle] <= x) low = middle;
-      else high = middle - 1;
-    }
-    return low;
+    return Math.max(0, this.edges.findLastIndex((edge) => edge <= x));
   }
 
   // Columns and rows that the box shows, whole or in part: [first, behind the last].
   shown() {
     const {left, top} = this.scroll;
     const right = left + this.width - this.gutter;
-    const columns = [this.columnAt(left), this.columnAt(right) + 1];
-    const rows = [Math.floor(top / this.row), Math.ceil((top + this.height - HEAD) / this.row)];
-    return {columns: [columns[0], Math.min(columns[1], Watch.numSteps())],
-      rows: [rows[0], Math.min(rows[1], this.rows.length)]};
+    const lastRow = Math.ceil((top + this.height - HEAD) / this.row);
+    return {columns: [this.columnAt(left), Math.min(this.columnAt(right) + 1, Watch.numSteps())],
+      rows: [Math.floor(top / this.row), Math.min(lastRow, this.rows.length)]};
   }
 
   // -- drawing
 
   draw() {
     if (this.size.width === 0) return; // not laid out yet: its size comes, and asks again
-    if (this.view.film.isLive) [this.rows, this.told] = [rowsOf(), null];
+    if (this.view.film.isLive) [this.rows, this.told] = [Watch.requestIds(), null];
     this.measure();
     this.follow();
-    this.paint();
+    Watch.paintGrid(this);
     const legendFor = `${store.language} ${this.view.film.numSteps}`; // a live film grows
     if (this.legendFor !== legendFor) {
       this.legendFor = legendFor;
-      this.box.setAttribute("aria-label", t("grid.name"));
       this.legend.replaceChildren(...Watch.gridLegend(this.view.film));
     }
     if (!this.byTime.isConnected && this.view.index === 0 && Watch.middleOf(this.view.film))
       this.box.closest("section").append(this.byTime);
-    Watch.say(this.byTime, t("grid.by_time"));
     this.byTime.setAttribute("aria-pressed", String(Boolean(store.byTime)));
     this.speak();
-  }
-
-  paint() {
-    Watch.paintGrid(this);
   }
 
   // -- following: what moved is scrolled into sight, the rest is left where the reader put it.
@@ -195,10 +177,8 @@ class Grid {
     this.isPointed = at !== null;
     if (at !== null) this.showTip(Watch.cellWords(this.view.film, at.id, at.step), at.x, at.y);
     else this.tip.hidden = true;
-    if (at === null && store.hover?.request) Watch.set({hover: {}});
-    if (at !== null && store.hover?.request !== at.id) {
-      Watch.set({hover: {request: at.id, film: this.view.index}});
-    }
+    if (store.hover.request !== at?.id)
+      Watch.set({hover: at ? {request: at.id, film: this.view.index} : {}});
   }
 
   // Beside a place of the box, and always inside of the scene.

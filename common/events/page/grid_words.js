@@ -1,5 +1,6 @@
-// What a cell of the grid says in words: for the pointer, the keyboard and whoever listens.
-const {t} = Watch;
+// What a cell of the grid says in words: for the pointer, the keyboard and whoever listens; and the
+// legend of its marks.
+const {t, h} = Watch;
 Watch.words({
   "cell.at": ["{request}, step {step}: {what}", "{request}，第 {step} 步：{what}"],
   "cell.part": ["{kind} {n} (position {from})", "{kind} {n} 个（位置 {from}）"],
@@ -17,10 +18,12 @@ Watch.words({
   "cell.preempted": ["is preempted", "被抢占"],
   "cell.returned": ["returns", "恢复运行"],
   "cell.finished": ["ends here", "到此结束"],
-  "cell.and": ["; ", "；"],
+  "grid.preempted": ["preempted", "被抢占"],
+  "grid.returned": ["returned", "恢复"],
+  "grid.finished": ["ended", "结束"],
 });
 
-// What request `id` does in step `step`, as one of the looks of grid_marks.js.
+// What request `id` does in step `step`, as one of the looks of grid_paint.js.
 Watch.cellOf = (film, id, step) => {
   const facts = film.steps[step];
   const marks = facts?.marks.get(id) ?? [];
@@ -41,11 +44,11 @@ Watch.cellWords = (film, id, step) => {
   if (cell.look !== "empty" || !said.length) said.unshift(main);
   const tag = Watch.tagOf(id);
   const request = tag ? `${id} (${tag})` : id;
-  return t("cell.at", {request, step, what: said.join(t("cell.and"))});
+  return t("cell.at", {request, step, what: said.join(t("list.and"))});
 };
 
 function mainWords(film, id, step, cell) {
-  if (cell.look === "computed") return cell.parts.map(partWords).join(t("cell.and"));
+  if (cell.look === "computed") return cell.parts.map(partWords).join(t("list.and"));
   if (cell.look === "waiting") {
     const parent = cell.facts.plan.parents[id];
     if (parent !== undefined) return t("cell.parent", {parent});
@@ -61,3 +64,35 @@ function mainWords(film, id, step, cell) {
 
 const partWords = ({kind, start, numTokens}) => t(numTokens === 1 ? "cell.part" : "cell.parts",
   {kind: t(`kind.${kind}`), n: numTokens, from: start, to: start + numTokens - 1});
+
+// -- the legend: only marks that occur in the film, and in one that goes on those that soon may
+
+const SIGNS = {preempted: "▼", returned: "▲", finished: "▐"}; // as grid_paint.js draws them
+
+Watch.gridLegend = (film) => {
+  const {kinds, reasons, marks} = occurring(film);
+  const item = (name, sign, words) =>
+    h("span", {}, h("i", {class: `key key-${name}`}, h("b", {}, sign)), words);
+  return [
+    ...kinds.map((kind) => item(kind, Watch.kinds[kind].letter, t(`kind.${kind}`))),
+    ...marks.map((mark) => item("mark", SIGNS[mark], t(`grid.${mark}`))),
+    ...reasons.map((reason) => item("waits", Watch.reasons[reason]?.letter ?? "?",
+      t("cell.waits", {reason: t(`short.${reason}`)}))),
+  ];
+};
+
+const SOON = [["prompt", "decode", "recomputed"], ["blocks"], Object.keys(SIGNS)];
+
+function occurring(film) {
+  const [kinds, reasons, marks] = SOON.map((names) => new Set(film.isLive ? names : []));
+  for (const facts of film.steps) {
+    for (const id of facts.cells.keys()) {
+      for (const {kind} of Watch.verdicts(facts, id)) kinds.add(kind);
+    }
+    for (const names of facts.marks.values()) for (const mark of names) marks.add(mark);
+    for (const reason of film.waits(facts.number).values()) reasons.add(reason);
+  }
+  const inOrder = (table, found) => Object.keys(table).filter((name) => found.has(name));
+  return {kinds: inOrder(Watch.kinds, kinds), reasons: inOrder(Watch.reasons, reasons),
+    marks: inOrder(SIGNS, marks)};
+}

@@ -44,7 +44,8 @@ Watch.guideWords = () => {
   return t(key, {...names, why: Watch.inLanguage(why)});
 };
 
-const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask});
+const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask,
+  says: () => t(verdict ? "guide.next" : "guide.ask")});
 const stop = h("button", {hidden: true, says: "guide.stop", onclick: () => show(null)});
 Watch.guide = {begin, stop, draw};
 
@@ -57,5 +58,4 @@ function draw() {
   }
   stop.hidden = !asked;
   begin.hidden = Boolean(asked) || !moments.length || Watch.knob.isTurned();
-  Watch.say(begin, t(verdict ? "guide.next" : "guide.ask"));
 }

@@ -12,6 +12,7 @@ let [films, labels, num] = [[], [], 0]; // the film's own come first, then those
 let turned = 0; // 0: the film as it is told
 
 const choice = h("select", {class: "knob", onchange: () => turn(Number(choice.value))});
+const own = h("option", {value: 0, says: "knob.own"});
 const root = h("label", {class: "setting", hidden: true},
   h("span", {class: "quiet", says: "knob.name"}), choice);
 
@@ -29,14 +30,12 @@ Watch.knob = {
   hold: (...given) => {
     [films, labels, num] = given;
     const names = labels.slice(num).map(([label], i) => h("option", {value: i + 1}, label));
-    choice.replaceChildren(h("option", {value: 0}), ...names);
+    choice.replaceChildren(own, ...names);
     root.hidden = names.length === 0;
   },
   isTurned: () => turned > 0,
-  label: () => (turned ? labels[num + turned - 1][0] : ""),
   words: () => t("knob.words", {label: labels[num + turned - 1][0], own: t("knob.own")}),
   draw: () => {
-    Watch.say(choice.firstChild, t("knob.own"));
     choice.value = turned;
   },
 };

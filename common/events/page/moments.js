@@ -37,7 +37,7 @@ function momentsOf(film) {
 
 function find(film, say) {
   const found = film.steps.map(({number, frames}) =>
-    ({step: number, says: frames.flatMap((what) => (what.at === "start" ? [] : say(what)))}));
+    ({step: number, says: frames.flatMap(say)}));
   if (film.contradiction) found[film.contradiction.step].says.push(["wrong", {}]);
   return withoutCommon(found, film.numSteps).filter(({says}) => says.length > 0);
 }
@@ -46,12 +46,10 @@ const reasonOf = ({line}, id) => {
   const row = line.changes.requests[id]; // a new one, or what changed of it
   return row.finish?.[0].reason ?? row[0].finish.reason;
 };
-const endOf = (what, id) => ["ended", {request: Watch.name(id), reason: reasonOf(what, id)}];
-
-function comings(what) {
-  return [...what.admitted.map(([id]) => ["begun", {request: Watch.name(id)}]),
-    ...what.finished.map((id) => endOf(what, id))];
-}
+const endsOf = (what) => what.finished.map((id) =>
+  ["ended", {request: Watch.name(id), reason: reasonOf(what, id)}]);
+const comings = (what) =>
+  [...what.admitted.map(([id]) => ["begun", {request: Watch.name(id)}]), ...endsOf(what)];
 
 function sayings(what) {
   const says = [];
@@ -62,24 +60,20 @@ function sayings(what) {
     else if (n) says.push(["found", {request: Watch.name(id), n}]);
   }
   if (what.at === "failed") says.push(["failed", {}]);
-  const ends = what.finished.map((id) => endOf(what, id));
-  return [...says, ...ends.filter(([, {reason}]) => ["abort", "error"].includes(reason))];
+  return [...says, ...endsOf(what).filter(([, {reason}]) => ["abort", "error"].includes(reason))];
 }
 
 Watch.momentsOf = Watch.ofFilm(momentsOf);
 Watch.sayMoment = ({says}, most = 4) => {
   const sentences = says.map(([key, values]) => Watch.t(`moment.${key}`, values));
-  return [...new Set(sentences)].slice(0, most).join(store.language === "zh" ? "；" : "; ");
+  return [...new Set(sentences)].slice(0, most).join(Watch.t("list.and"));
 };
-Watch.moments = () => {
-  const steps = new Map();
-  for (const film of store.films) {
-    for (const {step, says} of Watch.momentsOf(film)) {
-      steps.set(step, [...(steps.get(step) ?? []), ...says]);
-    }
-  }
-  return [...steps].sort(([a], [b]) => a - b).map(([step, says]) => ({step, says}));
-};
+const momentsOfAll = Watch.ofFilm((films) => {
+  const bySteps = Map.groupBy(films.flatMap(Watch.momentsOf), ({step}) => step);
+  return [...bySteps].sort(([a], [b]) => a - b).map(([step, moments]) =>
+    ({step, says: moments.flatMap(({says}) => says)}));
+});
+Watch.moments = () => momentsOfAll(store.films);
 
 Watch.nextMoment = (direction) => {
   const steps = Watch.moments().map(({step}) => step);
@@ -101,17 +95,13 @@ const canvas = h("canvas", {"aria-hidden": "true"});
 const HEIGHT = 8;
 const frame = h("div", {class: "moments"}, canvas);
 const size = Watch.sizeOf(frame);
-let drawn = null; // for which films, and how wide
-
 function draw() {
   const {width} = size;
-  if (drawn?.films === store.films && drawn.width === width) return;
-  drawn = {films: store.films, width};
   const pen = Watch.sized(canvas, width, HEIGHT);
-  pen.fillStyle = Watch.plain("var(--ink)");
   const last = Math.max(1, Watch.numSteps() - 1);
   for (const {step} of Watch.moments()) {
-    pen.fillRect(HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last - 1, 0, 2, HEIGHT);
+    const at = HALF_THUMB + ((width - 2 * HALF_THUMB) * step) / last;
+    Watch.fillBox(pen, "var(--ink)", at - 1, 0, 2, HEIGHT);
   }
 }
 

@@ -30,12 +30,8 @@ function rowsOf(names) {
   return rows;
 }
 
-let arranged = "";
 Watch.arrangePanels = (main) => {
   const names = openPanels();
-  const told = `${names} ${store.films.length}`;
-  if (told === arranged) return;
-  arranged = told;
   const rows = rowsOf(names);
   main.style.setProperty("--areas", rows.map(([row]) => `"${row.join(" ")}"`).join(" "));
   main.style.setProperty("--rows", rows.map(([, height]) => height).join(" "));
@@ -46,6 +42,4 @@ Watch.arrangePanels = (main) => {
     panel.hidden = place < 0;
     panel.style.order = place;
   }
-  Watch.redraw();
 };
-Watch.forgetPanels = () => (arranged = "");

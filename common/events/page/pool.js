@@ -11,7 +11,6 @@ Watch.words({
     "KV 内存共 {all} 个块，每块 {size} 个 token，能存 {tokens} 个 token 的 KV。没有画出的块还没用过。"],
   "pool.next_taken": ["next taken", "将取用"],
   "pool.next_evicted": ["next evicted", "将淘汰"],
-  "pool.none": ["none", "无"],
   "pool.was.taken": ["taken", "取用"],
   "pool.was.shared": ["shared", "共享"],
   "pool.was.published": ["published", "发布"],
@@ -31,10 +30,9 @@ const NOTHING = {lit: null, block: null, cursor: null}; // is looked at
 
 // What is looked at: the pointer goes before the selection, a block before a request.
 Watch.lookedAt = (view) => {
-  const {hover = {}, block, request} = Watch.store;
-  const isHere = (hover.film ?? view.index) === view.index;
-  if (isHere && (hover.block ?? null) !== null) return {block: hover.block, request: null};
-  if ((hover.request ?? null) !== null) return {block: null, request: hover.request};
+  const {hover: {film, ...at}, block, request} = Watch.store;
+  if ((film ?? view.index) === view.index && at.block != null) return {...at, request: null};
+  if (at.request != null) return {...at, block: null};
   return block !== null ? {block, request: null} : {block: null, request};
 };
 
@@ -65,7 +63,6 @@ Watch.letPoint = (element, view, blockAt, next) => {
 
 class Pool {
   constructor(root, view) {
-    this.root = root;
     this.view = view;
     this.grid = null;
     this.numDrawn = 0;
@@ -73,21 +70,19 @@ class Pool {
     const {kv_tiers: tiers, kv_connector: connector} = view.film.run.config;
     const isLoading = tiers || connector || view.film.lines.some(({changes}) => changes.loaded);
     this.legend = LEGEND.filter((change) => change !== "loaded" || isLoading);
-    this.build();
-  }
-
-  build() {
-    this.root.classList.add("pool");
-    this.root.classList.toggle("has-groups", this.view.film.run.windows.length > 0);
+    root.classList.add("pool");
+    root.classList.toggle("has-groups", view.film.run.windows.length > 0);
     this.counts = h("p", {class: "pool-counts"});
-    const id = `pool-cells-${this.view.index}`;
-    this.cells = h("div", {class: "pool-cells", id, tabindex: 0, role: "listbox"});
-    this.changes = h("p", {class: `pool-changes of-${this.legend.length}`, role: "group"});
+    const id = `pool-cells-${view.index}`;
+    this.cells = h("div",
+      {class: "pool-cells", id, tabindex: 0, role: "listbox", label: "pool.cells"});
+    const changes = `pool-changes of-${this.legend.length}`;
+    this.changes = h("p", {class: changes, role: "group", label: "pool.this_step"});
     this.orders = h("div", {class: "pool-orders"});
-    this.details = h("div", {class: "pool-details", role: "group"});
-    this.root.append(this.counts, this.cells, this.changes, this.orders, this.details);
+    this.details = h("div", {class: "pool-details", role: "group", label: "pool.details"});
+    root.append(this.counts, this.cells, this.changes, this.orders, this.details);
     const blockAt = (event) => this.painter.at(event);
-    Watch.letPoint(this.cells, this.view, blockAt, (key) => this.next(key));
+    Watch.letPoint(this.cells, view, blockAt, (key) => this.next(key));
   }
 
   // Where a key leads from the block that is chosen.
@@ -112,23 +107,9 @@ class Pool {
     this.drawCounts(facts);
     this.drawChanges(facts);
     this.drawOrders(facts);
-    this.details.replaceChildren(...(this.isAboutAll(looked) ? [this.aboutAll()]
-      : Watch.poolDetails(view, facts, looked)));
-    this.cells.setAttribute("aria-label", t("pool.cells"));
-    this.details.setAttribute("aria-label", t("pool.details"));
+    this.details.replaceChildren(...Watch.poolDetails(view, facts, looked, this.numDrawn));
     const active = this.cursor() === null ? "" : this.painter.active(this.cursor());
     this.cells.setAttribute("aria-activedescendant", active);
-  }
-
-  isAboutAll({block, request}) {
-    return block === null && request === null && this.numDrawn < this.view.film.run.num_blocks;
-  }
-
-  aboutAll() {
-    const {num_blocks: num, block_size: size} = this.view.film.run;
-    const number = (n) => n.toLocaleString("en");
-    const values = {all: number(num - 1), size, tokens: number((num - 1) * size)};
-    return h("p", {class: "pool-about quiet"}, t("pool.large", values));
   }
 
   // Fresh blocks are taken in order. Cells are added, and never taken away.
@@ -152,10 +133,10 @@ class Pool {
   fit() {
     const {clientWidth: width, clientHeight: height} = this.cells;
     if (this.grid?.width === width && this.grid?.height === height) return;
-    const grid = Watch.poolGrid(width, height, this.numDrawn);
-    this.grid = {...grid, width, height};
+    this.grid = {...Watch.poolGrid(width, height, this.numDrawn), width, height};
     this.painter.resize(this.grid);
     this.drawn = null;
+    this.looks = []; // of each block, what its look said last
   }
 
   drawCells(facts, looked) {
@@ -178,6 +159,9 @@ class Pool {
     const how = {...looked, order, hasLabels: this.grid.hasLabels};
     for (let block = 0; block < this.grid.num; block++) {
       const look = Watch.poolLook(this.view, facts, block, how);
+      const said = [Watch.store.language, ...Object.values(look)].join(" "); // cheaper than paint
+      if (said === this.looks[block]) continue;
+      this.looks[block] = said;
       this.painter.paint(block, look, () => this.nameOf(facts, block));
     }
   }
@@ -195,25 +179,22 @@ class Pool {
   drawCounts(facts) {
     const all = this.view.film.run.num_blocks - 1;
     const [idle, free] = [facts.evictable.length, facts.numFree];
-    const text = [t("pool.counts", {held: all - idle - free, idle, free, all})];
-    if (this.numDrawn <= all) text.push(t("pool.drawn", {num: this.numDrawn - 1}));
-    Watch.say(this.counts, text.join(" · "));
-    this.counts.title = text.join(" · "); // of which the line may have room for a part
+    const text = Watch.joined(t("pool.counts", {held: all - idle - free, idle, free, all}),
+      this.numDrawn <= all && t("pool.drawn", {num: this.numDrawn - 1}));
+    Watch.say(this.counts, text);
+    this.counts.title = text; // of which the line may have room for a part
   }
 
   // The legend of the outlines is at once what happened: a sample, a word and how many blocks.
   drawChanges(facts) {
-    const counts = new Map(Watch.blockChanges.map((change) => [change, 0]));
-    for (const kinds of facts.changes.values())
-      for (const kind of kinds) counts.set(kind, counts.get(kind) + 1);
+    const all = [...facts.changes.values()].flat();
     const parts = this.legend.map((change) => {
-      const n = counts.get(change);
+      const n = all.filter((kind) => kind === change).length;
       const look = n ? "pool-change" : "pool-change is-none";
       return h("span", {class: look, "data-change": change, "data-count": n},
         h("span", {class: `pool-sample was-${change}`}),
         `${t(`pool.was.${change}`)}${n ? ` ${n}` : ""}`);
     });
-    this.changes.setAttribute("aria-label", t("pool.this_step"));
     this.changes.replaceChildren(...parts);
   }
 
@@ -225,7 +206,7 @@ class Pool {
         h("span", {class: "pool-next", "data-block": block}, String(block)));
       return h("p", {class: "pool-order-row", "data-order": name},
         h("span", {class: "pool-order-name"}, t(`pool.${name}`)),
-        ...(next.length ? next : [t("pool.none")]));
+        ...(next.length ? next : [t("list.none")]));
     }));
   }
 }

@@ -1,4 +1,5 @@
-// Below the pool: what is known of the block, or the table of the request, that is looked at.
+// What is known of a block: in its cell, in a sentence, and below the pool, where the table of a
+// request may stand, too.
 const {h, t} = Watch;
 Watch.words({
   "pool.block": ["Block {block}", "块 {block}"],
@@ -8,8 +9,6 @@ Watch.words({
   "pool.is.idle": ["cached, and no request uses it", "在缓存里，没有请求使用"],
   "pool.is.loading": ["KV is being loaded into it", "正在把 KV 加载进来"],
   "pool.refs": ["{n} references: {who}", "引用计数 {n}：{who}"],
-  "pool.ref": ["1 reference: {who}", "引用计数 1：{who}"],
-  "pool.the_cache": ["the cache", "缓存"],
   "pool.a_load": ["the load for {request}", "{request} 的加载"],
   "pool.positions": ["positions {first}–{last}", "位置 {first}–{last}"],
   "pool.written": ["{n} of {size} written", "已写 {n}/{size}"],
@@ -21,12 +20,8 @@ Watch.words({
   "pool.nth_evicted": ["{n}. to be evicted", "第 {n} 个被淘汰"],
   "pool.now": ["in this step: {what}", "本步：{what}"],
   "pool.table": ["Block table of {request}: {n} blocks", "{request} 的块表：{n} 块"],
-  "pool.table.one": ["Block table of {request}: 1 block", "{request} 的块表：1 块"],
   "pool.table.none": ["{request} has no block table: it {why}.", "{request} 没有块表：它{why}。"],
   "pool.table.waits": ["waits", "在排队"],
-  "pool.table.ended": ["has ended", "已结束"],
-  "pool.table.later": ["has not arrived", "还没到达"],
-  "pool.table.elsewhere": ["is not in this run", "不在本次运行中"],
   "pool.position": ["position", "位置"],
   "pool.in_block": ["block", "块"],
   "pool.group": ["group {group}, sees all", "组 {group}，看到全部"],
@@ -46,8 +41,6 @@ Watch.words({
 
 Watch.groupWords = ({windows}, group) =>
   t(windows[group] ? "pool.group.window" : "pool.group", {group, window: windows[group]});
-
-const join = (parts) => parts.filter(Boolean).join(" · ");
 
 Watch.blockStateOf = ({film, state}, facts, block) => {
   if (block === 0) return "null";
@@ -72,7 +65,7 @@ Watch.describeBlock = (view, facts, block) => {
   const taken = facts.nextTaken.indexOf(block) + 1;
   const evicted = facts.nextEvicted.indexOf(block) + 1;
   const changes = (facts.changes.get(block) ?? []).map((change) => t(`pool.was.${change}`));
-  return join([
+  return Watch.joined(
     t(`pool.is.${kind}`),
     place >= 0 && t("pool.positions", {first: place * size, last: (place + 1) * size - 1}),
     hasGroup && Watch.groupWords(film.run, facts.groups[block]),
@@ -83,16 +76,16 @@ Watch.describeBlock = (view, facts, block) => {
     taken && t("pool.nth_taken", {n: taken}),
     evicted && t("pool.nth_evicted", {n: evicted}),
     changes.length && t("pool.now", {what: changes.join(", ")}),
-  ]);
+  );
 };
 
 function holders({film, state}, facts, block) {
   const who = (facts.users[block] ?? []).map(Watch.label);
   const load = facts.loading.get(block);
   if (load) who.push(t("pool.a_load", {request: Watch.label(load[0])}));
-  if (block in state.cached && film.cacheRefs) who.push(t("pool.the_cache"));
+  if (block in state.cached && film.cacheRefs) who.push(t("words.cache"));
   const n = state.refs[block] ?? 0;
-  return t(n === 1 ? "pool.ref" : "pool.refs", {n, who: who.join(", ")});
+  return t("pool.refs", {n, who: who.join(", ")});
 }
 
 // The block's own facts, and its tokens as text.
@@ -102,8 +95,7 @@ function blockDetails(view, facts, block) {
   const name = h("b", {}, t("pool.block", {block}));
   const line = h("p", {class: "pool-about"},
     name, " · ", Watch.describeBlock(view, facts, block));
-  const text = h("p", {class: "pool-tokens"}, ...tokens.map((token) =>
-    Watch.tokenChip(token.text, token.isWritten ? "" : "is-pending")));
+  const text = Watch.tokenLine(tokens);
   const numWritten = tokens.filter((token) => token.isWritten).length;
   if (facts.users[block] && numWritten < size) {
     text.append(" ", h("i", {}, t("pool.written", {n: numWritten, size})));
@@ -116,15 +108,15 @@ function tableDetails(view, facts, id) {
   const request = view.request(id);
   const name = Watch.label(id);
   if (request === undefined || request.tables.every((table) => table.length === 0)) {
-    const absent = view.film.byId.has(id) ? "later" : "elsewhere";
-    const why = request === undefined ? absent : request.finish ? "ended" : "waits";
-    const values = {request: name, why: t(`pool.table.${why}`)};
+    const absent = view.film.byId.has(id) ? "cell.before" : "cell.elsewhere";
+    const held = request?.finish ? "fact.ended" : "pool.table.waits";
+    const values = {request: name, why: t(request === undefined ? absent : held)};
     return [h("p", {class: "pool-about"}, t("pool.table.none", values))];
   }
   const {run} = view.film;
   const [first] = request.tables;
   const n = first.length;
-  const key = run.windows.length ? "pool.tables" : n === 1 ? "pool.table.one" : "pool.table";
+  const key = run.windows.length ? "pool.tables" : "pool.table";
   const title = h("p", {class: "pool-about"}, h("b", {}, t(key, {request: name, n})));
   const size = run.block_size;
   const positions = h("tr", {}, h("th", {scope: "row"}, t("pool.position")),
@@ -143,16 +135,70 @@ function tableCell(view, facts, id, block) {
   const others = (facts.users[block] ?? []).filter((other) => other !== id).map(Watch.label);
   const isFound = !view.film.cacheRefs && Watch.matchesOf(view).get(id)?.has(block);
   const shared = others.length && t("pool.shared_by", {who: others.join(", ")});
-  const title = join([isFound && t("pool.found"), shared]);
+  const title = Watch.joined(isFound && t("pool.found"), shared);
   const classes = [others.length && "is-shared", isFound && "is-found"].filter(Boolean).join(" ");
   const attributes = {"data-block": block, class: classes || null, title: title || null};
   return h("td", attributes, String(block));
 }
 
-Watch.poolDetails = (view, facts, {block, request}) => {
-  const isThere = block !== null && block < view.film.run.num_blocks;
-  if (isThere) return blockDetails(view, facts, block);
+Watch.poolDetails = (view, facts, {block, request}, numDrawn) => {
+  const {num_blocks: num, block_size: size} = view.film.run;
+  if (block !== null && block < num) return blockDetails(view, facts, block);
   if (request !== null) return tableDetails(view, facts, request);
-  const hint = `pool.hint${view.film.cacheRefs ? "" : ".groups"}`;
-  return [h("p", {class: "pool-about quiet"}, t(hint))];
+  const number = (n) => n.toLocaleString("en");
+  const values = {all: number(num - 1), size, tokens: number((num - 1) * size)};
+  const isAboutAll = block === null && numDrawn < num;
+  const key = isAboutAll ? "pool.large" : `pool.hint${view.film.cacheRefs ? "" : ".groups"}`;
+  return [h("p", {class: "pool-about quiet"}, t(key, values))];
 };
+
+// -- what a cell of the pool says, before anything is drawn: whose it is, how often it is held, its
+// place in the orders, and what the step did to it
+
+const MOST_OWNERS = 3; // colours in a cell
+const SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉";
+
+// `looked`: `lit`, the places of the request's table that is looked at, or null; the `block` that
+// is; the `cursor` of the keyboard; the `order` numbers; and whether cells have room for labels.
+Watch.poolLook = (view, facts, block, looked) => {
+  const {film: {cacheRefs}, state} = view;
+  const {lit, order, cursor} = looked;
+  const users = facts.users[block] ?? [];
+  const load = facts.loading.get(block);
+  const isDim = lit !== null && !lit.has(block);
+  return {
+    state: Watch.blockStateOf(view, facts, block),
+    owners: users.length ? users.slice(0, MOST_OWNERS) : load ? [load[0]] : [],
+    label: isDim || !looked.hasLabels ? ""
+      : labelOf(block, users, load, lit) + groupOf(view, facts, block),
+    refs: isDim ? 0 : state.refs[block] ?? 0, // no words in a pale cell
+    order: isDim ? "" : (order.get(block) ?? ""),
+    change: facts.changes.get(block)?.at(-1) ?? null,
+    isEmpty: users.length > 0 && isReserved(view, users, facts.places[block]),
+    isPublished: block in state.cached && state.refs[block] > cacheRefs,
+    isDim,
+    isLit: lit !== null ? !isDim : looked.block === block,
+    isCursor: cursor === block,
+  };
+};
+
+// Nobody has written into it yet: a scheduler that reserves at admission takes such blocks.
+function isReserved({film, state}, users, place) {
+  const first = place * film.run.block_size;
+  return users.every((id) => state.computed[id] <= first);
+}
+
+// Whose layers' KV is in it, if there are groups of them.
+function groupOf({film, state}, facts, block) {
+  const isOwned = facts.users[block] !== null || block in state.cached;
+  return film.cacheRefs || !isOwned ? "" : SUBSCRIPTS[facts.groups[block]];
+}
+
+// Of a request that is looked at, the place in its table; else whose it is: "a", or "a+2".
+function labelOf(block, users, load, lit) {
+  if (block === 0) return "∅";
+  if (lit !== null) return lit.get(block);
+  if (users.length > 1) return `${Watch.label(users[0])}+${users.length - 1}`;
+  const owner = users[0] ?? load?.[0];
+  return owner === undefined ? "" : Watch.label(owner);
+}

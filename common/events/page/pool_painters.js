@@ -1,5 +1,5 @@
 // Two ways to draw the cells of the pool: elements while there are few, a canvas when there are
-// many. Both are given the same looks, and touch only the cells whose look has changed.
+// many. Both are given the same looks, of the cells whose look has changed.
 //
 //   look = {state, owners: [request, ...], label, refs, order, change, isPublished, isDim, isLit,
 //     isCursor}
@@ -32,21 +32,12 @@ Watch.poolGrid = (width, height, num) => {
 
 Watch.poolPainter = (host, num) => (num <= MAX_ELEMENTS ? new Elements(host) : new Canvas(host));
 
-class Painter {
+class Elements {
+  cells = [];
+
   constructor(host) {
     this.host = host;
-    this.signatures = []; // of each block, what its look said last
   }
-
-  // Whether a look says something new. As one string: cheaper to compare than to paint.
-  isNew(block, look) {
-    const before = this.signatures[block];
-    return before !== (this.signatures[block] = Object.values(look).join(" "));
-  }
-}
-
-class Elements extends Painter {
-  cells = [];
 
   resize(grid) {
     this.host.style.setProperty("--cell-width", `${grid.w}px`);
@@ -69,7 +60,6 @@ class Elements extends Painter {
   }
 
   paint(block, look, name) {
-    if (!this.isNew(block, look)) return;
     const {cell, label, refs, order} = this.cells[block];
     const flags = FLAGS.filter((flag) => look[`is${flag}`]);
     const classes = [look.state, ...flags].map((name) => `is-${name.toLowerCase()}`);
@@ -108,9 +98,8 @@ class Elements extends Painter {
 
 // Two layers: below what the step made of each block, above what is looked at. Pointing at
 // something then repaints a few cells of the upper one, and none of the lower.
-class Canvas extends Painter {
+class Canvas {
   constructor(host) {
-    super(host);
     this.isLayered = true;
     [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
       h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}));
@@ -122,8 +111,7 @@ class Canvas extends Painter {
 
   resize(grid) {
     this.grid = grid;
-    this.context = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
-    this.signatures = [];
+    this.pen = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
   }
 
   place(block) {
@@ -132,13 +120,10 @@ class Canvas extends Painter {
   }
 
   paint(block, look) {
-    if (!this.isNew(block, look)) return;
-    const [x, y, w, h] = this.place(block);
-    const gap = Math.min(w, h) > 6 ? 1 : 0.5;
-    this.context.fillStyle = Watch.plain("var(--line)"); // what shows between two cells
-    this.context.fillRect(x, y, w, h);
-    this.fill(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
-    this.marks(look, x + gap, y + gap, w - 2 * gap, h - 2 * gap);
+    const [left, top, wide, high] = this.place(block);
+    Watch.fillBox(this.pen, "var(--line)", left, top, wide, high); // what shows between two cells
+    const gap = Math.min(wide, high) > 6 ? 1 : 0.5;
+    this.paintLook(this.pen, look, [left + gap, top + gap, wide - 2 * gap, high - 2 * gap]);
   }
 
   // `lit`: of a request that is looked at, its blocks; null if none is.
@@ -147,67 +132,45 @@ class Canvas extends Painter {
     const pen = Watch.sized(this.upper, columns * w, rows * h);
     if (lit !== null) {
       pen.globalAlpha = 0.65;
-      pen.fillStyle = Watch.plain("var(--paper)");
-      pen.fillRect(0, 0, columns * w, rows * h);
+      Watch.fillBox(pen, "var(--paper)", 0, 0, columns * w, rows * h);
       pen.globalAlpha = 1;
     }
-    pen.strokeStyle = Watch.plain("var(--ink)");
-    pen.lineWidth = Math.min(2, w / 3);
     for (const block of lit?.keys() ?? [pointed].filter((one) => one !== null)) {
       const place = this.place(block);
       pen.clearRect(...place);
-      pen.strokeRect(...place);
+      Watch.strokeBox(pen, "var(--ink)", Math.min(2, w / 3), ...place);
     }
     this.spoken.textContent = cursor === null ? "" : name();
-    if (cursor === null) return;
-    pen.strokeStyle = Watch.plain("var(--focus)");
-    pen.lineWidth = 3;
-    pen.strokeRect(...this.place(cursor));
+    if (cursor !== null) Watch.strokeBox(pen, "var(--focus)", 3, ...this.place(cursor));
   }
 
-  fill(look, x, y, w, h) {
-    const context = this.context;
-    context.fillStyle = Watch.plain("var(--paper)");
-    context.fillRect(x, y, w, h);
+  paintLook(pen, look, [x, y, w, h]) {
+    Watch.fillBox(pen, "var(--paper)", x, y, w, h);
     look.owners.forEach((id, i) => {
       const width = w / look.owners.length;
-      context.globalAlpha = look.isEmpty ? 0.2 : 0.6;
-      context.fillStyle = Watch.plain(Watch.colour(id));
-      context.fillRect(x + i * width, y, width, h);
+      pen.globalAlpha = look.isEmpty ? 0.2 : 0.6;
+      Watch.fillBox(pen, Watch.colour(id), x + i * width, y, width, h);
     });
-    context.globalAlpha = 1;
-    context.lineWidth = 1;
-    context.strokeStyle = Watch.plain(EDGES[look.state] ?? "var(--pool-edge)");
-    if (h > 4) context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+    pen.globalAlpha = 1;
+    pen.lineWidth = 1;
+    pen.strokeStyle = Watch.plain(EDGES[look.state] ?? "var(--pool-edge)");
+    if (h > 4) pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
     if (look.state === "idle") { // a filled corner: cached, and free to be evicted
-      context.fillStyle = Watch.plain("var(--cached)");
-      context.beginPath();
-      context.moveTo(x, y + h);
-      context.lineTo(x + w, y + h);
-      context.lineTo(x, y);
-      context.fill();
+      Watch.trace(pen, [[x, y + h], [x + w, y + h], [x, y]]);
+      pen.fillStyle = Watch.plain("var(--cached)");
+      pen.fill();
     }
     if (look.state === "null" || look.state === "loading") {
-      context.beginPath();
-      context.moveTo(x, y + h);
-      context.lineTo(x + w, y);
-      context.stroke();
+      Watch.trace(pen, [[x, y + h], [x + w, y]]);
+      pen.stroke();
     }
-  }
-
-  marks(look, x, y, w, h) {
-    const context = this.context;
-    if (look.isPublished) {
-      context.fillStyle = Watch.plain("var(--cached)");
-      context.fillRect(x, y + h - Math.max(1, h / 5), w, Math.max(1, h / 5));
-    }
+    const line = Math.max(1, h / 5);
+    if (look.isPublished) Watch.fillBox(pen, "var(--cached)", x, y + h - line, w, line);
     if (look.change) {
       const isGone = look.change === "freed" || look.change === "evicted";
-      context.setLineDash(isGone ? [2, 1] : []);
-      context.lineWidth = h > 8 ? 2 : 1;
-      context.strokeStyle = Watch.plain("var(--ink)");
-      context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-      context.setLineDash([]);
+      pen.setLineDash(isGone ? [2, 1] : []);
+      Watch.strokeBox(pen, "var(--ink)", h > 8 ? 2 : 1, x + 0.5, y + 0.5, w - 1, h - 1);
+      pen.setLineDash([]);
     }
   }
 

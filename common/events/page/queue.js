@@ -6,13 +6,10 @@ const MAX_ROWS = 60; // a longer queue is counted, not listed
 Watch.words({
   "queue.waiting": ["Waiting: {n} (policy {policy})", "等待：{n}（策略 {policy}）"],
   "queue.running": ["Running: {n} of {slots} slots", "运行：{n}（上限 {slots}）"],
-  "queue.nothing": ["none", "无"],
   "queue.more": ["and {n} more", "还有 {n} 个"],
   "queue.priority": ["priority {n}", "优先级 {n}"],
   "queue.key": ["key {key}", "排序键 {key}"],
   "queue.tokens": ["{n} tokens", "{n} 个 token"],
-  "queue.token": ["1 token", "1 个 token"],
-  "queue.none": ["0 tokens", "0 个 token"],
   "queue.budget": ["{used} of {budget} tokens used, {left} left over",
     "预算 {budget} 个 token，用了 {used} 个，剩 {left} 个"],
   "queue.all": ["Every waiting request was tried.", "等待的请求都尝试过了。"],
@@ -53,7 +50,7 @@ class Queue {
   // With what the request brings.
   note(id, words) {
     const request = this.view.request(id);
-    return [request && Watch.brings(request), words].filter(Boolean).join(" · ");
+    return Watch.joined(request && Watch.brings(request), words);
   }
 
   waitingRow(id, reason) {
@@ -65,31 +62,26 @@ class Queue {
   }
 
   drawBar(facts) {
-    const sums = sumsOf(facts);
-    const used = KINDS.reduce((sum, kind) => sum + sums[kind], 0);
+    const cells = [...(facts?.cells.values() ?? [])].flat();
+    const used = numTokensOf(cells);
     const budget = this.view.film.run.max_num_batched_tokens;
     const left = Math.max(0, budget - used);
-    const there = KINDS.filter((kind) => sums[kind]);
-    const shown = there.map((kind) => [kind, sums[kind], t(`kind.${kind}`)]);
+    const sumOf = (one) => numTokensOf(cells.filter(({kind}) => kind === one));
+    const shown = KINDS.map((kind) => [kind, sumOf(kind), t(`kind.${kind}`)]).filter(([, n]) => n);
     const segment = (kind, n) => h("span", {class: `fill-${kind}`, style: `flex: ${n} 1 0`},
       ...(n * 12 > budget ? [h("b", {}, String(n))] : []));
     this.bar.replaceChildren(...shown.map(([kind, n]) => segment(kind, n)));
     if (left) this.bar.append(segment("left", left));
     this.key.replaceChildren(...shown.map(([kind, n, name]) => h("span", {},
-      h("i", {class: `key key-${kind}`}, h("b", {}, Watch.letters[kind])), `${name} ${n}`)));
+      h("i", {class: `key key-${kind}`}, h("b", {}, Watch.kinds[kind].letter)), `${name} ${n}`)));
     this.sum.textContent = t("queue.budget", {used, budget, left});
     const words = shown.map(([, n, name]) => `${name} ${n}`).join(", ");
     this.bar.setAttribute("aria-label", `${this.sum.textContent}: ${words}`);
   }
 }
 
-function sumsOf(facts) {
-  const sums = {decode: 0, prompt: 0, recomputed: 0, draft: 0};
-  for (const cells of facts?.cells.values() ?? []) {
-    for (const {kind, numTokens} of cells) sums[kind] += numTokens;
-  }
-  return sums;
-}
+const numTokensOf = (cells) => cells.reduce((sum, {numTokens}) => sum + numTokens, 0);
+const tokenWords = (cells = []) => t("queue.tokens", {n: numTokensOf(cells)});
 
 // As the step is told in words, and no other sentence about the same.
 function stopWords(view, waits) {
@@ -97,14 +89,9 @@ function stopWords(view, waits) {
   if (!plan) return t("queue.no_plan");
   if (plan.stop === null) return t(waits.size ? "queue.all" : "queue.empty");
   const told = Watch.sentencesOf(view).find(({key}) => key.startsWith("say.stop"));
-  const words = told ? Watch.saySentence(told) : Watch.reasonWords(view.film.run, plan.stop[0]);
+  const words = told ? t(told.key, told.values) : Watch.reasonWords(view.film.run, plan.stop[0]);
   return t("queue.stop", {words: words[0].toUpperCase() + words.slice(1)});
 }
-
-const tokenWords = (cells = []) => {
-  const n = cells.reduce((sum, cell) => sum + cell.numTokens, 0);
-  return t(n === 0 ? "queue.none" : n === 1 ? "queue.token" : "queue.tokens", {n});
-};
 
 // -- a titled list of requests, whose rows are kept and filled again
 
@@ -120,30 +107,22 @@ function fill(list, title, items) {
   while (list.rows.childElementCount < shown.length) list.rows.append(makeRow());
   shown.forEach((item, i) => fillRow(list.rows.children[i], item));
   const rest = items.length - shown.length;
-  Watch.say(list.more, rest ? t("queue.more", {n: rest}) : items.length ? "" : t("queue.nothing"));
+  Watch.say(list.more, rest ? t("queue.more", {n: rest}) : items.length ? "" : t("list.none"));
 }
 
 function makeRow() {
-  const button = h("button", {
-    class: "chip", tabindex: -1, onclick: () => Watch.set({request: button.dataset.request}),
+  const button = Watch.chip({
+    tabindex: -1, onclick: () => Watch.set({request: button.dataset.request}),
     onpointerenter: () => Watch.set({hover: {request: button.dataset.request}}),
     onpointerleave: () => Watch.set({hover: {}}),
-  }, h("i"), h("b"), h("span", {class: "quiet"}));
+  });
   return h("li", {}, button);
 }
 
-function fillRow(row, {id, note, says}) {
-  const button = row.firstChild;
-  const [swatch, name, words] = button.children;
-  button.setAttribute("aria-pressed", String(store.request === id));
-  Watch.say(words, note);
-  const title = says ? `${id}: ${says}` : id;
-  if (button.title !== title) button.title = title;
+function fillRow({firstChild: button}, {id, note, says}) {
+  Watch.fillChip(button, id, note, says ? `${id}: ${says}` : id);
   button.setAttribute("aria-label", `${id}: ${note}`);
-  if (button.dataset.request === id) return;
   button.dataset.request = id;
-  swatch.style.background = Watch.colour(id);
-  Watch.say(name, Watch.label(id));
 }
 
 Watch.scene("queue", ["The queue and the budget", "队列与预算"], Queue);

@@ -1,4 +1,4 @@
-// The sentences of scene 5. English has the noun in the plural: `Watch.saySentence` sees to the 1.
+// The sentences of scene 5.
 Watch.words({
   "say.run": ["the run begins: scheduler {scheduler}, policy {policy}",
     "运行开始：调度器 {scheduler}，策略 {policy}"],

@@ -20,16 +20,16 @@ Watch.words({
   "shell.mine": ["{n} of {all} functions of this engine are yours.",
     "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
   "shell.transport": ["Steps", "步进与播放"],
-  "shell.none": ["none", "无"],
 });
 
 // h("button", {class: "play"}, "text", child): an element. Text is text, never markup. What it
-// says, or its label, may be the key of words that change with the language only:
-// {says: "help.close"}.
+// says, its label and its tip may be the key of words, or a function: {says: "close"}. They are
+// written again with each drawing, for as long as the frame or the scene is there.
 const h = (Watch.h = (name, attributes = {}, ...children) => {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key in FIXED) fixed.push(() => FIXED[key](element, t(value)));
+    const wordsOf = () => (typeof value === "function" ? value() : t(value));
+    if (key in WRITE) writers.push(() => WRITE[key](element, wordsOf()));
     else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (value === true) element.setAttribute(key, "");
     else if (value !== null && value !== false) element.setAttribute(key, value);
@@ -43,12 +43,13 @@ const say = (Watch.say = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 });
 
-const fixed = []; // writers, of elements that stay on the page
-const FIXED = {
-  says: (element, words) => say(element, words),
+const writers = []; // those of the frame first
+let numOfFrame = 0;
+const WRITE = {
+  says: say,
   label: (element, words) => element.setAttribute("aria-label", words),
   tip: (element, words) => {
-    FIXED.label(element, words);
+    WRITE.label(element, words);
     element.title = words;
   },
 };
@@ -66,10 +67,11 @@ Watch.sizeOf = (element) => {
 const OTHER = {en: "zh-CN", zh: "en"}; // the language that the button offers
 const SPEEDS = [1, 2, 4, 8, 16, 32];
 const parts = {};
-let drawnScenes = []; // {scene, view, drawing} of what is on the page
+let drawnScenes = []; // {view, panel, drawing} of what is on the page
 
 function makeFrame() {
-  parts.title = h("h1");
+  const {title} = Watch.settings;
+  parts.title = h("h1", {says: () => (title ? Watch.inLanguage(title) : t("shell.title"))});
   parts.about = h("p", {class: "about quiet"});
   parts.language = h("button", {says: "shell.language",
     onclick: () => Watch.set({language: store.language === "en" ? "zh" : "en"})});
@@ -81,9 +83,11 @@ function makeFrame() {
     oninput: () => Watch.set({step: Number(parts.scrub.value)})});
   parts.now = h("output", {class: "now"});
   parts.speed = h("select", {tip: "shell.speed",
-    onchange: () => Watch.set({speed: Number(parts.speed.value)})});
+    onchange: () => Watch.set({speed: Number(parts.speed.value)})}, ...SPEEDS.map((n) =>
+    h("option", {value: n, says: () => t("shell.per_second", {n})})));
   parts.request = h("select", {tip: "shell.request",
     onchange: () => Watch.set({request: parts.request.value || null})});
+  parts.all = h("option", {value: "", says: "shell.all"});
   parts.scenes = h("main", {class: "scenes"});
   parts.spoken = h("p", {class: "unseen", "aria-live": "polite"});
   const {files, help, compare, momentTicks} = Watch;
@@ -97,6 +101,7 @@ function makeFrame() {
     files.notice, compare.bar, parts.scenes, files.choose, files.curtain, help.dialog,
     parts.spoken,
   );
+  numOfFrame = writers.length;
 }
 
 // New films, and where to stand in them: every scene is made anew.
@@ -105,12 +110,11 @@ Watch.show = (films, labels, changes = {}) => {
   parts.scenes.classList.toggle("comparing", films.length > 1);
   store.films = films;
   store.labels = labels;
-  Watch.forgetPanels();
+  writers.length = numOfFrame;
   const views = films.map((film, index) => new Watch.View(film, index));
   drawnScenes = Watch.scenes.flatMap((scene) => makeScene(scene, views));
   parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
   makeChoices();
-  parts.language.lang = ""; // its words are to be written
   Watch.set(changes);
   Watch.play(false);
 };
@@ -122,47 +126,44 @@ Watch.goOn = (lines) => {
   store.films = [store.films[0].with(lines)];
   for (const {view} of drawnScenes) view.film = store.films[0];
   parts.scrub.max = Math.max(0, Watch.numSteps() - 1);
-  if (store.films[0].requests.length > numRequests) {
-    makeChoices();
-    Watch.forgetPanels(); // the grid has more rows
-    parts.language.lang = "";
-  }
+  if (store.films[0].requests.length > numRequests) makeChoices();
   Watch.set(isAtEnd ? {step: Watch.numSteps() - 1} : {});
 };
 
 // What a film is called beside another: [in English, in Chinese if that is another word].
 Watch.filmLabel = (index) => {
   const [english, chinese] = store.labels[index] ?? ["", ""];
-  return store.language === "zh" && chinese ? chinese : english;
+  return Watch.inLanguage([english, chinese || english]);
 };
 
 // Gone when another run was dropped on the page: then what is said is not about it.
 Watch.isOwnFilm = () => store.films.length > 0 && store.films.every((film) => film.isOfPage);
 
 function makeScene(scene, views) {
-  const title = h("h2", {id: `title-${scene.name}`});
+  const title = h("h2", {id: `title-${scene.name}`, says: () => Watch.inLanguage(scene.title)});
   const roots = h("div", {class: "roots"});
   parts.scenes.append(h("section", {class: `scene scene-${scene.name}`, "data-scene": scene.name,
     "aria-labelledby": `title-${scene.name}`}, title, roots));
   return views.map((view) => {
     const body = h("div", {class: "body"});
-    const of = h("p", {class: "of", hidden: views.length === 1}, Watch.filmLabel(view.index));
+    const of = h("p", {class: "of", hidden: views.length === 1, says: () => labelOf(view)});
     roots.append(h("div", {class: "root", "data-film": view.index}, of, body));
-    return {scene, view, title, of, drawing: new scene.Scene(body, view)};
+    return {view, panel: title.parentNode, drawing: new scene.Scene(body, view)};
   });
 }
 
 function makeChoices() {
   const options = Watch.requestIds().map((id) => h("option", {value: id}, id));
-  parts.request.replaceChildren(h("option", {value: ""}), ...options);
-  parts.speed.replaceChildren(...SPEEDS.map((n) => h("option", {value: n})));
+  parts.request.replaceChildren(parts.all, ...options);
 }
 
 function drawFrame() {
   if (parts.request?.firstChild == null) return; // nothing has been shown yet
   const last = Watch.numSteps() - 1;
   const now = last < 0 ? t("shell.no_step") : t("shell.now", {step: store.step, last});
-  if (parts.language.lang !== OTHER[store.language]) drawWords();
+  document.documentElement.lang = Watch.inLanguage(["en", "zh-CN"]);
+  parts.language.lang = OTHER[store.language];
+  for (const write of writers) write();
   say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
   parts.about.title = parts.about.textContent;
   say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
@@ -172,38 +173,12 @@ function drawFrame() {
   parts.request.value = store.request ?? "";
   parts.speed.value = store.speed;
   for (const part of [Watch.files, Watch.compare, Watch.momentTicks]) part.draw();
-  drawScenes();
+  Watch.arrangePanels(parts.scenes);
+  for (const {panel, drawing} of drawnScenes) if (!panel.hidden) drawing.draw();
   speak(now);
 }
 
-// What changes with the language only.
-function drawWords() {
-  const {inLanguage} = Watch;
-  document.documentElement.lang = inLanguage(["en", "zh-CN"]);
-  say(parts.title, inLanguage(Watch.settings.title ?? [t("shell.title"), t("shell.title")]));
-  parts.language.lang = OTHER[store.language];
-  for (const write of fixed) write();
-  say(parts.request.firstChild, t("shell.all"));
-  for (const option of parts.speed.options) say(option, t("shell.per_second", {n: option.value}));
-  for (const {scene, title} of drawnScenes) say(title, inLanguage(scene.title));
-}
-
-// Milliseconds of the last drawing, by scene: for tests, and for whoever finds the page slow.
-Watch.drawn = {};
-
-function drawScenes() {
-  Watch.drawn = {};
-  Watch.arrangePanels(parts.scenes);
-  for (const {scene, of, view, drawing, title} of drawnScenes) {
-    if (title.parentNode.hidden) continue;
-    const begun = performance.now();
-    say(of, labelOf(view));
-    drawing.draw();
-    Watch.drawn[scene.name] = (Watch.drawn[scene.name] ?? 0) + performance.now() - begun;
-  }
-}
-
-const labelOf = ({index, isOver, film}) => (isOver
+const labelOf = ({index, film}) => (store.step >= film.numSteps && film.numSteps
   ? t("compare.over", {label: Watch.filmLabel(index), last: film.numSteps - 1})
   : Watch.filmLabel(index));
 
@@ -221,7 +196,7 @@ const mine = () => {
 
 const about = (run) => t("shell.about", {
   model: run.model.architecture ?? "?", scheduler: run.scheduler, policy: run.policy,
-  cache: run.prefix_cache ?? t("shell.none"), all: run.num_blocks,
+  cache: run.prefix_cache ?? t("list.none"), all: run.num_blocks,
   blocks: run.num_blocks - 1, size: run.block_size,
 });
 

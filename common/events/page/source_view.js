@@ -4,7 +4,6 @@
 Watch.words({
   "source.open": ["Show the lines that decided this: {file}, line {line}",
     "查看决定这件事的代码：{file} 第 {line} 行"],
-  "source.close": ["Close", "关闭"],
   "source.of": ["{file}, line {line}, in {name}", "{file}，第 {line} 行，位于 {name}"],
 });
 
@@ -24,7 +23,7 @@ Watch.sourceOf = (run, sentence) => {
 let opened = null; // the button whose lines are shown
 
 const title = h("h3", {id: "source-title"});
-const close = h("button", {class: "source-close", onclick: () => shut()});
+const close = h("button", {class: "source-close", says: "close", onclick: () => shut()});
 const code = h("pre", {class: "source-code", tabindex: 0});
 const panel = h("div",
   {class: "source", popover: "auto", role: "dialog", "aria-labelledby": "source-title"},
@@ -45,7 +44,6 @@ function show(place, button) {
   opened = button;
   const {file, line, function: name} = place;
   title.textContent = Watch.t("source.of", {file, line, name});
-  close.textContent = Watch.t("source.close");
   code.setAttribute("aria-label", title.textContent);
   code.replaceChildren(...place.lines.map((text, i) => lineOf(place, text, place.first + i)));
   panel.showPopover();

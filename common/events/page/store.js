@@ -21,10 +21,20 @@ Watch.redraw = () => {
   });
 };
 
-// What `make` finds of a film, kept as long as the film is.
+// What `make` finds of a film, or of all that are shown, kept as long as they are.
 Watch.ofFilm = (make) => {
   const known = new WeakMap();
   return (film) => known.get(film) ?? known.set(film, make(film)).get(film);
+};
+
+// What `make` finds of the step that a view shows, kept until it shows another: panels share it.
+Watch.ofStep = (make) => {
+  const last = new WeakMap(); // film -> {told, found}
+  return (view) => {
+    const told = `${view.step} ${store.language}`;
+    if (last.get(view.film)?.told !== told) last.set(view.film, {told, found: make(view)});
+    return last.get(view.film).found;
+  };
 };
 
 // Of all films, in the order of arrival; those of the first film come first.
@@ -33,13 +43,11 @@ Watch.requestIds = () => [...new Set(store.films.flatMap((film) => [...film.byId
 // The time axis is that of the longer film.
 Watch.numSteps = () => Math.max(0, ...store.films.map((film) => film.numSteps));
 
-const isKnown = (id) => store.films.some((film) => film.byId.has(id));
-
 Watch.set = (changes) => {
   Object.assign(store, changes);
   const last = Watch.numSteps() - 1;
   store.step = Math.min(Math.max(Math.round(store.step) || 0, Math.min(0, last)), last);
-  if (store.request !== null && !isKnown(store.request)) store.request = null;
+  if (!store.films.some((film) => film.byId.has(store.request))) store.request = null;
   if (!["en", "zh"].includes(store.language)) store.language = READERS;
   Watch.redraw();
   if (!("hover" in changes && Object.keys(changes).length === 1)) writeHashSoon();
@@ -62,12 +70,12 @@ function writeHashSoon() {
 
 function writeHash() {
   if (!store.films.length || Watch.settings.is_live) return; // its steps are gone tomorrow
-  const parts = [["step", store.step]];
-  if (store.request !== null) parts.push(["request", store.request]);
-  if (store.block !== null) parts.push(["block", store.block]);
-  if (store.byTime) parts.push(["columns", "time"]);
-  if (store.language !== READERS) parts.push(["lang", store.language]);
-  const said = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
+  const {step, request, block, byTime, language} = store;
+  const columns = byTime ? "time" : null;
+  const lang = language === READERS ? null : language;
+  const said = Object.entries({step, request, block, columns, lang})
+    .filter(([, value]) => value !== null)
+    .map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
   const hash = `#${said.join("&")}`;
   if (hash === location.hash) return;
   wroteAt = performance.now();
@@ -109,9 +117,6 @@ Watch.View = class {
   }
   get step() {
     return Math.min(store.step, this.film.numSteps - 1);
-  }
-  get isOver() {
-    return store.step > this.film.numSteps - 1;
   }
   // At the end of a film that goes on: what is there now.
   get isNow() {

@@ -40,5 +40,6 @@ Watch.pieceAt = (film, request, position) => {
   return token === undefined ? "" : Watch.pieceOf(film, token);
 };
 
-// One chip a token. `look` is a class name.
-Watch.tokenChip = (text, look = "") => Watch.h("span", {class: `token ${look}`}, text);
+// The tokens of blocks, a chip for each: [{text, isWritten}].
+Watch.tokenLine = (tokens) => Watch.h("p", {class: "pool-tokens"}, ...tokens.map((token) =>
+  Watch.h("span", {class: token.isWritten ? "token" : "token is-pending"}, token.text)));

@@ -1,7 +1,6 @@
 // Scene 5: what changed in this step, in words, each with the lines of source that decided it; and
 // below it the tokens as text.
 Watch.words({
-  "words.comma": [", ", "，"],
   "words.step": ["the step", "这一步"],
   "words.cache": ["the cache", "缓存"],
   "words.routine": ["one new token each", "各得一个新 token"],
@@ -17,11 +16,6 @@ const {h, t} = Watch;
 const MOST_GROUPS = 12;
 const MOST_SENTENCES = 6; // of a group
 const MOST_CHIPS = 20; // of requests that got one token
-
-// English says "1 token", and texts with a number in them are written for several.
-const ONE =
-  /\b1 ((?:(?:computed|prompt|cached|more|draft) )*(?:token|output|block|node|request))s\b/g;
-Watch.saySentence = ({key, values}) => t(key, values).replace(ONE, "1 $1");
 
 // A request by its label and its colour; pressing it chooses the request. The keyboard has the
 // grid for that, and "/": one stop, and not one for each of them.
@@ -71,16 +65,14 @@ class Words {
   constructor(root, view) {
     this.view = view;
     this.unfolded = new Set(); // groups, and "all" for the list of them
-    this.list = h("div", {class: "words-list", tabindex: -1, role: "group"});
-    this.tokens = h("div", {class: "words-tokens", role: "group"});
+    this.list = h("div", {class: "words-list", tabindex: -1, role: "group", label: "words.list"});
+    this.tokens = h("div", {class: "words-tokens", role: "group", label: "words.tokens"});
     root.classList.add("words");
     root.append(this.list, this.tokens);
   }
 
   draw() {
     const {store} = Watch;
-    this.list.setAttribute("aria-label", t("words.list"));
-    this.tokens.setAttribute("aria-label", t("words.tokens"));
     if (this.step !== this.view.step) this.unfolded.clear();
     const told = `${this.view.step} ${store.language} ${store.request} ${[...this.unfolded]}`;
     if (told !== this.told) {
@@ -95,11 +87,8 @@ class Words {
     const {groups, routine} = Watch.groupSentences(Watch.sentencesOf(this.view));
     const chosen = Watch.store.request;
     const ordered = [...groups].sort(([a], [b]) => (b === chosen) - (a === chosen)); // stable else
-    const isCut = ordered.length > MOST_GROUPS && !this.unfolded.has("all");
-    const shown = isCut ? ordered.slice(0, MOST_GROUPS) : ordered;
-    const parts = shown.map(([group, sentences]) => this.group(group, sentences));
-    const numCut = ordered.length - MOST_GROUPS;
-    if (isCut) parts.push(this.unfolder("all", t("words.groups", {n: numCut})));
+    const {shown, more} = this.folded("all", ordered, MOST_GROUPS, "words.groups");
+    const parts = [...shown.map(([group, sentences]) => this.group(group, sentences)), ...more];
     if (routine.length) parts.push(this.routine(routine));
     if (!parts.length) parts.push(h("p", {class: "quiet"}, t("words.nothing")));
     this.list.replaceChildren(...parts);
@@ -110,14 +99,12 @@ class Words {
   group(group, sentences) {
     const names = {"": "words.step", cache: "words.cache"};
     const name = group in names ? h("b", {}, t(names[group])) : Watch.requestChip(group);
-    const isCut = sentences.length > MOST_SENTENCES && !this.unfolded.has(group);
-    const shown = isCut ? sentences.slice(0, MOST_SENTENCES) : sentences;
+    const {shown, more} = this.folded(group, sentences, MOST_SENTENCES, "words.more");
     const items = shown.map((sentence) => {
       const links = sentence.sources.map((source) => this.link(source)).filter(Boolean);
-      return h("li", {"data-key": sentence.key}, Watch.saySentence(sentence), " ", ...links);
+      return h("li", {"data-key": sentence.key}, t(sentence.key, sentence.values), " ", ...links);
     });
-    const more = t("words.more", {n: sentences.length - shown.length});
-    if (isCut) items.push(h("li", {}, this.unfolder(group, more)));
+    items.push(...more.map((button) => h("li", {}, button)));
     return h("div", {class: "words-group", "data-group": group}, name, h("ul", {}, ...items));
   }
 
@@ -127,22 +114,23 @@ class Words {
 
   // Who got one token and has no other story: all in one line.
   routine(sentences) {
-    const isCut = sentences.length > MOST_CHIPS && !this.unfolded.has("routine");
-    const chips = sentences.slice(0, isCut ? MOST_CHIPS : undefined)
-      .map(({group}) => Watch.requestChip(group));
-    const more = t("words.groups", {n: sentences.length - MOST_CHIPS});
-    if (isCut) chips.push(this.unfolder("routine", more));
+    const {shown, more} = this.folded("routine", sentences, MOST_CHIPS, "words.groups");
+    const chips = [...shown.map(({group}) => Watch.requestChip(group)), ...more];
     const words = t(sentences.length === 1 ? "say.decode" : "words.routine");
     return h("div", {class: "words-group words-routine", "data-group": "routine"},
       ...chips, " ", words, " ", this.link(sentences[0].sources[0]) ?? "");
   }
 
-  unfolder(group, text) {
-    const unfold = () => {
+  // Of a long list the first ones, and a button for the others.
+  folded(group, items, most, key) {
+    if (items.length <= most || this.unfolded.has(group)) return {shown: items, more: []};
+    const onclick = () => {
       this.unfolded.add(group);
       Watch.redraw();
     };
-    return h("button", {class: "words-unfold", "data-unfold": group, onclick: unfold}, text);
+    const attributes = {class: "words-unfold", "data-unfold": group, onclick};
+    const more = h("button", attributes, t(key, {n: items.length - most}));
+    return {shown: items.slice(0, most), more: [more]};
   }
 
   // What is made anew gives the focus back to what has the same meaning.

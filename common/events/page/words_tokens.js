@@ -9,11 +9,8 @@ Watch.words({
     "本步的 token；选定一个请求可看全文。"],
   "tokens.more": ["and {n} more requests", "另有 {n} 个请求"],
   "tokens.gap": ["{n} more", "略 {n} 个"],
-  "tokens.prompt": ["prompt", "prompt"],
   "tokens.output": ["output", "输出"],
   "tokens.now": ["this step", "本步"],
-  "tokens.accepted": ["draft accepted", "草稿被接受"],
-  "tokens.rejected": ["draft rejected", "草稿被拒绝"],
 });
 
 const {h, t} = Watch;
@@ -91,7 +88,7 @@ Watch.tokensOf = (view, id, limits) => {
 const gap = (n) => h("span", {class: "token-gap"}, `… ${t("tokens.gap", {n})} …`);
 
 const struckOut = (view, tokens) => tokens.map((token) => h("del",
-  {class: "token is-rejected", title: t("tokens.rejected")}, Watch.pieceOf(view.film, token)));
+  {class: "token is-rejected", title: t("kind.rejected")}, Watch.pieceOf(view.film, token)));
 
 function chipAt(view, request, position, ranges, wasDraft) {
   const numPrompt = request.prompt.length;
@@ -108,11 +105,11 @@ function chipAt(view, request, position, ranges, wasDraft) {
 function legend(film) {
   const hasDrafts = film.steps.some(({result}) => Object.keys(result?.verified ?? {}).length);
   const drafts = [
-    h("ins", {class: "token is-output is-accepted"}, t("tokens.accepted")),
-    h("del", {class: "token is-rejected"}, t("tokens.rejected")),
+    h("ins", {class: "token is-output is-accepted"}, t("kind.accepted")),
+    h("del", {class: "token is-rejected"}, t("kind.rejected")),
   ];
   return h("p", {class: "tokens-legend"},
-    h("span", {class: "token is-prompt"}, t("tokens.prompt")),
+    h("span", {class: "token is-prompt"}, t("kind.prompt")),
     h("span", {class: "token is-output"}, t("tokens.output")),
     h("span", {class: "token is-now is-decode"}, t("tokens.now")),
     ...(hasDrafts ? drafts : []));
@@ -132,7 +129,7 @@ function tokensOfOne(view, id) {
   const [prompt, outputs] = [request.prompt.length, request.outputs.length];
   const title = t("tokens.title", {request: Watch.label(id), prompt, outputs});
   const limits = {head: HEAD, tail: TAIL, around: AROUND, lit: MOST_LIT};
-  const name = h("b", {}, [title, Watch.brings(request)].filter(Boolean).join(" · "));
+  const name = h("b", {}, Watch.joined(title, Watch.brings(request)));
   const tokens = Watch.tokensOf(view, id, limits);
   return [legend(view.film),
     h("p", {class: "tokens-row", "data-request": id}, name, " ", ...tokens)];
@@ -144,8 +141,7 @@ function tokensOfAll(view) {
   const rows = ids.slice(0, MAX_ROWS).map((id) =>
     h("p", {class: "tokens-row is-short", "data-request": id},
       Watch.requestChip(id), " ", ...Watch.tokensOf(view, id, limits)));
-  const notes = [t("tokens.all")];
-  if (ids.length > MAX_ROWS) notes.push(t("tokens.more", {n: ids.length - MAX_ROWS}));
-  const [all, ...more] = notes.map((words) => h("p", {class: "quiet"}, words));
-  return [legend(view.film), all, ...rows, ...more];
+  const quiet = (key, values) => h("p", {class: "quiet"}, t(key, values));
+  const more = ids.length > MAX_ROWS ? [quiet("tokens.more", {n: ids.length - MAX_ROWS})] : [];
+  return [legend(view.film), quiet("tokens.all"), ...rows, ...more];
 }

@@ -12,6 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from common.requests.engine_plugin import EnginePlugin
+from request import Request
+
 
 class Loading(Protocol):
     """An adapter that is being read while steps run. The other calls come between two steps."""
@@ -41,7 +44,7 @@ class AdapterLoader(Protocol):
         ...
 
 
-class AdapterNames:
+class AdapterNames(EnginePlugin):
     """The names, and the requests that use each adapter. `wait_for_steps` waits until no step in
     flight can use the adapter that is dropped next."""
 
@@ -103,13 +106,13 @@ class AdapterNames:
         """Return the adapter's (first) name, or None if only unfinished requests still use it."""
         return next((name for name, found in self._digests.items() if found == digest), None)
 
-    def begin(self, digest: str, request_id: str) -> None:
-        self._users[digest].add(request_id)
+    def on_add(self, request: Request) -> None:
+        if (digest := request.features.get("adapter")) is not None:
+            self._users[digest].add(request.request_id)
 
-    def end(self, digest: str, request_id: str) -> None:
-        """Note that a request no longer uses an adapter. Safe to call again."""
-        if digest in self._users:
-            self._users[digest].discard(request_id)
+    def on_finish(self, request: Request) -> None:
+        if (digest := request.features.get("adapter")) in self._users:
+            self._users[digest].discard(request.request_id)
             self._drop_unused()
 
     def _drop_unused(self) -> None:

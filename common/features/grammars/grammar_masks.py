@@ -18,7 +18,6 @@ here, when the device already has work, and not earlier. So no request has to sk
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,9 +25,14 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
-from common.models.loader import LoadedModel
-from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.sampling.runner_plugin import BroughtByFew, HasTokens, StepRows, UploadBuffer
+from common.requests.tokenizer import load_tokenizer
+from common.sampling.runner_plugin import (
+    BroughtByFew,
+    HasTokens,
+    PluginContext,
+    StepRows,
+    UploadBuffer,
+)
 from common.sampling.sampling_constraints import forbid
 from scheduler_interface import NewRequestData
 
@@ -193,20 +197,8 @@ class Matched:
         return num_taken
 
 
-class RunnerSpec(Protocol):
-    """The inputs of `make`. Without `tokenizer`, the checkpoint's is used."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def make(given: RunnerSpec) -> GrammarMasks:
-    path = given.loaded.path
-    tokenizer = given.tokenizer or (None if path is None else load_tokenizer(path))
+def make(context: PluginContext) -> GrammarMasks:
+    tokenizer, path, sizes = context.tokenizer, context.path, context[2:]
+    tokenizer = tokenizer or (None if path is None else load_tokenizer(path))
     assert tokenizer is not None, "a grammar needs a tokenizer"
-    eos_token_ids = given.loaded.generation_eos_token_ids
-    return GrammarMasks(Vocabulary.of(tokenizer, given.vocab_size, eos_token_ids))
+    return GrammarMasks(Vocabulary.of(tokenizer, *sizes))

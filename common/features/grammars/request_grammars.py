@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from base_scheduler import BaseScheduler
 from common.features.grammars.grammar_compiler import GrammarCompiler
 from common.features.grammars.vocabulary import Vocabulary
 from common.models.loader import resolve_checkpoint
-from common.requests.tokenizer import Tokenizer, load_tokenizer
+from common.requests.engine_plugin import EnginePlugin
+from common.requests.tokenizer import load_tokenizer
+from common.sampling.runner_plugin import PluginContext
 from grammar_queue import GrammarsCompiled
+from request import Request
 
 
-class RequestGrammars:
+class RequestGrammars(EnginePlugin):
     """The grammars of an engine's requests. Adds `queue` to the end of the scheduler's plugins.
-    `elsewhere` is the checkpoint of ranks in other processes, which use its tokenizer. Raises
-    `ValueError` if `tokenizer` is another one."""
+    `context.path` is the checkpoint of ranks in other processes, which use its tokenizer. Raises
+    `ValueError` if the engine's tokenizer is another one."""
 
-    def __init__(
-        self,
-        scheduler: BaseScheduler,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        elsewhere: str | Path | None = None,
-    ) -> None:
-        vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
-        if elsewhere is not None:
-            rank_tokenizer = load_tokenizer(resolve_checkpoint(elsewhere))
-            if vocabulary != Vocabulary.of(rank_tokenizer, vocab_size, eos_token_ids):
+    def __init__(self, context: PluginContext, scheduler: BaseScheduler) -> None:
+        tokenizer, path, sizes = context.tokenizer, context.path, context[2:]
+        assert tokenizer is not None, "a grammar needs a tokenizer"
+        vocabulary = Vocabulary.of(tokenizer, *sizes)
+        if path is not None:
+            rank_tokenizer = load_tokenizer(resolve_checkpoint(path))
+            if vocabulary != Vocabulary.of(rank_tokenizer, *sizes):
                 raise ValueError(
                     "grammar must be None over several ranks without the checkpoint's tokenizer"
                 )
         self.compiler = GrammarCompiler(vocabulary)
-        self.queue, self.close = GrammarsCompiled(self.compiler.submit), self.compiler.close
+        self.queue = GrammarsCompiled(self.compiler.submit)
         scheduler.set_plugins([*scheduler.plugins, self.queue])
+
+    def on_add(self, request: Request) -> None:
+        self.queue.arrived(request)
+
+    def on_finish(self, request: Request) -> None:
+        self.queue.on_finish(request)  # the scheduler does not know a request that it refused
+
+    def failed_requests(self) -> Mapping[str, str]:
+        return self.queue.failed()
+
+    def wait(self, seconds: float) -> bool:
+        return self.queue.wait(seconds)
+
+    def close(self) -> None:
+        self.compiler.close()

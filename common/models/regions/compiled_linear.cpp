@@ -12,7 +12,7 @@
 
 constexpr int LANES = REGISTER_BYTES / sizeof(float), COLUMNS = 2 * LANES;
 constexpr int ROWS = LANES == 16 ? 12 : 6;  // so many rows of sums fill the registers
-constexpr int DEPTH = 4096 / COLUMNS;
+constexpr int DEPTH = 4096 / COLUMNS, LINE = 64;  // bytes of a line of the cache
 constexpr int64_t BLOCK = 192;
 using Lanes = Vector<float, LANES>;
 
@@ -52,7 +52,8 @@ static inline void add_tile(
   for (int r = 0; r < NUM_ROWS; ++r)
     for (int v = 0; v < 2; ++v) sums[r][v] = load<LANES>(output + r * stride + v * LANES);
   for (int k = 0; k < depth; ++k) {
-    __builtin_prefetch(next + k * COLUMNS, 0, 2);  // into the second cache
+    for (int i = 0; i < COLUMNS; i += LINE / sizeof(Next))
+      __builtin_prefetch(next + k * COLUMNS + i, 0, 2);  // into the second cache
     const Lanes first = load<LANES>(panel + k * COLUMNS);
     const Lanes second = load<LANES>(panel + k * COLUMNS + LANES);
     for (int r = 0; r < NUM_ROWS; ++r) {

@@ -28,13 +28,6 @@ Watch.setKey = (given) => {
   wake();
 };
 
-class Refused extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
 // Whose texts the events show: those of the requests that are sent with the same token.
 const token = sessionStorage.getItem("watch-token")
   ?? Array.from(crypto.getRandomValues(new Uint32Array(4)),
@@ -47,8 +40,9 @@ Watch.ask = async (path, options = {}) => {
     ...(key && {Authorization: `Bearer ${key}`})};
   const answer = await fetch(path, {cache: "no-store", ...options, headers});
   if (answer.ok) return answer;
+  const {status} = answer;
   const said = await answer.json().catch(() => ({}));
-  throw new Refused(answer.status, said.error?.message ?? `${answer.status}.`);
+  throw Object.assign(new Error(said.error?.message ?? `${status}.`), {status});
 };
 
 // What a stream of server-sent events has in its `data:` lines, as it comes.
@@ -72,8 +66,7 @@ Watch.isLittle = () =>
 Watch.engine = () => (Watch.isLittle() ? "/little" : "");
 Watch.useLittle = (isLittle) => {
   sessionStorage.setItem(IN_LITTLE, isLittle ? "1" : "0");
-  Watch.play(false);
-  Watch.set({step: Watch.numSteps() - 1}); // the other film begins at once
+  toEnd(); // the other film begins at once
   if (stream === null) wake();
   else stream.abort();
 };
@@ -86,8 +79,13 @@ let coming = []; // lines that are not shown yet
 let timer = null;
 let wake = () => {};
 
-const film = () => (store.films[0]?.isLive ? store.films[0] : null);
+const film = (Watch.liveFilm = () => (store.films[0]?.isLive ? store.films[0] : null));
 const isAtEnd = () => store.step >= Watch.numSteps() - 1;
+
+function toEnd() {
+  Watch.play(false);
+  Watch.set({step: Watch.numSteps() - 1});
+}
 
 function take(line) {
   if (line.kind === "run") {
@@ -167,8 +165,7 @@ document.addEventListener("visibilitychange", () => {
 
 const button = h("button", {class: "live", says: "live.button", onclick: () => {
   wake();
-  Watch.play(false);
-  Watch.set({step: Watch.numSteps() - 1});
+  toEnd();
 }});
 Watch.liveButton = button;
 Watch.onDraw(() => {

@@ -17,10 +17,9 @@ Watch.words({
 });
 const MOST = 5;
 const text = h("p", {class: "text"});
-const look = h("span", {class: "quiet"});
-const looks = h("span", {class: "looks"});
+const looks = new Watch.Looks();
 const box = h("aside", {class: "film-caption", label: "caption.region"},
-  text, h("p", {class: "moments-of-film"}, look, looks));
+  text, h("p", {class: "moments-of-film"}, looks.name, looks.buttons));
 
 function words(film) {
   const {numSteps: steps, requests: {length: n}, now} = film;
@@ -38,27 +37,15 @@ function moments(film) {
   for (const {step, says} of Watch.momentsOf(film)) {
     for (const say of says) last.set(say[0], {step, says: [say]});
   }
-  return [...last.values()].sort((a, b) => a.step - b.step).slice(-MOST);
+  return [...last.values()].sort((a, b) => a.step - b.step).slice(-MOST).map(({step, says}) => (
+    {step, words: Watch.sayMoment({says}), changes: {step, block: null}}));
 }
 
-let told = ""; // what the buttons say: one that is pressed down is not to be replaced
 Watch.onDraw(() => {
   const film = store.films[0];
   box.hidden = !film?.isLive;
   if (box.hidden) return;
   if (!box.isConnected) document.querySelector(".transport").after(box);
   Watch.say(text, words(film));
-  const found = moments(film).map((moment) => [moment.step,
-    t("caption.step", {n: moment.step, words: Watch.sayMoment(moment)})]);
-  Watch.say(look, found.length ? t("caption.look") : "");
-  if (told !== (told = JSON.stringify(found))) {
-    looks.replaceChildren(...found.map(([step, said]) => h("button", {class: "look",
-      "data-step": step, onclick: () => {
-        Watch.play(false);
-        Watch.set({step, block: null});
-      }}, said)));
-  }
-  for (const button of looks.children) {
-    button.setAttribute("aria-pressed", String(Number(button.dataset.step) === store.step));
-  }
+  looks.draw(moments(film));
 });

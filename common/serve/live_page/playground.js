@@ -21,7 +21,9 @@ const examples = Object.keys(Watch.examples).map((name) => h("button", {"data-ex
   type: "button", says: `play.${name}`, onclick: () => write(Watch.examples[name])}));
 const prompt = h("textarea", {name: "prompts", rows: 7, spellcheck: "false", label: "play.prompt",
   oninput: () => Watch.redraw()});
-const count = h("p", {class: "quiet"});
+const numPrompts = () => promptsIn(prompt.value).length;
+const count = h("p", {class: "quiet", says: () => t(numPrompts() === 1 ? "play.count.one"
+  : "play.count", {n: numPrompts()})});
 const model = h("select");
 const fields = Object.entries(NUMBERS).map(([name, value]) =>
   h("label", {}, h("span", {}, name), h("input", {name, value, inputmode: "decimal"})));
@@ -35,7 +37,7 @@ const problem = h("p", {class: "problem", role: "alert", hidden: true});
 const little = h("input", {type: "checkbox", name: "little", onchange: () => {
   Watch.useLittle(little.checked);
 }});
-const littleName = h("span");
+const littleName = h("span", {says: () => t("play.little", {n: Watch.settings.num_little})});
 const form = h("form", {class: "prompts", oninput: keep, onsubmit: (event) => {
   event.preventDefault();
   send();
@@ -168,12 +170,10 @@ class Card {
   constructor(words) {
     this.words = words;
     this.reason = null;
-    this.run = liveFilm()?.run; // in this film
-    this.sentAfter = liveFilm()?.lastNumber ?? -1; // the last request that was there before
+    this.run = Watch.liveFilm()?.run; // in this film
+    this.sentAfter = Watch.liveFilm()?.lastNumber ?? -1; // the last request that was there before
     this.id = null; // of its request, in the film
-    this.name = h("button", {type: "button", class: "chip",
-      onclick: () => Watch.set({request: store.request === this.id ? null : this.id})},
-    h("i"), h("b"), h("span", {class: "quiet"}));
+    this.name = Watch.chip({type: "button", onclick: () => Watch.toggle(this.id)});
     this.text = h("span", {class: "text"});
     const last = h("span", {class: "quiet"}, words.split("\n").at(-1)); // the rest stands above
     this.root = h("li", {}, this.name, h("pre", {}, h("span", {}, last, this.text)));
@@ -194,48 +194,33 @@ class Card {
 
   draw(film) {
     const request = film && this.find(film);
-    const [swatch, name, note] = this.name.children;
+    const title = request ? t("play.show", {request: request.id}) : "";
     this.name.disabled = !request;
-    swatch.style.background = request ? Watch.colour(request.id) : "";
-    Watch.say(name, request ? Watch.label(request.id) : "");
-    Watch.say(note, this.note(film, request));
-    this.name.title = request ? t("play.show", {request: request.id}) : "";
-    const isChosen = Boolean(request) && store.request === request.id;
-    this.name.setAttribute("aria-pressed", String(isChosen));
+    Watch.fillChip(this.name, request?.id ?? null, this.note(film, request), title);
   }
 
   note(film, request) {
-    const said = [];
     const {reason} = this;
-    if (reason === "stopped") said.push(t("play.stopped"));
-    else if (reason !== null) said.push(t("play.ended", {reason}));
-    if (!request) return said[0] ?? t("play.sent");
+    const end = reason === "stopped" ? t("play.stopped") : reason && t("play.ended", {reason});
+    if (!request) return end ?? t("play.sent");
     const {num_cached: numCached, num_preemptions: n} = request;
-    if (reason === null && film.now.waiting.includes(request.id)) {
-      const why = film.waitsNow().get(request.id) ?? "";
-      said.push(why === "" ? t("play.sent")
-        : t("play.waits", {why: Watch.reasonWords(film.run, why)}));
-    }
+    const isWaiting = reason === null && film.now.waiting.includes(request.id);
+    const why = film.waitsNow().get(request.id);
+    const wait = why ? t("cell.waits", {reason: Watch.reasonWords(film.run, why)}) : t("play.sent");
     const table = request.tables[0] ?? [];
     const isShared = (block) => Watch.frames.usersOf(film.now, block).length > 1;
     const shared = table.filter(isShared).length;
-    if (table.length) said.push(t("play.blocks", {n: table.length}));
-    if (shared) said.push(t("play.shared", {n: shared}));
-    if (numCached) said.push(t("play.cached", {n: numCached}));
-    if (n) said.push(t(n === 1 ? "play.preempted.one" : "play.preempted", {n}));
-    return said.join(" · ");
+    return Watch.joined(end, isWaiting && wait,
+      table.length && t("play.blocks", {n: table.length}), shared && t("play.shared", {n: shared}),
+      numCached && t("play.cached", {n: numCached}),
+      n && t(n === 1 ? "play.preempted.one" : "play.preempted", {n}));
   }
 }
 
-const liveFilm = () => (store.films[0]?.isLive ? store.films[0] : null);
-
 function draw() {
-  const n = promptsIn(prompt.value).length;
-  Watch.say(count, t(n === 1 ? "play.count.one" : "play.count", {n}));
-  Watch.say(littleName, t("play.little", {n: Watch.settings.num_little}));
-  run.disabled = sent !== null || n === 0;
+  run.disabled = sent !== null || numPrompts() === 0;
   stop.disabled = sent === null;
-  for (const card of cards) card.draw(liveFilm());
+  for (const card of cards) card.draw(Watch.liveFilm());
 }
 
 restore();

@@ -17,7 +17,6 @@ Watch.words({
   "play.no_json": ["The schema is no JSON: {why}", "schema 不是 JSON：{why}"],
   "play.stopped": ["stopped", "已停止"],
   "play.sent": ["sent", "已发送"],
-  "play.waits": ["waits: {why}", "等待：{why}"],
   "play.blocks": ["{n} blocks", "{n} 块"],
   "play.shared": ["{n} shared", "共享 {n} 块"],
   "play.cached": ["{n} tokens found in the cache", "缓存命中 {n} 个 token"],

@@ -1,0 +1,219 @@
+"""The bodies that the server refuses: one table, each with the field that its error names."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.serve.conftest import Running
+from common.serve.errors import api_error
+from common.serve.wire import MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_PROMPTS
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "x"}
+# A valid body for each route.
+VALID: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 2},
+    CHAT: {"messages": [USER], "max_tokens": 2},
+    f"{COMPLETIONS}/render": {"prompt": "x"},
+    f"{CHAT}/render": {"messages": [USER]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "x"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+HUGE = 10**400
+FORM = {"type": "json_object"}
+TOO_MANY_BIASES = {str(i): 1 for i in range(MAX_BIASES + 1)}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORCED = {"tools": [TOOL], "tool_choice": "required"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+def nested(depth: int, around: tuple[str, str] = ("[", "]")) -> Any:
+    return json.loads(around[0] * depth + around[1] * depth)
+
+
+# Values that are refused, by field: on both routes, on completions, on chats.
+GENERATION: dict[str, list[Any]] = {
+    "temperature": [-1, "1", HUGE],
+    "top_p": [HUGE],
+    "min_p": [HUGE],
+    "repetition_penalty": [5e-324, 1e300],
+    "seed": [HUGE],
+    "n": [0, -1, MAX_N + 1, HUGE],
+    "max_tokens": [0, -1, 1.5, "1", True],
+    "min_tokens": [-1],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
+    "stop": [["x"] * 1025, [""], [5], "", 5],
+    "stop_token_ids": ["1", [2**70], [10**6]],
+    "bad_words": [["x"] * 1025, "x"],
+    "logit_bias": ["1", {"x": 1}, {"-1": 1}, {"5": HUGE}, {str(2**70): 1}, TOO_MANY_BIASES],
+    "allowed_token_ids": [[]],
+    "cache_salt": [""],
+    "stream": ["1"],
+    "stream_options": [{"include_usage": True}, 4.0],  # without a stream
+    "structured_outputs": [
+        *({"regex": "("}, {"x": 1}),
+        *(
+            {"json": wrong}
+            for wrong in (1, {"$ref": "#/nowhere"}, {"type": "no"}, {"enum": [HUGE]})
+        ),
+        {"json": {"oneOf": [{"const": 1}, {"enum": 5}]}},
+        {"json": {"allOf": 5, "oneOf": [{"const": 1}, {"enum": [2]}]}},
+        {"json": nested(400, ('{"a":[', "]}"))},
+    ],
+    "response_format": [
+        *({"type": "xml"}, {"type": "json_schema"}, {}, 1.5),
+        {"type": "xml", "json_schema": {"schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}},
+    ],
+    "guided_json": [{}],
+}
+ONLY_COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": [
+        *("", [], [[]], [-1], [True], ["x", ""], ["a", 5], None, {"a": 1}, "\ud800"),
+        *(["x"] * (MAX_PROMPTS + 1), [None] * 300_000, [2**40], [[2**70]], [HUGE], [5] * 65),
+        *("x " * 5000, nested(900)),
+    ],
+    "logprobs": [-1, MAX_LOGPROBS + 1, True],
+    "suffix": ["x"],
+}
+ONLY_CHAT: dict[str, list[Any]] = {
+    "messages": [
+        *([], ["x"], "x", [{}], [{"content": "x"}], [{"role": "\ud800", "content": {}}]),
+        *([{"role": role, "content": "x"}] for role in ("", 5)),
+        *([USER | {"content": text}] for text in (3, [IMAGE], ["x"], [{"text": 1}], nested(300))),
+        *([USER | {"content": text}] for text in ("\ud800", "x " * 5000)),
+        *([USER | {"tool_calls": calls}] for calls in (5, [1], [{}], [{"function": {}}])),
+        [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],  # cut
+    ],
+    "top_logprobs": [3, MAX_LOGPROBS + 1],  # without `logprobs`
+    "max_completion_tokens": [0],
+    "tools": [[{}], {}, [5]],
+}
+# In a chat in which a call is required.
+WITH_TOOLS: dict[str, list[Any]] = {
+    "tool_choice": [
+        *("any", 5, {"type": "function"}, {"type": "allowed_tools"}),
+        {"type": "function", "function": {"name": "g"}},
+    ],
+    "tools": [
+        *([TOOL, TOOL], [{"type": "custom", "custom": {"name": "f"}}]),
+        *([{"function": function}] for function in ({}, {"name": 'a"b'})),
+        *(
+            [{"function": {"name": "f", "parameters": schema}}]
+            for schema in (
+                *(5, {"type": "array"}, {"$ref": "#/$defs/Missing"}),
+                {"properties": {"x": {"type": "nothing"}}},
+            )
+        ),
+    ],
+    "parallel_tool_calls": ["yes"],
+    "response_format": [FORM],
+    "structured_outputs": [{"regex": "x"}],
+    "stop": ["x"],  # a grammar says the end
+}
+# Fields that exclude each other, and bodies of other routes: with the field that is named.
+OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
+    (COMPLETIONS, {"prompt": [2**40], "echo": True}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 20, "n": MAX_N}, "n"),
+    (COMPLETIONS, {"structured_outputs": {"choice": 1}}, None),
+    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (COMPLETIONS, {"echo": True, "truncate_prompt_tokens": 5}, "echo"),
+    (COMPLETIONS, {"stream": True, "stream_options": 4.0}, "stream_options"),
+    (CHAT, {"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs"),
+    (CHAT, {"response_format": FORM, "structured_outputs": {"regex": "x"}}, "response_format"),
+    *((CHAT, FORCED | {"tools": tools}, "tool_choice") for tools in (None, [])),
+    (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "messages"),
+    (CHAT, {"chat_template_kwargs": {"conversation": 1}}, "messages"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages"),
+    (f"{COMPLETIONS}/render", {"temperature": -1}, "temperature"),
+    (f"{CHAT}/render", {"temperature": -1}, "temperature"),
+    ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+    ("/tokenize", {"prompt": None}, None),
+    ("/tokenize", {"messages": [USER]}, None),
+    ("/tokenize", {"prompt": None, "messages": [USER], "tools": [{}]}, "tools"),
+    *(("/detokenize", {"tokens": [token]}, "tokens") for token in (-1, 10**6, HUGE)),
+    *(("/v1/load_lora_adapter", {name: ""}, name) for name in ("lora_name", "lora_path")),
+    ("/v1/load_lora_adapter", {"lora_name": "tiny"}, "lora_name"),
+    ("/v1/load_lora_adapter", {"lora_path": "x" * 5000}, "lora_path"),
+    ("/v1/load_lora_adapter", {"lora_path": "\0"}, None),
+]
+# Bodies other than a JSON object.
+BYTES = [b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"', b"4.0", b"{", b"[1,2]", b"[" * 100_000]
+BYTES += [b'{"prompt":"x","seed":%b}' % (b"9" * 5000)]
+BYTES += [b'{"prompt":"x","y":%b%b}' % (b"[" * 30_000, b"]" * 30_000)]
+
+
+def refusals() -> Iterator[tuple[str, Any, int, str | None]]:
+    """Yield path, body, status and the field that the error names."""
+    for path, more, fields in (
+        (COMPLETIONS, {}, GENERATION | ONLY_COMPLETIONS),
+        (CHAT, {}, GENERATION | ONLY_CHAT),
+        (CHAT, FORCED, WITH_TOOLS),
+    ):
+        for name, values in fields.items():
+            yield from ((path, VALID[path] | more | {name: value}, 400, name) for value in values)
+    for path, fields, name in OTHERS:
+        yield path, VALID[path] | fields, 400, name
+    yield from ((COMPLETIONS, body, 400, None) for body in BYTES)
+    for number in b"NaN", b"1e999":
+        yield COMPLETIONS, b'{"prompt":"x","temperature":%b}' % number, 400, "temperature"
+    for path in list(VALID)[:6]:
+        for model in "gpt-4", "\ud800":
+            yield path, VALID[path] | {"model": model}, 404, "model"
+    yield "/v1/nothing", {}, 404, None
+    yield "/v1/embeddings", {"input": "x"}, 404, None
+    yield "/v1/models", {}, 405, None
+
+
+def test_a_wrong_body_is_refused(short: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Within five seconds, without a traceback, and no request is left in the engine."""
+    wrong = []
+    for path, body, status, name in refusals():
+        begin = time.process_time()
+        found, headers, content = short.request("POST", path, body)
+        error, shown = json.loads(content).get("error", {}), (path, str(body)[-150:], content)
+        if (found, error.get("param")) != (status, name):
+            wrong.append((status, name, found, *shown))
+        assert headers["content-type"] == "application/json", shown
+        assert set(error) == {"message", "type", "param", "code"}, shown
+        assert time.process_time() - begin < 5, ("it takes long", shown)
+        assert "Traceback" not in caplog.text, shown
+    assert not wrong, "\n".join(map(str, wrong))
+    assert short.is_idle()
+
+
+def test_errors_that_name_no_field(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the server itself names no file of the server either."""
+    status, answer = server.post(CHAT, VALID[CHAT])
+    assert (status, answer["error"]["param"]) == (400, None), "there is no template"
+    for sentence in ("2 are too many", "the prompt has 5"):
+        assert api_error(ValueError(sentence), {"prompt"}).param is None, "no field's name"
+    text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
+    monkeypatch.setattr(server.app.state.server.metrics, "text", text)
+    status, _, content = server.request("GET", "/metrics")
+    message = json.loads(content)["error"]["message"]
+    assert status == 500 and message == "the server has failed: FileNotFoundError"
+
+
+def test_no_error_names_a_folder_of_the_server(short: Running) -> None:
+    root = short.app.state.server.config.adapter_root
+    (root / "other").mkdir()
+    (root / "other" / "adapter_model.safetensors").write_bytes(b"none")
+    for config in ("{", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "target_modules": 5}'):
+        (root / "other" / "adapter_config.json").write_text(config)
+        for path in ("other", "./other", "nowhere", "../other", str(root.parent)):
+            body = {"lora_name": "a", "lora_path": path}
+            status, answer = short.post("/v1/load_lora_adapter", body)
+            error = answer["error"]
+            assert status == {"./other": 400, "other": 400, "nowhere": 404}.get(path, 403)
+            assert error["param"] == "lora_path" and str(root.parent) not in error["message"]
+            assert status != 400 or path in error["message"], error
