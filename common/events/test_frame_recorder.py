@@ -134,8 +134,8 @@ def test_a_recorded_run_ends_where_an_interrupt_makes_state_inconsistent(
             name = "allocate_slots" if is_inconsistent else "forward"
             patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             engine.step()
-        (gone,) = finish(engine).values()
-        assert gone.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
+        (aborted,) = finish(engine).values()
+        assert aborted.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
         assert serve_unwatched(engine, prompts) == plain
         found = moments(path)
         assert found.count("failed") == 1 + is_inconsistent

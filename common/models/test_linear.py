@@ -141,25 +141,25 @@ def test_packed_weights_are_moved_to_huge_pages_and_compute_the_same(tmp_path, m
     address, num_bytes = matrix.packed_memory
     assert num_bytes >= 4 * 3000 * 1024
     has_huge_pages = huge_pages.ENABLED.exists()
-    said, expected = tmp_path / "enabled", matrix(x)
-    said.write_text("always [madvise] never")
-    monkeypatch.setattr(huge_pages, "ENABLED", said)
+    flag, expected = tmp_path / "enabled", matrix(x)
+    flag.write_text("always [madvise] never")
+    monkeypatch.setattr(huge_pages, "ENABLED", flag)
     huge_pages.move_to_huge_pages([matrix.packed_memory])
     assert torch.equal(matrix(x), expected)
     if has_huge_pages:
         assert "hg" in flags_of(address + num_bytes // 2)
-    asked: list[int] = []
-    monkeypatch.setattr(huge_pages, "advise", lambda *memory: asked.append(memory[2]))
+    queried: list[int] = []
+    monkeypatch.setattr(huge_pages, "advise", lambda *memory: queried.append(memory[2]))
     huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert asked == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
+    assert queried == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
     monkeypatch.setattr(huge_pages, "MAX_SECONDS", 0)
     huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert asked[4:] == [14, 14]
-    said.write_text("always madvise [never]")
+    assert queried[4:] == [14, 14]
+    flag.write_text("always madvise [never]")
     huge_pages.move_to_huge_pages([(0, 1)])
-    said.unlink()
+    flag.unlink()
     huge_pages.move_to_huge_pages([(0, 1)])
-    assert len(asked) == 6
+    assert len(queried) == 6
 
 
 def flags_of(address: int) -> list[str]:

@@ -164,7 +164,7 @@ QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
 
 
 @pytest.mark.parametrize(
-    "case, name, wrong, said",
+    "case, name, wrong, message",
     [
         (
             "mistral",
@@ -177,9 +177,9 @@ QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
         ("mistral", NORM, torch.ones(32).char(), "must have dtype"),
     ],
 )
-def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, said, tmp_path):
+def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, message, tmp_path):
     edit_weights(save_case(case, tmp_path), lambda tensors: tensors.update({name: wrong}))
-    with pytest.raises(ValueError, match=f"{name} {said}"):
+    with pytest.raises(ValueError, match=f"{name} {message}"):
         load_model(tmp_path)
 
 
@@ -337,16 +337,16 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path):
 
 
 def test_a_hub_id_is_downloaded(checkpoint, monkeypatch):
-    asked = []
+    urls = []
 
     def download(repo_id: str, **options) -> str:
-        asked.append((repo_id, options))
+        urls.append((repo_id, options))
         return str(checkpoint)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_checkpoint("some-org/Some.Model-1_b") == checkpoint
-    assert asked[0][0] == "some-org/Some.Model-1_b"
-    assert asked[0][1]["allow_patterns"] == loader._DOWNLOADS
+    assert urls[0][0] == "some-org/Some.Model-1_b"
+    assert urls[0][1]["allow_patterns"] == loader._DOWNLOADS
 
 
 @pytest.mark.parametrize("error", [OSError("no route to host\nlong story"), ValueError("offline")])

@@ -94,11 +94,11 @@ def test_token_by_token_and_in_chunks_equals_the_whole_prompt(name, dtype, check
                 for i, n in zip(chosen, chunks, strict=True)
             ]
             logits = harness.step(work)
-            wanted = [expected[i][first : first + len(tokens)] for i, first, tokens in work]
+            references = [expected[i][first : first + len(tokens)] for i, first, tokens in work]
             context = (
                 f"{name}, block size {block_size}, seed {seed}, {[(w[0], w[1]) for w in work]}"
             )
-            assert_close(logits, torch.cat(wanted), context)
+            assert_close(logits, torch.cat(references), context)
             for i, _, tokens in work:
                 done[i] += len(tokens)
 
@@ -352,8 +352,8 @@ def test_a_window_larger_than_the_model_is_said_once(
     save_case("mistral-window", tmp_path, sliding_window=window)
     with caplog.at_level(logging.WARNING):
         model = load_model(tmp_path, torch.float64).model
-    said = "sliding_window is 65 and max_position_embeddings 64: it hides nothing"
-    assert [said in record.getMessage() for record in caplog.records] == [True] * is_said
+    message = "sliding_window is 65 and max_position_embeddings 64: it hides nothing"
+    assert [message in record.getMessage() for record in caplog.records] == [True] * is_said
     assert not model.groups.have_windows
     model.group_layers(64)
     assert not model.groups.have_windows

@@ -48,9 +48,9 @@ def test_the_page_and_the_printed_table_agree_with_the_code(capsys):
 def test_every_architecture_that_is_refused_by_name_is_one():
     kinds = (names for key, names in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES"))
     known = {name for kind in kinds for name in kind.values() if isinstance(name, str)}
-    for pattern, why in REFUSAL_REASONS.items():
+    for pattern, reason in REFUSAL_REASONS.items():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
-        assert any(refusal_reason([name]) == why for name in fitting), pattern
+        assert any(refusal_reason([name]) == reason for name in fitting), pattern
     assert refusal_reason(["SomethingNew"]) is refusal_reason("GptOssForCausalLM") is None
     assert refusal_reason(["GPT2LMHeadModel"]) is refusal_reason(["GPT2DoubleHeadsModel"]) is None
 
@@ -188,12 +188,12 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_an_unsupported_model_is_refused_before_a_weight_is_read(
     case, sound, made_on, tmp_path, capsys
 ):
-    change, said = CASES[case]
+    change, message = CASES[case]
     path = shutil.copytree(sound, tmp_path / "model")
     change(path)
     assert demo.main(["--model", str(path)]) == 2
     *_, sentence = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("error: ") and said in sentence and len(sentence) < 700
+    assert sentence.startswith("error: ") and message in sentence and len(sentence) < 700
     assert "cpu" not in made_on, "memory was taken"
 
 

@@ -151,8 +151,8 @@ def test_a_text_is_ruled_out_with_and_without_a_space(shipped_tokenizer: Tokeniz
         return shipped_tokenizer.encode(text, add_special_tokens=False)
 
     params = SamplingParams(bad_words=["self", "  self", [3, 4]])
-    told = token_rules_of(params, shipped_tokenizer, 4096, lambda _, ids: ids)
-    assert told["bad_words"] == [encode("self"), encode(" self"), [3, 4]]
+    rules = token_rules_of(params, shipped_tokenizer, 4096, lambda _, ids: ids)
+    assert rules["bad_words"] == [encode("self"), encode(" self"), [3, 4]]
     assert encode("self") != encode(" self")
 
 
@@ -164,6 +164,6 @@ def test_a_text_is_encoded_without_the_tokens_that_begin_a_prompt(
     backend = type(shipped_tokenizer.backend).from_str(shipped_tokenizer.backend.to_str())
     backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[("bos", 0)])
     params, vocab_size = SamplingParams(bad_words=["self"]), shipped_tokenizer.vocab_size
-    told = token_rules_of(params, Tokenizer(backend), vocab_size, lambda _, x: x)
+    rules = token_rules_of(params, Tokenizer(backend), vocab_size, lambda _, x: x)
     plain = token_rules_of(params, shipped_tokenizer, vocab_size, lambda _, x: x)
-    assert Tokenizer(backend).encode("self")[0] == 0 and told == plain
+    assert Tokenizer(backend).encode("self")[0] == 0 and rules == plain

@@ -95,8 +95,8 @@ def tokenizer_file(normalizer, splitter) -> Backend:
 def save(backend: Backend, path: Path, model_type: str, **config: object) -> Backend:
     """The tokenizer's files of a checkpoint, and what the library reads of the first."""
     backend.save(str(path / "tokenizer.json"))
-    told = {"bos_token": "<s>", "eos_token": "</s>"} | config
-    (path / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"} | config
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     return Backend.from_file(str(path / "tokenizer.json"))
 
@@ -120,10 +120,10 @@ def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
                 assert loaded.encode(text, add_special_tokens=False) == ids[1:], about
                 whole = file.decode(ids)
                 assert loaded.decode(ids) == whole == stream(loaded, [], ids)[1], about
-                said = b"".join(
+                decoded = b"".join(
                     vocabulary.token_bytes[i] for i in ids if i not in loaded.special_ids
                 )
-                assert said.decode().strip(" ") == whole.strip(" "), about
+                assert decoded.decode().strip(" ") == whole.strip(" "), about
 
 
 def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ async def test_a_name_may_come_again_at_once(llm: AsyncLLM) -> None:
 
 
 async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """They are given out some at a time, in order. A mailbox joins what is not read."""
+    """Deltas are given out in batches, in order. A mailbox joins unread ones."""
     other = AsyncLLM.__new__(AsyncLLM)
     other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
     other._given, other._mailboxes = type(llm._given)(), {}

@@ -2,7 +2,7 @@
 
     1.1                                          how it is named; an exhibit: its English title
     example examples_batching endings            a module of `examples/`, and a function in it
-    ...                                          see `hall.py` and `course.py`
+    ...                                          see `exhibits.py` and `course.py`
     en 50a411deedc2                              the digest of the English texts when ...
     zh_title ...                                 ... they were translated: as `title`, in Chinese
 

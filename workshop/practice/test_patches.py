@@ -8,12 +8,12 @@ import pytest
 
 from workshop.practice import patches
 from workshop.practice.module_swap import name_of
-from workshop.practice.museum.hall import TITLES
+from workshop.practice.museum.exhibits import TITLES
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
 from workshop.practice.patches import main, problem_of
 from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
 from workshop.practice.tasks.course import task_numbered
-from workshop.practice.trial import try_all
+from workshop.practice.trial import broken_copy, try_all, try_tests
 
 LINES = broken_lines()
 NOTICED = next(bug for bug in LINES if bug.module == "block_pool")
@@ -43,7 +43,18 @@ def test_unnoticed_bugs_are_listed_in_their_order() -> None:
     tries += [(NOTICED, (*NOTICED.tests, other), first_only) for first_only in (False, True)]
     not_noticed = f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
     one_is_not = f"{NOTICED.name}: not noticed by {other}"
-    assert [said for _, said, _ in try_all(tries, jobs=2)] == [not_noticed, "", one_is_not, ""]
+    assert [message for _, message, _ in try_all(tries, jobs=2)] == [
+        not_noticed,
+        "",
+        one_is_not,
+        "",
+    ]
+
+
+def test_a_report_names_no_temporary_folder() -> None:
+    with broken_copy(replace(NOTICED, new="raise OSError")) as swap:
+        report = try_tests(NOTICED.tests, swap).report
+    assert "OSError" in report and str(swap.file.parent) not in report
 
 
 def test_a_row_is_read_with_its_continuation_lines() -> None:
@@ -115,9 +126,9 @@ def test_lines_keep_their_distance_from_the_old_ones_and_an_empty_one_takes_the_
 
 
 def test_a_comment_that_is_said_goes_too(place) -> None:
-    said = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
+    message = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
     unsaid = place("Pool.free", "self.give(block, limit=LIMIT)", "pass").apply()
-    assert "pass\n" in said and "pass  # to whoever asks\n" in unsaid
+    assert "pass\n" in message and "pass  # to whoever asks\n" in unsaid
 
 
 def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
@@ -142,8 +153,8 @@ def test_a_patch_that_does_not_apply_names_its_search_text_and_the_nearest_lines
 ) -> None:
     with pytest.raises(PatchError) as caught:
         place(symbol, old, "").apply()
-    said = str(caught.value)
-    assert all(word in said for word in [f"block_pool {symbol}", old, *words]), said
+    message = str(caught.value)
+    assert all(word in message for word in [f"block_pool {symbol}", old, *words]), message
 
 
 def test_a_module_is_found_by_its_last_name_wherever_it_lies() -> None:

@@ -15,7 +15,7 @@ from PIL import Image, ImageChops, ImageColor
 from workshop.book import palette
 from workshop.measure.bench.bench_record import replace_between_markers
 from workshop.practice.museum import museum_page
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.museum.pictures import FOLDER as PICTURES
 from workshop.practice.museum.pictures import SCENES, picture_of
 from workshop.watch import chromium, film_command, films, live_still

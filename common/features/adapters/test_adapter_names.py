@@ -130,21 +130,24 @@ class Ranks:
 
     def __init__(self, *answers: list[str | None]) -> None:
         self.answers, self.has_exited = list(answers), False
-        self.links, self.loading, self.told = [0, 1], {}, []
+        self.links, self.loading, self.messages = [0, 1], {}, []
 
     def send(self, content: bytes) -> None:
         if self.has_exited:
             raise WorkerError("gone")
         kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
-        kind, told = unpack(content, kinds | {"drop": ["digest"]})
-        self.told.append((kind, *told.values()))
+        kind, messages = unpack(content, kinds | {"drop": ["digest"]})
+        self.messages.append((kind, *messages.values()))
 
     def look(self, seconds: float) -> None:
         if self.has_exited:
             raise WorkerError("gone")
-        number, why = max(self.loading), {"kind_of_error": "ValueError", "sentence": "half a file"}
+        number, reason = (
+            max(self.loading),
+            {"kind_of_error": "ValueError", "sentence": "half a file"},
+        )
         rank, digests = len(self.loading[number]), self.answers[0]
-        self.loading[number][rank] = {"digest": digests.pop(0), **why}
+        self.loading[number][rank] = {"digest": digests.pop(0), **reason}
         if not digests:
             self.answers.pop(0)
 
@@ -158,10 +161,10 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     assert loading.digest() == "a"
     loading.take()
     names = AdapterNames(adapters, int)
-    for why in ("must be the same on all ranks", "half a file", "must be the same"):
-        with pytest.raises(ValueError, match=why):
+    for reason in ("must be the same on all ranks", "half a file", "must be the same"):
+        with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
-    assert [told[1:] for told in ranks.told if told[0] == "take"] == [
+    assert [messages[1:] for messages in ranks.messages if messages[0] == "take"] == [
         (1, True),
         (2, False),
         (3, False),
@@ -179,7 +182,7 @@ def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
     class Interrupting(Ranks):
         def send(self, content: bytes) -> None:
             super().send(content)
-            if self.told[-1] == ("take", 2, True):
+            if self.messages[-1] == ("take", 2, True):
                 raise KeyboardInterrupt
 
     ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
@@ -188,7 +191,7 @@ def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
     with pytest.raises(KeyboardInterrupt):
         names.load("y", "y")
     names.load("y", "z")
-    assert [told for told in ranks.told if told[0] == "drop"] == [("drop", "b")]
+    assert [messages for messages in ranks.messages if messages[0] == "drop"] == [("drop", "b")]
     assert names.names == ["x", "y"] and names.digest_of("y") == "c"
 
 

@@ -309,8 +309,8 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
         f'{{"format": "{letter}"}}' for letter in "ab"
     }
-    said = "ignoring the unknown format 'letter-of-a-test' of a schema"
-    assert caplog.messages == [said]
+    warning = "ignoring the unknown format 'letter-of-a-test' of a schema"
+    assert caplog.messages == [warning]
     for form in FORMATS:
         schema = {"type": "string", "format": form}
         assert rewritten(schema) == schema

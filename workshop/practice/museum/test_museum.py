@@ -16,7 +16,7 @@ from workshop.practice.command import clues, find, list_exhibits
 from workshop.practice.command import museum as main
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum import two_films
-from workshop.practice.museum.hall import EXHIBITS, TITLES, Exhibit, Workload
+from workshop.practice.museum.exhibits import EXHIBITS, TITLES, Exhibit, Workload
 from workshop.practice.museum.museum_page import PAGE, linked, side_by_side
 from workshop.practice.museum.watched_run import RunOnFilm
 from workshop.practice.named_tests import Failure, TestRun

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import DIFFICULTIES, EVENINGS, TASKS, task_numbered
 from workshop.practice.tasks.reading import PAGES, counted, lines_of, sums

@@ -33,14 +33,14 @@ from workshop.practice.trial import NEVER_ENDS
 def test_an_examples_result_leads_to_its_mistake_and_other_results_to_none() -> None:
     task = the("1.2")
     ours = example_with(task, task.source())
-    said = [example_with(task, mistake.apply()) for mistake in task.mistakes]
-    for words, mistake in zip(said, task.mistakes, strict=True):
-        assert recognised(task, words, ours, said) is mistake
-    assert recognised(task, "something else", ours, said) is None
+    results = [example_with(task, mistake.apply()) for mistake in task.mistakes]
+    for words, mistake in zip(results, task.mistakes, strict=True):
+        assert recognised(task, words, ours, results) is mistake
+    assert recognised(task, "something else", ours, results) is None
     # Two mistakes at once: the first line that differs is one's alone.
-    both = "\n".join([said[0].splitlines()[0], "and all else is another's"])
-    assert recognised(task, both, ours, said) is task.mistakes[0]
-    alike = [f"begins as all do\n{number}" for number in range(len(said))]
+    both = "\n".join([results[0].splitlines()[0], "and all else is another's"])
+    assert recognised(task, both, ours, results) is task.mistakes[0]
+    alike = [f"begins as all do\n{number}" for number in range(len(results))]
     assert recognised(task, "begins as all do\nand is another", ours, alike) is None
 
 
@@ -72,11 +72,11 @@ def test_the_solution_is_right_and_its_tests_are_counted_as_they_were_announced(
     number: str, counted: str, tmp_path: Path
 ) -> None:
     task = the(number)
-    told: list[str] = []
+    messages: list[str] = []
     file = tmp_path / Path(task.file).name
     file.write_text(task.source(), encoding="utf-8")
-    assert grade(task, file, 20, told.append) == Verdict(True, f"Right. {counted}")
-    assert told[-1] == f"Its tests ({counted[0]}) ..."
+    assert grade(task, file, 20, messages.append) == Verdict(True, f"Right. {counted}")
+    assert messages[-1] == f"Its tests ({counted[0]}) ..."
 
 
 def test_a_typical_mistake_gets_its_message_after_the_failing_test(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_mistake_is_known_for_any_error_text_and_explained_in_the_readers_lang
     )
     verdict = graded(task, text, tmp_path)
     assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
-    told = task.chinese.said["mistake"][task.mistakes.index(verdict.mistake)]
-    assert "缓存" in told and told in verdict.text
+    messages = task.chinese.said["mistake"][task.mistakes.index(verdict.mistake)]
+    assert "缓存" in messages and messages in verdict.text
 
 
 def test_an_exception_is_shown_with_the_readers_line_and_output(tmp_path: Path) -> None:

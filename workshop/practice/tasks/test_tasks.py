@@ -144,8 +144,8 @@ def test_a_signature_is_without_its_types() -> None:
 def test_the_readers_folder_is_none_of_gits_business() -> None:
     if (ROOT / ".git").exists():  # else an unpacked source archive, and there may be no git
         path = FOLDER / "block_pool.py"
-        asked = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
-        assert asked.returncode == 0
+        ignored = subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=ROOT)
+        assert ignored.returncode == 0
     assert FOLDER == ROOT / "my"
 
 
@@ -159,8 +159,8 @@ def bench(tmp_path: Path) -> Workbench:
 
 def test_one_task_writes_its_file_with_all_holes_of_the_evening(bench: Workbench) -> None:
     one, other = two_of_one_file()
-    (told,) = bench.open([one])
-    assert told == f"Written: my/rejection_sampler.py, which is {one.file} without the lines of " \
+    (text,) = bench.open([one])
+    assert text == f"Written: my/rejection_sampler.py, which is {one.file} without the lines of " \
                    "5.3 and 5.4."  # fmt: skip
     assert bench.is_blank(one) and bench.is_blank(other)
     text = bench.file(one).read_text(encoding="utf-8")
@@ -173,8 +173,8 @@ def test_nothing_that_was_written_is_lost(bench: Workbench) -> None:
         bench.start_over(ONE)
         assert bench.is_blank(ONE)
         bench.file(ONE).write_text(text)
-    told = bench.start_over(ONE)
-    assert told[0].endswith("my/request.py is kept in my/answers/1.1_request_3.py.")
+    output = bench.start_over(ONE)
+    assert output[0].endswith("my/request.py is kept in my/answers/1.1_request_3.py.")
     names = ["1.1_request.py", "1.1_request_2.py", "1.1_request_3.py"]
     assert sorted(path.name for path in (bench.folder / "answers").iterdir()) == names
     kept = [(bench.folder / "answers" / name).read_text() for name in names]
@@ -335,8 +335,8 @@ def test_hints_come_one_at_a_time(bench: Workbench, capsys: pytest.CaptureFixtur
     for number in range(1, len(HINTS) + 1):
         main(["1.1", "--hint"], bench)
         shown = " ".join(capsys.readouterr().out.split())
-        told = [" ".join(hint.split()) in shown for hint in HINTS]
-        assert told == [n == number for n in range(1, len(HINTS) + 1)]
+        output = [" ".join(hint.split()) in shown for hint in HINTS]
+        assert output == [n == number for n in range(1, len(HINTS) + 1)]
     main(["1.1", "--hint"], bench)
     shown = " ".join(capsys.readouterr().out.split())
     assert all(" ".join(hint.split()) in shown for hint in HINTS) and "--solution" in shown
@@ -347,14 +347,14 @@ def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
 ) -> None:
     words = ONE.chinese
     monkeypatch.setenv("LANGUAGE", "zh")
-    for arguments, told in (
+    for arguments, output in (
         ([], [words.text("title")]),
         (["1.1"], words.said["write"]),
         (["1.1", "--hint"], words.said["hint"][:1]),
     ):
         main(arguments, bench)
         shown = capsys.readouterr().out
-        assert all(line in shown for line in told)
+        assert all(line in shown for line in output)
     for name in ("LANGUAGE", "LC_ALL", "LC_MESSAGES"):
         monkeypatch.delenv(name, raising=False)
     # Each counts before the one above it.
@@ -419,7 +419,7 @@ def test_nothing_is_run_where_there_is_no_answer(
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "said"),
+    ("ends", "code", "expected"),
     [
         (KeyboardInterrupt, 130, "The demo was stopped."),
         (subprocess.TimeoutExpired("", 1), 1, "Does a loop never stop?"),
@@ -428,7 +428,7 @@ def test_nothing_is_run_where_there_is_no_answer(
 def test_a_demo_that_is_stopped_ends_with_a_sentence(
     ends: BaseException,
     code: int,
-    said: str,
+    expected: str,
     bench: Workbench,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -441,7 +441,7 @@ def test_a_demo_that_is_stopped_ends_with_a_sentence(
     bench.open([ONE])
     bench.file(ONE).write_text(ONE.source())
     assert main(["1.1", "--demo"], bench) == code
-    assert said in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
 def test_a_task_that_the_engine_does_not_run_shows_its_small_example(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.command import tasks as main
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import EVENINGS
 from workshop.practice.tasks.tickets import PAGES, read_tickets
