@@ -60,7 +60,7 @@ def compose(
         query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
         host = query_starts, (queries.starts + queries.num_tokens).tolist(), num_short
         names = [f.name for f in fields(AttentionMetadata)]
-        given = [[getattr(metadata, name) for name in names] for metadata in batch.attention]
-        return replace(batch, attention=tuple(MixedMetadata(*values, *host) for values in given))
+        given = [[*(getattr(m, name) for name in names), *host] for m in batch.attention]
+        return replace(batch, attention=tuple(MixedMetadata(*values) for values in given))
 
     return StepLayout(order, layout.arrays, compose_mixed)

@@ -114,7 +114,6 @@ class GlobalKVPool:
         self._transport = transport
         self.num_transfer_threads = num_transfer_threads
         self._transfers = Loads[KVBlock](transfer_timeout_s, num_transfer_threads)
-        self._targets: dict[str, _Node] = {}  # of transfers
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
         self._copies: dict[bytes, dict[str, KVBlock]] = {}  # hash -> node id, earliest first
@@ -220,7 +219,8 @@ class GlobalKVPool:
 
     def read(self, block_hashes: Sequence[bytes], target_node_id: str) -> Iterator[KVBlock]:
         """Yield copies of these blocks for `target_node_id`, which are pinned from now on. The
-        iteration may be slow, and raises at the first block that does not arrive intact."""
+        iteration may be slow, and raises at the first block that does not arrive intact. At its end
+        the blocks that arrived are kept on the target."""
         with self._lock:
             target = self._node(target_node_id)
             sources = [self._sources(block_hash, target) for block_hash in block_hashes]
@@ -233,10 +233,7 @@ class GlobalKVPool:
     ) -> None:
         """Copy these blocks, consecutive ones of a chain, to `target_node_id` in the background.
         Raises `ValueError` if a transfer with this `request_id` has a result that was not taken."""
-        blocks = self.read(block_hashes, target_node_id)
-        with self._lock:  # another thread can take the result when the target is known
-            self._transfers.start(request_id, blocks)
-            self._targets[request_id] = self._node(target_node_id)
+        self._transfers.start(request_id, self.read(block_hashes, target_node_id))
 
     def is_transfer_complete(self, request_id: str) -> bool:
         """Whether the transfer has ended, successfully or not, or its deadline has passed. Raises
@@ -244,12 +241,9 @@ class GlobalKVPool:
         return self._transfers.has_ended(request_id)
 
     def transfer_result(self, request_id: str) -> TransferResult:
-        """Take the result of a complete transfer, and keep its blocks on the target. Raises
-        `ValueError` for one that is in flight or unknown."""
-        with self._lock:
-            blocks, error = self._transfers.take(request_id)
-            target = self._targets.pop(request_id)
-        self._keep(target, blocks)
+        """Take the result of a complete transfer. Raises `ValueError` for one that is in flight or
+        unknown."""
+        blocks, error = self._transfers.take(request_id)
         return TransferResult(tuple(blocks), error)
 
     def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
@@ -262,10 +256,17 @@ class GlobalKVPool:
         self, sources: list[list[tuple[_Node, KVBlock]]], target: _Node
     ) -> Iterator[KVBlock]:
         """Runs in a transfer's thread, without the lock."""
-        for index, copies in enumerate(sources):
-            if not copies:
-                raise LookupError(f"cannot transfer block {index}: the block is not in the pool")
-            yield self._fetch(copies, target)
+        arrived: list[KVBlock] = []
+        try:
+            for index, copies in enumerate(sources):
+                if not copies:
+                    raise LookupError(f"cannot transfer block {index}: not in the pool")
+                arrived.append(self._fetch(copies, target))
+                yield arrived[-1]
+        except Exception:  # not `GeneratorExit`: cancelled, or the reader rejects a block
+            self._keep(target, arrived)
+            raise
+        self._keep(target, arrived)
 
     def _fetch(self, copies: Sequence[tuple[_Node, KVBlock]], target: _Node) -> KVBlock:
         """Return the first copy that arrives intact."""
@@ -321,8 +322,6 @@ class GlobalKVPool:
 
 class _PoolAtNode(KVStore):
     """The pool as the store of one node, on which loaded blocks are kept."""
-
-    keeps_loaded_blocks = True
 
     def __init__(self, pool: GlobalKVPool, node_id: str) -> None:
         self.pool, self.node_id = pool, node_id

@@ -33,7 +33,6 @@ class KVStore(ABC):
     """Blocks by link. `get` is iterated in another thread, and `drop` is called there, too."""
 
     num_read_threads = 1  # so many loads are read at the same time
-    keeps_loaded_blocks = False  # whether a loaded block is put here, to be nearer to its reader
 
     @abstractmethod
     def has(self, links: Sequence[Link]) -> int:

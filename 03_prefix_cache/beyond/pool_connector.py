@@ -81,21 +81,14 @@ class PoolConnector(StoreConnector):
         return self._checked(links, self.store.get(links))
 
     def _checked(self, links: Sequence[Link], records: Iterator[bytes]) -> Iterator[bytes]:
-        """Runs in a thread of `Loads`."""
-        for link, record in zip(links, records, strict=False):
+        """Runs in a thread of `Loads`. The store's iterator is exhausted before `links` is."""
+        for record, link in zip(records, links, strict=False):
             try:
                 data = open_record(record, link)
             except ValueError:
                 self.store.drop(link)
                 raise
             yield data
-
-    def _keep(self, link: Link, data: bytes) -> None:
-        if self.store.keeps_loaded_blocks:
-            try:
-                self.store.put(link, make_record(link, data))
-            except Exception as failure:
-                logger.warning("cannot keep a loaded block in the KV pool: %r", failure)
 
     def _count(self, found: Found, num_arrived: int) -> None:
         self.stats.num_tokens_loaded += num_arrived * self.block_size

@@ -76,7 +76,6 @@ class FaultyStore(KVStore):
     ) -> None:
         self.shared, self.faults, self.links = shared, faults, links
         self.inner = shared.at_node(node_id)
-        self.keeps_loaded_blocks = self.inner.keeps_loaded_blocks
 
     def at_node(self, node_id: str) -> FaultyStore:
         return FaultyStore(self.shared, self.faults, self.links, node_id)

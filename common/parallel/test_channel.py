@@ -208,6 +208,13 @@ def played(
     return Executor([actor.link for actor in made], output_rank, timeout_s, compares)
 
 
+def linked(num: int, timeout_s: float = 5.0) -> tuple[Executor, list[Channel]]:
+    """An executor without actors, and the workers' ends of its channels."""
+    pairs = [pair() for _ in range(num)]
+    links = [Link(rank, ours, pair()[0]) for rank, (ours, _) in enumerate(pairs)]
+    return Executor(links, 0, timeout_s), [its for _, its in pairs]
+
+
 def step(executor: Executor, number: int = 3) -> dict:
     executor.send(message.pack("plan", step=number))
     return executor.wait_for_output(number)
@@ -231,8 +238,7 @@ def test_answers_without_a_waiting_call_are_dropped():
 
 def test_an_adapter_read_for_an_interrupted_call_is_dropped():
     """The requesting call was interrupted, and its ranks read on."""
-    one, its_one = pair()
-    executor = Executor([Link(0, one, pair()[0])], 0, 5.0)
+    executor, (its_one,) = linked(1)
     executor.loading[2] = {}
     for number in (1, 2):
         facts = {"number": number, "digest": "d", "kind_of_error": "", "sentence": ""}
@@ -334,9 +340,8 @@ def test_ranks_that_have_sampled_different_tokens_are_named():
 
 @pytest.mark.parametrize("second, raised", [("ValueError", ValueError), ("KeyError", WorkerError)])
 def test_a_startup_error_is_the_users_if_all_ranks_report_it(second, raised):
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    for its, kind in ((its_one, "ValueError"), (its_two, second)):  # sent before any read
+    executor, ends = linked(2)
+    for its, kind in zip(ends, ("ValueError", second)):  # sent before any read
         its.send(broken(kind, False)(0)[0])
     with pytest.raises(raised, match="so it is"):
         executor.start([b"start"] * 2)
@@ -345,9 +350,8 @@ def test_a_startup_error_is_the_users_if_all_ranks_report_it(second, raised):
 def test_a_peer_with_half_a_message_gets_no_goodbye(monkeypatch):
     """The peer would read a goodbye as the second half of the message."""
     monkeypatch.setattr(executor_module, "CLOSE_TIMEOUT_S", 0.1)
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
-    one.is_inconsistent = True
+    executor, (its_one, its_two) = linked(2)
+    executor.links[0].channel.is_inconsistent = True
     executor.close()
     assert message.unpack(its_two.receive(), {"close": ()})[0] == "close"
     with pytest.raises(ChannelClosed):
@@ -370,8 +374,8 @@ def ctrl_c():
 
 
 def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
-    (one, its_one), (two, its_two) = pair(), pair()
-    executor = Executor([Link(0, one, pair()[0]), Link(1, two, pair()[0])], 0, 5.0)
+    executor, (its_one, its_two) = linked(2)
+    one = executor.links[0].channel
 
     class Interrupted:
         """A socket. Ctrl-C comes when the system call is over, and before the next line of ours."""
@@ -414,16 +418,15 @@ def test_a_truncated_message_is_not_read_on():
 
 def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor = played((right, WAITS))
-    executor.links[
-        0
-    ].channel.is_inconsistent = True  # its parent's business, not a reason to end them
+    channel = executor.links[0].channel
+    channel.is_inconsistent = True  # its parent's business, not a reason to end them
     monkeypatch.setattr(executor_module.os, "getpid", lambda: -1)
     for use in (lambda: executor.send(b"plan"), lambda: executor.collect("a block")):
         with pytest.raises(RuntimeError, match="cannot use workers of process"):
             use()
     executor.close()
     monkeypatch.undo()
-    executor.links[0].channel.is_inconsistent = False
+    channel.is_inconsistent = False
     assert executor.failure is None
     assert step(executor)["step"] == 3
     executor.close()

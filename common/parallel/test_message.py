@@ -40,6 +40,11 @@ def through(plan: RunnerInput) -> RunnerInput:
     return message.plan_from_map(content["plan"])
 
 
+def output_through(output: StepOutput) -> StepOutput:
+    data = message.pack("output", output=message.output_to_map(output))
+    return message.output_from_map(message.unpack(data, OUTPUT)[1]["output"])
+
+
 def message_of(plan: RunnerInput) -> RunnerInput:
     """Without what is its scheduler's own."""
     return RunnerInput(*(getattr(plan, f.name) for f in fields(RunnerInput)))
@@ -154,8 +159,7 @@ ENTRIES = st.dictionaries(
     )
 )
 def test_an_answer_arrives_as_it_was_sent(output):
-    data = message.pack("output", output=message.output_to_map(output))
-    arrived = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"])
+    arrived = output_through(output)
     assert arrived == output
     for req_id, entries in output.logprobs.items():  # best first
         tops = [list(entry.top) for entry in entries]
@@ -164,8 +168,7 @@ def test_an_answer_arrives_as_it_was_sent(output):
 
 def test_no_logprob_is_lost_that_is_not_a_number():
     entry = TokenLogprobs(1, -math.inf, 3, {2: math.nan})
-    data = message.pack("output", output=message.output_to_map(StepOutput(logprobs={"a": [entry]})))
-    (arrived,) = message.output_from_map(message.unpack(data, OUTPUT)[1]["output"]).logprobs["a"]
+    (arrived,) = output_through(StepOutput(logprobs={"a": [entry]})).logprobs["a"]
     assert arrived.logprob == -math.inf and math.isnan(arrived.top[2])
 
 
@@ -204,7 +207,7 @@ def test_a_features_data_is_plain_or_its_plugin_is_named(data):
 
 def test_a_time_of_numpy_does_not_either():
     with pytest.raises(TypeError, match="float64 cannot be encoded"):
-        message.pack("output", output=message.output_to_map(StepOutput(times={"a": np.float64()})))
+        output_through(StepOutput(times={"a": np.float64()}))
 
 
 def test_a_name_of_numpy_is_a_text():

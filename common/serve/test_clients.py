@@ -45,7 +45,7 @@ def client(server: Running, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def test_sixty_four_streams_at_once_say_what_generate_says(server: Running, alone: LLM) -> None:
+def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LLM) -> None:
     prompts = [f"{PROMPT} == {i}:" for i in range(64)]
     params = SamplingParams(temperature=0, max_tokens=10)
     expected = [o.outputs[0].text for o in alone.generate(prompts, params, use_tqdm=False)]
@@ -115,7 +115,7 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_ends_its_request(
+def test_a_disconnect_ends_its_request(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when the collector comes by: `made` keeps what was not closed."""
@@ -137,7 +137,7 @@ def test_whoever_leaves_ends_its_request(
     assert len(made) == 3 and made[2].ag_frame is None
 
 
-def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
+def test_a_slow_reader_delays_no_other(server: Running) -> None:
     sent = posted({**LONG, "stream": True, "logprobs": 5})
     with server.connect(sent, receive_buffer=4096) as connection:
         assert connection.recv(1)
@@ -147,7 +147,7 @@ def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     wait_for(server.is_idle, 20)
 
 
-def test_a_step_that_fails_is_told_to_whom_it_concerns(
+def test_a_failed_step_is_reported_to_its_requests(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A runner that fails once: the requests in that step get a 500, the next one its answer."""
@@ -201,7 +201,8 @@ def test_slow_headers_time_out(server: Running, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold up every stream for as long as all of it takes. The system keeps the rest."""
+    """Accepting all connections at the same time would delay every stream. The system queues the
+    others."""
     turns: list[Counter[str]] = []
     is_over, may_go = threading.Event(), threading.Event()
 
@@ -220,7 +221,7 @@ def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.M
     server.loop.call_soon_threadsafe(turn)
     with ExitStack() as stack:
         crowd: list[socket.socket] = []
-        for _ in range(2):  # who has just come, and who is known
+        for _ in range(2):  # a new connection, and a known one
             may_go.clear()
             server.loop.call_soon_threadsafe(may_go.wait, 20)
             while len(crowd) < 60:
@@ -288,7 +289,7 @@ def client_of(said: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
 
 
-def test_a_signal_lets_those_who_run_finish() -> None:
+def test_a_signal_lets_running_requests_finish() -> None:
     with started("--drain-seconds", "60") as (process, said):
         one = client_of(said)
         stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
@@ -300,7 +301,7 @@ def test_a_signal_lets_those_who_run_finish() -> None:
         assert process.wait(120) == 0
 
 
-def test_and_those_who_take_too_long_get_an_error() -> None:
+def test_requests_beyond_the_drain_time_get_an_error() -> None:
     with started("--drain-seconds", "2") as (process, said):
         one = client_of(said)
         how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
@@ -322,7 +323,8 @@ def test_and_those_who_take_too_long_get_an_error() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
 def test_no_piece_waits_for_another(host: str) -> None:
-    """What a connection's transport is told about its socket: 40 ms of delay for each answer."""
+    """The socket options of a connection's transport: with Nagle's algorithm each answer is delayed
+    by 40 ms."""
 
     async def has_no_delay() -> int:
         found = asyncio.get_running_loop().create_future()

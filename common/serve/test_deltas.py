@@ -1,4 +1,4 @@
-"""What is handed over of a request that grows: each thing once, and nothing before it is whole."""
+"""Deltas of a growing request: each token and text once, and no text before it is complete."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_continuation_waits_for_the_prompts_scores() -> None:
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_deltas_that_are_joined_keep_what_either_has(last: bool) -> None:
+def test_joined_deltas_keep_the_fields_of_both(last: bool) -> None:
     scores, times = [None, 1.0], RequestMetrics(1.0)
     total = RequestDelta("x", {0: CompletionDelta(0, "a", [1], [0.5])}, [7], scores)
     error = ValueError("no")

@@ -1,4 +1,5 @@
-"""`GET /events`: watching comes and goes with those who look, and costs the others nothing."""
+"""`GET /events`: recording starts and ends with its viewers, and costs the other clients
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, 
 
 
 class Onlooker:
-    """Somebody who reads `/events`, in a thread; while not `is_awake`, nothing."""
+    """A reader of `/events` in a thread, which reads nothing while not `is_awake`."""
 
     def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
         self.is_awake, self.lines = threading.Event(), list[str]()
@@ -86,7 +87,7 @@ class Onlooker:
 
 
 def present(state: Frame | None) -> Any:
-    """What does not depend on where a film began."""
+    """The part of a frame that does not depend on where a recorded run began."""
     if state is None:
         return None
     aside = {"requests", "pieces", "loaded", "result", "cached"}  # who published a block, say
@@ -141,7 +142,7 @@ def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
     assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
 
 
-def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
+def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
     tight: Running, look: Callable[..., Onlooker]
 ) -> None:
     first, others = look(), []
@@ -162,7 +163,7 @@ def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
     assert sum(map(len, others[1].films())) < len(first.lines)
 
 
-def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
+def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked for nothing meanwhile, and no text is kept."""
@@ -200,10 +201,11 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
 
 
 @pytest.mark.parametrize("place", ["core", "books"])
-def test_an_engine_that_begins_anew_is_filmed_anew(
+def test_an_engine_that_recovers_is_recorded_again(
     place: str, tight: Running, look: Callable[..., Onlooker]
 ) -> None:
-    """Where its books are torn, watching ends by itself. Elsewhere the same film goes on."""
+    """If state is inconsistent, watching ends by itself. Otherwise the same recorded run goes
+    on."""
     onlookers = [look(), look()]
     tight.post("/v1/completions", EIGHT)
     tight.call(fail_next, ZeroDivisionError, 1, place)
@@ -232,7 +234,7 @@ def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
     assert viewer._texts == [] and viewer.lags
 
 
-def test_an_event_is_what_was_written_at_once() -> None:
+def test_an_event_is_one_write() -> None:
     assert (
         server_sent('{"a":1}\n{"b":"\u2028"}\n')
         == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
@@ -371,7 +373,7 @@ def test_only_so_many_may_look(
     assert tight.request("GET", "/events")[0] == 429
 
 
-def test_a_film_that_somebody_else_has_is_not_taken_from_them(
+def test_a_recorded_run_of_another_recorder_is_not_taken(
     tight: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))

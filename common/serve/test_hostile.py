@@ -1,4 +1,4 @@
-"""What nobody should send: an error for it, and nothing else happens."""
+"""Malformed requests: each gets an error, with no other effect."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
     assert server.post(*completion(**params))[1]["usage"]["total_tokens"] == 64
 
 
-# -- trap 87: one legal body that works where everybody waits
+# -- trap 87: one legal body that works while every client waits
 
 
 def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> None:
@@ -105,7 +105,7 @@ def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> 
 
 
 def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:
-    """Trap 87. A 429 would be tried again for ever."""
+    """Trap 87. A 429 would be retried forever."""
     with running(max_waiting=4, max_num_seqs=2, max_model_len=64) as found:
         for fields, name in (({"prompt": ["x"] * 7}, "prompt"), ({"n": 7}, "n")):
             status, answer = found.post(*completion(**fields))
@@ -147,8 +147,8 @@ def test_the_engines_thread_makes_no_token_ids(
 def test_large_json_is_neither_read_nor_made_in_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trap 87. What is large is made some entries at a time in its thread, too: what encodes it
-    holds Python's lock."""
+    """Trap 87. Large content is built a few entries at a time in its thread, too: its encoder holds
+    Python's lock."""
     made, read = list[tuple[str, int]](), list[tuple[str, int]]()
     encode, parsed = large_json._encode, large_json._parsed
 
@@ -213,7 +213,7 @@ def test_nothing_is_kept_of_a_body(server: Running) -> None:
         tracemalloc.stop()
 
 
-def test_what_is_no_http_is_refused(server: Running) -> None:
+def test_bytes_that_are_not_http_are_refused(server: Running) -> None:
     rng = random.Random(5)
     many = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 90) for i in range(2000))
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -290,7 +290,7 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     ],
     ids=["nothing", "half of a second request", "half of a body that was refused"],
 )
-def test_who_says_half_of_it_is_cut_off(
+def test_a_client_that_sends_half_a_request_is_cut_off(
     server: Running, first: bytes, second: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
@@ -304,15 +304,15 @@ def test_who_says_half_of_it_is_cut_off(
         assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
 
 
-def test_who_was_not_heard_in_time_is_not_cut_off(
+def test_a_client_that_was_read_late_is_not_cut_off(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of forty that come at once the last is heard later than it has time to say something."""
+    """The last of forty simultaneous connections is served later than its time limit to send."""
     hear = PatientProtocol.data_received
 
-    def hear_slowly(own: PatientProtocol, data: bytes) -> None:
+    def hear_slowly(protocol: PatientProtocol, data: bytes) -> None:
         time.sleep(0.02)
-        hear(own, data)
+        hear(protocol, data)
 
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
     monkeypatch.setattr("common.serve.running.FEW", 4)
@@ -338,7 +338,7 @@ def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPa
             assert answer.status == 200 and json.loads(answer.read())["choices"]
 
 
-def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
+def test_a_disconnected_client_is_not_waited_for(server: Running) -> None:
     def waits() -> list[Any]:
         timers = [timer for timer in server.loop._scheduled if not timer.cancelled()]  # pyright: ignore[reportAttributeAccessIssue]
         # Another thread's: one of them may have run by now, and has no callback.
@@ -350,7 +350,7 @@ def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
     wait_for(lambda: not waits(), HEADER_SECONDS / 2)
 
 
-def test_who_reads_nothing_does_not_keep_the_server_from_its_end(
+def test_a_client_that_reads_nothing_does_not_block_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("common.serve.running.LAST_WORDS_SECONDS", 0.2)

@@ -49,7 +49,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
     rng = random.Random(seed)
     leaves_after = [rng.random() * 4 if i % 2 else None for i in range(len(prompts))]
 
-    async def ask(i: int) -> str | None:
+    async def request_chat(i: int) -> str | None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         fields = {"prompt": prompts[i], "max_tokens": 24, "temperature": 0, "stream": True}
         writer.write(posted(fields | {"ignore_eos": True}))
@@ -71,7 +71,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
         assert b"data: [DONE]" in found
         return text_of(found)
 
-    texts = await asyncio.gather(*map(ask, range(len(prompts))))
+    texts = await asyncio.gather(*map(request_chat, range(len(prompts))))
     return {i: text for i, text in enumerate(texts) if text is not None}
 
 

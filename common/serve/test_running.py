@@ -24,14 +24,15 @@ from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connectio
 
 
 class Engine:
-    """What a server asks of an `AsyncLLM`. `num_unfinished` requests run, and end as it is told."""
+    """The interface of `AsyncLLM` that a server uses. `num_unfinished` requests run, and end on
+    abort."""
 
     def __init__(self, num_unfinished: int = 0) -> None:
         self.num_unfinished, self.death_reason, self.stats = num_unfinished, None, EngineStats()
         self.said: list[str] = []
 
-    def abort_all(self, why: str) -> None:
-        self.said.append(f"{self.num_unfinished} aborted: {why}")
+    def abort_all(self, reason: str) -> None:
+        self.said.append(f"{self.num_unfinished} aborted: {reason}")
 
     def close(self) -> None:
         self.said.append("closed")
@@ -79,7 +80,7 @@ async def drained(
     ],
     ids=["nobody", "who finishes", "who takes too long", "no time", "a second signal"],
 )
-def test_who_runs_may_finish_in_time(
+def test_running_requests_can_finish_in_time(
     num: int,
     drain_seconds: float,
     ends_after: float | None,
@@ -98,7 +99,8 @@ def test_who_runs_may_finish_in_time(
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What `serve` makes; the server ends at once, and has cut off `num_cut_short`."""
+    """The arguments of `serve`'s parts; the server ends immediately, and has cut off
+    `num_cut_short`."""
     found = SimpleNamespace(engine=Engine(), num_cut_short=0)
 
     def make_llm(model: str | None, **settings: Any) -> Engine:
@@ -177,7 +179,7 @@ def test_a_model_has_a_name(
     assert '"temperature": 0' in said
 
 
-def test_what_is_printed_to_try_is_continued_well(alone: LLM) -> None:
+def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
     """A newcomer's first answer: code that works, and the same each time."""
     params = SamplingParams(temperature=0, max_tokens=16)
     (output,) = alone.generate(running.TRY_IT, params, use_tqdm=False)
@@ -250,7 +252,7 @@ def test_kv_events_end_before_the_engine_does(
     assert served.engine.said == ["spared", "tells a, b", "served", *told, *closed]
 
 
-def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixture) -> None:
+def test_an_ipv6_address_is_printed_in_brackets(capsys: pytest.CaptureFixture) -> None:
     listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     running._print_addresses(parse_args([]), "m", listener)
     assert "http://[::1]:80/v1" in capsys.readouterr().err
@@ -267,7 +269,7 @@ def test_an_address_of_six_groups_stands_in_brackets(capsys: pytest.CaptureFixtu
         (["--host=0.0.0.0", "--api-key=k"], "open to the key: every prompt and answer"),
     ],
 )
-def test_a_line_says_what_is_open(
+def test_a_line_lists_the_open_endpoints(
     served: SimpleNamespace, flags: list[str], said: str, capsys: pytest.CaptureFixture
 ) -> None:
     """Trap 86."""
@@ -275,7 +277,7 @@ def test_a_line_says_what_is_open(
     assert said in capsys.readouterr().err
 
 
-def test_what_the_engine_does_is_a_line_of_the_log(
+def test_engine_statistics_are_a_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -305,7 +307,7 @@ def test_what_the_engine_does_is_a_line_of_the_log(
     assert record.getMessage().startswith(said) and record.getMessage().endswith(" 25.0%")
 
 
-def test_the_lock_comes_back_soon() -> None:
+def test_the_lock_is_released_soon() -> None:
     before = sys.getswitchinterval()
     try:
         for given, expected in (0.005, running.SWITCH_S), (0.0001, 0.0001):

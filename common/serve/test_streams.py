@@ -1,5 +1,4 @@
-"""Whoever leaves, wherever an answer is just then: every generator is closed, and every request
-ends."""
+"""A disconnect at any point of an answer: every generator is closed, and every request ends."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ G = {"name": "g", "arguments": "{}"}
         ("", "", None, []),
     ],
 )
-def test_what_a_text_says(
+def test_tool_calls_of_a_text(
     text: str, content: str | None, reasoning: str | None, calls: list[dict[str, str]]
 ) -> None:
     found = whole(Reader(AUTO, True), text)
@@ -291,7 +291,7 @@ def test_a_template_that_ignores_tools(
     assert caplog.text.count("ignores tools") == 1
 
 
-def test_the_template_says_what_is_read(hermes: Running) -> None:
+def test_the_template_writes_the_format_that_is_parsed(hermes: Running) -> None:
     def reader(template: str, choice: str = "none") -> Reader | None:
         chat = ChatPrompts(hermes.llm.tokenizer, template)
         return chat.reader(tool_use(TOOLS, choice, None), has_grammar=False)

@@ -1,4 +1,4 @@
-"""What a client gets, of what an engine has handed over: without either."""
+"""Responses built from an engine's outputs, without server and engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def total(*texts: str, prompt: Any = (A, B), scores: Any = None, **fields: Any) 
 
 
 def read(content: Any) -> Any:
-    """As a client reads it. What is made an entry at a time can be made once."""
+    """Decode as a client does. Content that is streamed in entries can be decoded once."""
     return json.loads(b"".join(json_chunks(content)))
 
 
@@ -53,7 +53,7 @@ def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
     assert json.loads(written) == {"a": text}
 
 
-def test_choices_and_what_they_used_are_those_of_all_prompts() -> None:
+def test_choices_and_usage_cover_all_prompts() -> None:
     one = answer(n=2, prompts=("P", "Q"))
     said = one.whole([total("ab", "c"), total("d", "e", prompt=(A, B, C))])
     assert [(c["index"], c["text"]) for c in said["choices"]] == [
@@ -82,7 +82,7 @@ def test_a_chat_has_its_own_names() -> None:
     assert one.id.startswith("chatcmpl-") and choice["logprobs"] is None
 
 
-def test_a_piece_without_text_is_sent_where_it_says_something() -> None:
+def test_a_chunk_without_text_is_sent_if_it_has_other_fields() -> None:
     silent = CompletionDelta(0, "", [A])
     delta = RequestDelta("x", {0: silent}, [A])
     assert answer().chunks(0, delta) == []
@@ -92,8 +92,8 @@ def test_a_piece_without_text_is_sent_where_it_says_something() -> None:
     assert len(answer(logprobs=True).chunks(0, delta)) == 1
 
 
-def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
-    """And a token that is no text by itself is one character."""
+def test_minus_infinity_is_a_number_in_every_field() -> None:
+    """A token that is not valid text by itself is one character."""
     entry = TokenLogprobs(255, MINUS_INFINITY, 3, {B: MINUS_INFINITY})
     whole = total("b", scores=[None, entry], logprobs=[entry])
     said = read(answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole]))
@@ -125,7 +125,7 @@ def test_minus_infinity_is_a_number_wherever_it_stands() -> None:
     assert [c["logprobs"]["tokens"] for c in said["choices"]] == [["b", "a"], ["c", "a"]]
 
 
-def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_completion() -> None:
+def test_prompt_fields_are_sent_once_with_a_chat_and_with_each_completion() -> None:
     """As at vLLM; of a stream the first pieces have it."""
     whole = total("a", "b", scores=[None])
     more = RequestDelta("x", {0: CompletionDelta(0, "c", [C])})
@@ -143,7 +143,7 @@ def test_what_was_asked_of_a_prompt_comes_once_with_a_chat_and_with_each_complet
         assert "prompt_token_ids" not in str(answer(kind).whole([total("a")]))
 
 
-def test_json_in_pieces_is_the_same() -> None:
+def test_json_in_chunks_is_the_same() -> None:
     """Trap 87."""
     entry = TokenLogprobs(A, -1.0, 1, {B: -2.0})
     total_of = total("ab", "c", scores=[None, entry], logprobs=[entry] * 2)

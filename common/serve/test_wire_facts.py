@@ -52,7 +52,7 @@ def test_an_answer_is_that_of_generate(server: Running, alone: LLM) -> None:
     assert answer["object"] == "text_completion" and answer["model"] == MODEL
 
 
-def test_pieces_joined_are_the_whole(server: Running) -> None:
+def test_joined_chunks_equal_the_whole(server: Running) -> None:
     for fields in (
         {},
         {"n": 3, "temperature": 0.9, "seed": 5},
@@ -313,7 +313,9 @@ def test_where_a_request_says_nothing_the_models_makers_do(
         assert make_app(template_server.llm, config)[0].state.server.defaults == expected
 
 
-def test_what_a_models_makers_recommend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recommended_sampling_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
     caplog.set_level("INFO")
@@ -346,7 +348,7 @@ def test_special_tokens_are_added_unless_not_wanted(
         assert seen == [by_default, True, False], path
 
 
-def test_only_who_has_the_salt_finds_what_is_cached(server: Running) -> None:
+def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:
     def num_cached(salt: str | None) -> int:
         _, answer = server.post("/v1/completions", body(prompt=[7] * 40, cache_salt=salt))
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -426,8 +428,8 @@ def test_metrics_have_vllms_names(server: Running) -> None:
 
 
 async def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
-    """And of who leaves after it; one that was only accepted has none, nor one that ends without
-    any token."""
+    """Also for a client that disconnects after it; a request that was only accepted has none, nor
+    one that ends without any token."""
     metrics = metrics_of(EngineStats())
 
     def count() -> float:

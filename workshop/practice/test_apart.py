@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -12,6 +13,10 @@ from workshop.practice.apart import apart
 
 def _loaded() -> list[str]:
     return [name for name in ("torch", "request", "block_pool") if name in sys.modules]
+
+
+def _settings_of_pytest() -> list[str]:
+    return [name for name in os.environ if name.startswith("PYTEST_")]
 
 
 def _die() -> None:
@@ -25,6 +30,10 @@ def _never_end() -> None:
 
 def test_libraries_are_there_and_nothing_of_ours() -> None:
     assert apart(_loaded, (), 60) == ["torch"]
+
+
+def test_a_run_of_pytest_there_has_none_of_the_settings_of_this_one() -> None:
+    assert _settings_of_pytest() and apart(_settings_of_pytest, (), 60) == []
 
 
 def test_a_process_that_dies_is_an_error() -> None:

@@ -130,7 +130,6 @@ def static_and_continuous(static: Film, continuous: Film) -> Facts:
         "joined": joined,
         "newcomer": name,
         "longest": longest,
-        "longest_end": late - 1,
         "late": late,
         "num_requests": len(static.requests()),
         "num_seats": static.run.max_num_seqs,
@@ -274,7 +273,6 @@ def guesses(plain: Film, guessing: Film) -> Facts:
     return {
         "step": step,
         "right": right,
-        "num_right": num_right,
         "num_gained": num_right + 1,
         "wrong": wrong,
         "num_wrong": num_wrong,

@@ -92,10 +92,15 @@ def _admitted(seen: Seen, form: list[str], values: Values, is_back: bool) -> boo
 
 
 def _preempted(seen: Seen, form: list[str], values: Values) -> bool:
-    row = seen.row("preempted")
-    is_named = form in ([], ["forced"]) or row[2:] == [values["who"]]
-    is_admitted = form != ["seat"] or any(n == values["who"] for n, *_ in seen.changes["admitted"])
-    return row[1:2] == [values["lost"]] and is_named and is_admitted
+    """Whether it is told for which request it was; for none, it was the debug switch or itself."""
+    if not (row := seen.row("preempted")):
+        return False
+    _, num_lost, taker = row
+    is_admitted = any(name == taker for name, *_ in seen.changes["admitted"])
+    forms = {None: [["forced"]], seen.name: [[]]}.get(taker, [["for"], ["seat"]])
+    is_named = len(forms) == 1 or taker == values["who"]
+    is_right = form in forms and is_named and (form != ["seat"] or is_admitted)
+    return is_right and num_lost == values["lost"]
 
 
 def _taken(seen: Seen, form: list[str], values: Values) -> bool:
@@ -181,7 +186,7 @@ _NEEDS: dict[str, Callable[[Seen, list[str], Values], Any]] = {
     "chunk": _size,
     "prompt": _size,
     "again": _size,
-    "drafts": lambda seen, form, v: _verdict(seen) and sum(_verdict(seen)) == v["n"],
+    "drafts": lambda seen, form, v: _verdict(seen) == [v["accepted"], v["n"] - v["accepted"]],
     "rejected": lambda seen, form, v: _verdict(seen)[1:] == [v["n"]],
     "decode": lambda seen, form, v: len(seen.changes["tokens"].get(seen.name, ())) == 1,
     "discarded": lambda seen, form, v: seen.name in seen.result.get("discarded", {}),

@@ -77,7 +77,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
 
 
 def changes_of(shown: Shown, number: int) -> dict[int, str]:
-    """What the outline of a block says: of several things, the one that counts most."""
+    """The outline of a block: of several events, the most important one."""
     step, found = shown.step(number), {}
     for kind in ("freed", "evicted", "published", "shared", "taken"):
         replaced = [row for what in step.happened for row in what["known"]]
@@ -98,8 +98,8 @@ def loaded_in(shown: Shown, number: int) -> set[int]:
 
 
 def read_summary(page: Page) -> dict[str, Any]:
-    """What is next in each order, how many blocks there are of a kind, and what the legend counts
-    of a step."""
+    """The next block of each order, the number of blocks of a kind, and the counts of the legend
+    for a step."""
     return page.evaluate(
         """() => {
             const texts = (selector) =>
@@ -191,12 +191,17 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     film = shown["hash"]
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
-    page.hover(".scene-words .request-chip[data-request=b]")
-    page.wait_for_selector(".pool-cell.is-lit")
     state = film.state(6)
     table = state["tables"]["b"]["0"]
     assert len(table) > 3
-    assert lit_cells(page) == lit_of(state, "b")
+    for chip in (".queue-list button[data-request=b]", ".request-chip[data-request=b] >> nth=0"):
+        page.hover(chip)
+        page.wait_for_selector(".pool-cell.is-lit")
+        assert lit_cells(page) == lit_of(state, "b")
+        page.mouse.move(5, 5)
+        page.wait_for_selector(".pool-cell.is-lit", state="detached")
+    page.hover(chip)
+    page.wait_for_selector(".pool-cell.is-lit")
     size = film.run.block_size
     rows = page.locator(".pool-table tr").all()
     assert rows[0].locator("td").all_inner_texts() == [
@@ -207,11 +212,9 @@ def test_a_request_lights_its_table_in_order(shown: Pages, open_page: OpenPage) 
     others = {b for n in state["running"] if n != "b" for b in state["tables"][n]["0"]}
     assert shared == [str(block) for block in table if block in others]
     assert shared, "nobody shares: this proves nothing"
-    page.mouse.move(5, 5)
-    page.wait_for_selector(".pool-cell.is-lit", state="detached")
 
 
-def test_a_block_says_who_shares_it_and_what_it_holds(shown: Pages, open_page: OpenPage) -> None:
+def test_a_block_names_its_users_and_its_text(shown: Pages, open_page: OpenPage) -> None:
     film = shown["hash"]
     page = ready(open_page(film.page, **WIDE))
     go(page, step=6)
@@ -222,7 +225,7 @@ def test_a_block_says_who_shares_it_and_what_it_holds(shown: Pages, open_page: O
         said = page.inner_text(".pool-about")
         users = [name for name in state["running"] if block in state["tables"][name]["0"]]
         holders = ", ".join([*users, "the cache"])
-        assert f": {holders} ·" in said
+        assert f"references: {holders} ·" in said
         assert f"hash {cached['hash']}" in said
         above = cached.get("parent")
         parent = f"after block {above}" if above else "first of its prefix"
@@ -314,7 +317,7 @@ OUTSIDE = """() => [...document.querySelectorAll(".pool-cell")].filter((cell) =>
 
 
 def middle_of(page: Page, block: int) -> tuple[float, float]:
-    """Of a cell, be it an element or painted."""
+    """The centre of a cell, an element or a painted one."""
     x, y = page.evaluate(
         """(block) => {
             const cell = document.querySelector(`.pool-cell[data-block="${block}"]`);
@@ -359,10 +362,10 @@ def test_a_painted_pool_has_the_colours_of_its_owners(
     assert sorted(table) == painted
 
 
-def test_of_a_pool_too_large_to_be_seen_what_was_used_is_drawn(
+def test_only_the_used_part_of_a_huge_pool_is_drawn(
     tmp_path_factory: pytest.TempPathFactory, cast: Cast, open_page: OpenPage
 ) -> None:
-    """More of it when more is used; whoever goes back in time sees no cell go."""
+    """More of it when more is used; going back in time removes no cell."""
     script = SCRIPTS["hash"]
     script = type(script)((script.visits[0],), script.config).but(num_blocks=4097)
     film = make_one(tmp_path_factory.mktemp("large"), "n4097", script, cast)

@@ -1,5 +1,5 @@
-"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
-source that decided it; and the tokens are the text of the film."""
+"""The events of a step are described completely and correctly, in both languages; each sentence
+opens the lines of source that decided it; and the tokens are the text of the recorded run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from workshop.watch.conftest import OpenPage
 from workshop.watch.scene_runs import Pages, Shown, go, make_urgent, ready, visible
+from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.source_lines import ROOT
 from workshop.watch.source_places import RULES
 from workshop.watch.workloads import Cast
@@ -29,14 +30,11 @@ UNFOLD = """() => new Promise((done) => {
     button?.click();
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Whose sentences have numbers in which a run differs from others.
-NUMBERED = {"radix": "admitted", "preempted": "preempted", "forced": "preempted"}
-NUMBERED |= {"drafts": "drafts"}
 HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+|undefined|NaN")
 
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
-    """Of all groups: `{group, key, text, sources}`."""
+    """Sentences of all groups: `{group, key, text, sources}`."""
     while unfold and page.evaluate(UNFOLD):
         pass
     return page.evaluate(
@@ -57,7 +55,8 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
 
 
 def telling_steps(shown: Shown) -> Iterator[int]:
-    """Where things happen in numbers as in no step before. Of those that only decode, the first."""
+    """Steps with event counts that no earlier step had. Steps with decodes only are represented by
+    the first."""
     seen: set[frozenset] = set()
     for step in shown.film.steps():
         kinds = Counter(
@@ -134,19 +133,17 @@ def differences(
     "name",  # chains of hashes and FCFS have no sentences of their own
     [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
 )
-def test_everything_that_happened_is_told_once_and_nothing_else(
+def test_each_event_has_one_sentence_and_no_other_has(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
     """With its numbers and its lines of source, and in both languages."""
     film = shown[name]
     page = ready(open_page(film.page))
-    broken: list[str] = []
-    numbered: set[str] = set()
+    broken = unproven(page.evaluate(TOLD))
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
         told = read_sentences(page)
         broken += differences(page, film, number, told)
-        numbered |= check_numbers(film, number, told, is_forced=name == "forced")
         named = {r for one in told for r in [one["group"], *one["requests"]]}
         for what in film.step(number).happened:
             assert set(what["tokens"]) <= named, f"step {number}"
@@ -155,34 +152,6 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
         if place % 8 == 0:
             check_holes(page, number)
     assert not broken, "\n".join(broken[:5])
-    assert NUMBERED.get(name) in {*numbered, None}, "the run shows no such sentence"
-
-
-def check_numbers(
-    shown: Shown, number: int, told: list[dict[str, Any]], is_forced: bool
-) -> set[str]:
-    """Those in sentences are those of the frames. Returns what kinds there were."""
-    found: set[str] = set()
-    own = lambda name: {one["key"]: one["text"] for one in told if one["group"] == name}  # noqa: E731
-    for what in shown.step(number).happened:
-        for name, num, _ in what["admitted"]:
-            if num:
-                (text,) = (text for key, text in own(name).items() if ".cached" in key)
-                assert re.search(rf"\b{num} (cached )?tokens", text)
-                found.add("admitted")
-        for name, num_lost, taker in what["preempted"]:
-            ((key, text),) = (pair for pair in own(name).items() if "preem" in pair[0])
-            assert f"{num_lost} computed token" in text
-            # Who gets its blocks; or it was the debug switch, or nobody but itself.
-            is_for_another = taker not in (None, name)
-            kind = ".for" if is_for_another else ".forced" if is_forced else ""
-            assert key == f"say.preempted{kind}"
-            found.add("preempted")
-        for name, (accepted, rejected) in (what["result"] or {}).get("verified", {}).items():
-            text = own(name)["say.drafts"]
-            assert text.startswith(f"{accepted} of {accepted + rejected} draft token")
-            found.add("drafts")
-    return found
 
 
 def check_holes(page: Page, number: int) -> None:
@@ -212,9 +181,7 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     assert differences(page, film, number)
 
 
-def test_the_urgent_take_the_seats_of_others(
-    tmp_path: Path, cast: Cast, open_page: OpenPage
-) -> None:
+def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: OpenPage) -> None:
     film = make_urgent(tmp_path, cast)
     page = ready(open_page(film.page))
     go(page, step=3)
@@ -236,7 +203,7 @@ def test_the_urgent_take_the_seats_of_others(
 def test_each_link_opens_the_lines_that_it_names(
     is_each_sentence: bool, shown: Pages, open_page: OpenPage
 ) -> None:
-    """Of each kind of sentence one, or each sentence."""
+    """One sentence of each kind, or each sentence."""
     opened: set[str] = set()
     visited: set[str] = set()
     for name in NAMES:
@@ -301,9 +268,7 @@ def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: 
     assert link.evaluate("(link) => link === document.activeElement")
 
 
-def test_an_engine_that_nobody_knows_has_sentences_without_links(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_an_unknown_engine_has_sentences_without_links(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
     go(page, step=1)
@@ -338,7 +303,7 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
     page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
 
 
-def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+def test_drafts_are_underlined_or_struck_out_by_verification(
     shown: Pages, open_page: OpenPage
 ) -> None:
     """All other tokens of a request are its text."""
@@ -382,7 +347,7 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
     assert judged["accepted"] and judged["rejected"], judged
 
 
-def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
     shown: Pages, open_page: OpenPage
 ) -> None:
     film = shown["preempted"]

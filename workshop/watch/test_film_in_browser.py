@@ -103,7 +103,7 @@ def in_any_order(answer: list[Any]) -> list[Any]:
 
 
 def facts_in_python(film: Film) -> list[dict[str, Any]]:
-    """What each step computed, and what its plan left waiting."""
+    """Computed tokens of each step, and the requests that its plan left waiting."""
     seen: dict[int, dict[str, Any]] = {}
     nothing = {"cells": [], "waits": [], "idle": []}
     facts = []

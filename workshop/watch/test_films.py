@@ -158,7 +158,7 @@ def end_of(state: Frame, name: str) -> str | None:
     return state["requests"][name].get("finish", {}).get("reason")
 
 
-def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int | str, Shot]) -> None:
+def test_1_the_batch_slot_is_empty_here_and_used_there(shots: dict[int | str, Shot]) -> None:
     static, continuous = films_of(shots[1])
     facts = shots[1].facts
     assert (static.num_steps, continuous.num_steps) == (24, 19)
@@ -180,7 +180,7 @@ def test_1_the_seat_is_empty_here_and_used_there(shots: dict[int | str, Shot]) -
     assert facts["num_seats"] == static.run.max_num_seqs == 3
 
 
-def test_2_blocks_are_reserved_and_somebody_waits_for_them(shots: dict[int | str, Shot]) -> None:
+def test_2_blocks_are_reserved_and_a_request_waits_for_them(shots: dict[int | str, Shot]) -> None:
     (film,) = films_of(shots[2])
     facts = shots[2].facts
     table = _table(film.state_after(0), "a")
@@ -238,7 +238,7 @@ def test_4_one_gives_up_its_blocks_and_returns(shots: dict[int | str, Shot]) -> 
     assert (facts["step"], facts["late"], facts["num_waited"], facts["taker"]) == (6, 13, 7, "c")
 
 
-def test_5_right_guesses_save_steps_and_wrong_ones_nothing(shots: dict[int | str, Shot]) -> None:
+def test_5_right_drafts_save_steps_and_wrong_ones_nothing(shots: dict[int | str, Shot]) -> None:
     plain, guessing = films_of(shots[5])
     facts = shots[5].facts
     before, after = (guessing.state_after(step)["outputs"] for step in (4, 5))

@@ -1,4 +1,4 @@
-"""Behind each sentence of the page there are lines of source, and they are the right ones."""
+"""Each sentence of the page has its lines of source, and they are the right ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from workshop.watch.source_places import RULES
 
 PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.function, p.statement))
 
-# What an engine can not bring up: chapter 1's scheduler neither preempts nor sorts; who decodes has
-# a turn of its own where a batch is a prefill or a decode.
+# Sentences that an engine cannot produce: chapter 1's scheduler neither preempts nor sorts; decodes
+# have their own turn where a batch is a prefill or a decode.
 NEVER = {
     "fcfs": {"preempted", "queue"}
     | {f"reason:{why}" for why in ("preempting", "turn", "enough", "constraint")},
@@ -87,7 +87,7 @@ def test_the_policy_that_ran_decides_which_lines_are_shown() -> None:
     assert len(set(by_policy.values())) == len(by_policy)
 
 
-def test_what_the_page_gets_names_each_place_once_and_in_range() -> None:
+def test_the_page_gets_each_place_once_and_in_range() -> None:
     data = source_lines(RULES)
     assert len(data["rules"]) == len(RULES)
     assert {rule["place"] for rule in data["rules"]} == set(range(len(data["places"])))
@@ -108,7 +108,7 @@ def test_what_the_page_gets_names_each_place_once_and_in_range() -> None:
         (("m.py", "C.h", "pass"), "m.py must have one C.h, got 2"),
     ],
 )
-def test_a_place_that_is_gone_or_not_the_only_one_is_refused(
+def test_a_missing_or_ambiguous_place_is_refused(
     place: tuple[str, str, str], said: str, tmp_path: Path
 ) -> None:
     text = "def f():\n    x = 1\n    x = 2\n    return x\n"

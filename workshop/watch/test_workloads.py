@@ -1,4 +1,4 @@
-"""The run that is shown where nobody brings one: everything happens in it, and its tokens are
+"""The default run, which is shown without a file: everything happens in it, and its tokens are
 those of `transformers`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def film(default_film: Film) -> Film:
 
 
 def cells_of(film: Film) -> list:
-    """Of all steps, with the step in front."""
+    """Cells of all steps, each with the previous step."""
     return [(number, cell) for number, step in enumerate(cells(film)) for cell in step]
 
 
@@ -36,63 +36,33 @@ def test_the_tokens_are_those_of_transformers(film: Film, cast: Cast) -> None:
     assert {name: row["outputs"] for name, row in film.requests().items()} == answers
 
 
-def test_it_is_small_enough_to_watch(film: Film) -> None:
-    assert len(film.requests()) == 8
+def test_a_little_of_everything_happens_in_it(film: Film) -> None:
     assert 40 <= film.num_steps <= 60
-
-
-def test_requests_come_one_by_one(film: Film) -> None:
-    assert len({step for step, _ in happened(film, "arrived")}) == 8
-
-
-def test_a_prefix_is_shared(film: Film) -> None:
-    """With a request that runs: a block is in two tables."""
-    shares = [
-        step
+    assert len(film.requests()) == len({step for step, _ in happened(film, "arrived")}) == 8
+    held = [
+        (step, len(users_of(film.state_after(step), block)))
         for step in range(film.num_steps)
-        if any(len(users_of(film.state_after(step), block)) > 1 for block in range(1, 31))
+        for block in range(1, 31)
     ]
-    assert shares
+    assert max(num for _, num in held) > 1, "a prefix is shared with a request that runs"
     assert any(len(blocks) >= 12 for _, (_, blocks) in happened(film, "shared"))
-
-
-def test_a_prompt_comes_in_pieces_beside_decodes(film: Film) -> None:
     computed = cells_of(film)
     chunks = [step for step, (name, kind, *_) in computed if (name, kind) == ("c", "prompt")]
     assert len(chunks) >= 4
-    assert all(any(s == step and c[1] == "decode" for s, c in computed) for step in chunks)
-
-
-def test_requests_wait_for_several_reasons(film: Film) -> None:
+    decodes = {step for step, (_, kind, *_) in computed if kind == "decode"}
+    assert set(chunks) <= decodes, "a prompt comes in chunks beside decodes"
     plans = [plan for _, plan in happened(film, "plan")]
     assert {"budget", "blocks", "seat"} <= {plan["stop"][0] for plan in plans if "stop" in plan}
-    longest = max(len(step.state["waiting"]) for step in film.steps())
-    assert longest >= 3
-
-
-def test_somebody_is_preempted_and_comes_back(film: Film) -> None:
+    assert max(len(step.state["waiting"]) for step in film.steps()) >= 3
     lost = {name for _, (name, *_) in happened(film, "preempted")}
-    again = {name for _, (name, kind, *_) in cells_of(film) if kind == "recomputed"}
-    assert lost == again and "c" in lost
+    assert lost == {name for _, (name, kind, *_) in computed if kind == "recomputed"}
     last = film.requests()["c"]
     assert (last["num_preemptions"], last["finish"]["reason"]) == (1, "length")
-
-
-def test_blocks_are_evicted(film: Film) -> None:
     assert sum(1 for _ in happened(film, "evicted")) > 20
-
-
-def test_guesses_are_accepted_and_rejected(film: Film) -> None:
-    verified = [
-        counts
-        for _, result in happened(film, "result")
-        for counts in result.get("verified", {}).values()
-    ]
+    results = [result for _, result in happened(film, "result")]
+    verified = [counts for result in results for counts in result.get("verified", {}).values()]
     assert sum(accepted for accepted, _ in verified) > 20
     assert sum(rejected for _, rejected in verified) > 5
-
-
-def test_a_stop_string_ends_one(film: Film) -> None:
     stopped = {n: r["finish"]["stop_reason"] for n, r in film.requests().items()}
     assert {n: text for n, text in stopped.items() if isinstance(text, str)} == {"e": "\n\n"}
     assert film.requests()["e"]["text"] == " self.items"
@@ -119,7 +89,7 @@ def play(cast: Cast, tmp_path: Path) -> Callable[[Script], Film]:
     return play
 
 
-def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
+def test_no_request_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     visits = tuple(
         Visit(name, 0, "def f(x):", length) for name, length in zip("abcd", (2, 6, 3, 4))
     )
@@ -130,7 +100,7 @@ def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     assert film.step(3).reasons == {"c": "constraint", "d": "constraint"}
 
 
-def test_somebody_may_come_when_nobody_is_there(play: Callable[[Script], Film]) -> None:
+def test_a_request_can_arrive_when_none_is_running(play: Callable[[Script], Film]) -> None:
     film = play(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2)), SMALL))
     assert film.num_steps == 4
     assert {row["finish"]["reason"] for row in film.requests().values()} == {"length"}
@@ -144,7 +114,7 @@ def test_a_script_that_does_not_end_is_an_error(
         play(Script((Visit("a", 0, "def", 9),), SMALL))
 
 
-def test_a_film_that_begins_in_the_middle_knows_what_requests_bring(
+def test_a_recorded_run_that_starts_in_the_middle_knows_the_requests(
     cast: Cast, tmp_path: Path
 ) -> None:
     config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")

@@ -42,14 +42,14 @@ class Cache {
     this.matches = h("p", {class: "cache-matches"});
     this.details = h("div", {class: "cache-details", role: "group", label: "cache.details"});
     root.classList.add("cache");
+    const isOff = this.kind === null;
+    for (const part of [this.matches, this.map.root, this.details]) part.hidden = isOff;
+    this.about.classList.toggle("is-whole", isOff);
     root.append(this.about, this.matches, this.map.root, this.details);
   }
 
   draw() {
-    const isOff = this.kind === null;
-    for (const part of [this.matches, this.map.root, this.details]) part.hidden = isOff;
-    this.about.classList.toggle("is-whole", isOff);
-    if (isOff) {
+    if (this.kind === null) {
       this.about.textContent = t("cache.none");
       return;
     }

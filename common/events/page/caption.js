@@ -38,12 +38,12 @@ Watch.Looks = class {
 // Those of the film, or with another setting those that the run itself has.
 function momentsNow() {
   const go = {request: null, block: null};
-  if (!Watch.knob.isTurned()) {
-    return about.moments.map(({step, words, address}) => (
-      {step, words: Watch.inLanguage(words), changes: {...go, ...Watch.readHash(address)}}));
-  }
-  return Watch.momentsOf(store.films.at(-1)).slice(0, MOST).map((moment) => (
-    {step: moment.step, words: Watch.sayMoment(moment, 1), changes: {...go, step: moment.step}}));
+  const ofFilm = ({step, words, address}) => (
+    {step, words: Watch.inLanguage(words), changes: {...go, ...Watch.readHash(address)}});
+  const ofRun = ({step, says}) => (
+    {step, words: Watch.sayMoment({says}, 1), changes: {...go, step}});
+  return Watch.knob.isTurned()
+    ? Watch.momentsOf(store.films.at(-1)).slice(0, MOST).map(ofRun) : about.moments.map(ofFilm);
 }
 
 const text = h("p", {class: "text"});

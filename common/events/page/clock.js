@@ -43,8 +43,9 @@ const timesOf = (facts) => {
 const endOf = ({time, update_ms: ms = 0}) => time + ms / 1e3;
 const total = (times) => PARTS.reduce((sum, part) => sum + times[part], 0);
 
-// Of each step of a film, how long it took; and of the one in the middle.
-Watch.stepTimes = Watch.ofFilm((film) => film.steps.map((facts) => total(timesOf(facts))));
+// Of each step of a film, how long its parts and all of it took; and of the one in the middle.
+const partsOf = Watch.ofFilm((film) => film.steps.map(timesOf));
+Watch.stepTimes = Watch.ofFilm((film) => partsOf(film).map(total));
 Watch.middleOf = (film) =>
   Watch.stepTimes(film).toSorted((a, b) => a - b)[film.numSteps >> 1] ?? 0;
 
@@ -62,29 +63,22 @@ class Clock {
     this.caption = h("p", {class: "clock-caption"});
     root.append(this.caption, this.parts, this.lanes,
       h("div", {class: "strip-frame"}, this.strip));
+    this.painted = h("canvas"); // all steps, before one is marked
     this.size = Watch.sizeOf(this.strip.parentNode); // as wide as the bar
   }
 
-  // Of a film that goes on, anew.
-  read() {
-    this.film = this.view.film;
-    this.painted = null;
-    this.times = this.film.steps.map(timesOf);
-    this.there = PARTS.filter((part) => this.times.some((times) => times[part] > 0));
-  }
-
   draw() {
-    if (this.film !== this.view.film) this.read();
-    const {facts} = this.view;
+    const {facts, film} = this.view;
     const times = timesOf(facts);
-    this.parts.replaceChildren(...this.there.map((part) => h("li", {},
+    const there = PARTS.filter((part) => partsOf(film).some((times) => times[part] > 0));
+    this.parts.replaceChildren(...there.map((part) => h("li", {},
       h("i", {class: "key", style: `background: ${shadeOf(part)}`}),
       h("span", {}, t(`clock.${part}`)), h("b", {}, t("clock.ms", {ms: round(times[part])})))));
     const said = PARTS.map((part) => `${t(`clock.${part}`)} ${round(times[part])}`).join(", ");
     this.lanes.setAttribute("aria-label", t("clock.bar",
       {n: facts?.number ?? 0, ms: round(total(times)), parts: said}));
     if (facts && facts.error !== null) this.drawFailed(facts);
-    else if (this.view.film.run.overlaps) this.drawLanes(facts);
+    else if (film.run.overlaps) this.drawLanes(facts);
     else this.drawBar(times);
     this.drawStrip();
   }
@@ -137,11 +131,11 @@ class Clock {
     const {width, height} = this.size;
     if (width < 1 || height < 1) return; // not laid out yet
     const top = topOf(store.films);
-    if (this.painted?.width !== width || this.painted.top !== top) {
-      this.paintStrip(width, height, top);
-    }
+    const told = `${width} ${top} ${this.view.film.numSteps}`; // a film may go on
+    if (this.told !== told) this.paintStrip(width, height, top);
+    this.told = told;
     const pen = Watch.sized(this.strip, width, height);
-    pen.drawImage(this.painted.canvas, 0, 0, width, height);
+    pen.drawImage(this.painted, 0, 0, width, height);
     const column = width / Math.max(1, Watch.numSteps());
     const box = [store.step * column, 1, Math.max(column, 3), height - 2];
     if (store.step >= 0) Watch.strokeBox(pen, "var(--ink)", 2, ...box);
@@ -158,10 +152,9 @@ class Clock {
   }
 
   paintStrip(width, height, top) {
-    const canvas = this.painted?.canvas ?? h("canvas");
-    const pen = Watch.sized(canvas, width, height);
+    const pen = Watch.sized(this.painted, width, height);
     const column = width / Math.max(1, Watch.numSteps());
-    this.times.forEach((times, step) => {
+    partsOf(this.view.film).forEach((times, step) => {
       let bottom = height;
       for (const part of PARTS) {
         const tall = (times[part] / top) * (height - 2);
@@ -170,7 +163,6 @@ class Clock {
         bottom -= tall;
       }
     });
-    this.painted = {canvas, width, top};
   }
 }
 

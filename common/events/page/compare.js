@@ -88,11 +88,8 @@ function factsAfter(film, step, ids) {
 
 // The first facts that differ, in words.
 function factWords([left, right], {step, left: one, right: other}) {
-  if (step >= Math.min(left.numSteps, right.numSteps)) {
-    const words = ({numSteps}) =>
-      (step < numSteps ? t("clock.step", {n: step}) : t("compare.gone"));
-    return `${words(left)} | ${words(right)}`;
-  }
+  const words = ({numSteps}) => (step < numSteps ? t("clock.step", {n: step}) : t("compare.gone"));
+  if (step >= Math.min(left.numSteps, right.numSteps)) return `${words(left)} | ${words(right)}`;
   const ids = new Set([...left.byId.keys(), ...right.byId.keys()]);
   const [a, b] = [left, right].map((film) => factsAfter(film, step, ids));
   const said = [...a].filter(([what, text]) => text !== b.get(what)).slice(0, MOST_FACTS)
@@ -122,17 +119,15 @@ const names = (ids) => Watch.firstOf(ids.map(Watch.name), MOST_NAMES);
 
 // What can be said of the texts: first, who has none to be compared with.
 function textWords({token, onlyLeft, onlyRight, numShared}) {
-  const said = [];
-  if (onlyLeft.length) said.push(t("compare.only_left", {requests: names(onlyLeft)}));
-  if (onlyRight.length) said.push(t("compare.only_right", {requests: names(onlyRight)}));
-  const isWhole = said.length === 0;
+  const isWhole = onlyLeft.length + onlyRight.length === 0;
   const end = t("compare.end");
-  if (token !== null) {
-    said.push(t("compare.text", {request: Watch.name(token.request), n: token.n + 1,
-      left: token.left ?? end, right: token.right ?? end}));
-  } else if (isWhole) said.push(t("compare.same_text"));
-  else said.push(t(numShared ? "compare.same_of_both" : "compare.none_shared"));
-  return said.join(" ");
+  const same = isWhole ? "same_text" : numShared ? "same_of_both" : "none_shared";
+  return [
+    onlyLeft.length && t("compare.only_left", {requests: names(onlyLeft)}),
+    onlyRight.length && t("compare.only_right", {requests: names(onlyRight)}),
+    token === null ? t(`compare.${same}`) : t("compare.text", {request: Watch.name(token.request),
+      n: token.n + 1, left: token.left ?? end, right: token.right ?? end}),
+  ].filter(Boolean).join(" ");
 }
 
 const tokenWords = (request, n) =>

@@ -24,15 +24,14 @@ Watch.words({
 
 // -- lines
 
-class LineError extends Error {}
-Watch.LineError = LineError;
+Watch.LineError = class extends Error {};
 const MOMENTS = ["start", "between", "plan", "result", "failed"];
 
 // `number` is that of a line in a file; of a film that goes on, a line has none.
 Watch.parseLine = (text, number = null) => {
   const fail = (key, values) => {
     const problem = Watch.t(`line.${key}`, values);
-    throw new LineError(number ? Watch.t("line.at", {line: number, problem}) : problem);
+    throw new Watch.LineError(number ? Watch.t("line.at", {line: number, problem}) : problem);
   };
   let line = null;
   try {
@@ -53,7 +52,7 @@ Watch.parseLine = (text, number = null) => {
 // What is behind the last line break was cut by a crash, and is left out.
 Watch.parseLines = (text) => {
   const lines = text.split("\n").slice(0, -1);
-  if (!lines.length) throw new LineError(Watch.t("line.none"));
+  if (!lines.length) throw new Watch.LineError(Watch.t("line.none"));
   return lines.map((line, index) => Watch.parseLine(line, index + 1));
 };
 
@@ -73,7 +72,7 @@ const newStep = (number, first) => ({
   tokens: none, cells: new Map(), idle: [], waiting: [], marks: new Map(),
 });
 
-class Film {
+Watch.Film = class Film {
   constructor([run, ...lines]) {
     this.run = run;
     this.cacheRefs = run.windows.length ? 0 : 1; // that the cache has on each of its blocks
@@ -235,7 +234,7 @@ class Film {
   waitsNow() {
     return waitsOf([...this.planned.values()].at(-1));
   }
-}
+};
 
 const waitsOf = ({plan, waiting = []} = {}) =>
   new Map(waiting.map((id) => [id, plan.skipped[id] ?? plan.stop?.[0] ?? ""]));
@@ -274,5 +273,3 @@ function checkPlan(plan, before, after) {
   const block = after.free.find((one) => one in after.refs);
   if (block !== undefined) wrong("free", {block});
 }
-
-Watch.Film = Film;

@@ -15,13 +15,10 @@ const [CELL_MIN, CELL_MAX] = [13, 34]; // width
 const TIMED_MIN = 5; // of a column that is as wide as its step took
 const [ROW_MIN, ROW_MAX] = [17, 34]; // height
 
-// Rows are the same in both films of a comparison: those of the first, then the other's own.
-const rowsOf = Watch.requestIds;
-
 class Grid {
   constructor(root, view) {
     this.view = view;
-    this.rows = rowsOf();
+    this.rows = Watch.requestIds(); // the same in both films of a comparison
     this.seen = {}; // what was drawn last: step and request, to know which of them moved
     this.canvas = h("canvas");
     this.space = h("div", {class: "grid-space"}, this.canvas);
@@ -116,7 +113,7 @@ class Grid {
 
   draw() {
     if (this.size.width === 0) return; // not laid out yet: its size comes, and asks again
-    if (this.view.film.isLive) [this.rows, this.told] = [rowsOf(), null];
+    if (this.view.film.isLive) [this.rows, this.told] = [Watch.requestIds(), null];
     this.measure();
     this.follow();
     Watch.paintGrid(this);
@@ -180,10 +177,8 @@ class Grid {
     this.isPointed = at !== null;
     if (at !== null) this.showTip(Watch.cellWords(this.view.film, at.id, at.step), at.x, at.y);
     else this.tip.hidden = true;
-    if (at === null && store.hover?.request) Watch.set({hover: {}});
-    if (at !== null && store.hover?.request !== at.id) {
-      Watch.set({hover: {request: at.id, film: this.view.index}});
-    }
+    if (store.hover.request !== at?.id)
+      Watch.set({hover: at ? {request: at.id, film: this.view.index} : {}});
   }
 
   // Beside a place of the box, and always inside of the scene.

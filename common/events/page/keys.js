@@ -46,14 +46,12 @@ const dialog = h("dialog", {class: "help", "aria-labelledby": "help-title"},
   h("p", {says: "help.about"}), close);
 Watch.help = {button: h("button", {says: "help.open", onclick: toggle}), dialog};
 
-const isTyping = (element) =>
-  element.closest("input:not([type=range]), select, textarea") !== null;
-
 document.addEventListener("keydown", (event) => {
   if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
   if (dialog.open && event.key !== "?") return; // it has keys of its own
   const act = acts[event.key];
-  if (act === undefined || isTyping(event.target)) return;
+  const isTyping = event.target.closest("input:not([type=range]), select, textarea");
+  if (act === undefined || isTyping) return;
   if (event.key === " " && event.target.closest("button, a, summary")) return; // it presses these
   event.preventDefault();
   act();

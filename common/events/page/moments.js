@@ -46,12 +46,10 @@ const reasonOf = ({line}, id) => {
   const row = line.changes.requests[id]; // a new one, or what changed of it
   return row.finish?.[0].reason ?? row[0].finish.reason;
 };
-const endOf = (what, id) => ["ended", {request: Watch.name(id), reason: reasonOf(what, id)}];
-
-function comings(what) {
-  return [...what.admitted.map(([id]) => ["begun", {request: Watch.name(id)}]),
-    ...what.finished.map((id) => endOf(what, id))];
-}
+const endsOf = (what) => what.finished.map((id) =>
+  ["ended", {request: Watch.name(id), reason: reasonOf(what, id)}]);
+const comings = (what) =>
+  [...what.admitted.map(([id]) => ["begun", {request: Watch.name(id)}]), ...endsOf(what)];
 
 function sayings(what) {
   const says = [];
@@ -62,8 +60,7 @@ function sayings(what) {
     else if (n) says.push(["found", {request: Watch.name(id), n}]);
   }
   if (what.at === "failed") says.push(["failed", {}]);
-  const ends = what.finished.map((id) => endOf(what, id));
-  return [...says, ...ends.filter(([, {reason}]) => ["abort", "error"].includes(reason))];
+  return [...says, ...endsOf(what).filter(([, {reason}]) => ["abort", "error"].includes(reason))];
 }
 
 Watch.momentsOf = Watch.ofFilm(momentsOf);

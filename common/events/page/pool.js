@@ -136,6 +136,7 @@ class Pool {
     this.grid = {...Watch.poolGrid(width, height, this.numDrawn), width, height};
     this.painter.resize(this.grid);
     this.drawn = null;
+    this.looks = []; // of each block, what its look said last
   }
 
   drawCells(facts, looked) {
@@ -158,6 +159,9 @@ class Pool {
     const how = {...looked, order, hasLabels: this.grid.hasLabels};
     for (let block = 0; block < this.grid.num; block++) {
       const look = Watch.poolLook(this.view, facts, block, how);
+      const said = [Watch.store.language, ...Object.values(look)].join(" "); // cheaper than paint
+      if (said === this.looks[block]) continue;
+      this.looks[block] = said;
       this.painter.paint(block, look, () => this.nameOf(facts, block));
     }
   }

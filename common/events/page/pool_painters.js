@@ -1,5 +1,5 @@
 // Two ways to draw the cells of the pool: elements while there are few, a canvas when there are
-// many. Both are given the same looks, and touch only the cells whose look has changed.
+// many. Both are given the same looks, of the cells whose look has changed.
 //
 //   look = {state, owners: [request, ...], label, refs, order, change, isPublished, isDim, isLit,
 //     isCursor}
@@ -32,21 +32,12 @@ Watch.poolGrid = (width, height, num) => {
 
 Watch.poolPainter = (host, num) => (num <= MAX_ELEMENTS ? new Elements(host) : new Canvas(host));
 
-class Painter {
+class Elements {
+  cells = [];
+
   constructor(host) {
     this.host = host;
-    this.signatures = []; // of each block, what its look said last
   }
-
-  // Whether a look says something new. As one string: cheaper to compare than to paint.
-  isNew(block, look) {
-    const before = this.signatures[block];
-    return before !== (this.signatures[block] = Object.values(look).join(" "));
-  }
-}
-
-class Elements extends Painter {
-  cells = [];
 
   resize(grid) {
     this.host.style.setProperty("--cell-width", `${grid.w}px`);
@@ -69,7 +60,6 @@ class Elements extends Painter {
   }
 
   paint(block, look, name) {
-    if (!this.isNew(block, look)) return;
     const {cell, label, refs, order} = this.cells[block];
     const flags = FLAGS.filter((flag) => look[`is${flag}`]);
     const classes = [look.state, ...flags].map((name) => `is-${name.toLowerCase()}`);
@@ -108,9 +98,8 @@ class Elements extends Painter {
 
 // Two layers: below what the step made of each block, above what is looked at. Pointing at
 // something then repaints a few cells of the upper one, and none of the lower.
-class Canvas extends Painter {
+class Canvas {
   constructor(host) {
-    super(host);
     this.isLayered = true;
     [this.canvas, this.upper] = ["lower", "upper"].map((layer) =>
       h("canvas", {class: `pool-canvas is-${layer}`, "aria-hidden": "true"}));
@@ -123,7 +112,6 @@ class Canvas extends Painter {
   resize(grid) {
     this.grid = grid;
     this.pen = Watch.sized(this.canvas, grid.columns * grid.w, grid.rows * grid.h);
-    this.signatures = [];
   }
 
   place(block) {
@@ -132,7 +120,6 @@ class Canvas extends Painter {
   }
 
   paint(block, look) {
-    if (!this.isNew(block, look)) return;
     const [left, top, wide, high] = this.place(block);
     Watch.fillBox(this.pen, "var(--line)", left, top, wide, high); // what shows between two cells
     const gap = Math.min(wide, high) > 6 ? 1 : 0.5;

@@ -133,7 +133,7 @@ Watch.goOn = (lines) => {
 // What a film is called beside another: [in English, in Chinese if that is another word].
 Watch.filmLabel = (index) => {
   const [english, chinese] = store.labels[index] ?? ["", ""];
-  return store.language === "zh" && chinese ? chinese : english;
+  return Watch.inLanguage([english, chinese || english]);
 };
 
 // Gone when another run was dropped on the page: then what is said is not about it.
@@ -178,7 +178,7 @@ function drawFrame() {
   speak(now);
 }
 
-const labelOf = ({index, isOver, film}) => (isOver
+const labelOf = ({index, film}) => (store.step >= film.numSteps && film.numSteps
   ? t("compare.over", {label: Watch.filmLabel(index), last: film.numSteps - 1})
   : Watch.filmLabel(index));
 

@@ -43,13 +43,11 @@ Watch.requestIds = () => [...new Set(store.films.flatMap((film) => [...film.byId
 // The time axis is that of the longer film.
 Watch.numSteps = () => Math.max(0, ...store.films.map((film) => film.numSteps));
 
-const isKnown = (id) => store.films.some((film) => film.byId.has(id));
-
 Watch.set = (changes) => {
   Object.assign(store, changes);
   const last = Watch.numSteps() - 1;
   store.step = Math.min(Math.max(Math.round(store.step) || 0, Math.min(0, last)), last);
-  if (store.request !== null && !isKnown(store.request)) store.request = null;
+  if (!store.films.some((film) => film.byId.has(store.request))) store.request = null;
   if (!["en", "zh"].includes(store.language)) store.language = READERS;
   Watch.redraw();
   if (!("hover" in changes && Object.keys(changes).length === 1)) writeHashSoon();
@@ -119,9 +117,6 @@ Watch.View = class {
   }
   get step() {
     return Math.min(store.step, this.film.numSteps - 1);
-  }
-  get isOver() {
-    return store.step > this.film.numSteps - 1;
   }
   // At the end of a film that goes on: what is there now.
   get isNow() {
