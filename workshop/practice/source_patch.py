@@ -231,4 +231,5 @@ def names_in(path: Path) -> set[str]:
 @cache
 def _names_in(text: str) -> set[str]:
     tree = ast.parse(text)
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name for node in tree.body if isinstance(node, kinds)}
