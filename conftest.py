@@ -26,8 +26,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
-# `make check`: the chapters' roots and the engine in one process. Whoever starts another process, a
-# compiler, a browser or a rank, is skipped when it does so.
+# `make check`: the chapters' roots and the engine in one process. A test that starts another
+# process, a compiler, a browser or a rank is skipped when it does so.
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
 # Kernels in the interpreter, ranks and instruction sets are left to `make test`.
@@ -36,7 +36,7 @@ PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as 
 
 os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
 
-# `jsonschema` would compile its grammars of addresses, for seconds; nobody here asks for them.
+# `jsonschema` would compile its grammars of addresses, for seconds; no test here uses them.
 sys.modules["rfc3987_syntax"] = None
 
 no_clock = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -127,7 +127,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     counts = zip(config.stash.get(LEFT_OUT, [0, 0]), ("cases of large grids", "long tests"))
-    if left_out := " and ".join(f"{number} {what}" for number, what in counts if number):
+    if left_out := " and ".join(f"{number} {kind}" for number, kind in counts if number):
         terminalreporter.write_line(f"left out: {left_out}; to run them: -m slow")
 
 
@@ -152,9 +152,9 @@ def skip_who_starts_a_process(event: str, _: tuple[object, ...]) -> None:
 
 
 def keep_samples(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `sample`, the fewest cases in which each value of each parameter
-    occurs, always the same ones; the others are slow. `sample(seed=2)`: of `seed` two values.
-    `sample(every=3, first=1)`: of a list of cases the second, the fifth, and so on."""
+    """Keep the fewest cases of a test marked `sample` in which each value of each parameter occurs,
+    always the same ones; the others are slow. `sample(seed=2)` keeps two values of `seed`, and
+    `sample(every=3, first=1)` the second, fifth, ... of a list of cases."""
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("slow"):

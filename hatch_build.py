@@ -1,7 +1,7 @@
 """Lays the chapters' modules flat in a wheel: `NN_chapter/beyond/kv_tiers.py` is `kv_tiers.py`.
 
 Hatchling's `sources` maps a listed folder before the folders in it, so it cannot flatten a room.
-What the engine does not need (tests, demos, everything in a `testing/`) stays out."""
+Files that the engine does not need (tests, demos, everything in a `testing/`) are left out."""
 
 from __future__ import annotations
 

@@ -313,7 +313,8 @@ def test_can_allocate_counts_the_blocks_of_a_victim_before_it_is_freed(make_worl
 
 
 def test_matched_blocks_are_not_free_for_the_tokens_after_them(make_world):
-    """They can be evicted as long as no request uses them, but not once the new request does."""
+    """Matched blocks can be evicted as long as no request uses them, but not once the new request
+    does."""
     world = make_world(4, 2)
     world.warm("x", [1] * 5)
     new_request = world.submit("a", [1] * 8)

@@ -825,7 +825,7 @@ def test_a_path_does_not_answer_for_the_tokens(rig):
 
 @pytest.mark.parametrize("num_evicted", [0, 1])
 def test_a_remembered_path_does_not_cover_blocks_that_others_insert_after_it(rig, num_evicted):
-    """It ended at C or at D, which has been evicted since; now X is in that place."""
+    """The path ended at C or at D, which has been evicted since; now X is in that place."""
     cursor = MatchCursor()
     rig.warm("ABCD"[: 3 + num_evicted])
     rig.cache.match_prefix(rig.spell("ABCD"), None, cursor)

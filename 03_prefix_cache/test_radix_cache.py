@@ -207,8 +207,8 @@ def test_pages_with_different_holders_become_separate_nodes(rig):
 
 
 def test_a_leaf_that_all_its_users_share_on_grows_in_place(rig):
-    """Two forks hold every page: the leaf has two users, and so do the pages after it. The path
-    that the second of them remembers still ends at the same page."""
+    """Two forks hold every page: the leaf has two users, and the pages after it have two as well.
+    The path that the second of them remembers still ends at the same page."""
     parent, child = MatchCursor(), MatchCursor()
     blocks = rig.hold("AB", parent)
     rig.cache.touch(blocks)

@@ -519,7 +519,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_request(name):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_reused_id_after_an_abort_is_another_request(kind):
-    """It may be reused before the runner has received its end."""
+    """The id may be reused before the runner has received the abort."""
     for name in ("ngram", "draft", "right"):
         for step in range(1, 6):
             memory = make_memory("hash", 40, 4)

@@ -51,7 +51,7 @@ def family_loaded() -> LoadedModel:
 
 @pytest.fixture
 def oracle(family_oracle: Oracle) -> Oracle:
-    """Of most tests of the whole engine: beginnings that are shared."""
+    """Oracle of most tests of the whole engine; its beginnings are shared."""
     return family_oracle
 
 

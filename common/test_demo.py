@@ -34,7 +34,7 @@ def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys, monkeypatch) -> None:
-    """How many guesses pay is a matter of the clock: here, as many as there may be."""
+    """The number of useful drafts depends on the clock; this test always drafts the maximum."""
     monkeypatch.setattr(
         AdaptiveLength, "choose", lambda self, ids: [self.num_spec_tokens] * len(ids)
     )
@@ -103,7 +103,7 @@ def test_the_default_demo_prints_texts_worth_reading_and_a_summary(capsys) -> No
         assert len(lines) >= 8 and max(lines.values()) <= 2, text
 
 
-def test_what_a_grammar_bounds_is_json_and_the_rest_is_not(capsys) -> None:
+def test_only_outputs_with_a_grammar_are_json(capsys) -> None:
     assert demo.main(["--grammar"]) == 0
     bound, free = capsys.readouterr().out.split("=== without")
     assert "4 of 4 are JSON" in bound and "4 of 4" not in free

@@ -181,7 +181,7 @@ def world_of() -> type[World]:
 
 
 def offer_after_a_cached_prefix(world: LoadingWorld) -> None:
-    """Of a's three full blocks, two are cached; the connector has all three."""
+    """Let the connector offer a's three full blocks, two of which are cached."""
     world.warm("x", [1, 2, 3, 4, 5])
     world.offer("a", [1, 2, 3, 4, 5, 6, 7], 3)
 

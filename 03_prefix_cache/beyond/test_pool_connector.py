@@ -489,6 +489,18 @@ def test_a_loaded_block_is_kept_in_a_nearer_tier(faults):
     pool.close()
 
 
+def test_a_block_that_its_reader_rejects_is_not_kept_in_a_nearer_tier():
+    pool = GlobalKVPool(MAX_BLOCKS)
+    first, second = Engine(pool, "a"), Engine(pool, "b")
+    first.save(make_request("0", TOKENS))
+    block_hash, token_ids = first.connector._chains.chain(make_request("1", TOKENS), 2)[1]
+    pool.invalidate([block_hash])
+    pool.publish(block_hash, "a", token_ids, b"intact, but not a record")
+    assert second.load(make_request("2", TOKENS)) == SIZE
+    assert second.num_matched_tokens(make_request("3", TOKENS)) == SIZE
+    pool.close()
+
+
 @pytest.mark.parametrize(("start", "end", "num_stored"), [(1, 3, 4), (3, 4, 12)])
 def test_only_invalidated_blocks_leave_the_store(saved, start, end, num_stored):
     first, second = saved

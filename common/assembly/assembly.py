@@ -1,4 +1,5 @@
-"""The assembly of the chapters into one engine: `assemble` chooses a part for every role.
+"""The assembly of the chapters into one engine: `assemble` loads the models, `LocalRunner` makes
+the parts around them, and `SchedulerParts` the others. Each is read from top to bottom.
 
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` is given
@@ -90,7 +91,7 @@ def assemble(
         # Raises for a bad checkpoint before reading weights.
         checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        packing = partial(packing_while_loading, config)
+        packing = partial(packing_of, config, is_loading=True)
         loaded = load_model(checkpoint, config.dtype, device, packing_of=packing)
     draft = load_draft(config, loaded, draft)
     limits = find_limits(config, loaded, tokenizer)
@@ -107,7 +108,7 @@ def assemble(
 def load_draft(
     config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
 ) -> LoadedModel | None:
-    """Return `draft`, or load the draft model that `config` names; None: it names none."""
+    """Return `draft`, or load the draft model that `config` names, or None if it names none."""
     spec_config, weight = config.speculation, target.model.embed_weight
     if spec_config is None or spec_config.method != "draft":
         return None
@@ -116,9 +117,9 @@ def load_draft(
 
 
 class LocalRunner:
-    """The runner in this process and its parts, each made from those above it. `sequences` are
-    those that stop strings end, where the runner that verifies draft tokens can see them.
-    `wrap_length` replaces the part that chooses the number of draft tokens."""
+    """The runner in this process and its parts, each made from those above it. `sequences` are the
+    engine's, whose stop strings trim verified draft tokens; a worker has none. `wrap_length` wraps
+    the part that chooses the number of draft tokens."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class LocalRunner:
         self.model.group_layers(limits.max_model_len)
         if draft is not None and draft.model is not self.model:  # the longest context it drafts for
             draft.model.group_layers(draft.config.num_unhidden)
-        self.attention = make_attention(config, loaded)
+        self.attention = attention = make_attention(config, loaded)
         self.adapters: AdapterSlots | None = None
         if config.takes_adapters:
             from common.features.adapters.adapter_slots import AdapterSlots
@@ -149,7 +150,10 @@ class LocalRunner:
 
         # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
         self.make_graphs = make_graph_maker(self)
-        self.kv_cache = make_kv_cache(self.kv_demand(), peers)
+        backend, kind, rules = attention.backend, attention.kv_cache_kind, attention.rules
+        inputs = backend, limits.max_model_len, limits.vocab_size, kind, rules
+        demand = KVDemand(config, loaded, draft, *inputs, self.make_graphs, self.adapters)
+        self.kv_cache = make_kv_cache(demand, peers)
 
         # The runner's copy of the requests, and what samples and proposes their tokens.
         self.state = make_state(self)
@@ -161,30 +165,16 @@ class LocalRunner:
         self.speculation = make_speculation(self, sequences, wrap_length)
         self.outermost: ModelRunner = self.speculation or self.paged
 
-    def kv_demand(self) -> KVDemand:
-        attention = self.attention
-        return KVDemand(
-            self.config,
-            self.loaded,
-            self.draft,
-            attention.backend,
-            self.limits.max_model_len,
-            self.limits.vocab_size,
-            attention.kv_cache_kind,
-            attention.rules,
-            self.make_graphs,
-            self.adapters,
-        )
-
     def handle(self, close: Callable[[], None] | None = None) -> RunnerHandle:
         """Return the scheduler's view of this runner."""
-        speculation = self.speculation
+        speculation, weight, limits = self.speculation, self.model.embed_weight, self.limits
+        sizes = weight.device, weight.dtype, self.model.num_parameters
         return RunnerHandle(
             self.outermost,
-            self.facts,
+            ModelFacts(self.loaded.config, limits.eos_token_ids, *sizes),
             self.kv_cache,
-            self.limits.max_model_len,
-            self.limits.vocab_size,
+            limits.max_model_len,
+            limits.vocab_size,
             self.block_io,
             is_queued=self.paged.device.type != "cpu",  # by the device
             speculation=speculation,
@@ -192,12 +182,6 @@ class LocalRunner:
             adapters=self.adapters,
             close=close,
         )
-
-    @property
-    def facts(self) -> ModelFacts:
-        weight, limits = self.model.embed_weight, self.limits
-        sizes = weight.device, weight.dtype, self.model.num_parameters
-        return ModelFacts(self.loaded.config, limits.eos_token_ids, *sizes)
 
     def block_io(self) -> tuple[KVBlockIO, Namespace]:
         from kv_block_io import PagedBlockIO
@@ -337,9 +321,12 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
     model.regions = regions
 
 
-def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """Return how the matrices of a model are packed, or None if they stay plain."""
-    if not config.pack_weights:
+def packing_of(
+    config: EngineConfig, model: DecoderModel, is_loading: bool = False
+) -> Packing | None:
+    """Return how the matrices of a model are packed, or None if they stay plain. Adapters have to
+    see the matrices before packing, so with adapters nothing is packed while a model is loaded."""
+    if not config.pack_weights or (is_loading and config.takes_adapters):
         return None
     dtype, device = model.embed_weight.dtype, model.embed_weight.device
     if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
@@ -351,11 +338,6 @@ def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
     if reason is not None and config.batch_invariant:
         raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
     return ONEDNN if reason is None else None
-
-
-def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """As `packing_of`, but None with adapters, which have to see the matrices before packing."""
-    return None if config.takes_adapters else packing_of(config, model)
 
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:

@@ -138,7 +138,15 @@ class SchedulerParts:
 
     @property
     def policy(self) -> SchedulePolicy:
-        return make_policy(self.config, self.kv_memory)
+        """Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
+        policy = self.config.policy
+        if isinstance(policy, SchedulePolicy):
+            return policy
+        if policy in POLICIES:
+            return get_policy(policy)()
+        from sglang_policies import policy_over
+
+        return policy_over(self.kv_memory, policy, self.config.seed)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -305,17 +313,6 @@ def make_plugins(parts: SchedulerParts) -> list[SchedulerPlugin]:
         spares_pinned = config.scheduler == "prefill_first"
         plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
     return plugins
-
-
-def make_policy(config: EngineConfig, kv_memory: UncachedKVCacheManager) -> SchedulePolicy:
-    """Make the policy. Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
-    if isinstance(config.policy, SchedulePolicy):
-        return config.policy
-    if config.policy in POLICIES:
-        return get_policy(config.policy)()
-    from sglang_policies import policy_over
-
-    return policy_over(kv_memory, config.policy, config.seed)
 
 
 def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:

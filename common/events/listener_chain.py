@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ListenerChain:
-    """Stands in for `listener` while the cache has observers. Observers are told of a cached block
+    """Replaces `listener` while the cache has observers. Observers are told of a cached block
     before the listener, which may copy it, and of a removed one after it, even if it raises."""
 
     def __init__(self, listener: CacheListener | None) -> None:

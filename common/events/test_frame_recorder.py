@@ -1,5 +1,5 @@
-"""Recording can begin and end between any two steps, and whoever keeps the contracts is watched: a
-scheduler, a cache of somebody else's, a pipeline."""
+"""Recording can begin and end between any two steps, and any part that keeps the contracts is
+recorded: another scheduler, another cache, a pipeline."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ MANY_MORE = [pytest.param(any_config(seed), marks=pytest.mark.slow) for seed in 
 def test_a_film_may_begin_and_end_in_the_middle_of_a_run(
     config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
 ) -> None:
-    """Running, waiting, preempted and loading requests, cached blocks and plans under way are in
-    the snapshot, and not a token is another one."""
+    """Running, waiting, preempted and loading requests, cached blocks and plans in flight are in
+    the snapshot, and no token differs."""
     prompts = short_prompts(family_oracle, 50)[:10] * 2
     plain = serve_unwatched(make_engine(family_loaded, **config), prompts)
     recorded = RecordedRun(tmp_path / "run.jsonl")
@@ -119,10 +119,11 @@ def serve_unwatched(engine: LLMEngine, prompts: list[list[int]]) -> dict[str, li
     return tokens_of(finish(engine))
 
 
-def test_a_film_ends_where_the_engine_is_interrupted_in_its_books(
+def test_a_recorded_run_ends_where_an_interrupt_makes_state_inconsistent(
     random_loaded, monkeypatch, tmp_path: Path
 ) -> None:
-    """They are made anew, which is no event. Elsewhere it goes on, with a failure on it."""
+    """State that is rebuilt is not an event. In other places the recorded run continues, with a
+    failure."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
     plain = serve_unwatched(make_engine(random_loaded), prompts)
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
@@ -133,8 +134,8 @@ def test_a_film_ends_where_the_engine_is_interrupted_in_its_books(
             name = "allocate_slots" if is_inconsistent else "forward"
             patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             engine.step()
-        (gone,) = finish(engine).values()
-        assert gone.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
+        (aborted,) = finish(engine).values()
+        assert aborted.outputs[0].finish_reason == ("length" if is_inconsistent else "abort")
         assert serve_unwatched(engine, prompts) == plain
         found = moments(path)
         assert found.count("failed") == 1 + is_inconsistent
@@ -165,7 +166,7 @@ def test_a_film_that_cannot_be_written_ends_no_request(random_loaded, caplog) ->
     engine.close()
 
 
-def test_who_cannot_be_watched_is_left_as_it_was(random_loaded, monkeypatch) -> None:
+def test_an_engine_that_cannot_be_recorded_is_left_unchanged(random_loaded, monkeypatch) -> None:
     engine = make_engine(random_loaded)
     plugins, inner, parts = engine.scheduler.plugins, engine.scheduler, vars(engine.kv_manager.pool)
     before = dict(parts)
@@ -176,8 +177,8 @@ def test_who_cannot_be_watched_is_left_as_it_was(random_loaded, monkeypatch) -> 
     assert parts == before
 
 
-def test_nothing_is_written_while_books_are_changed(random_loaded) -> None:
-    """It would be part of what a step took, and an interrupt in it would cost the cache."""
+def test_nothing_is_written_while_state_is_changed(random_loaded) -> None:
+    """Writing would count as part of a step, and an interrupt in it would cost the cache."""
 
     class Looking(io.StringIO):
         def write(self, text: str) -> int:
@@ -205,7 +206,7 @@ class Counting(SchedulePolicy):
         return self.num_asked
 
 
-def test_a_policy_is_asked_once_whoever_watches(random_loaded, tmp_path: Path) -> None:
+def test_a_policy_is_asked_once_with_any_number_of_recorders(random_loaded, tmp_path: Path) -> None:
     policy, path = Counting(), tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, policy=policy)
     for name in "abc":
@@ -218,7 +219,9 @@ def test_a_policy_is_asked_once_whoever_watches(random_loaded, tmp_path: Path) -
     assert {name: row["order_key"] for name, row in rows.items()} == dict(zip("abcd", "1234"))
 
 
-def test_who_begins_with_the_engine_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
+def test_a_recorder_that_starts_with_the_engine_needs_no_snapshot(
+    random_loaded, tmp_path: Path
+) -> None:
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     engine.watch(path)
     assert moments(path) == []
@@ -257,7 +260,7 @@ def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path:
 def test_a_recorder_and_kv_events_observe_one_cache(
     is_recorded_first: bool, is_removed_first: bool, random_loaded, tmp_path: Path
 ) -> None:
-    """They come and go in any order; both find the tiers."""
+    """Recorders start and stop in any order; both record the tiers."""
     engine, path = make_engine(random_loaded, kv_tiers=KVTierConfig(8)), tmp_path / "run.jsonl"
     cache, recorded = engine.prefix_cache, RecordedRun(path)
     tiers = cache.listener
@@ -288,7 +291,7 @@ def test_a_recorder_and_kv_events_observe_one_cache(
         ("blocks_invalidated", ["tiers", "observer"]),
     ],
 )
-def test_observers_know_a_block_before_the_tiers_copy_it_and_until_it_is_gone(
+def test_observers_know_a_block_before_the_tiers_copy_it_and_until_it_is_removed(
     event: str, order: list[str]
 ) -> None:
     """Also if the tiers raise: the block has left the cache all the same."""
@@ -316,7 +319,7 @@ def test_the_undecoded_rest_of_a_request_that_fails_has_no_token(
     engine = make_engine(random_loaded)
     engine.watch(io.StringIO())
     engine.add_request("a", [1, 2, 3], GREEDY)
-    recorder, request = engine._watch, engine.scheduler.requests["a"]
+    recorder, request = engine._plugins["watch"], engine.scheduler.requests["a"]
     recorder._texts = SimpleNamespace(end=lambda request: "\ufffd")
     recorder._is_updating, request.status = True, status
     recorder._finished(request)
@@ -354,7 +357,7 @@ def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_
     """Viewers read the tokens of a block by the request that published it."""
     engine, stream = make_engine(random_loaded), io.StringIO()
     engine.watch(stream)
-    changes: MemoryChanges = engine._watch.memory
+    changes: MemoryChanges = engine._plugins["watch"].memory
     engine.kv_manager.current_req_id = "considered"
     rows: list[dict] = [{}, {}]
     blocks = engine.kv_manager.pool.blocks
@@ -364,10 +367,10 @@ def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_
     assert [row["by"] for row in rows] == ["loads", "considered"]
 
 
-def test_what_the_memory_did_last_is_on_a_film_that_ends_there(
+def test_the_last_memory_change_is_in_a_recorded_run_that_ends_there(
     random_loaded, tmp_path: Path
 ) -> None:
-    """Where an interrupt came before anybody could say what it was for."""
+    """An interrupt comes before the purpose of the change is known."""
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     engine.watch(path)
     engine.add_request("a", [1, 2, 3], GREEDY)
@@ -377,7 +380,7 @@ def test_what_the_memory_did_last_is_on_a_film_that_ends_there(
     assert "a" not in Film.read(path).last_state()["tables"]
 
 
-def test_a_plan_under_way_for_one_who_was_aborted_is_not_another_ones(
+def test_a_plan_in_flight_of_an_aborted_request_is_not_its_successors(
     random_loaded, tmp_path: Path
 ) -> None:
     """A new request may have the same name."""
@@ -397,7 +400,7 @@ def test_a_plan_under_way_for_one_who_was_aborted_is_not_another_ones(
     check_film(recorded)
 
 
-def test_what_one_who_was_preempted_had_computed_is_known_to_a_film_that_begins_then(
+def test_a_recorded_run_that_starts_after_a_preemption_knows_the_lost_tokens(
     random_loaded, tmp_path: Path
 ) -> None:
     """So that it is seen to be computed again."""
@@ -415,7 +418,7 @@ def test_what_one_who_was_preempted_had_computed_is_known_to_a_film_that_begins_
     assert {gone.request_id: gone.num_tokens - 2} in bounds  # one token was added since
 
 
-def test_whoever_takes_text_is_written_to_and_not_closed(random_loaded) -> None:
+def test_a_text_stream_is_written_to_and_not_closed(random_loaded) -> None:
     engine, stream = make_engine(random_loaded), io.StringIO()
     engine.watch(stream)
     engine.add_request("a", [1, 2, 3], GREEDY)
@@ -441,7 +444,7 @@ def test_a_place_that_is_none_changes_nothing(
     assert not is_watched or moments(path)[-1] == "result"
 
 
-# -- somebody else's parts
+# -- parts of a user
 
 
 class SuffixFreeCache(PrefixCache):
@@ -470,20 +473,20 @@ class SuffixFreeCache(PrefixCache):
         self.pool.free(held)
         self._mark_used(held)
 
-    def _key(self, walk: PrefixKey, index: int) -> tuple:
-        return (walk.keys, tuple(walk.token_ids[: (index + 1) * self.block_size]))
+    def _key(self, key: PrefixKey, index: int) -> tuple:
+        return (key.keys, tuple(key.token_ids[: (index + 1) * self.block_size]))
 
-    def _match(self, walk: PrefixKey, begin: int, end: int) -> list[Block]:
+    def _match(self, key: PrefixKey, begin: int, end: int) -> list[Block]:
         found = []
         for index in range(begin, end):
-            if (block := self.entries.get(self._key(walk, index))) is None:
+            if (block := self.entries.get(self._key(key, index))) is None:
                 break
             found.append(block)
         return found
 
-    def _insert(self, walk: PrefixKey, first: int, parent, blocks: list[Block]) -> None:
+    def _insert(self, key: PrefixKey, first: int, parent, blocks: list[Block]) -> None:
         for index, block in enumerate(blocks, first):
-            entry = self._by_block_id[block.block_id] = self._key(walk, index)
+            entry = self._by_block_id[block.block_id] = self._key(key, index)
             self.entries[entry] = block
 
     def _idle(self) -> list[Block]:
@@ -501,8 +504,8 @@ class SuffixFreeCache(PrefixCache):
 
     def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         keys, tokens = self._entry(block)
-        behind = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
-        return [self.entries.pop(e) for e in sorted(behind, key=lambda e: -len(e[1]))]
+        extending = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
+        return [self.entries.pop(e) for e in sorted(extending, key=lambda e: -len(e[1]))]
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -522,13 +525,17 @@ def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.Monkey
     for seed in (4, 5):
         recorded = workshop.run(seed, num_blocks=40, block_size=3, max_num_seqs=4)
         check_film(recorded)
-        found = [what for step in Film.read(recorded.path).steps() for what in step.happened]
-        assert any(what["shared"] for what in found) and any(what["published"] for what in found)
+        found = [
+            happened for step in Film.read(recorded.path).steps() for happened in step.happened
+        ]
+        assert any(happened["shared"] for happened in found) and any(
+            happened["published"] for happened in found
+        )
 
 
 class ShortestFirst(PreemptiveScheduler):
-    """A third scheduler: one newcomer a step, and everybody who runs gets what it is behind; when
-    memory is short, the last one goes."""
+    """A third scheduler: it admits one request a step, and schedules every running request for all
+    its uncomputed tokens; when memory is short, it preempts the last one."""
 
     def can_start(self, request) -> bool:
         return len(self.running) < 3 and super().can_start(request)

@@ -56,7 +56,7 @@ def test_the_form_of_a_difference(before: Any, after: Any, changes: Any) -> None
 
 
 def test_a_request_with_the_id_of_one_that_has_ended_is_another_request() -> None:
-    """It can arrive and end in one frame, the one after the other's end."""
+    """The second request can arrive and end in one frame, the one after the first one's end."""
     row = {"num_preemptions": 0, "finish": {"reason": "stop"}}
     before = empty_frame(9) | {"requests": {"a": row | {"number": 0}}, "outputs": {"a": [5, 6]}}
     after = empty_frame(9) | {"requests": {"a": row | {"number": 1}}, "outputs": {"a": [7]}}
@@ -149,13 +149,13 @@ def test_texts_are_hidden_from_viewers_that_may_not_read_them(
         shown = apply(shown, line["changes"])
         hidden = apply(hidden, hide_texts(line, may_read)["changes"])
         for name, ids in shown["outputs"].items():
-            row, pieces = hidden["requests"][name], hidden["pieces"][name]
+            row, deltas = hidden["requests"][name], hidden["pieces"][name]
             if may_read(name):
                 assert hidden["outputs"][name] == ids and row == shown["requests"][name]
                 continue
             num_hidden += len(ids)
             assert hidden["outputs"][name] == [HIDDEN] * len(ids)
-            assert set(row["prompt"]) == {HIDDEN} and not any((*pieces, *row["prompt_pieces"]))
+            assert set(row["prompt"]) == {HIDDEN} and not any((*deltas, *row["prompt_pieces"]))
             assert not any(row[label] for label in ("tenant", "order_key", "adapter", "grammar"))
         if line["at"] == "start":  # a block in a table of theirs has tokens of theirs
             readable = [groups for name, groups in shown["tables"].items() if may_read(name)]
@@ -196,5 +196,5 @@ def test_the_page_lists_every_key_and_every_reason() -> None:
     shown = [line.strip() for line in page.splitlines() if line.startswith('    {"at"')]
     run = json.dumps({"kind": "run", "version": VERSION, "num_blocks": 9})
     film = Film(f"{line}\n" for line in (run, *shown))
-    assert [what["published"] for what in film.step(0).happened] == [{}, {}, {"b": [4]}]
+    assert [happened["published"] for happened in film.step(0).happened] == [{}, {}, {"b": [4]}]
     assert f"## The format, version {VERSION}" in page

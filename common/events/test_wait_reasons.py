@@ -1,5 +1,5 @@
-"""Watching changes nothing, and costs who does not ask for it nothing; the file is whole whatever
-ends the process; and the reason why a request waits is the right one, with every scheduler."""
+"""Watching changes nothing, and costs nothing unless requested; the file is complete whatever ends
+the process; and the reason why a request waits is the right one, with every scheduler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_engine(loaded, events: Path | None, **config) -> LLMEngine:
 # -- invisible
 
 
-def what_it_did(record: StepRecord) -> dict:
+def record_fields(record: StepRecord) -> dict:
     """All but the clock."""
     is_clock = lambda name: name == "start_time" or name.endswith("_ms")  # noqa: E731
     return {name: value for name, value in asdict(record).items() if not is_clock(name)}
@@ -71,7 +71,7 @@ def test_a_watched_engine_takes_the_same_steps(
         def look(record: StepRecord, engine=engine, did=did) -> None:
             cache, pool = engine.prefix_cache, engine.kv_manager.pool
             uses = list(getattr(cache, "_evictable", ())), getattr(cache, "_clock", 0)
-            did.append((what_it_did(record), [b.block_id for b in pool.free_order()], uses))
+            did.append((record_fields(record), [b.block_id for b in pool.free_order()], uses))
 
         engine.on_step = look
         for i, prompt in enumerate(short_prompts(family_oracle, 50)[:12]):
@@ -84,7 +84,7 @@ def test_a_watched_engine_takes_the_same_steps(
     assert told[0] == told[1]
 
 
-def test_who_asks_for_no_events_has_none_of_it(random_loaded) -> None:
+def test_without_events_no_reasons_are_recorded(random_loaded) -> None:
     engine = make_engine(random_loaded, None)
     scheduler, manager = engine.scheduler, engine.kv_manager
     parts = [engine.core, scheduler, scheduler.waiting.policy, scheduler.chunk_policy]
@@ -109,24 +109,24 @@ def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
 
 
 def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: Path) -> None:
-    """It counts more than `max_tokens`, for the user and on film."""
+    """For the user and in the recorded run, the stop string has precedence over `max_tokens`."""
     path = tmp_path / "run.jsonl"
     llm = LLM(events=path, num_blocks=50, dtype="float32", num_threads=1)
 
-    def ask(**how):
-        params = replace(GREEDY, **how)
+    def serve_one(**options):
+        params = replace(GREEDY, **options)
         return llm.generate("def add(a, b):", params, use_tqdm=False)[0].outputs[0]
 
-    whole, less = ask(max_tokens=4).text, ask(max_tokens=3).text
+    whole, less = serve_one(max_tokens=4).text, serve_one(max_tokens=3).text
     last = whole.removeprefix(less)
-    output = ask(max_tokens=4, stop=(last,))
+    output = serve_one(max_tokens=4, stop=(last,))
     assert (output.text, output.finish_reason, output.stop_reason) == (less, "stop", last)
     ended = [*Film.read(path).requests().values()][-1]
     finish = ended["finish"]
     assert (ended["text"], finish["reason"], finish["stop_reason"]) == (less, "stop", last)
 
 
-def test_the_run_line_says_what_ran_and_names_no_folder(
+def test_the_run_line_describes_the_run_without_a_folder(
     random_loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -202,7 +202,7 @@ def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
     assert film.num_steps == 5 and len(film.last_state()["outputs"]["a"]) == 5
 
 
-# -- errors, and two steps under way
+# -- errors, and two steps in flight
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_step_that_fails_is_in_the_film_and_the_engine_goes_on(
     assert not film.last_state()["in_flight"]
 
 
-def test_where_steps_overlap_the_next_plan_comes_before_the_results_of_the_last(
+def test_with_overlap_the_next_plan_precedes_the_results_of_the_last(
     random_oracle: Oracle, random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -252,7 +252,7 @@ def test_where_steps_overlap_the_next_plan_comes_before_the_results_of_the_last(
     assert not film.last_state()["in_flight"]
 
 
-# -- why somebody waits
+# -- wait reasons
 
 
 def reasons(path: Path) -> list[dict[str, str]]:
@@ -268,9 +268,9 @@ SCHEDULERS = [
 ]
 
 
-def first_reasons(engine: LLMEngine, path: Path, prompts: dict[str, list[int]], **how) -> dict:
+def first_reasons(engine: LLMEngine, path: Path, prompts: dict[str, list[int]], **options) -> dict:
     for name, prompt in prompts.items():
-        engine.add_request(name, prompt, replace(GREEDY, **how))
+        engine.add_request(name, prompt, replace(GREEDY, **options))
     engine.step()
     return reasons(path)[0]
 
@@ -280,7 +280,7 @@ def tokens(num: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("config", SCHEDULERS, ids=lambda config: config["scheduler"])
-def test_seats_budget_and_blocks_are_told_apart(
+def test_batch_slots_budget_and_blocks_are_different_reasons(
     config: dict, random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -295,7 +295,7 @@ def test_seats_budget_and_blocks_are_told_apart(
 
 
 @pytest.mark.parametrize("config", SCHEDULERS, ids=lambda config: config["scheduler"])
-def test_who_waits_for_another_ones_prefix_says_for_whose(
+def test_a_request_that_waits_for_a_prefix_names_the_other_request(
     config: dict, random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -307,7 +307,7 @@ def test_who_waits_for_another_ones_prefix_says_for_whose(
     assert plan["requests"] == ["a", "c"], "it was skipped"
 
 
-def test_a_constraint_holds_one_back_and_not_who_is_behind_it(
+def test_a_constraint_holds_back_one_request_and_not_the_next(
     random_loaded, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -321,7 +321,7 @@ def test_a_constraint_holds_one_back_and_not_who_is_behind_it(
 class SlowStore(KVConnector):
     """Has the first block of everything, and is asked twice before it comes."""
 
-    asked = 0
+    num_calls = 0
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return (4, True) if num_computed_tokens == 0 and request.num_tokens > 4 else (0, False)
@@ -330,8 +330,8 @@ class SlowStore(KVConnector):
         self.block_ids = block_ids
 
     def get_finished_load(self, request_id):
-        self.asked += 1
-        return None if self.asked < 3 else 0
+        self.num_calls += 1
+        return None if self.num_calls < 3 else 0
 
     def cancel_load(self, request_id) -> None: ...
 
@@ -342,14 +342,14 @@ class SlowStore(KVConnector):
     def close(self) -> None: ...
 
 
-def test_kv_on_its_way_is_a_reason_of_its_own(random_loaded, tmp_path: Path) -> None:
+def test_a_kv_load_is_a_separate_reason(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path, kv_connector=SlowStore())
     assert first_reasons(engine, path, {"a": tokens(9)}) == {"a": "remote_kv"}
     finish(engine)
-    found = [what for step in Film.read(path).steps() for what in step.happened]
-    (begun,) = [i for i, what in enumerate(found) if what["loads_begun"] == ["a"]]
-    (ended,) = [i for i, what in enumerate(found) if what["loads_ended"] == ["a"]]
+    found = [happened for step in Film.read(path).steps() for happened in step.happened]
+    (begun,) = [i for i, happened in enumerate(found) if happened["loads_begun"] == ["a"]]
+    (ended,) = [i for i, happened in enumerate(found) if happened["loads_ended"] == ["a"]]
     assert begun < ended
     assert Film.read(path).last_state()["loaded"] == {}, "the load has failed"
 
@@ -364,7 +364,7 @@ class ReadyStore(SlowStore):
         return 4
 
 
-def test_what_comes_from_a_store_without_tiers_is_counted(random_loaded, tmp_path: Path) -> None:
+def test_loads_from_a_store_without_tiers_are_counted(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path, kv_connector=ReadyStore())
     for name, num_tokens in (("a", 9), ("b", 17)):  # the second load extends two cached blocks
@@ -373,7 +373,7 @@ def test_what_comes_from_a_store_without_tiers_is_counted(random_loaded, tmp_pat
     assert Film.read(path).last_state()["loaded"] == {"store": 2}
 
 
-def test_the_turn_of_those_who_decode_is_a_reason(random_loaded, tmp_path: Path) -> None:
+def test_a_decode_turn_is_a_reason(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(random_loaded, path, scheduler="prefill_first", max_num_seqs=30)
     engine.add_request("first", tokens(4), replace(GREEDY, max_tokens=20))
@@ -396,9 +396,9 @@ def test_a_preempted_request_waits_for_blocks_and_returns(
         engine.add_request(name, prompt, replace(GREEDY, max_tokens=16))
     finish(engine)
     film = Film.read(path)
-    found = [(step.number, what) for step in film.steps() for what in step.happened]
-    gone = [n for n, what in found for name, *_ in what["preempted"] if name == "b"]
-    admitted = [(n, item) for n, what in found for item in what["admitted"]]
+    found = [(step.number, happened) for step in film.steps() for happened in step.happened]
+    gone = [n for n, happened in found for name, *_ in happened["preempted"] if name == "b"]
+    admitted = [(n, item) for n, happened in found for item in happened["admitted"]]
     back = [n for n, (name, _, is_back) in admitted if name == "b" and is_back]
     assert gone and back and gone[0] < back[0]
     at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
@@ -406,7 +406,7 @@ def test_a_preempted_request_waits_for_blocks_and_returns(
     assert film.requests()["b"]["num_preemptions"] >= 1
 
 
-def test_random_runs_give_only_reasons_that_exist_and_one_to_everybody(
+def test_random_runs_give_each_waiting_request_one_known_reason(
     workshop: Workshop,
 ) -> None:
     for seed in (3, 13, 14):
@@ -414,7 +414,7 @@ def test_random_runs_give_only_reasons_that_exist_and_one_to_everybody(
             assert set(found.values()) <= REASONS.keys(), found
 
 
-def test_what_is_lost_and_found_belongs_to_the_request_and_the_step() -> None:
+def test_lost_and_cached_tokens_belong_to_the_request_and_the_step() -> None:
     memory: Any = SimpleNamespace(current_req_id="a", blocking_req_id=None, cache=None)
     reasons = WaitReasons(memory, lambda request: None, lambda: None)
     reasons.watched = SimpleNamespace(running={}, max_num_seqs=0)  # type: ignore[assignment]
@@ -425,16 +425,18 @@ def test_what_is_lost_and_found_belongs_to_the_request_and_the_step() -> None:
         request.num_computed_tokens = num_computed
         reasons.on_preempt(request)
     reasons.matched(SimpleNamespace(num_cached_tokens=4, blocks=[SimpleNamespace(block_id=3)]))  # type: ignore[arg-type]
-    decided = reasons.decisions(plan, ["a"])
-    assert (decided["recomputed"], decided["found"]) == ({"a": 6}, {"a": [3]})
+    decisions = reasons.decisions(plan, ["a"])
+    assert (decisions["recomputed"], decisions["found"]) == ({"a": 6}, {"a": [3]})
     reasons.begin_step()
     reasons.on_finish(request)  # another request may get its id
-    decided = reasons.decisions(plan, ["a"])
-    assert (decided["recomputed"], decided["found"]) == ({}, {})
+    decisions = reasons.decisions(plan, ["a"])
+    assert (decisions["recomputed"], decisions["found"]) == ({}, {})
 
 
-def test_tokens_of_a_step_are_told_apart(random_oracle, random_loaded, tmp_path: Path) -> None:
-    """Prompt, decode, guesses, and what a preemption made worthless."""
+def test_kinds_of_tokens_of_a_step_are_distinguished(
+    random_oracle, random_loaded, tmp_path: Path
+) -> None:
+    """Prompt, decode and draft tokens, and tokens lost by a preemption."""
     path = tmp_path / "run.jsonl"
     engine = make_engine(
         random_loaded,

@@ -26,8 +26,8 @@ def test_a_pipeline_is_watched(
 ) -> None:
     recorded = RecordedRun(tmp_path / "run.jsonl")
     sizes = {"block_size": 4, "num_blocks": 26, "max_num_seqs": 5, "preempt_every": 4}
-    how = {"chunked_prefill": 7, "speculative": speculative, **sizes}
-    engine = pipelined_engine(monkeypatch, family_oracle.path, **how)
+    options = {"chunked_prefill": 7, "speculative": speculative, **sizes}
+    engine = pipelined_engine(monkeypatch, family_oracle.path, **options)
     for number, prompt in enumerate(short_prompts(family_oracle, 40)[:8]):
         engine.add_request(f"r{number}", prompt, GREEDY)
     step = 0
@@ -44,7 +44,7 @@ def test_a_pipeline_is_watched(
     check_film(recorded)
     film = Film.read(recorded.path)
     assert film.run.overlaps
-    assert any(what["preempted"] for step in film.steps() for what in step.happened)
+    assert any(happened["preempted"] for step in film.steps() for happened in step.happened)
     starts = [line["changes"] for line in film.lines if line["at"] == "start"]
     begun = [list(changes.get("in_flight", {})) for changes in starts]
     assert bool(begun and begun[0]) == (first_step > 0)

@@ -51,5 +51,5 @@ def test_stages_divide_the_layers_of_each_group():
             assert groups == [group for group, _ in whole.places]
             for stage in stages:
                 assert len(set(stage.places)) == len(stage.places)
-                most = max(tensor for _, tensor in stage.places)
-                assert stage.num_tensors == most + 1, "none is unused by all"
+                last_tensor = max(tensor for _, tensor in stage.places)
+                assert stage.num_tensors == last_tensor + 1, "none is unused by all"

@@ -57,8 +57,8 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
         )
         assert torch.equal(matrix.write(x, residual.clone()), matrix(x))
         added = matrix.add_to(residual.clone(), x).double()
-        wanted = residual.double() + exact
-        torch.testing.assert_close(added, wanted, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+        reference = residual.double() + exact
+        torch.testing.assert_close(added, reference, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
     check()
     with monkeypatch.context() as patch:
@@ -84,7 +84,7 @@ def test_why_a_matrix_stays_plain(machine, reason, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_the_processor_is_asked_before_it_is_told(dtype):
+def test_the_processor_is_queried_before_it_is_configured(dtype):
     """oneDNN refuses what `reason_not_packed` has a reason against (Trap 77), and nothing else."""
     refused = (
         pytest.raises(RuntimeError, match="needs the cpu support")
@@ -119,7 +119,7 @@ def run(dtype: torch.dtype, **config) -> tuple[LLMEngine, list[int]]:
 
 @pytest.mark.parametrize("pack_weights", [True, False])
 @pytest.mark.parametrize("dtype", [*BOUNDS, torch.float64])
-def test_the_engine_packs_unless_it_cannot_or_is_told_not_to(dtype, pack_weights, caplog):
+def test_the_engine_packs_unless_it_cannot_or_packing_is_off(dtype, pack_weights, caplog):
     """And says why, on every processor: also on one without bfloat16 (Trap 77, `.ci/held_down`)."""
     caplog.set_level(logging.INFO)
     engine, tokens = run(dtype, pack_weights=pack_weights)
@@ -141,29 +141,29 @@ def test_packed_weights_are_moved_to_huge_pages_and_compute_the_same(tmp_path, m
     address, num_bytes = matrix.packed_memory
     assert num_bytes >= 4 * 3000 * 1024
     has_huge_pages = huge_pages.ENABLED.exists()
-    said, expected = tmp_path / "enabled", matrix(x)
-    said.write_text("always [madvise] never")
-    monkeypatch.setattr(huge_pages, "ENABLED", said)
+    flag, expected = tmp_path / "enabled", matrix(x)
+    flag.write_text("always [madvise] never")
+    monkeypatch.setattr(huge_pages, "ENABLED", flag)
     huge_pages.move_to_huge_pages([matrix.packed_memory])
     assert torch.equal(matrix(x), expected)
     if has_huge_pages:
         assert "hg" in flags_of(address + num_bytes // 2)
-    asked: list[int] = []
-    monkeypatch.setattr(huge_pages, "advise", lambda *memory: asked.append(memory[2]))
+    queried: list[int] = []
+    monkeypatch.setattr(huge_pages, "advise", lambda *memory: queried.append(memory[2]))
     huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert asked == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
+    assert queried == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
     monkeypatch.setattr(huge_pages, "MAX_SECONDS", 0)
     huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert asked[4:] == [14, 14]
-    said.write_text("always madvise [never]")
+    assert queried[4:] == [14, 14]
+    flag.write_text("always madvise [never]")
     huge_pages.move_to_huge_pages([(0, 1)])
-    said.unlink()
+    flag.unlink()
     huge_pages.move_to_huge_pages([(0, 1)])
-    assert len(asked) == 6
+    assert len(queried) == 6
 
 
 def flags_of(address: int) -> list[str]:
-    """Of the mapping in which this address lies."""
+    """Flags of the mapping that contains this address."""
     for mapping in re.split(r"\n(?=\w+-\w+ )", Path("/proc/self/smaps").read_text()):
         start, stop = (int(end, 16) for end in mapping.split()[0].split("-"))
         if start <= address < stop:
@@ -188,7 +188,7 @@ def test_slow_numbers_of_rows_are_padded_and_those_that_noise_made_slow_are_not(
 
 
 @pytest.mark.skipif(UNPACKED[torch.float32] is not None, reason="it packs nothing")
-def test_a_padded_product_is_the_same_and_what_was_found_is_kept(tmp_path, monkeypatch, caplog):
+def test_a_padded_product_is_the_same_and_the_measurement_is_cached(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     matrix, x = make(torch.float32, True), torch.randn(3, 45)
     residual, num_rows = torch.randn(3, 67), []
@@ -223,8 +223,8 @@ def test_a_padded_product_is_the_same_and_what_was_found_is_kept(tmp_path, monke
     ("out_features", "in_features"), [(96, 300), (1, 1), (31, 257), (33, 1024), (16, 256)]
 )
 def test_compiled_products_are_products(out_features, in_features, is_half) -> None:
-    """Of shapes that panels divide and do not divide, with and without a bias, for one row to more
-    than a block; weights that bfloat16 can hold are kept in it, and the numbers are the same."""
+    """Shapes that panels divide and do not divide, with and without a bias, for one row to more
+    than a block; weights that bfloat16 can represent are stored in it, with the same results."""
     torch.manual_seed(out_features)
     weight = torch.randn(out_features, in_features)
     weight = weight.bfloat16().float() if is_half else weight
@@ -239,11 +239,11 @@ def test_compiled_products_are_products(out_features, in_features, is_half) -> N
             exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
             bound = 1e-6 * in_features
             torch.testing.assert_close(matrix(x).double(), exact, atol=bound, rtol=1e-5)
-            wanted = residual.double() + exact
+            reference = residual.double() + exact
             apart = torch.stack((x, x), 2)[..., 0], residual.clone()
             for own, onto in ((x, residual.clone()), apart):
                 found = matrix.add_to(onto, own).double()
-                torch.testing.assert_close(found, wanted, atol=bound, rtol=1e-5)
+                torch.testing.assert_close(found, reference, atol=bound, rtol=1e-5)
 
 
 @needs_compiler

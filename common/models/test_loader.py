@@ -76,10 +76,10 @@ def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypa
         own.extend(matrices)
         return overlap(matrices)
 
-    def watched_pack(matrix: Linear, *how, **packing) -> None:
+    def watched_pack(matrix: Linear, *naming, **packing) -> None:
         memory = [m.weight.untyped_storage() for m in own if m.weight is not None]
         plain_bytes.append(sum({m.data_ptr(): m.nbytes() for m in memory}.values()))
-        pack(matrix, *how, **packing)
+        pack(matrix, *naming, **packing)
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "overlap_plain_weights", watched_overlap)
@@ -146,7 +146,7 @@ def test_a_missing_tensor_is_named(name, checkpoint):
 @pytest.mark.parametrize(
     "name", ["model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "strange"]
 )
-def test_a_tensor_nobody_uses_is_named(name, checkpoint):
+def test_an_unused_tensor_is_named(name, checkpoint):
     """Trap 48: also a layer too many, and biases that the configuration does not mention."""
     edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32)}))
     with pytest.raises(ValueError, match=f"has tensors that the model lacks: {name}$"):
@@ -164,7 +164,7 @@ QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
 
 
 @pytest.mark.parametrize(
-    "case, name, wrong, said",
+    "case, name, wrong, message",
     [
         (
             "mistral",
@@ -177,9 +177,9 @@ QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
         ("mistral", NORM, torch.ones(32).char(), "must have dtype"),
     ],
 )
-def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, said, tmp_path):
+def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, message, tmp_path):
     edit_weights(save_case(case, tmp_path), lambda tensors: tensors.update({name: wrong}))
-    with pytest.raises(ValueError, match=f"{name} {said}"):
+    with pytest.raises(ValueError, match=f"{name} {message}"):
         load_model(tmp_path)
 
 
@@ -201,15 +201,15 @@ def test_tied_is_one_parameter_and_untied_two(tmp_path):
     assert not torch.equal(untied.lm_head.weight, untied.embed_weight)
 
 
-@pytest.mark.parametrize("how", ["embedding only", "head only", "both"])
-def test_a_tied_matrix_may_have_either_name_or_both(how, tmp_path):
+@pytest.mark.parametrize("naming", ["embedding only", "head only", "both"])
+def test_a_tied_matrix_may_have_either_name_or_both(naming, tmp_path):
     before = state(save_case("qwen2", tmp_path))
 
     def edit(tensors: dict) -> None:
         assert HEAD not in tensors
-        if how != "embedding only":
+        if naming != "embedding only":
             tensors[HEAD] = tensors[EMBEDDING].clone()
-        if how == "head only":
+        if naming == "head only":
             del tensors[EMBEDDING]
 
     edit_weights(tmp_path, edit)
@@ -337,20 +337,20 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path):
 
 
 def test_a_hub_id_is_downloaded(checkpoint, monkeypatch):
-    asked = []
+    urls = []
 
     def download(repo_id: str, **options) -> str:
-        asked.append((repo_id, options))
+        urls.append((repo_id, options))
         return str(checkpoint)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_checkpoint("some-org/Some.Model-1_b") == checkpoint
-    assert asked[0][0] == "some-org/Some.Model-1_b"
-    assert asked[0][1]["allow_patterns"] == loader._DOWNLOADS
+    assert urls[0][0] == "some-org/Some.Model-1_b"
+    assert urls[0][1]["allow_patterns"] == loader._DOWNLOADS
 
 
 @pytest.mark.parametrize("error", [OSError("no route to host\nlong story"), ValueError("offline")])
-def test_a_download_that_fails_says_what_was_tried(error, monkeypatch):
+def test_a_failed_download_lists_the_attempts(error, monkeypatch):
     def download(*args, **options):
         raise error
 
@@ -361,7 +361,7 @@ def test_a_download_that_fails_says_what_was_tried(error, monkeypatch):
     assert caught.value.__cause__ is error
 
 
-def test_the_hub_is_not_asked_for_what_is_not_a_hub_id(monkeypatch):
+def test_the_hub_is_asked_only_for_a_hub_id(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for model in ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model")):
         with pytest.raises(FileNotFoundError, match="model must be a directory"):

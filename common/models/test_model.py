@@ -49,11 +49,11 @@ def random_prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(89) for _ in range(length)] for length in LENGTHS]
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, context: str) -> None:
     tolerance = TOLERANCE[actual.dtype]
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, context
     worst = (actual - expected).abs().max().item()
-    assert worst <= tolerance, f"{what}: {worst:.2e} > {tolerance:.0e}"  # False for NaN
+    assert worst <= tolerance, f"{context}: {worst:.2e} > {tolerance:.0e}"  # False for NaN
 
 
 # -- logits
@@ -94,9 +94,11 @@ def test_token_by_token_and_in_chunks_equals_the_whole_prompt(name, dtype, check
                 for i, n in zip(chosen, chunks, strict=True)
             ]
             logits = harness.step(work)
-            wanted = [expected[i][first : first + len(tokens)] for i, first, tokens in work]
-            what = f"{name}, block size {block_size}, seed {seed}, {[(w[0], w[1]) for w in work]}"
-            assert_close(logits, torch.cat(wanted), what)
+            references = [expected[i][first : first + len(tokens)] for i, first, tokens in work]
+            context = (
+                f"{name}, block size {block_size}, seed {seed}, {[(w[0], w[1]) for w in work]}"
+            )
+            assert_close(logits, torch.cat(references), context)
             for i, _, tokens in work:
                 done[i] += len(tokens)
 
@@ -216,7 +218,7 @@ def test_yarn_has_the_angles_and_the_factor_of_transformers(name: str, head_dim:
 
 
 def test_greedy_tokens_with_yarn_are_those_of_transformers(tmp_path: Path) -> None:
-    """Behind the length of the first training, too."""
+    """Also beyond the length of the original training."""
     oracle = make_oracle(save_case("qwen3-yarn", tmp_path), random_prompts(seed=5))
     assert max(map(len, oracle.prompts)) > YARN["original_max_position_embeddings"]
     engine = checked_engine(load_model(tmp_path, torch.float64), num_blocks=80, block_size=4)
@@ -231,7 +233,7 @@ def test_greedy_tokens_with_yarn_are_those_of_transformers(tmp_path: Path) -> No
     engine.close()
 
 
-def test_the_yarn_case_covers_what_stays_what_is_blended_and_what_is_divided(checkpoints) -> None:
+def test_the_yarn_case_covers_kept_blended_and_divided_frequencies(checkpoints) -> None:
     config = ModelConfig.from_hf(read_config(checkpoints["qwen3-yarn"]))
     plain = inverse_frequencies(config.rope.__class__(config.rope.theta), config.head_dim)
     ratio = plain / inverse_frequencies(config.rope, config.head_dim)
@@ -309,7 +311,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
 
 
 def windows_of(theirs: Any) -> tuple:
-    """Of each layer. Without `layer_types` a window is one of all layers."""
+    """The window of each layer. Without `layer_types` all layers have the same one."""
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None)
     kinds = kinds or ["sliding_attention"] * theirs.num_hidden_layers
@@ -350,8 +352,8 @@ def test_a_window_larger_than_the_model_is_said_once(
     save_case("mistral-window", tmp_path, sliding_window=window)
     with caplog.at_level(logging.WARNING):
         model = load_model(tmp_path, torch.float64).model
-    said = "sliding_window is 65 and max_position_embeddings 64: it hides nothing"
-    assert [said in record.getMessage() for record in caplog.records] == [True] * is_said
+    message = "sliding_window is 65 and max_position_embeddings 64: it hides nothing"
+    assert [message in record.getMessage() for record in caplog.records] == [True] * is_said
     assert not model.groups.have_windows
     model.group_layers(64)
     assert not model.groups.have_windows

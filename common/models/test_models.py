@@ -37,7 +37,7 @@ def test_every_family_has_a_checkpoint_to_try_and_cases_of_a_test_that_is_there(
     assert all(cell for row in rows for cell in row), "a family without a checkpoint or a case"
 
 
-def test_the_page_and_what_is_printed_say_what_the_code_says(capsys):
+def test_the_page_and_the_printed_table_agree_with_the_code(capsys):
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.render()
     main()
     printed = capsys.readouterr().out
@@ -48,9 +48,9 @@ def test_the_page_and_what_is_printed_say_what_the_code_says(capsys):
 def test_every_architecture_that_is_refused_by_name_is_one():
     kinds = (names for key, names in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES"))
     known = {name for kind in kinds for name in kind.values() if isinstance(name, str)}
-    for pattern, why in REFUSAL_REASONS.items():
+    for pattern, reason in REFUSAL_REASONS.items():
         fitting = [name for name in known if fnmatchcase(name, pattern)]
-        assert any(refusal_reason([name]) == why for name in fitting), pattern
+        assert any(refusal_reason([name]) == reason for name in fitting), pattern
     assert refusal_reason(["SomethingNew"]) is refusal_reason("GptOssForCausalLM") is None
     assert refusal_reason(["GPT2LMHeadModel"]) is refusal_reason(["GPT2DoubleHeadsModel"]) is None
 
@@ -139,7 +139,7 @@ class WasRead(Exception):
 
 
 class HeadOnly:
-    """An open file whose weights nobody may read."""
+    """An open file whose weights must not be read."""
 
     def __init__(self, *arguments, **options) -> None:
         self.file = SAFE_OPEN(*arguments, **options)
@@ -185,15 +185,15 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_served_is_said_before_a_weight_is_read(
+def test_an_unsupported_model_is_refused_before_a_weight_is_read(
     case, sound, made_on, tmp_path, capsys
 ):
-    change, said = CASES[case]
+    change, message = CASES[case]
     path = shutil.copytree(sound, tmp_path / "model")
     change(path)
     assert demo.main(["--model", str(path)]) == 2
     *_, sentence = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("error: ") and said in sentence and len(sentence) < 700
+    assert sentence.startswith("error: ") and message in sentence and len(sentence) < 700
     assert "cpu" not in made_on, "memory was taken"
 
 

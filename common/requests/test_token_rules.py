@@ -1,4 +1,4 @@
-"""What may be said at all: what is refused, and whose tokens a bad word is looked for in."""
+"""Token rules: the refused settings, and the tokens in which a bad word is searched."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_a_token_without_a_column_changes_no_other_row(rules: dict, is_pending: 
         assert torch.equal(found, plain)
 
 
-def test_who_guesses_on_from_guesses_looks_for_no_longer_words() -> None:
-    """They are not in the columns: what stands there is nobody's."""
+def test_drafts_after_drafts_match_no_longer_words() -> None:
+    """Draft tokens are not in the columns; the values there are unused."""
     params = SamplingParams(**RULED)
     raw = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = make_sampling([params] * 2, outputs=[[0], [1]])
@@ -84,8 +84,8 @@ def test_who_guesses_on_from_guesses_looks_for_no_longer_words() -> None:
 
 @pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
 def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
-    """Two drafts, whatever is guessed. The law of the tokens that a request gets in a row, against
-    the one that follows from the order of application alone."""
+    """Two drafts, with any proposal. The distribution of the tokens that a request gets in a row,
+    against the one that follows from the order of application alone."""
     n, vocab_size, rng = 8000, 5, np.random.default_rng(0)
     params = DrawnSeedParams(seed=1, **RULED, repetition_penalty=1.3, top_p=0.97)
     q = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
@@ -94,10 +94,10 @@ def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
     every = [list(map(int, ids)) for ids in drafts]
     one = make_sampling([params] * n, seeds=range(1, n + 1), outputs=[[0]] * n)
     state = ListedTokens.of([[0]] * n, [[0]] * n, every)
-    rows, behind = np.repeat(one.rows, 3), np.tile([1, 2, 3], n)
+    rows, num_drafts = np.repeat(one.rows, 3), np.tile([1, 2, 3], n)
     names = [name for name in one.req_ids for _ in range(3)]
-    guesses = dict(zip(one.req_ids, every))
-    batch = SamplingBatch(one.columns, names, rows, behind, state, guesses)
+    draft_token_ids = dict(zip(one.req_ids, every))
+    batch = SamplingBatch(one.columns, names, rows, num_drafts, state, draft_token_ids)
     probs = torch.from_numpy(q).repeat(2, 1) if has_probs else None
     verify = SpeculativeSampler(Sampler(vocab_size), lambda _: probs)
     output = verify.sample(torch.from_numpy(raw).repeat(n, 1), SimpleNamespace(sampling=batch))
@@ -134,7 +134,7 @@ def check_ids(name: str, ids: list) -> list[int]:
         *((name, np.array(5)) for name in ("allowed_token_ids", "bad_words")),
     ],
 )
-def test_what_is_no_rule_is_refused_in_a_sentence(field: str, value: object) -> None:
+def test_an_invalid_rule_is_a_clear_error(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field} ") as error:
         token_rules_of(SamplingParams(**{field: value}), None, 9, check_ids)
     assert "\n" not in str(error.value)
@@ -151,17 +151,19 @@ def test_a_text_is_ruled_out_with_and_without_a_space(shipped_tokenizer: Tokeniz
         return shipped_tokenizer.encode(text, add_special_tokens=False)
 
     params = SamplingParams(bad_words=["self", "  self", [3, 4]])
-    told = token_rules_of(params, shipped_tokenizer, 4096, lambda _, ids: ids)
-    assert told["bad_words"] == [encode("self"), encode(" self"), [3, 4]]
+    rules = token_rules_of(params, shipped_tokenizer, 4096, lambda _, ids: ids)
+    assert rules["bad_words"] == [encode("self"), encode(" self"), [3, 4]]
     assert encode("self") != encode(" self")
 
 
-def test_a_text_is_encoded_without_what_begins_a_prompt(shipped_tokenizer: Tokenizer) -> None:
+def test_a_text_is_encoded_without_the_tokens_that_begin_a_prompt(
+    shipped_tokenizer: Tokenizer,
+) -> None:
     from tokenizers.processors import TemplateProcessing
 
     backend = type(shipped_tokenizer.backend).from_str(shipped_tokenizer.backend.to_str())
     backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[("bos", 0)])
     params, vocab_size = SamplingParams(bad_words=["self"]), shipped_tokenizer.vocab_size
-    told = token_rules_of(params, Tokenizer(backend), vocab_size, lambda _, x: x)
+    rules = token_rules_of(params, Tokenizer(backend), vocab_size, lambda _, x: x)
     plain = token_rules_of(params, shipped_tokenizer, vocab_size, lambda _, x: x)
-    assert Tokenizer(backend).encode("self")[0] == 0 and told == plain
+    assert Tokenizer(backend).encode("self")[0] == 0 and rules == plain

@@ -60,9 +60,9 @@ def byte_fallback() -> Tokenizer:
     """Like Llama 2 and Mistral: Metaspace, and single bytes for characters without a token."""
     trained = metaspace().backend
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    for piece in [*(f"<0x{b:02X}>" for b in range(256)), *trained.get_vocab(False)]:
-        if piece not in "你好世界日本語😀":  # these must go through their bytes
-            vocab.setdefault(piece, len(vocab))
+    for text in [*(f"<0x{b:02X}>" for b in range(256)), *trained.get_vocab(False)]:
+        if text not in "你好世界日本語😀":  # these must go through their bytes
+            vocab.setdefault(text, len(vocab))
     backend = Backend(
         models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
@@ -119,11 +119,11 @@ def expected_text(
 def broken_run(tokenizer: Tokenizer, ids: list[int]) -> bool:
     """A run of byte tokens that is not UTF-8. There a full decode takes back characters that were
     complete, which no stream can."""
-    pieces = [tokenizer.backend.id_to_token(i) for i in ids if i not in tokenizer.special_ids]
-    groups = itertools.groupby(pieces, key=lambda p: bool(re.fullmatch("<0x..>", p)))
+    texts = [tokenizer.backend.id_to_token(i) for i in ids if i not in tokenizer.special_ids]
+    groups = itertools.groupby(texts, key=lambda p: bool(re.fullmatch("<0x..>", p)))
     for is_bytes, run in groups:
         if is_bytes:
-            raw = bytes(int(piece[3:5], 16) for piece in run)
+            raw = bytes(int(text[3:5], 16) for text in run)
             if raw.decode("utf-8", "replace") != raw.decode("utf-8", "ignore"):
                 return True
     return False
@@ -281,11 +281,11 @@ def test_special_tokens_are_skipped_or_shown_and_count_as_tokens(tokenizer: Toke
 
 
 def naive_stop(
-    pieces: list[str], stop: list[str], min_tokens: int = 0, includes_stop: bool = False
+    texts: list[str], stop: list[str], min_tokens: int = 0, includes_stop: bool = False
 ) -> tuple[str, int, str] | None:
     """`(stop string, tokens kept, text)` by searching the text after every token."""
-    for n in range(1, len(pieces) + 1):
-        text, old = "".join(pieces[:n]), len("".join(pieces[: n - 1]))
+    for n in range(1, len(texts) + 1):
+        text, old = "".join(texts[:n]), len("".join(texts[: n - 1]))
         found = [
             (start + len(s), start, s)
             for s in stop
@@ -300,14 +300,14 @@ def naive_stop(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    pieces=st.lists(st.text("ab", min_size=1, max_size=4), max_size=14),
+    texts=st.lists(st.text("ab", min_size=1, max_size=4), max_size=14),
     stop=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
     min_tokens=st.integers(0, 4),
     takes=st.lists(st.booleans(), min_size=14, max_size=14),
     includes=st.booleans(),
 )
 def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
-    pieces: list[str], stop: list[str], min_tokens: int, takes: list[bool], includes: bool
+    texts: list[str], stop: list[str], min_tokens: int, takes: list[bool], includes: bool
 ) -> None:
     tokenizer = KINDS["byte level"]
     words = ["".join(p) for n in range(1, 5) for p in itertools.product("ab", repeat=n)]
@@ -315,10 +315,10 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
     tokenizer = Tokenizer(Backend(models.WordLevel(id_of, unk_token="a")))
     tokenizer.backend.decoder = decoders.Fuse()
     detokenizer = IncrementalDetokenizer(tokenizer, [0], stop, True, min_tokens, includes)
-    expected = naive_stop(pieces, stop, min_tokens, includes)
+    expected = naive_stop(texts, stop, min_tokens, includes)
     sent, match = "", None
-    for piece, take in zip(pieces, takes):
-        match = detokenizer.append(id_of[piece])
+    for text, take in zip(texts, takes):
+        match = detokenizer.append(id_of[text])
         if take:
             sent += detokenizer.take_delta()
             assert sent == detokenizer.text or not includes, "nothing is held back"
@@ -329,12 +329,12 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
     assert sent == detokenizer.text
     if expected is None:
         assert match is None
-        assert sent == "".join(pieces)
+        assert sent == "".join(texts)
     else:
         assert (match.stop_string, match.num_tokens_kept, sent) == expected
 
 
-def test_a_stream_holds_back_what_may_become_a_stop_string_and_no_more() -> None:
+def test_a_stream_holds_back_only_a_possible_stop_string() -> None:
     tokenizer = KINDS["byte level"]
     id_of = {chr(b): tokenizer.encode(chr(b))[0] for b in range(33, 127)}
     detokenizer = IncrementalDetokenizer(tokenizer, [5], stop=["</s>", "END"])

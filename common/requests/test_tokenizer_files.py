@@ -1,5 +1,5 @@
 """Prompt ids are those of `tokenizer.json`, whatever class a checkpoint names. The oracle is the
-`tokenizers` library on the file: transformers builds parts of some files anew (Trap 80)."""
+`tokenizers` library on the file: transformers rebuilds parts of some files (Trap 80)."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def tokenizer_file(normalizer, splitter) -> Backend:
 def save(backend: Backend, path: Path, model_type: str, **config: object) -> Backend:
     """The tokenizer's files of a checkpoint, and what the library reads of the first."""
     backend.save(str(path / "tokenizer.json"))
-    told = {"bos_token": "<s>", "eos_token": "</s>"} | config
-    (path / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"} | config
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     return Backend.from_file(str(path / "tokenizer.json"))
 
@@ -120,14 +120,14 @@ def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
                 assert loaded.encode(text, add_special_tokens=False) == ids[1:], about
                 whole = file.decode(ids)
                 assert loaded.decode(ids) == whole == stream(loaded, [], ids)[1], about
-                said = b"".join(
+                decoded = b"".join(
                     vocabulary.token_bytes[i] for i in ids if i not in loaded.special_ids
                 )
-                assert said.decode().strip(" ") == whole.strip(" "), about
+                assert decoded.decode().strip(" ") == whole.strip(" "), about
 
 
 def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:
-    """They stand in `tokenizer_config.json`, too."""
+    """Added tokens are also in `tokenizer_config.json`."""
     config = {"tokenizer_class": "LlamaTokenizer", "pad_token": "[PAD]"}
     file = save(tokenizer_file(LLAMA_2, None), tmp_path, "llama", **config)
     loaded, pad = load_tokenizer(tmp_path), file.get_vocab_size()
@@ -137,7 +137,7 @@ def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("writes", "reads"), [("3", "2"), ("2", "3")], ids=["bytes not read", "▁ not read"]
 )
-def test_a_decoder_that_does_not_read_what_stands_for_a_space_is_refused_by_name(
+def test_a_decoder_without_the_space_replacement_is_refused_by_name(
     writes: str, reads: str, tmp_path: Path
 ) -> None:
     """Texts would show it."""

@@ -134,10 +134,10 @@ def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> 
         plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
         plan_arguments = plain.attention[0]
         width = plan_arguments.block_tables.shape[1]
-        own = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
+        views = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
         of_groups = [
             pair
-            for slots, tables, group in own
+            for slots, tables, group in views
             for pair in ((slots, group.slot_mapping), (tables[:, :width], group.block_tables))
         ]
         for found, right in (

@@ -5,14 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chisquare
 
 from common.requests.input_processor import DrawnSeedParams
+from common.sampling.counter_random import DRAFT_STREAM, TOKEN_STREAM, uniforms
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.speculative_sampler import SpeculativeSampler
+from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.tests.sampling_cases import make_sampling
+from request import SamplingParams
 
 
 def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_number() -> None:
@@ -28,7 +31,8 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
     draft_token_ids = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
     batch = SamplingBatch(one.columns, names, rows, outputs, one.state, draft_token_ids)
-    sampler = SpeculativeSampler(Sampler(3), lambda _: q[None])
+    of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
+    sampler = SpeculativeSampler(Sampler(3), lambda _: of_two)
     output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
     tokens = [output.token_ids[name] for name in one.req_ids]
     first_counts = np.bincount([ids[0] for ids in tokens], minlength=3)
@@ -39,3 +43,22 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     assert chisquare(second_counts, p.numpy() * num_accepted).pvalue > 1e-4, (
         second_counts / num_accepted
     )
+
+
+@pytest.mark.parametrize(
+    ("params", "stream"),
+    [(DrawnSeedParams(seed=5), DRAFT_STREAM), (SamplingParams(seed=5), TOKEN_STREAM)],
+)
+def test_each_draft_of_a_run_has_the_random_number_of_its_position(
+    params: SamplingParams, stream: int
+) -> None:
+    """With a user's seed, the number that draws the token there."""
+    sampling, device = make_sampling([params], outputs=[[7, 8]]), torch.device("cpu")
+    state = sampling.state
+    state.row_of = {"r0": 0}  # type: ignore[attr-defined]
+    drafts = ConstrainedDrafts(Sampler(11), sampling.columns, state)  # type: ignore[arg-type]
+    rounds = [[SimpleNamespace(req_id="r0")]] * 3
+    arrays = drafts.stage(rounds, device)  # type: ignore[arg-type]
+    drafts.take([torch.from_numpy(array) for array in arrays])
+    found = [float(staged.u()) for staged in drafts._rounds]  # type: ignore[union-attr]
+    assert found == uniforms(torch.tensor([5] * 3), torch.tensor([2, 3, 4]), stream).tolist()

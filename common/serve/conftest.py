@@ -271,7 +271,8 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="package")
 def tight() -> Iterator[Running]:
     with running(**TIGHT) as found:
-        # What the system keeps for a connection: little, so that who does not read is soon known.
+        # A small system buffer for a connection, so that a client that does not read is soon
+        # noticed.
         found.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         yield found
         assert found.is_idle()
@@ -289,7 +290,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="package")
 def alone() -> Iterator[LLM]:
-    """What every answer is held beside."""
+    """The reference for every answer."""
     llm = LLM(**SMALL)
     yield llm
     llm.close()

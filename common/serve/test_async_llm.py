@@ -1,4 +1,5 @@
-"""`AsyncLLM` without HTTP: what comes is `generate`'s, whoever leaves leaves nothing behind."""
+"""`AsyncLLM` without HTTP: its outputs are those of `generate`, and a disconnect leaves no
+state."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ async def is_clean(llm: AsyncLLM) -> bool:
     return False
 
 
-async def test_deltas_joined_are_what_generate_returns(llm: AsyncLLM, alone: LLM) -> None:
+async def test_joined_deltas_equal_generate(llm: AsyncLLM, alone: LLM) -> None:
     each = [
         SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
         SamplingParams(n=3, seed=5, max_tokens=12),
@@ -89,13 +90,15 @@ async def test_deltas_joined_are_what_generate_returns(llm: AsyncLLM, alone: LLM
                 output.prompt_logprobs
             )
         for completion in output.outputs:
-            piece = total.completions[completion.index]
+            part = total.completions[completion.index]
             for name in ("text", "token_ids", "finish_reason", "stop_reason"):
-                assert getattr(piece, name) == getattr(completion, name), name
+                assert getattr(part, name) == getattr(completion, name), name
             if completion.logprobs is not None:
-                assert piece.logprobs is not None
-                own = [entry.logprob for entry in piece.logprobs]
-                assert own == pytest.approx([entry.logprob for entry in completion.logprobs])
+                assert part.logprobs is not None
+                token_logprobs = [entry.logprob for entry in part.logprobs]
+                assert token_logprobs == pytest.approx(
+                    [entry.logprob for entry in completion.logprobs]
+                )
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,8 @@ async def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM
 
 async def test_a_step_hands_over_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     received, receive = list[object](), llm._receive
-    noted = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
-    monkeypatch.setattr(llm, "_receive", noted)
+    recording = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
+    monkeypatch.setattr(llm, "_receive", recording)
     steps = (await llm.call(LLMEngine.stats)).num_steps
     received.clear()
     params = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -156,8 +159,8 @@ async def test_nobody_is_computed_for_who_has_left(llm: AsyncLLM) -> None:
     assert await llm.call(lambda engine: engine.core.get_request_counts()) == (0, 0)
 
 
-async def test_the_last_who_leaves_is_not_counted_as_running(llm: AsyncLLM) -> None:
-    """Routers read that, and nobody may come for an hour."""
+async def test_the_last_aborted_request_is_not_counted_as_running(llm: AsyncLLM) -> None:
+    """Routers read the number, and the next request may come an hour later."""
     await (await begun(llm)).aclose()
     for _ in range(500):
         if not (llm.stats.num_running or llm.stats.kv_blocks_in_use):
@@ -166,7 +169,7 @@ async def test_the_last_who_leaves_is_not_counted_as_running(llm: AsyncLLM) -> N
     assert llm.stats.num_running == llm.stats.kv_blocks_in_use == 0
 
 
-async def test_who_leaves_leaves_nothing(llm: AsyncLLM) -> None:
+async def test_a_disconnect_leaves_no_state(llm: AsyncLLM) -> None:
     """Cancelled at random moments, aborted, left early; others are not touched."""
     rng = random.Random(3)
 
@@ -196,7 +199,7 @@ async def test_who_leaves_leaves_nothing(llm: AsyncLLM) -> None:
 
 
 async def test_a_name_may_come_again_at_once(llm: AsyncLLM) -> None:
-    """What is under way of the aborted one is not the next one's."""
+    """A result in flight of the aborted request does not go to the next one."""
     first = await begun(llm, [7] * 9, request_id="mine")
     with pytest.raises(ValueError, match="mine"):
         await anext(llm.generate("x", request_id="mine"))
@@ -208,15 +211,15 @@ async def test_a_name_may_come_again_at_once(llm: AsyncLLM) -> None:
 
 
 async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """They are given out some at a time, in order. A mailbox joins what is not read."""
+    """Deltas are given out in batches, in order. A mailbox joins unread ones."""
     other = AsyncLLM.__new__(AsyncLLM)
     other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
     other._given, other._mailboxes = type(llm._given)(), {}
     for i in range(1000):
         other._mailboxes[str(i)] = Mailbox()
     for k in (0, 1):
-        pieces = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
-        deltas = [RequestDelta(str(i), {0: piece}) for i, piece in enumerate(pieces)]
+        parts = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
+        deltas = [RequestDelta(str(i), {0: part}) for i, part in enumerate(parts)]
         other._receive(EngineUpdate(deltas, EngineStats()))
     num_turns = 0
     while other._given:
@@ -227,7 +230,7 @@ async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     assert num_turns >= 2000 // MAX_DELTAS_PER_TURN - 1
 
 
-async def test_a_long_prompt_holds_up_nobody(llm: AsyncLLM) -> None:
+async def test_a_long_prompt_delays_no_other_request(llm: AsyncLLM) -> None:
     """Not even by Python's lock."""
     text, num_turns = "x = 1\n" * 15_000, 0
     task = asyncio.ensure_future(llm.encode(text))
@@ -241,7 +244,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
-    tokenized, most = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
+    tokenized, max_chars = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         tokenized.append(len(text))
@@ -251,18 +254,18 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
     cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
     for refused in (
-        whole(llm, "x" * (most + 1)),
-        whole(llm, "é" * (most // 2 + 1)),
+        whole(llm, "x" * (max_chars + 1)),
+        whole(llm, "é" * (max_chars // 2 + 1)),
         whole(llm, "x" * (COUNTED_BYTES + 1), cut),
         llm.encode("é" * (COUNTED_BYTES // 2 + 1)),
     ):
         with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047, si"):
             await refused
     assert tokenized == []
-    await whole(llm, "x" * most, SamplingParams(max_tokens=1))
+    await whole(llm, "x" * max_chars, SamplingParams(max_tokens=1))
     await whole(llm, "x" * COUNTED_BYTES, cut)
     assert await llm.encode("x" * COUNTED_BYTES) == [5]
-    assert tokenized == [most, COUNTED_BYTES, COUNTED_BYTES]
+    assert tokenized == [max_chars, COUNTED_BYTES, COUNTED_BYTES]
 
 
 def test_it_belongs_to_one_loop(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
@@ -278,7 +281,7 @@ async def test_a_call_raises_what_it_raises(llm: AsyncLLM) -> None:
 
 
 async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And even if nobody waits for it any more."""
+    """Even if no caller waits for it any more."""
     goes_on, read = threading.Event(), adapter_slots.read_adapter
 
     def wait_and_read(*arguments: Any) -> adapter_slots.Adapter:
@@ -323,8 +326,8 @@ async def test_a_full_queue_and_an_end() -> None:
 
 
 async def test_an_end_is_the_end() -> None:
-    """What the step under way brings after an abort does not bring the request back to life, and an
-    abort after its end does not spoil what it has brought."""
+    """The result of the step in flight does not revive an aborted request, and an abort after its
+    end does not lose its outputs."""
 
     async def read(first: RequestDelta, second: RequestDelta) -> RequestDelta:
         box = Mailbox()
@@ -339,7 +342,7 @@ async def test_an_end_is_the_end() -> None:
     assert (await read(whole, aborted)).error is None
 
 
-async def test_a_name_that_somebody_chose_is_nobody_elses(llm: AsyncLLM) -> None:
+async def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
     name = f"request-{llm._num_requests + 2}"
     first = llm.generate([5], LONG, request_id=name)
     assert (await anext(first)).request_id == name
@@ -360,7 +363,7 @@ async def test_a_call_may_raise_anything(llm: AsyncLLM) -> None:
 
 
 def test_another_loop_after_one_that_ended_in_the_middle() -> None:
-    """What was not given out there does not hold up what comes here."""
+    """Deltas that the first loop did not deliver do not delay those of the second."""
     llm = AsyncLLM(**SMALL)
     asyncio.run(whole(llm, [5]))
     llm._given.append(RequestDelta("of the first loop"))
@@ -370,8 +373,8 @@ def test_another_loop_after_one_that_ended_in_the_middle() -> None:
 
 
 async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever: not who asks after the engine's thread has ended, nor who asked just
-    before, nor where the engine can not be closed."""
+    """No caller waits forever: not one that submits after the engine's thread has ended, nor one
+    that submitted just before, nor if closing the engine fails."""
     llm = AsyncLLM(**SMALL)
     is_begun, may_go = asyncio.Event(), asyncio.Event()
 
@@ -399,7 +402,7 @@ async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch
     assert llm.death_reason == "the engine is closed"
 
 
-async def test_who_asks_just_when_it_ends_is_told() -> None:
+async def test_a_submit_while_the_engine_ends_gets_an_error() -> None:
     """In the inbox after the thread has looked for the last time, and before the loop knows."""
     llm = AsyncLLM(**SMALL)
     await llm.call(LLMEngine.stats)  # bound

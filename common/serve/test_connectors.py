@@ -14,7 +14,7 @@ STORE = {"kind": "mooncake", "master": "127.0.0.1:1", "metadata": "127.0.0.1:1"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("fields", "reason"),
     [
         (STORE | {"kind": "nixl"}, "must have kind"),
         ({"kind": "mooncake", "master": "127.0.0.1:1"}, "'metadata'"),
@@ -22,8 +22,8 @@ STORE = {"kind": "mooncake", "master": "127.0.0.1:1", "metadata": "127.0.0.1:1"}
         (STORE | {"master": f"127.0.0.1:{free_port()}"}, "cannot reach a Mooncake store"),
     ],
 )
-def test_a_connector_that_cannot_be_made_is_a_sentence(fields: dict, why: str) -> None:
+def test_a_connector_that_cannot_be_made_is_a_sentence(fields: dict, reason: str) -> None:
     args = parse_args(["--kv-connector", json.dumps(fields)])
     with pytest.raises(ValueError, match="kv_connector") as error:
         engine_settings(args)
-    assert why in str(error.value)
+    assert reason in str(error.value)

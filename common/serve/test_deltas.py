@@ -1,4 +1,4 @@
-"""What is handed over of a request that grows: each thing once, and nothing before it is whole."""
+"""Deltas of a growing request: each token and text once, and no text before it is complete."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class Growing:
         text, self.texts[i] = self.texts[i], ""
         return text
 
-    def grow(self, i: int, token_id: int, reason: str | None = None, why: Any = None) -> None:
+    def grow(
+        self, i: int, token_id: int, reason: str | None = None, stop_reason: Any = None
+    ) -> None:
         one = self.own[i]
         one.token_ids.append(token_id)
         assert one.logprobs is not None
         one.logprobs.append(float(token_id))
         self.texts[i] += str(token_id)
-        one.finish_reason, one.stop_reason = reason, why
+        one.finish_reason, one.stop_reason = reason, stop_reason
 
 
 def test_each_token_is_handed_over_once_and_so_is_each_end() -> None:
@@ -84,7 +86,7 @@ def test_a_continuation_waits_for_the_prompts_scores() -> None:
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_deltas_that_are_joined_keep_what_either_has(last: bool) -> None:
+def test_joined_deltas_keep_the_fields_of_both(last: bool) -> None:
     scores, times = [None, 1.0], RequestMetrics(1.0)
     total = RequestDelta("x", {0: CompletionDelta(0, "a", [1], [0.5])}, [7], scores)
     error = ValueError("no")

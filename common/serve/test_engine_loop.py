@@ -48,8 +48,8 @@ class Engine:
         self.steps.pop(0)(self.request)
         return [self.request.group, SimpleNamespace(request_id="of nobody here")]
 
-    def ask(self) -> list[RequestDelta]:
-        """All that comes of the request."""
+    def collect(self) -> list[RequestDelta]:
+        """Collect all deltas of the request."""
         self.loop.add("x", [7, 8, 9], SamplingParams(), {})
         found: list[RequestDelta] = []
         while not (found and found[-1].finished):
@@ -90,7 +90,7 @@ def fails(error: Exception) -> Callable[[Growing], None]:
     ids=["whole", "what was sent", "rules that were sent", "what was computed", "by somebody"],
 )
 def test_how_it_ended_is_said(step: Any, kind: type | None, says: str) -> None:
-    *_, last = Engine(step).ask()
+    *_, last = Engine(step).collect()
     assert type(last.error) is (kind or type(None)) and says in str(last.error)
     assert set(last.completions) == {0, 1}
 
@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_recover_is_given_up(is_final: bool) -> None:
     if is_final:
         error.is_final = True  # pyright: ignore[reportAttributeAccessIssue]
     engine = Engine(*[fails(error)] * 5)
-    *_, last = engine.ask()
+    *_, last = engine.collect()
     assert engine.num_steps == (1 if is_final else MAX_FAILURES)
     assert isinstance(last.error, EngineError) and last.error.__cause__ is error
     assert str(last.error) == "the engine has stopped: RuntimeError"
@@ -111,23 +111,23 @@ def test_an_engine_that_does_not_recover_is_given_up(is_final: bool) -> None:
 def test_a_step_that_fails_is_why_its_requests_end() -> None:
     """Trap 86: the text of an exception may quote one request, and each of the step gets it."""
     error = MemoryError("no memory left")
-    *_, last = Engine(fails(error), fails(error), ends("abort")).ask()
+    *_, last = Engine(fails(error), fails(error), ends("abort")).collect()
     assert str(last.error) == "a step with this request has failed: MemoryError"
     assert last.error.__cause__ is error
 
 
-def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
+def test_concurrent_requests_start_together_and_the_loop_waits_only_briefly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the engine was idle, and by how long a step takes there."""
 
-    def first_step(step_s: float, pause_s: float, most: int) -> int:
+    def first_step(step_s: float, pause_s: float, max_seqs: int) -> int:
         """How many have come by then, of `most` with a pause between two."""
         engine, begun = Engine(lambda _: begun.set(), ends("stop")), threading.Event()
         engine.loop.made.result()
         engine.loop._step_s = step_s
         num_asked = 0
-        while num_asked < most and not begun.is_set():
+        while num_asked < max_seqs and not begun.is_set():
             engine.loop.add(str(num_asked), [7], SamplingParams(), {})
             num_asked += 1
             time.sleep(pause_s)
@@ -142,7 +142,7 @@ def test_those_who_come_together_begin_together_and_nobody_is_waited_for_long(
     assert first_step(0.01, 0.5, 2) == 1
     engine, gathered = Engine(lambda _: None, ends("stop")), list[int]()
     engine.loop._gather = lambda: gathered.append(engine.num_steps)
-    engine.ask()
+    engine.collect()
     assert gathered == [0], "not where steps follow each other"
 
 
@@ -158,12 +158,12 @@ def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(MAX_ADD_S / 4)
         return add(*arguments)
 
-    def told() -> list[Any]:
+    def notified_sizes() -> list[Any]:
         order.append("step")
         return step()
 
     monkeypatch.setattr(engine, "add_request", add_slowly)
-    monkeypatch.setattr(engine, "step", told)
+    monkeypatch.setattr(engine, "step", notified_sizes)
     for i in range(40):
         engine.loop.add(f"{i}", [7], SamplingParams(), {})
     is_full.set()
@@ -174,7 +174,7 @@ def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert longest <= 12, order
 
 
-def test_a_crowd_that_comes_to_a_dead_engine_is_told_so() -> None:
+def test_a_crowd_of_requests_to_a_dead_engine_gets_its_error() -> None:
     """All of it, without another message that would wake the thread up."""
     engine = Engine(*[fails(RuntimeError("a rank is gone"))] * MAX_FAILURES)
     engine.loop.add("first", [7], SamplingParams(), {})
@@ -206,7 +206,7 @@ def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.Monk
     engine = Engine(ends("stop"))
     engine.loop.made.result()
     engine.loop._step_s = 20.0  # so it gathers for up to five seconds
-    assert engine.ask()[-1].finished
+    assert engine.collect()[-1].finished
 
 
 def test_an_aborted_request_costs_one_update_and_not_one_a_step() -> None:

@@ -1,4 +1,5 @@
-"""`GET /events`: watching comes and goes with those who look, and costs the others nothing."""
+"""`GET /events`: recording starts and ends with its viewers, and costs the other clients
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, 
 
 
 class Onlooker:
-    """Somebody who reads `/events`, in a thread; while not `is_awake`, nothing."""
+    """A reader of `/events` in a thread, which reads nothing while not `is_awake`."""
 
     def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
         self.is_awake, self.lines = threading.Event(), list[str]()
@@ -86,7 +87,7 @@ class Onlooker:
 
 
 def present(state: Frame | None) -> Any:
-    """What does not depend on where a film began."""
+    """The part of a frame that does not depend on where a recorded run began."""
     if state is None:
         return None
     aside = {"requests", "pieces", "loaded", "result", "cached"}  # who published a block, say
@@ -102,8 +103,8 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
     """`look()`: another one. All leave when the test ends, and the engine is as it was."""
     onlookers: list[Onlooker] = []
 
-    def _look(server: Running = tight, **how: Any) -> Onlooker:
-        onlooker = Onlooker(server, **how)
+    def _look(server: Running = tight, **request_headers: Any) -> Onlooker:
+        onlooker = Onlooker(server, **request_headers)
         onlookers.append(onlooker)
         wait_for(lambda: onlooker.lines)
         return onlooker
@@ -141,7 +142,7 @@ def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
     assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
 
 
-def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
+def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
     tight: Running, look: Callable[..., Onlooker]
 ) -> None:
     first, others = look(), []
@@ -156,13 +157,13 @@ def test_who_comes_later_gets_the_present_first_and_disturbs_nobody(
     assert all(o.films()[0][1].startswith('{"at":"start"') for o in others)
     film = first.film()
     assert film is not None
-    found = [what for step in film.steps() for what in step.happened]
+    found = [happened for step in film.steps() for happened in step.happened]
     for name in ("preempted", "shared", "evicted"):
-        assert any(what[name] for what in found), "nothing happened that could go wrong"
+        assert any(happened[name] for happened in found), "nothing happened that could go wrong"
     assert sum(map(len, others[1].films())) < len(first.lines)
 
 
-def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
+def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked for nothing meanwhile, and no text is kept."""
@@ -200,15 +201,16 @@ def test_who_reads_nothing_is_dropped_and_begins_anew_when_it_reads(
 
 
 @pytest.mark.parametrize("place", ["core", "books"])
-def test_an_engine_that_begins_anew_is_filmed_anew(
+def test_an_engine_that_recovers_is_recorded_again(
     place: str, tight: Running, look: Callable[..., Onlooker]
 ) -> None:
-    """Where its books are torn, watching ends by itself. Elsewhere the same film goes on."""
+    """If state is inconsistent, watching ends by itself. Otherwise the same recorded run goes
+    on."""
     onlookers = [look(), look()]
     tight.post("/v1/completions", EIGHT)
     tight.call(fail_next, ZeroDivisionError, 1, place)
-    status, said = tight.post("/v1/completions", EIGHT)
-    assert status == 500 and said["error"]["message"].endswith("has failed: ZeroDivisionError")
+    status, received = tight.post("/v1/completions", EIGHT)
+    assert status == 500 and received["error"]["message"].endswith("has failed: ZeroDivisionError")
     num_films = 2 if place == "books" else 1
     wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
     assert tight.post("/v1/completions", EIGHT)[0] == 200
@@ -232,7 +234,7 @@ def test_a_viewer_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> 
     assert viewer._texts == [] and viewer.lags
 
 
-def test_an_event_is_what_was_written_at_once() -> None:
+def test_an_event_is_one_write() -> None:
     assert (
         server_sent('{"a":1}\n{"b":"\u2028"}\n')
         == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
@@ -253,9 +255,11 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     tight.call(lambda engine: engine.reset_prefix_cache())
     words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
     headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
-    prompts = {who: f"{STACK}    # {text}" for who, text in words.items()}
-    ids = {who: tight.llm.tokenizer.encode(prompt) for who, prompt in prompts.items()}
-    first = {who: look(**headers[who]) for who in words}
+    prompts = {viewer_name: f"{STACK}    # {text}" for viewer_name, text in words.items()}
+    ids = {
+        viewer_name: tight.llm.tokenizer.encode(prompt) for viewer_name, prompt in prompts.items()
+    }
+    first = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     bodies = [EIGHT | {"prompt": [p, p], "n": 2, "max_tokens": 40} for p in prompts.values()]
     threads = [
         threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
@@ -265,10 +269,10 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         for thread in threads:
             thread.start()
         wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
-        late = {who: look(**headers[who]) for who in words}
+        late = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     for thread in threads:
         thread.join(60)
-    after = {who: look(**headers[who]) for who in words}
+    after = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     assert '"prompt":' in late["mine"].lines[1], "it came too late"
 
     def free(viewer: Onlooker) -> list[int]:
@@ -277,19 +281,19 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         return state["free"]
 
     for viewers in (first, late, after):
-        for who, viewer in viewers.items():
+        for viewer_name, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
-            said, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
+            received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
             assert film is not None
-            for other in words.keys() - {who}:
+            for other in words.keys() - {viewer_name}:
                 tail = ",".join(map(str, ids[other][-4:]))
-                assert tail not in said, "not anywhere in a line"
+                assert tail not in received, "not anywhere in a line"
             for row in film.requests().values():
-                is_mine = who != "" and row["prompt"] == ids[who]
+                is_mine = viewer_name != "" and row["prompt"] == ids[viewer_name]
                 assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
-                assert ("".join(row["prompt_pieces"]) == prompts.get(who)) == is_mine
+                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_name)) == is_mine
                 num_mine += is_mine
-            assert viewers is not first or num_mine == (4 if who else 0)
+            assert viewers is not first or num_mine == (4 if viewer_name else 0)
 
 
 def test_with_the_key_and_no_token_everything_is_read() -> None:
@@ -371,7 +375,7 @@ def test_only_so_many_may_look(
     assert tight.request("GET", "/events")[0] == 429
 
 
-def test_a_film_that_somebody_else_has_is_not_taken_from_them(
+def test_a_recorded_run_of_another_recorder_is_not_taken(
     tight: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))

@@ -1,4 +1,4 @@
-"""Who may come in, and with what: without a server."""
+"""Which requests the gate admits, without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ JSON = {"content-type": "application/json", "host": "localhost"}
 
 
 class Asked:
-    """One request, in pieces, at a gate; and what came of it. `body`: what the application read."""
+    """One request, in parts, at a gate, with its result. `body`: the part that the application
+    read."""
 
     def __init__(
         self, config: GateConfig, headers: dict[str, str], *parts: Any, **scope: Any
@@ -108,17 +109,21 @@ def test_events_are_off_beyond_loopback_without_a_key() -> None:
 
 
 def test_a_body_is_read_here_and_again_by_the_application() -> None:
-    gone = {"type": "http.disconnect"}
-    found = Asked(GateConfig(), JSON, b'{"a"', b": 1}", gone)
+    disconnect = {"type": "http.disconnect"}
+    found = Asked(GateConfig(), JSON, b'{"a"', b": 1}", disconnect)
     assert found.status == 204
-    assert found.read == [{"type": "http.request", "body": b'{"a": 1}', "more_body": False}, gone]
+    assert found.read == [
+        {"type": "http.request", "body": b'{"a": 1}', "more_body": False},
+        disconnect,
+    ]
     assert (
-        Asked(GateConfig(), JSON, {"body": b"{", "more_body": True, "type": ""}, gone).status == 400
+        Asked(GateConfig(), JSON, {"body": b"{", "more_body": True, "type": ""}, disconnect).status
+        == 400
     )
 
 
 @pytest.mark.parametrize(
-    ("said", "body", "status"),
+    ("message", "body", "status"),
     [
         ("10", b"x" * 10, 204),
         ("11", b"", 413),
@@ -128,10 +133,10 @@ def test_a_body_is_read_here_and_again_by_the_application() -> None:
         ("0", b"x" * 11, 413),
     ],
 )
-def test_a_body_has_its_limit(said: str, body: bytes, status: int) -> None:
+def test_a_body_has_its_limit(message: str, body: bytes, status: int) -> None:
     parts = [bytes([byte]) for byte in body] or [b""]
     config = GateConfig(max_body_bytes=10)
-    assert Asked(config, JSON | {"content-length": said}, *parts).status == status
+    assert Asked(config, JSON | {"content-length": message}, *parts).status == status
     many = GateConfig(max_body_bytes=320)
     assert Asked(many, JSON, b"," * 10).status == 204
     assert "commas" in Asked(many, JSON, b"," * 11).error["message"]
@@ -194,8 +199,8 @@ def test_other_names_and_pages_are_allowed_by_a_flag() -> None:
     refused = Asked(with_key, JSON | {"origin": page}, b"{}")
     assert refused.status == 401 and refused.headers["access-control-allow-origin"] == page
     assert Asked(with_key, asks | {"origin": "null"}, method="OPTIONS").status == 401
-    anybody = GateConfig(allowed_origins=("*",))
-    assert Asked(anybody, JSON | {"origin": "http://a.example"}, b"{}").status == 204
+    any_origin = GateConfig(allowed_origins=("*",))
+    assert Asked(any_origin, JSON | {"origin": "http://a.example"}, b"{}").status == 204
 
 
 def test_metrics_are_shown_without_the_key_by_a_flag() -> None:
@@ -235,7 +240,7 @@ def test_the_key_is_asked_for_everywhere_but_at_health_and_by_the_page() -> None
         assert Asked(config, sent, method="GET", path="/metrics").status == status, given
 
 
-def test_while_it_drains_what_is_new_is_refused_and_health_says_so() -> None:
+def test_while_draining_new_requests_are_refused_and_health_reports_it() -> None:
     for method, path, status in (
         ("POST", "/v1/completions", 503),
         ("GET", "/health", 503),

@@ -1,4 +1,4 @@
-"""What nobody should send: an error for it, and nothing else happens."""
+"""Malformed requests: each gets an error, with no other effect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(short: Running) -> Running:
     return short
 
 
-def said(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:
+def send_raw(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:
     """All that comes back on one connection, until its end or some silence."""
     found = b""
     with server.connect(timeout=max(3, silence_s)) as connection:
@@ -75,7 +75,7 @@ def test_numbers_that_are_only_large_are_taken(server: Running) -> None:
     assert server.post(*completion(**params))[1]["usage"]["total_tokens"] == 64
 
 
-# -- trap 87: one legal body that works where everybody waits
+# -- trap 87: one legal body that works while every client waits
 
 
 def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> None:
@@ -105,7 +105,7 @@ def test_a_body_that_would_take_too_long_is_refused_by_name(server: Running) -> 
 
 
 def test_more_sequences_than_can_ever_wait_are_refused_by_name() -> None:
-    """Trap 87. A 429 would be tried again for ever."""
+    """Trap 87. A 429 would be retried forever."""
     with running(max_waiting=4, max_num_seqs=2, max_model_len=64) as found:
         for fields, name in (({"prompt": ["x"] * 7}, "prompt"), ({"n": 7}, "n")):
             status, answer = found.post(*completion(**fields))
@@ -147,12 +147,12 @@ def test_the_engines_thread_makes_no_token_ids(
 def test_large_json_is_neither_read_nor_made_in_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trap 87. What is large is made some entries at a time in its thread, too: what encodes it
-    holds Python's lock."""
+    """Trap 87. Large content is built a few entries at a time in its thread, too: its encoder holds
+    Python's lock."""
     made, read = list[tuple[str, int]](), list[tuple[str, int]]()
     encode, parsed = large_json._encode, large_json._parsed
 
-    def told(content: Any) -> str:
+    def encoded(content: Any) -> str:
         text = encode(content)
         made.append((threading.current_thread().name, len(text)))
         return text
@@ -161,14 +161,14 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
         read.append((threading.current_thread().name, len(data)))
         return parsed(kind, data)
 
-    monkeypatch.setattr(large_json, "_encode", told)
+    monkeypatch.setattr(large_json, "_encode", encoded)
     monkeypatch.setattr(large_json, "_parsed", told_too)
     ids, text = [5, 6, 7] * 200, "x" * 300_000
     with running(ServeConfig(MODEL, chat_template=TEMPLATE), max_waiting=1000) as found:
         path, wide = "/v1/completions", {"logprobs": 20, "max_tokens": 60, "ignore_eos": True}
         echo = wide | {"prompt": [ids] * 2, "echo": True, "max_tokens": 1}
         chat = CHAT | wide | {"logprobs": True, "top_logprobs": 20, "n": 5}
-        for where, body in (
+        for place, body in (
             (path, {"prompt": [ids] * 2, "prompt_logprobs": 20, "max_tokens": 1}),
             (path, echo),
             (path, wide | {"prompt": "x", "n": 5}),
@@ -177,14 +177,14 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
             ("/v1/completions/render", {"prompt": [ids] * 400}),
         ):
             made.clear()
-            status, answer = found.post(where, body)
-            assert status == 200 and answer, where
+            status, answer = found.post(place, body)
+            assert status == 200 and answer, place
             aside = [size for thread, size in made if thread.startswith("large")]
-            assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), where
-            assert max(aside) < 1_000_000 if where == "/tokenize" else max(aside) < 50_000, where
+            assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), place
+            assert max(aside) < 1_000_000 if place == "/tokenize" else max(aside) < 50_000, place
         made.clear()
-        pieces = found.events(path, echo)
-        assert len(pieces[0]["choices"][0]["logprobs"]["tokens"]) >= 600
+        chunks = found.events(path, echo)
+        assert len(chunks[0]["choices"][0]["logprobs"]["tokens"]) >= 600
         here = [size for thread, size in made if not thread.startswith("large")]
         assert max(here, default=0) <= LARGE
         detokenized = found.post("/detokenize", {"tokens": [5] * 300_000})[1]["prompt"]
@@ -213,7 +213,7 @@ def test_nothing_is_kept_of_a_body(server: Running) -> None:
         tracemalloc.stop()
 
 
-def test_what_is_no_http_is_refused(server: Running) -> None:
+def test_bytes_that_are_not_http_are_refused(server: Running) -> None:
     rng = random.Random(5)
     many = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 90) for i in range(2000))
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -239,10 +239,10 @@ def test_what_is_no_http_is_refused(server: Running) -> None:
         WHOLE.replace(b"localhost", b"evil.example"),
         WHOLE.replace(b"HTTP/1.1\r\nHost: localhost", b"HTTP/1.0"),
     ):
-        found = said(server, sent, ends=b"HTTP" not in sent)
+        found = send_raw(server, sent, ends=b"HTTP" not in sent)
         assert found == b"" or found.startswith(b"HTTP/1.1 4"), (sent[:200], found[:200])
     num_requests = server.llm._num_requests
-    assert said(server, length + b"50\r\n\r\n" + SMALL, ends=True) == b""
+    assert send_raw(server, length + b"50\r\n\r\n" + SMALL, ends=True) == b""
     assert server.is_idle() and server.llm._num_requests == num_requests
 
 
@@ -252,7 +252,7 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     last = WHOLE.replace(b"Host", b"Connection: close\r\nHost")
 
     def answered(*parts: bytes) -> bytes:
-        return said(server, *parts, silence_s=60)
+        return send_raw(server, *parts, silence_s=60)
 
     assert answered(WHOLE * 2 + last).count(b"HTTP/1.1 200") == 3
     # A body that was refused is passed over, and what comes after it is answered.
@@ -290,7 +290,7 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     ],
     ids=["nothing", "half of a second request", "half of a body that was refused"],
 )
-def test_who_says_half_of_it_is_cut_off(
+def test_a_client_that_sends_half_a_request_is_cut_off(
     server: Running, first: bytes, second: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
@@ -304,15 +304,15 @@ def test_who_says_half_of_it_is_cut_off(
         assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
 
 
-def test_who_was_not_heard_in_time_is_not_cut_off(
+def test_a_client_that_was_read_late_is_not_cut_off(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of forty that come at once the last is heard later than it has time to say something."""
+    """The last of forty simultaneous connections is served later than its time limit to send."""
     hear = PatientProtocol.data_received
 
-    def hear_slowly(own: PatientProtocol, data: bytes) -> None:
+    def hear_slowly(protocol: PatientProtocol, data: bytes) -> None:
         time.sleep(0.02)
-        hear(own, data)
+        hear(protocol, data)
 
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.2)
     monkeypatch.setattr("common.serve.running.FEW", 4)
@@ -338,7 +338,7 @@ def test_a_kept_connection_is_kept(server: Running, monkeypatch: pytest.MonkeyPa
             assert answer.status == 200 and json.loads(answer.read())["choices"]
 
 
-def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
+def test_a_disconnected_client_is_not_waited_for(server: Running) -> None:
     def waits() -> list[Any]:
         timers = [timer for timer in server.loop._scheduled if not timer.cancelled()]  # pyright: ignore[reportAttributeAccessIssue]
         # Another thread's: one of them may have run by now, and has no callback.
@@ -350,7 +350,7 @@ def test_whoever_has_gone_is_waited_for_no_more(server: Running) -> None:
     wait_for(lambda: not waits(), HEADER_SECONDS / 2)
 
 
-def test_who_reads_nothing_does_not_keep_the_server_from_its_end(
+def test_a_client_that_reads_nothing_does_not_block_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("common.serve.running.LAST_WORDS_SECONDS", 0.2)

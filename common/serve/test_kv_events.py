@@ -1,4 +1,4 @@
-"""Whoever reads the stream knows what is cached, and where; from whatever moment on."""
+"""A reader of the stream knows which blocks are cached and where, from any start on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
 
 
-def observed(cache: PrefixCache, **how: Any) -> tuple[CacheChanges, Index]:
+def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
     """Observe `cache`. Returns the changes, and an index that has read nothing yet."""
-    changes = CacheChanges(cache, **how)
+    changes = CacheChanges(cache, **options)
     changes.put_in()
     return changes, Index()
 
@@ -59,9 +59,9 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 
 @CACHES
 @pytest.mark.parametrize("max_pending_changes", [4, 100_000])
-def test_the_stream_alone_says_what_is_cached(kind: str, max_pending_changes: int) -> None:
+def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_changes: int) -> None:
     """From the middle on, and with a thread that comes late."""
-    most = 0
+    max_cached = 0
     for seed in range(40):
         rng = random.Random(seed)
         cache = PREFIX_CACHES[kind](BlockPool(24), 2)
@@ -75,11 +75,11 @@ def test_the_stream_alone_says_what_is_cached(kind: str, max_pending_changes: in
             if rng.random() < 0.5:
                 events = check(changes, index, cache)
                 assert CLEARED not in events[1:], f"seed {seed}"
-            most = max(most, cache.num_cached_blocks)
+            max_cached = max(max_cached, cache.num_cached_blocks)
         cache.cache_computed_blocks([1, 2])
         assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
         assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
-    assert most == 23
+    assert max_cached == 23
 
 
 def test_a_chain_is_one_event_and_so_is_its_end() -> None:
@@ -99,7 +99,7 @@ def test_a_chain_is_one_event_and_so_is_its_end() -> None:
     assert len(removed["block_hashes"]) == 3
 
 
-def test_parents_are_told_before_their_children_whichever_came_first() -> None:
+def test_parents_are_published_before_their_children() -> None:
     """A parent may have gone, and come again, while a tier kept its child."""
     cache = PREFIX_CACHES["hash"](BlockPool(40), 2)
     changes, index = observed(cache)
@@ -141,7 +141,7 @@ class Failing:
     blocks_invalidated = blocks_evicted
 
 
-def test_what_another_listener_raises_is_no_secret_to_the_stream() -> None:
+def test_an_error_of_another_listener_reaches_the_stream() -> None:
     cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
     cache.listener = Failing()
     changes, index = observed(cache)
@@ -222,7 +222,7 @@ def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thr
     engine.close()
 
 
-def test_a_tier_s_block_of_an_earlier_process_is_told_when_its_tokens_are_known(
+def test_a_tier_s_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     oracle: Oracle, loaded, tmp_path: Path, one_thread
 ) -> None:
     tiers = KVTierConfig(2, 40, disk_path=tmp_path / "disk")
@@ -240,7 +240,7 @@ def test_a_tier_s_block_of_an_earlier_process_is_told_when_its_tokens_are_known(
     engine.close()
 
 
-def test_a_corrupt_record_is_told_as_gone(oracle: Oracle, loaded, one_thread) -> None:
+def test_a_corrupt_record_is_published_as_removed(oracle: Oracle, loaded, one_thread) -> None:
     """By the thread that reads."""
     engine = engine_of(loaded, "hash", KVTierConfig(0, 40))
     changes, index = observed(engine.prefix_cache)

@@ -1,4 +1,4 @@
-"""The bytes are vLLM's, and whoever misses some of them learns what they said."""
+"""The bytes are vLLM's, and a reader that misses messages recovers their contents."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_event_is_of_one_kind_and_one_medium() -> None:
 
 @pytest.fixture
 def addresses(tmp_path: Path) -> tuple[str, str]:
-    """Nobody's before: one is free only a moment after its socket is closed."""
+    """Fresh addresses: one is free only a moment after its socket is closed."""
     return f"inproc://{tmp_path}/events", f"inproc://{tmp_path}/replays"
 
 
@@ -123,8 +123,8 @@ def publish(addresses: tuple[str, str]) -> Iterator[Publish]:
     """Return a function that makes a publisher, not started yet, and a reader of it."""
     with ExitStack() as stack:
 
-        def _publish(source: Scripted, **how: Any) -> tuple[EventPublisher, Reader]:
-            publisher = EventPublisher(source, *addresses, **how)
+        def _publish(source: Scripted, **options: Any) -> tuple[EventPublisher, Reader]:
+            publisher = EventPublisher(source, *addresses, **options)
             reader = Reader(publisher)
             stack.callback(reader.close)
             stack.callback(publisher.close)
@@ -185,7 +185,7 @@ def test_a_batch_that_cannot_be_packed_ends_nothing(
     assert source.num_anew == 1 and "starts again from scratch" in caplog.text
 
 
-def test_whoever_reads_nothing_for_a_while_misses_nothing(publish: Publish) -> None:
+def test_a_reader_that_pauses_misses_nothing(publish: Publish) -> None:
     source = Scripted([[CLEARED]] * 5000)
     publisher, reader = publish(source, buffer_steps=5000)
     publisher.start()
@@ -206,7 +206,7 @@ def test_whoever_reads_nothing_for_a_while_misses_nothing(publish: Publish) -> N
     assert len(publisher._kept) == 5000, "and no more"
 
 
-def test_it_sends_when_it_is_woken_and_ends_when_it_is_told(
+def test_it_sends_when_woken_and_ends_on_close(
     addresses: tuple[str, str], publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and not when it would have looked."""
@@ -243,7 +243,7 @@ def wait_until_free(address: str) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]])
-def test_what_is_no_request_for_a_replay_is_not_answered(
+def test_an_invalid_replay_request_is_not_answered(
     frames: list[bytes], publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher, reader = publish(Scripted([]))
@@ -260,7 +260,7 @@ def test_what_is_no_request_for_a_replay_is_not_answered(
 
 
 @pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
-def test_all_is_said_anew_only_if_something_wanted_is_kept_no_more(
+def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
     num: int, first: int, num_anew: int, publish: Publish
 ) -> None:
     source = Scripted([[CLEARED]] * num)
@@ -305,11 +305,11 @@ def reader(events: KVEvents) -> Iterator[Reader]:
     reader.close()
 
 
-def knows(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
+def has_all_blocks(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
     return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
 
 
-def test_a_reader_who_comes_late_and_loses_most_knows_all(
+def test_a_late_reader_with_losses_has_every_block(
     engine: LLMEngine, reader: Reader, oracle: Oracle
 ) -> None:
     rng = random.Random(3)
@@ -319,8 +319,8 @@ def test_a_reader_who_comes_late_and_loses_most_knows_all(
         serve(engine, oracle, [index], 4)
         reader.read()
     reader.loses = lambda: False
-    serve(engine, oracle, [12], 4)  # whoever loses the last one learns of it from the next one
-    reader.read_until(knows(reader, engine))
+    serve(engine, oracle, [12], 4)  # a lost last message is learned from the next
+    reader.read_until(has_all_blocks(reader, engine))
     assert reader.num_anew == 1, "all was kept"
     assert engine.reset_prefix_cache()
     reader.read_until(lambda: not reader.index.prefixes())
@@ -350,24 +350,24 @@ def test_an_engine_that_begins_again_is_not_taken_for_the_one_before(
         serve(engine, oracle, [0], 1)
         reader.read()
     assert reader.last < old
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     again.take_out(engine)
 
 
 def test_taken_out_it_leaves_the_engine_as_it_was(
     engine: LLMEngine, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """While somebody watches, too."""
+    """Also with a watching reader."""
     plugins, listener = engine.scheduler.plugins, engine.prefix_cache.listener
     engine.watch(tmp_path / "run.jsonl")
     events = KVEvents(engine, LOOPBACK, LOOPBACK)
     reader = Reader(events.publisher)
     serve(engine, oracle, [0, 1], 4)
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     assert reader.index.prefixes()
     engine.unwatch()
     serve(engine, oracle, [2, 3], 4)
-    reader.read_until(knows(reader, engine))
+    reader.read_until(has_all_blocks(reader, engine))
     events.take_out(engine)
     reader.read_until(lambda: not reader.index.prefixes())
     assert (engine.scheduler.plugins, engine.prefix_cache.listener) == (plugins, listener)

@@ -88,7 +88,7 @@ def look(tight: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[...
 
 
 def until(page: Page, expression: str) -> None:
-    """Asked from outside: the page's policy lets nobody evaluate a text in it."""
+    """Wait for the expression from outside: the page's policy forbids evaluating a text in it."""
     wait_for(lambda: page.evaluate(expression))
 
 
@@ -113,7 +113,7 @@ def shows_the_present(page: Page, onlooker: Onlooker) -> None:
     assert page.evaluate("Watch.store.films[0].contradiction") is None
 
 
-def test_eight_prompts_at_once_are_what_the_engines_film_says(
+def test_eight_concurrent_prompts_equal_the_engines_recorded_run(
     tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker], alone: LLM
 ) -> None:
     tight.call(lambda engine: engine.reset_prefix_cache())
@@ -170,7 +170,7 @@ def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
     assert page.evaluate("Watch.store.step") == last and last >= num_steps
 
 
-def test_a_reload_in_mid_run_shows_what_is_there(
+def test_a_reload_in_mid_run_shows_the_present_state(
     tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
 ) -> None:
     page = open_tab()
@@ -202,8 +202,8 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     shows_the_present(one, onlooker)
     shows_the_present(other, onlooker)
     wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
-    told = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
-    assert told[0] == told[1] and len(told[0]) == 8
+    request_ids = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
+    assert request_ids[0] == request_ids[1] and len(request_ids[0]) == 8
     # Trap 86: each reads its own requests; of the others it sees how long they are.
     prompts = """Watch.store.films[0].requests.map(({id}) =>
         Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
@@ -217,7 +217,7 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     until(other, "location.search === '?lang=en'")
 
 
-def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
+def test_a_sleeping_tab_delays_no_other_and_wakes_in_the_present(
     tight: Running,
     open_tab: Callable[..., Page],
     look: Callable[..., Onlooker],
@@ -246,13 +246,15 @@ def test_a_tab_that_sleeps_holds_up_nobody_and_wakes_in_the_present(
     assert page.evaluate("Watch.store.films[0].lines[0].at") == "start"
 
 
-def test_a_film_that_is_full_begins_anew_when_nobody_looks_at_it(
+def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
     tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever looks at what is over keeps it, and asks for the next one."""
+    """A viewer of a finished run keeps it, and requests the next one."""
     live, begun = tight.app.state.server.live, list[Any]()
     begin, page_text = live._begin, live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
-    monkeypatch.setattr(live, "_begin", lambda *who: begun.append(who) or begin(*who))
+    monkeypatch.setattr(
+        live, "_begin", lambda *arguments: begun.append(arguments) or begin(*arguments)
+    )
     monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
     page = open_tab()
     notice, button = page.locator(".notice"), page.locator("button.live")
@@ -291,10 +293,10 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         page.evaluate("document.querySelector('.key-form').hidden = true")
         page.evaluate("Watch.setKey('wrong, too')")
         page.wait_for_selector(".key-form:visible")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
         page.wait_for_timeout(1200)
-        assert not asked, "nor every second"
+        assert not requested, "nor every second"
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
         until(page, "Watch.store.films.length === 1")
@@ -317,17 +319,17 @@ def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page
         gate.config = replace(gate.config, host="0.0.0.0")
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('does not show its engine')")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
         page.wait_for_timeout(1200)
-        assert not asked
+        assert not requested
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
         page.context.close()
 
 
-def test_what_is_wrong_is_said_and_a_schema_is_kept(
+def test_an_error_is_shown_and_a_schema_is_kept(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
     page = open_tab(may_be_refused=True)
@@ -350,7 +352,7 @@ def test_what_is_wrong_is_said_and_a_schema_is_kept(
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
 
 
-def test_an_event_may_come_in_pieces(open_tab: Callable[..., Page]) -> None:
+def test_an_event_may_come_in_parts(open_tab: Callable[..., Page]) -> None:
     read = """async () => {
         const found = [], parts = ["data: a", "b\\n\\nda", "ta: c\\n"];
         const pieces = new ReadableStream({start(to) {
@@ -384,7 +386,7 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     page.wait_for_selector(".run:disabled")
 
 
-def test_a_card_says_what_its_request_has_and_waits_for(
+def test_a_card_shows_the_blocks_and_the_wait_reason_of_its_request(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
     page, may_go = open_tab(), threading.Event()
@@ -425,7 +427,7 @@ def test_a_card_says_what_its_request_has_and_waits_for(
     page.wait_for_selector(RESULT)
 
 
-def test_nothing_of_the_page_stands_outside_of_it(open_tab: Callable[..., Page]) -> None:
+def test_no_element_is_outside_of_the_page(open_tab: Callable[..., Page]) -> None:
     page = open_tab(language="zh", width=390)
     write(page)
     run_all(page)
@@ -478,7 +480,7 @@ def test_the_page_invites_and_then_says_where_to_look(
     until(page, "Watch.store.films[0].run.num_blocks === 5000")
 
 
-def test_what_is_written_stays_and_a_number_that_is_none_is_said(
+def test_input_is_kept_and_an_invalid_number_is_reported(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
     """Ctrl+Enter sends; a reload keeps."""
@@ -500,7 +502,7 @@ def test_what_is_written_stays_and_a_number_that_is_none_is_said(
     assert page.input_value("textarea >> nth=0") == "1, 2, 3,"
 
 
-def test_eight_at_once_find_in_the_cache_what_the_course_says(
+def test_eight_concurrent_prompts_have_the_cache_hits_of_the_course(
     server: Running, open_tab: Callable[..., Page]
 ) -> None:
     fields = {"prompt": open_tab(server).evaluate("Watch.examples.eight"), "max_tokens": 2}
@@ -517,11 +519,13 @@ def test_eight_at_once_find_in_the_cache_what_the_course_says(
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
     text = "".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    said = {key: both for key, *both in SAID.findall(text)}
-    assert len(said) == len(SAID.findall(text)) > 20
-    for key, (english, chinese) in said.items():
+    sentences = {key: both for key, *both in SAID.findall(text)}
+    assert len(sentences) == len(SAID.findall(text)) > 20
+    for key, (english, chinese) in sentences.items():
         assert english and not re.search(r"[\u4e00-\u9fff]", english), key
         assert re.search(r"[\u3000-\uffef]", chinese), key
         holes = [set(re.findall(r"\{(\w+)\}", one)) for one in (english, chinese)]
         assert holes[0] == holes[1], key
-    assert set(ASKED.findall(text)) <= said.keys() | words().keys()  # those of the watch page, too
+    assert (
+        set(ASKED.findall(text)) <= sentences.keys() | words().keys()
+    )  # those of the watch page, too

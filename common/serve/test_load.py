@@ -49,7 +49,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
     rng = random.Random(seed)
     leaves_after = [rng.random() * 4 if i % 2 else None for i in range(len(prompts))]
 
-    async def ask(i: int) -> str | None:
+    async def request_chat(i: int) -> str | None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         fields = {"prompt": prompts[i], "max_tokens": 24, "temperature": 0, "stream": True}
         writer.write(posted(fields | {"ignore_eos": True}))
@@ -71,7 +71,7 @@ async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
         assert b"data: [DONE]" in found
         return text_of(found)
 
-    texts = await asyncio.gather(*map(ask, range(len(prompts))))
+    texts = await asyncio.gather(*map(request_chat, range(len(prompts))))
     return {i: text for i, text in enumerate(texts) if text is not None}
 
 
@@ -97,15 +97,15 @@ def test_a_thousand_streams_of_which_half_vanish() -> None:
         task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)
         for number in range(3):
             client = f"import sys; from common.serve.test_load import main; main({number})"
-            said = subprocess.run(
+            result = subprocess.run(
                 [sys.executable, "-c", client],
                 input=json.dumps([server.port, prompts]),
                 capture_output=True,
                 text=True,
                 timeout=600,
             )
-            assert said.returncode == 0, said.stderr[-2000:]
-            texts = {int(i): text for i, text in json.loads(said.stdout).items()}
+            assert result.returncode == 0, result.stderr[-2000:]
+            texts = {int(i): text for i, text in json.loads(result.stdout).items()}
             assert len(texts) >= NUM_STREAMS // 2
             assert all(text == expected[i] for i, text in texts.items())
             wait_until_idle(server)

@@ -30,8 +30,8 @@ def tokenizer(
     return Tokenizer(backend)
 
 
-def fallback(vocab: dict[str, int], **how: Any) -> models.BPE:
-    return models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", **how)
+def fallback(vocab: dict[str, int], **options: Any) -> models.BPE:
+    return models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", **options)
 
 
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁the": 257}
@@ -44,7 +44,7 @@ FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "�
         (tokenizer(normalizers.NFC()), 5 * NFC_SHRINKS),
         (tokenizer(normalizers.Sequence([normalizers.Prepend("▁"), SPACES])), 5),
         (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback(FALLBACK)), 6),
-        (tokenizer(model=models.BPE({"a": 0}, [])), math.inf),  # a byte is no token
+        (tokenizer(model=models.BPE({"a": 0}, [])), math.inf),  # a byte without a token
         (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback({"<unk>": 0})), math.inf),
         (tokenizer(SPACES, pre_tokenizers.Metaspace(), models.BPE(FALLBACK, [])), math.inf),
         (tokenizer(normalizers.Strip()), math.inf),
@@ -62,8 +62,8 @@ def test_a_bound_where_each_byte_goes_to_some_token(one: Tokenizer, longest: flo
 
 def test_no_token_of_the_shipped_tokenizer_has_more_bytes() -> None:
     shipped = load_tokenizer(SHIPPED_CHECKPOINT)
-    most = max(len(shipped.token_bytes(i)) for i in range(shipped.vocab_size))
-    assert most <= longest_token(shipped) <= 2 * most
+    max_bytes = max(len(shipped.token_bytes(i)) for i in range(shipped.vocab_size))
+    assert max_bytes <= longest_token(shipped) <= 2 * max_bytes
 
 
 def test_nfc_shortens_no_text_more() -> None:
@@ -78,6 +78,6 @@ def test_nfc_shortens_no_text_more() -> None:
     shrinks = []
     for c, parts in apart.items():
         whole = unicodedata.normalize("NFC", c)
-        most = max(len(c.encode()), sum(longest[part] for part in parts))
-        shrinks.append(most / len(whole.encode()))
+        num_bytes = max(len(c.encode()), sum(longest[part] for part in parts))
+        shrinks.append(num_bytes / len(whole.encode()))
     assert max(shrinks) == NFC_SHRINKS

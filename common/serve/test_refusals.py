@@ -146,7 +146,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/load_lora_adapter", {"lora_path": "x" * 5000}, "lora_path"),
     ("/v1/load_lora_adapter", {"lora_path": "\0"}, None),
 ]
-# Bodies that are no JSON object.
+# Bodies other than a JSON object.
 BYTES = [b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"', b"4.0", b"{", b"[1,2]", b"[" * 100_000]
 BYTES += [b'{"prompt":"x","seed":%b}' % (b"9" * 5000)]
 BYTES += [b'{"prompt":"x","y":%b%b}' % (b"[" * 30_000, b"]" * 30_000)]

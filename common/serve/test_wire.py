@@ -1,4 +1,4 @@
-"""What a body may say, and what it means to the engine: without either."""
+"""Fields of a request body and their engine parameters, without server and engine."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def refused(make: Any, **fields: Any) -> str | None:
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
-def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
+def test_unsupported_fields_that_change_the_answer_are_refused_by_name(name: str) -> None:
     assert refused(chat, **{name: NOT_BUILT[name]}) == name
     assert refused(chat, **{name: None}) is None
     assert refused(chat, **{name: NO_CHANGE[name]} if name in NO_CHANGE else {}) is None
 
 
-def test_what_nobody_knows_is_named_once_in_the_log(
+def test_unknown_fields_are_named_once_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wire, "_named", known := set[str]())
@@ -103,9 +103,9 @@ def test_fields_are_those_of_the_engine() -> None:
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}
     expected = SamplingParams(temperature=0.5, top_k=3, top_p=1.0)
-    said: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
-    assert CompletionBody(prompt="x", **said).params(recommended) == expected
-    assert ChatBody(messages=MESSAGES, **said).params(recommended) == replace(
+    fields: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
+    assert CompletionBody(prompt="x", **fields).params(recommended) == expected
+    assert ChatBody(messages=MESSAGES, **fields).params(recommended) == replace(
         expected, max_tokens=None
     )
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
@@ -113,8 +113,8 @@ def test_fields_are_those_of_the_engine() -> None:
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
     choice = {"choice": ["a"]}
     unset = {"json": None, "regex": None, "disable_fallback": False}
-    said = choice | unset
-    assert chat(structured_outputs=said, response_format={"type": "text"}).grammar == choice
+    fields = choice | unset
+    assert chat(structured_outputs=fields, response_format={"type": "text"}).grammar == choice
     body = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert body.options() == {"priority": -3, "cache_salt": "a"}
 
@@ -137,7 +137,7 @@ def test_fields_are_those_of_the_engine() -> None:
         (chat, "stream_options", [None]),
     ],
 )
-def test_what_a_field_may_be(make: Any, name: str, taken: list) -> None:
+def test_allowed_values_of_a_field(make: Any, name: str, taken: list) -> None:
     """Values that are refused: `test_refusals.py`."""
     for value in taken:
         assert refused(make, **{name: value}) is None, value
@@ -162,7 +162,7 @@ def test_what_goes_together() -> None:
 
 
 def test_without_max_tokens_an_answer_has_as_many_logprobs_as_fit():
-    """A chat names no `max_tokens`; in a model of 131,072 it is no error to ask for 20 each."""
+    """A chat names no `max_tokens`; with 131,072 positions, asking for 20 each is not refused."""
     body = ChatBody.model_validate({"messages": MESSAGES, "logprobs": True, "top_logprobs": 20})
     params = body.params({})
     assert params.max_tokens is None

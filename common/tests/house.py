@@ -33,7 +33,7 @@ CHAPTERS = (
 FORBIDDEN_NAMES = frozenset({"utils", "types", "queue", "token", "profile", "select"})
 # What `common` composes and must not define.
 CHAPTER_TRADES = re.compile(r"(BlockPool|Cache|CacheManager|Scheduler|Proposer|Reject\w*)$")
-# A path of the machine on which somebody wrote or ran this; not part of a URL or of a longer path.
+# A path of a developer's machine; not part of a URL or of a longer path.
 MACHINE_PATH = re.compile(
     rb"(?<![\w.])(?:/(?:work|root|github/workspace)/|/(?:home|Users)/\w|/tmp/(?:scratch|ipykernel)|[A-Z]:\\Users\\)"
 )
@@ -54,7 +54,8 @@ class House:
         return sorted(p for p in self.root.glob("[0-9][0-9]_*") if p.is_dir())
 
     def python_files(self, *, aside: bool = True) -> list[Path]:
-        """Every Python file; with `aside=False` only modules, without what stands beside them."""
+        """Every Python file; with `aside=False` only modules, without tests and helpers beside
+        them."""
         return [p for p in self.files if p.suffix == ".py" and (aside or not self.is_aside(p))]
 
     def chapter_modules(self) -> list[Path]:
@@ -161,22 +162,22 @@ def law_of_floors(house: House) -> list[str]:
         for site in imports(parse(path)):
             top = site.module.partition(".")[0]
             if site.relative:
-                why = "imports relatively; chapters are no packages, names are flat"
+                reason = "imports relatively; chapters are no packages, names are flat"
             elif not top:
-                why = "imports a module whose name is computed"
+                reason = "imports a module whose name is computed"
             elif top in ("common", "workshop", *CHAPTERS):
-                why = f"imports `{top}`; no chapter module may"
+                reason = f"imports `{top}`; no chapter module may"
             elif top in floor_of:
                 if floor_of[top] <= chapter:
                     continue
-                why = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
+                reason = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
             elif top in beside:
-                why = f"imports `{top}`, a test, a demo or a helper of tests"
+                reason = f"imports `{top}`, a test, a demo or a helper of tests"
             elif top in sys.stdlib_module_names or top in declared:
                 continue
             else:
-                why = f"imports `{top}`, which is no dependency in pyproject.toml"
-            broken.append(f"{house.name(path)}:{site.line} {why}")
+                reason = f"imports `{top}`, which is no dependency in pyproject.toml"
+            broken.append(f"{house.name(path)}:{site.line} {reason}")
     return broken
 
 
@@ -235,7 +236,7 @@ def law_of_composition(house: House) -> list[str]:
 
 
 def law_of_names(house: House) -> list[str]:
-    """Module names are unique in the whole repository and hide nothing that others import. What is
+    """Module names are unique in the whole repository and hide no name that others import. A module
     in a folder of `workshop` is imported by the folder's name: `python -m workshop.NAME` finds it
     without, and imported so it would be a second module."""
     places: dict[str, list[str]] = {}
@@ -249,13 +250,13 @@ def law_of_names(house: House) -> list[str]:
         | {"common", "workshop"}
     )
     broken = [
-        f"module name `{name}` is used {len(where)} times: {', '.join(where)}"
-        for name, where in sorted(places.items())
-        if len(where) > 1
+        f"module name `{name}` is used {len(paths)} times: {', '.join(paths)}"
+        for name, paths in sorted(places.items())
+        if len(paths) > 1
     ]
     broken += [
-        f"{where[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
-        for name, where in sorted(places.items())
+        f"{paths[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
+        for name, paths in sorted(places.items())
         if name in taken
     ]
     for path in house.python_files():
@@ -263,14 +264,14 @@ def law_of_names(house: House) -> list[str]:
             package, _, name = site.module.partition(".")
             folder = house.root / package / name.partition(".")[0]
             if package == "workshop" and not (name and folder.is_dir()):
-                where = f"{house.name(path)}:{site.line}"
-                broken.append(f"{where} imports `{site.module}` without its folder")
+                paths = f"{house.name(path)}:{site.line}"
+                broken.append(f"{paths} imports `{site.module}` without its folder")
     return broken
 
 
 def law_of_demos(house: House) -> list[str]:
-    """A demo script imports its chapter and nothing of the workshop, and defines no class. What it
-    names as the book's palette does has the palette's value."""
+    """A demo script imports its chapter and nothing of the workshop, and defines no class. A name
+    that the book's palette also has, has the palette's value."""
     broken = []
     for path in house.demo_scripts():
         for node in ast.walk(tree := parse(path)):

@@ -22,7 +22,7 @@ def law_of_rooms(house: House) -> list[str]:
     ]
 
 
-# What a chapter's root may not speak of: words of later chapters, as parts of identifiers.
+# Words that a chapter's root must not use: those of later chapters, as parts of identifiers.
 LATER_WORDS = {
     1: "block page paged prefix preempt evict tier",
     2: "prefix preempt evict tier connector",

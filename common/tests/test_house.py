@@ -432,7 +432,7 @@ def test_what_is_allowed_is_not_reported(case: str, build: Callable) -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Of the heavy packages, those that a fresh process has loaded when `code` has run."""
+    """Heavy packages that a fresh process has loaded after running `code`."""
     heavy = {"torch", "transformers", "triton"}
     path = os.pathsep.join([str(ROOT), *(str(ROOT / room) for room in House(ROOT).rooms())])
     run = subprocess.run(
@@ -474,8 +474,8 @@ def test_make_says_what_it_can_make() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
     for target in targets.split():
-        (what,) = re.findall(rf"^WHAT_{target} := (.*)", makefile, re.MULTILINE)
-        assert f"{target:10} {what.replace('$(JOBS)', '2')}\n" in run.stdout
+        (description,) = re.findall(rf"^WHAT_{target} := (.*)", makefile, re.MULTILINE)
+        assert f"{target:10} {description.replace('$(JOBS)', '2')}\n" in run.stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -495,9 +495,13 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     of = ["demo watch bench ladder", "serve", "check test matrix museum task"]
     of.append("lint format notebooks figures sync")
     found = {target: extras(target) for targets in of for target in targets.split()}
-    wanted = {t: e for targets, e in zip(of, expected, strict=True) for t in targets.split()}
-    assert found == wanted
-    assert extras("demo", "ARGS=--mine") == extras("watch", "ARGS=--mine") == wanted["test"]
+    expected_extras = {
+        t: e for targets, e in zip(of, expected, strict=True) for t in targets.split()
+    }
+    assert found == expected_extras
+    assert (
+        extras("demo", "ARGS=--mine") == extras("watch", "ARGS=--mine") == expected_extras["test"]
+    )
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
     assert set(targets.split()) - set(found) == {"clean", "gpu"}
@@ -529,8 +533,8 @@ def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-k", "very_same_blocks"]
     command += [*options, "03_prefix_cache/test_prefix_cache.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    (said,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
-    assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", said)
+    (summary,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
+    assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", summary)
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:

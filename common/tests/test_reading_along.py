@@ -107,7 +107,7 @@ def _definitions(path: Path) -> dict[int, str]:
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
                 found[first] = prefix + child.name
                 visit(child, f"{prefix}{child.name}.")

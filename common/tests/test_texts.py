@@ -143,7 +143,7 @@ def test_the_program_of_the_readme_runs_as_typed(capsys: pytest.CaptureFixture[s
 
 @EVERY_TEXT
 def test_no_sentence_begins_with_who_unless_it_asks(text: Path) -> None:
-    """It makes the reader look back for whom it means."""
+    """Such a sentence makes the reader look back for its subject."""
     prose = FENCED.sub("", text.read_text(encoding="utf-8"))
     assert not BEGINS_WITH_WHO.findall(prose)
 

@@ -204,8 +204,8 @@ def test_the_command_prints_one_digest_and_writes_nothing(tmp_path: Path) -> Non
     before = page.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "workshop.translation", str(tmp_path / "A.md")]
     ran = subprocess.run([*command, "The part"], capture_output=True, text=True, cwd=ROOT)
-    wanted = [s.digest for s in sections_of(tmp_path / "A.md")][1:]
-    assert ran.stdout.split("\n")[:-1] == [f"<!-- en: {digest} -->" for digest in wanted]
+    expected = [s.digest for s in sections_of(tmp_path / "A.md")][1:]
+    assert ran.stdout.split("\n")[:-1] == [f"<!-- en: {digest} -->" for digest in expected]
     ran = subprocess.run([*command, "No part"], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 1 and "has no section 'No part'" in ran.stderr
     assert page.read_text(encoding="utf-8") == before

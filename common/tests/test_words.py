@@ -141,9 +141,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commit(folder: Path) -> None:
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
     subprocess.run(["git", "add", "."], cwd=folder, check=True)
-    subprocess.run(["git", *who, "commit", "-q", "-m", "x"], cwd=folder, check=True)
+    subprocess.run(["git", *identity, "commit", "-q", "-m", "x"], cwd=folder, check=True)
 
 
 def test_write_follows_a_move_and_refuses_a_rise(repository: Path) -> None:

@@ -28,9 +28,9 @@ SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 ENDS = (".svg", ".zh.svg")
 
 
-def test_what_is_derived_is_committed() -> None:
-    """Of a plot the Chinese one; its own script draws the English one. Each text has its Chinese
-    (`Words` raises), and no Chinese is left over."""
+def test_derived_drawings_are_committed() -> None:
+    """Drawings derive the Chinese file of each plot, whose own script draws the English one. Each
+    text has its Chinese (`Words` raises), and no Chinese is unused."""
     words, made = Words(), dict[Path, str]()
     for path in DRAWINGS:
         made |= drawings.derived(path, words)
@@ -149,7 +149,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("says", "marks"), FAULTS.items(), ids=FAULTS)
-def test_what_a_reader_would_trip_over_is_seen(says: str, marks: str, page: Page) -> None:
+def test_visible_faults_are_found(says: str, marks: str, page: Page) -> None:
     card = '<rect class="card" width="400" height="100" fill="#ffffff"/>'
     page.goto("about:blank")
     page.set_content(f'<svg width="400" height="100">{card}{marks}</svg>')

@@ -26,7 +26,8 @@ from request import SamplingParams
 from tiered_cache import KVTierConfig, TieredCache
 from workshop.book.picture import Call, Picture
 
-# -- a step of the engine: what is drawn, and the function that runs. What is not here is returned
+# -- a step of the engine: drawn boxes and the functions that run. Boxes without a function are
+# returned
 
 FUNCTIONS = {
     "step": "EngineCore.step",
@@ -72,9 +73,9 @@ def _class_of(owner: object, name: str) -> type:
 
 
 def test_a_step_makes_the_calls_that_are_drawn_in_this_order(called: list[str]) -> None:
-    drawn = [what for *_, what in Picture("step_calls").calls("calls")]
+    drawn = [label for *_, label in Picture("step_calls").calls("calls")]
     assert set(drawn) - FUNCTIONS.keys() == {"plan", "token ids"}
-    must_contain(called, [FUNCTIONS[what] for what in drawn if what in FUNCTIONS])
+    must_contain(called, [FUNCTIONS[label] for label in drawn if label in FUNCTIONS])
 
 
 def must_contain(log: list, drawn: list) -> None:

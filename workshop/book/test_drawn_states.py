@@ -1,4 +1,4 @@
-"""What a drawing shows of a state is what the classes do: ids, counts, colours, orders."""
+"""A drawing of a state agrees with the classes: ids, counts, colours, orders."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_two_counters() -> None:
     scheduler = FCFSScheduler()
     request = Request.from_tokens("a", prompt, max_new_tokens=len(output))
     scheduler.add_request(request)
-    what = "it waits"
+    label = "it waits"
     for row in range(3):
         if row:
             plan = scheduler.schedule()
-            what = f"step {row} computed {plan.num_scheduled_tokens['a']}"
+            label = f"step {row} computed {plan.num_scheduled_tokens['a']}"
             scheduler.update_from_output(plan, StepOutput({"a": [output[row - 1]]}))
         known, computed = request.num_tokens, request.num_computed_tokens
         cells = [(key["prompt token"], str(token)) for token in prompt]
@@ -76,7 +76,7 @@ def test_two_counters() -> None:
         cells[known:] = [(key["not known yet"], "?")] * (len(cells) - known)
         assert picture.shown(f"row-{row}") == cells
         counts = [f"num_tokens = {known}", f"num_computed_tokens = {computed}"]
-        assert picture.texts(f"row-{row}") == [what, *counts, f"{known - computed} uncomputed"]
+        assert picture.texts(f"row-{row}") == [label, *counts, f"{known - computed} uncomputed"]
 
 
 # -- chapter 2
@@ -99,12 +99,12 @@ def test_position_to_slot() -> None:
     index, offset = divmod(position, block_size)
 
     key, here = picture.key(), "prompt"
-    own, empty, others = key["A's"], key["A's, not written"], key["others'"]
-    fills = [here if p == position else own for p in range(num_tokens)]
+    of_a, empty, others = key["A's"], key["A's, not written"], key["others'"]
+    fills = [here if p == position else of_a for p in range(num_tokens)]
     assert picture.shown("positions") == [(fill, str(p)) for p, fill in enumerate(fills)]
-    fills = [here if i == index else own for i in range(len(table))]
+    fills = [here if i == index else of_a for i in range(len(table))]
     assert picture.shown("table") == list(zip(fills, map(str, table), strict=True))
-    written = {slot: own for slot in slots} | {slots[position]: here}
+    written = {slot: of_a for slot in slots} | {slots[position]: here}
     by_owner = {"A": empty, "": "paper"}
     memory = [
         written.get(slot, by_owner.get(owners.get(slot // block_size, ""), others))
@@ -157,13 +157,13 @@ def test_groups_hit() -> None:
     key = picture.key()
     cache = GroupedPrefixCache(BlockPool(9), block_size, windows)
     chain, blocks = compute_hash_chain(range(16), block_size), iter(cache.pool.blocks[1:])
-    for group, own in enumerate(there):
-        for index, is_there in enumerate(own):
+    for group, cached_here in enumerate(there):
+        for index, is_there in enumerate(cached_here):
             if is_there == "x":
                 cache.publish(group, chain, index, next(blocks))
-    hashes, turn, most, length = [name for name, _ in chain], 0, 4, 0
-    while turn < 2 or most != length:  # until all agree
-        group, most = turn % 2, len(hashes)
+    hashes, turn, limit, length = [name for name, _ in chain], 0, 4, 0
+    while turn < 2 or limit != length:  # until all agree
+        group, limit = turn % 2, len(hashes)
         length = cache._longest_in(group, hashes)
         hashes = hashes[:length]
         first = 0 if windows[group] is None else max(0, length - 2)
@@ -179,7 +179,7 @@ def test_groups_hit() -> None:
         cuts = [
             sum(cell.x < x for cell in picture.cells(name)) for (x, _), *_ in picture.lines(name)
         ]
-        assert cuts == ([most] if most < 4 else [])
+        assert cuts == ([limit] if limit < 4 else [])
         turn += 1
     assert len(hashes) == cache.longest_hit(chain)
 
@@ -317,7 +317,7 @@ def test_starvation() -> None:
     """A new request in every step; points are steps and output tokens of the first."""
     picture, num_steps = Picture("starvation"), 24
     kinds = [(Scheduler, {})]
-    kinds += [(PrefillFirstScheduler, {"max_consecutive_prefills": most}) for most in (3, None)]
+    kinds += [(PrefillFirstScheduler, {"max_consecutive_prefills": limit}) for limit in (3, None)]
     for (kind, options), line, label in zip(
         kinds, picture.lines("curves"), picture.texts("labels"), strict=True
     ):
@@ -348,12 +348,14 @@ def test_step_budget() -> None:
         for name, num_tokens in sorted(plan.num_scheduled_tokens.items())
         for _ in range(num_tokens)
     ]
-    num_left = budget - plan.total_num_scheduled_tokens
-    assert picture.shown("budget") == cells + [(key["not used"], "")] * num_left
+    num_budget = budget - plan.total_num_scheduled_tokens
+    assert picture.shown("budget") == cells + [(key["not used"], "")] * num_budget
     assert plan.admission_stop is not None
     reason, name = plan.admission_stop
     texts = picture.texts()
-    assert f'admission_stop = ("{reason}", "{name}")' in texts and f"left over: {num_left}" in texts
+    assert (
+        f'admission_stop = ("{reason}", "{name}")' in texts and f"left over: {num_budget}" in texts
+    )
 
 
 def test_mixed_adapters() -> None:
@@ -364,8 +366,8 @@ def test_mixed_adapters() -> None:
     for slot, (a, b) in enumerate(matrices.values(), 1):
         addition.fill(slot, {"W": LowRank(torch.tensor([a]), torch.tensor([b]).T)})
     slots = [["", *matrices].index(name) for _, name in rows]
-    found = ordered(np.array(slots), cargo := UploadBuffer(torch.device("cpu")))
-    cargo.send()
+    found = ordered(np.array(slots), buffer := UploadBuffer(torch.device("cpu")))
+    buffer.send()
     x = torch.tensor([row for row, _ in rows], dtype=torch.float32)
     y, by_adapter = addition.add(found(), x, x.clone()), found()
     assert by_adapter.order is not None
@@ -385,11 +387,11 @@ def test_mixed_adapters() -> None:
 def test_grammar_mask() -> None:
     picture, texts, so_far = Picture("grammar_mask"), ["yes", "no", "none"], "no"
     tokens = picture.labels("token")
-    pieces = tuple(token.strip('"').encode() for token in tokens[:-1])
-    vocabulary = Vocabulary((*pieces, b""), (len(pieces),))
+    token_bytes = tuple(token.strip('"').encode() for token in tokens[:-1])
+    vocabulary = Vocabulary((*token_bytes, b""), (len(token_bytes),))
     compiled = compile_source(source_of(Choice(texts)), tokenizer_of(vocabulary))
     bits = np.zeros((2, 1), dtype=np.int32)
-    GrammarMasks(vocabulary).match(compiled).fill(bits, 0, [pieces.index(so_far.encode())])
+    GrammarMasks(vocabulary).match(compiled).fill(bits, 0, [token_bytes.index(so_far.encode())])
     is_allowed = [bool(bits[1, 0] >> i & 1) for i in range(len(tokens))]
     fills = ["decode-75" if allowed else "paper" for allowed in is_allowed]
     assert picture.shown("bit") == [(f, str(int(a))) for f, a in zip(fills, is_allowed)]
@@ -419,14 +421,14 @@ def test_prefill_first_states() -> None:
     cells = picture.cells("steps")
     kinds = {cell.text: cell.text.partition("\n")[0] for cell in cells} | {"nothing to do": ""}
     drawn = [_boxes_at(line, cells) for line in picture.lines("steps")]
-    followed = prefill_first_runs.mode_transitions(mixing=False) - {("", "")}
-    assert sorted((kinds[a], kinds[b]) for a, b in drawn) == sorted(followed)
+    transitions = prefill_first_runs.mode_transitions(mixing=False) - {("", "")}
+    assert sorted((kinds[a], kinds[b]) for a, b in drawn) == sorted(transitions)
 
 
 def test_next_batch_says_the_default() -> None:
     loop = make_loop(10, PrefillFirstScheduler)
-    (asked,) = (text for text in Picture("next_batch").labels("boxes") if "in a row" in text)
-    assert f"{loop.scheduler.max_consecutive_prefills} prefills in a row" in asked
+    (caption,) = (text for text in Picture("next_batch").labels("boxes") if "in a row" in text)
+    assert f"{loop.scheduler.max_consecutive_prefills} prefills in a row" in caption
 
 
 def test_three_batches() -> None:
@@ -519,9 +521,9 @@ def test_retraction() -> None:
     num_free = now.num_pages - sum(len(h.blocks) for h in now.after)
     assert f"{victim} waits, in front; {num_free} pages are free" in texts
     outputs = " + ".join(f"({h.num_outputs} + 20)" for h in now.after)
-    most, value = [h.max_tokens for h in now.after], sum(h.num_outputs + 20 for h in now.after)
-    total = " + ".join(map(str, most))
-    assert f"{outputs} over {total} = {value / sum(most):.2f}: at most 1" in texts
+    limit, value = [h.max_tokens for h in now.after], sum(h.num_outputs + 20 for h in now.after)
+    total = " + ".join(map(str, limit))
+    assert f"{outputs} over {total} = {value / sum(limit):.2f}: at most 1" in texts
     assert f"new_token_ratio: {now.ratio_before:g} before, {now.ratio_after:g} now" in texts
 
 
@@ -570,10 +572,10 @@ def test_which_row_verifies() -> None:
     picture = Picture("which_row_verifies")
     fed, rows = picture.labels("fed"), picture.labels("rows")
     context, drafts = fed[: len(fed) - len(rows) + 1], fed[len(fed) - len(rows) + 1 :]
-    said = [*fed[1 : len(context)], *rows]  # after each token that is fed
+    outputs = [*fed[1 : len(context)], *rows]  # after each token that is fed
     words = list(dict.fromkeys(fed + rows))
     ids = [words.index(word) for word in fed]
-    after = {tuple(ids[: n + 1]): words.index(word) for n, word in enumerate(said)}
+    after = {tuple(ids[: n + 1]): words.index(word) for n, word in enumerate(outputs)}
     tokens, num_accepted = verify_and_sample(
         ScriptedLM(after, len(words)), ids[: len(context)], ids[len(context) :], temperature=0.0
     )

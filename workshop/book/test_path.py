@@ -1,4 +1,4 @@
-"""What a default `LLM` loads is what its configuration uses."""
+"""A default `LLM` loads only the modules that its configuration uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def default() -> DefaultPath:
     return path.measure_default(path.ROOT)
 
 
-def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
-    """Of the rooms beyond the roots, only the observer around the loop and the sizing of memory."""
+def test_features_that_are_off_are_not_loaded(default: DefaultPath) -> None:
+    """Only the observer around the loop and the sizing of memory are loaded from outside the
+    roots."""
     loaded = set(default.loaded)
     assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
     assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
@@ -32,7 +33,7 @@ def test_what_is_not_chosen_is_not_loaded(default: DefaultPath) -> None:
     assert sampling == {f"common/sampling/{name}.py" for name in parts}
 
 
-def test_what_is_loaded_has_a_budget(default: DefaultPath) -> None:
+def test_loaded_lines_have_a_budget(default: DefaultPath) -> None:
     found = f"LLM() loads {default.num_lines} lines, its budget is {LOADED_LINES}"
     assert default.num_lines <= LOADED_LINES, f"{found}; see common/tests/budgets.py"
 

@@ -1,4 +1,4 @@
-"""What counts as a line of code, as a quotation of it, and what fills one."""
+"""Lines of code, quotations of code, and the filling of quotations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_lines_of_code_are_no_docstrings_comments_or_blank_lines() -> None:
         ('def empty(self) -> None:  # 25\n    "Nothing."\n', {25, 26}),  # it is all there is
         ("def empty(self) -> None:  # 25\n", {25}),
         ("class Pool:  # 11\n\n    size: int = 0  # 16\n", None),  # a blank line that is not there
-        ("import os  # 5\nLIMIT = 3  # 8\n", None),  # what lies between is no docstring
+        ("import os  # 5\nLIMIT = 3  # 8\n", None),  # the text between is not a docstring
         ("limit = 3  # 8\n", None),
         ("\n", None),
     ],
@@ -93,7 +93,7 @@ def test_a_symbol_is_cut_out_without_docstrings() -> None:
             symbol_source(SOURCE, lost)
 
 
-def test_filling_writes_what_the_law_of_quotation_accepts(tmp_path: Path) -> None:
+def test_filling_writes_quotations_that_the_rule_accepts(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(SOURCE)
     page = "a\n```python file=pool.py symbol=Pool\nold\n```\nb\n```python file=pool.py\nkept\n```\n"
     text = filled(page, tmp_path)
@@ -106,7 +106,7 @@ def test_filling_writes_what_the_law_of_quotation_accepts(tmp_path: Path) -> Non
     assert found is not None and code_lines(SOURCE) & found == {11, 16, 18, 19, 22, 23, 25}
 
 
-def test_a_piece_follows_its_source_between_its_first_and_its_last_line(tmp_path: Path) -> None:
+def test_an_excerpt_follows_its_source_between_its_first_and_last_line(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text("def f():\n    a = 1\n    b = 3\n    c = 4\n    return b\n")
     page = "```python file=loop.py\n    a = 1\n    b = 2\n    return b\n```\n"
     expected = "    a = 1\n    b = 3\n    c = 4\n    return b\n"

@@ -1,4 +1,4 @@
-"""What is derived is as `make sync` leaves it, and how it carries code and numbers over."""
+"""Derived text is as `make sync` leaves it, and code and numbers are carried over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workshop.book.translation import sections
 
 
 def test_there_is_nothing_to_renew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what needs nothing to be run: quotations, the museum, rooms, the course.
+    """Texts that can be renewed without running code: quotations, the museum, rooms, the course.
     Tables, notebooks and Chinese pages have their own tests."""
     stale: list[Path] = []
 
@@ -83,10 +83,10 @@ def test_a_block_with_chinese_words_is_left_to_the_reader() -> None:
     assert in_step(before, before.replace("make x", "make y"), page).endswith("make x  # 话\n```\n")
 
 
-def test_a_section_that_was_behind_stays_behind() -> None:
-    behind = CHINESE.format(digest="0" * 12)
+def test_a_stale_section_stays_stale() -> None:
+    stale = CHINESE.format(digest="0" * 12)
     after = ENGLISH.format(code=2, n=5, m=7)
-    assert "0" * 12 in in_step(BEFORE, after, behind)
+    assert "0" * 12 in in_step(BEFORE, after, stale)
 
 
 def test_a_page_of_other_headings_is_left_alone() -> None:
@@ -114,8 +114,8 @@ def test_changes_are_files_that_git_has_otherwise_or_not_at_all(
     assert changed_since("HEAD") == []
     (tmp_path / "kept").touch()
     (tmp_path / "other").touch()
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     (tmp_path / "other").write_text("x")
     (tmp_path / "new").touch()

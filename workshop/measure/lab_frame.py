@@ -42,7 +42,7 @@ class Measurement:
     """The arguments of a part's `measure`."""
 
     tiny: bool  # almost no work: to see that everything runs
-    options: argparse.Namespace
+    trace: Path | None  # a published one
     records: dict[str, dict]  # of the parts that were measured before
 
 
@@ -82,8 +82,6 @@ def run_lab(
     chapter: str,
     parts: Mapping[str, Part],
     arguments: Sequence[str] | None = None,
-    *,
-    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
     """Run a plot script as its `main`. `script` is its `__file__`, `chapter` the folder of its
     figures and pages.
@@ -92,7 +90,7 @@ def run_lab(
     `records/TOPIC.json`."""
     path = Path(script).resolve()
     topic = path.stem.removeprefix("plot_")
-    options = _parse(topic, parts, arguments, add_options)
+    options = _parse(topic, parts, arguments)
     smoke = ROOT / "build" / f"{topic}-smoke"
     kept, pages = (smoke, smoke) if options.tiny else (path.parent, ROOT / chapter)
     names = {part: topic if part == topic else f"{topic}_{part}" for part in parts}
@@ -101,7 +99,7 @@ def run_lab(
     for part in options.record:
         environment = describe_environment()  # before measuring: other programs' load average
         try:
-            measured = parts[part].measure(Measurement(options.tiny, options, records))
+            measured = parts[part].measure(Measurement(options.tiny, options.trace, records))
         except (OSError, ValueError) as error:
             raise SystemExit(f"--record {part}: {error}") from error
         command = f"python -m workshop.{path.stem} --record {part}"
@@ -119,10 +117,7 @@ def run_lab(
 
 
 def _parse(
-    topic: str,
-    parts: Mapping[str, Part],
-    arguments: Sequence[str] | None,
-    add_options: Callable[[argparse.ArgumentParser], None],
+    topic: str, parts: Mapping[str, Part], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"Measure, draw and tabulate: {topic}.")
     parser.add_argument(
@@ -130,7 +125,7 @@ def _parse(
     )
     parser.add_argument("--tables", action="store_true", help="put the tables into the pages")
     parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    add_options(parser)
+    parser.add_argument("--trace", type=Path, help="of chapter 3: JSONL, as Mooncake's FAST'25")
     return parser.parse_args(arguments)
 
 

@@ -8,14 +8,13 @@ shows only ratios of its calls, which are made in turn. Measuring takes some min
 
 from __future__ import annotations
 
-import argparse
 import ast
 import itertools
 import random
 import statistics
 import sysconfig
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -43,7 +42,7 @@ from workshop.book.palette import (
 )
 from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
-from workshop.measure.rounds import run_in_turn
+from workshop.measure.rounds import time_in_turn
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 BENCH_RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "bench_qwen3-0.6b.json"
@@ -64,7 +63,7 @@ Lengths = Sequence[tuple[int, int]]  # (prompt tokens, output tokens) of each re
 # -- workloads
 
 
-def stdlib_functions(tokenizer_file: Path, num_functions: int, seed: int) -> Lengths:
+def stdlib_functions(num_functions: int, seed: int) -> Lengths:
     """Draw functions of Python's standard library. Returns `(prompt, output)` tokens: the prompt is
     the code from the outermost class or function around one to the end of its header, the output is
     its body and an end-of-text token.
@@ -77,7 +76,7 @@ def stdlib_functions(tokenizer_file: Path, num_functions: int, seed: int) -> Len
                 if isinstance(node, ast.FunctionDef):
                     body = node.body[0].lineno - 1
                     spans.append((source, top.lineno - 1, body, node.end_lineno))
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     lengths = []
     for source, start, body, end in random.Random(seed).sample(spans, num_functions):
         lines = source.splitlines(keepends=True)
@@ -277,24 +276,21 @@ def measure_time(lengths: Lengths, repeats: int) -> dict[str, dict[str, list[flo
         "continuous, each request alone": lambda jobs: serve(model, jobs, 8, batched=False),
         "continuous, padded batch": lambda jobs: serve(model, jobs, 8),
     }
-
-    def seconds(way: str, jobs: Lengths) -> float:
-        start = time.perf_counter()
-        ways[way](jobs)
-        return round(time.perf_counter() - start, 4)
-
-    return {
-        workload: run_in_turn(ways, lambda way, jobs=jobs: seconds(way, jobs), repeats)
+    found = {
+        workload: time_in_turn({name: partial(way, jobs) for name, way in ways.items()}, repeats)
         for workload, jobs in workloads.items()
+    }
+    return {
+        workload: {name: [round(ms / 1e3, 4) for ms in times] for name, times in by_way.items()}
+        for workload, by_way in found.items()
     }
 
 
 def measure(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    options = measurement.options
-    repeats = 1 if measurement.tiny else options.repeats
+    repeats = 1 if measurement.tiny else 5
     max_prompt, max_output = (8, 8) if measurement.tiny else (MAX_PROMPT, MAX_OUTPUT)
-    functions = stdlib_functions(options.tokenizer, NUM_REQUESTS, SEED)
+    functions = stdlib_functions(NUM_REQUESTS, SEED)
     lengths = [(min(p, max_prompt), min(o, max_output)) for p, o in functions]
     config = {
         name.lower(): value
@@ -461,32 +457,20 @@ def _floor_table(record: dict) -> str:
     """The least possible cost of the workload, and in brackets each way's multiple of it."""
     num_slots = record["config"]["num_slots"]
     run = record["counted"]["real"][str(num_slots)]
-    static, continuous = run["static"], run["continuous"]
+    continuous = run["continuous"]
     outputs = [output for _, output in record["lengths"]]
     min_steps = max(max(outputs), -(-sum(outputs) // num_slots))
 
-    def times(count: int, floor: int) -> str:
-        return f"{count:,} ({count / floor:.1f} x)"
-
-    def megabytes(num_bytes: int) -> str:
-        return f"{num_bytes / 1e6:,.1f} MB"
-
     needed, new, copied = (continuous[name] for name in ("needed", "bytes_new", "bytes_copied"))
-    rows = [
-        [
-            "steps",
-            f"{min_steps:,}",
-            times(static["steps"], min_steps),
-            times(continuous["steps"], min_steps),
-        ],
-        [
-            "token positions computed",
-            f"{needed:,}",
-            times(static["computed"], needed),
-            times(continuous["computed"], needed),
-        ],
-        ["KV written", megabytes(new), "", f"{megabytes(copied)} ({copied / new:.0f} x)"],
-    ]
+    rows = []
+    for name, floor, field in (
+        ("steps", min_steps, "steps"),
+        ("token positions computed", needed, "computed"),
+    ):
+        counts = (run[way][field] for way in ("static", "continuous"))
+        rows.append([name, f"{floor:,}", *(f"{n:,} ({n / floor:.1f} x)" for n in counts)])
+    new, copied = new / 1e6, copied / 1e6
+    rows.append(["KV written", f"{new:,.1f} MB", "", f"{copied:,.1f} MB ({copied / new:.0f} x)"])
     return markdown_table(["", "floor", "static batch", "continuous, padded"], rows)
 
 
@@ -524,10 +508,5 @@ PARTS = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5, help="of each timed call")
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="a tokenizer.json")
-
-
 if __name__ == "__main__":
-    run_lab(__file__, "01_batching", PARTS, add_options=add_options)
+    run_lab(__file__, "01_batching", PARTS)

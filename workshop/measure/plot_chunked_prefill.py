@@ -12,18 +12,16 @@
 
 All are times and want a quiet machine; systems take turns. The last two use one thread and
 processor time. The models of `batch_invariance` are the shipped checkpoint and one of Qwen3-0.6B's
-shapes with random weights (`--models tiny` leaves it out).
+shapes with random weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -49,6 +47,7 @@ from scheduler_interface import NewRequestData
 from step_record import StepRecord
 from workshop.book.palette import DECODE, INK, PAPER, PROMPT, shade
 from workshop.measure.bench.bench_record import percentile, percentiles
+from workshop.measure.bench.bench_work import greedy
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table, timed
 from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
@@ -60,36 +59,26 @@ LONG_PROMPT, LONG_OUTPUT = 1800, 8
 LONG_ARRIVES = 16  # steps after the first token of the others
 SIZES: tuple[int | bool, ...] = (16, 32, 64, 128, 256, 512, 1024, False)
 TARGETS_MS = (10.0, 20.0, 40.0, 80.0)
+PREFILL_FIRST = {"scheduler": "prefill_first"}
+SYSTEMS: dict[str, dict] = {
+    "whole prompts": {"chunked_prefill": False},
+    "chunks of 128": {"chunked_prefill": 128},
+    "prefill first, whole": PREFILL_FIRST | {"chunked_prefill": False},
+    "prefill first, chunks of 128": PREFILL_FIRST | {"chunked_prefill": 128},
+    "prefill first, mixed chunks of 128": PREFILL_FIRST | {"chunked_prefill": 128, "mixing": True},
+}
 
 
-@dataclass(slots=True)
-class Users:
-    """Token ids of the short prompts and of the long one, from held-out files."""
-
-    short: list[list[int]]
-    long: list[int]
-
-
-def make_users() -> Users:
-    texts = held_out_texts(load_tokenizer(SHIPPED_CHECKPOINT), longer_than=LONG_PROMPT)
-    return Users(pieces_of(texts, NUM_SHORT, SHORT_PROMPT), texts[0][:LONG_PROMPT])
-
-
-def make_engine(model: LoadedModel, **options) -> LLMEngine:
-    config = EngineConfig(num_blocks=400, max_num_batched_tokens=2048, prefix_cache=None, **options)
-    return LLMEngine(config, loaded=model)
-
-
-def serve(engine: LLMEngine, users: Users) -> dict:
+def serve(engine: LLMEngine, short: list[list[int]], long: list[int]) -> dict:
     """Serve all requests to the end. Times are in milliseconds."""
     steps: list[StepRecord] = []
     engine.on_step = steps.append
-    for i, prompt in enumerate(users.short):
-        engine.add_request(f"short-{i}", prompt, _greedy(SHORT_OUTPUT))
+    for i, prompt in enumerate(short):
+        engine.add_request(f"short-{i}", prompt, greedy(SHORT_OUTPUT))
     while len(steps) < LONG_ARRIVES:
         engine.step()
     arrival = time.monotonic()
-    engine.add_request("long", users.long, _greedy(LONG_OUTPUT))
+    engine.add_request("long", long, greedy(LONG_OUTPUT))
     while engine.has_unfinished_requests():
         engine.step()
     engine.on_step = None
@@ -134,68 +123,48 @@ def describe(steps: list[StepRecord], arrival: float) -> dict:
     }
 
 
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def take_turns(
-    engines: dict[str, LLMEngine], users: Users, num_rounds: int, num_warm_ups: int = 1
-) -> dict[str, list[dict]]:
-    """Return the runs of each engine. Only the last run keeps its timeline."""
-    found = run_in_turn(engines, lambda n: serve(engines[n], users), num_rounds, num_warm_ups)
-    for runs in found.values():
-        for run in runs[:-1]:
+def measure_systems(systems: dict[str, dict], num_rounds: int, num_warm_ups: int = 1) -> dict:
+    """Return the runs of each engine, given by its options. Only the last run keeps its
+    timeline."""
+    model = load_model(SHIPPED_CHECKPOINT, "auto", CPU)
+    texts = held_out_texts(load_tokenizer(SHIPPED_CHECKPOINT), longer_than=LONG_PROMPT)
+    short, long = pieces_of(texts, NUM_SHORT, SHORT_PROMPT), texts[0][:LONG_PROMPT]
+    limits: dict = {"num_blocks": 400, "max_num_batched_tokens": 2048, "prefix_cache": None}
+    engines = {
+        name: LLMEngine(EngineConfig(**limits | options), loaded=model)
+        for name, options in systems.items()
+    }
+    runs = run_in_turn(
+        engines, lambda name: serve(engines[name], short, long), num_rounds, num_warm_ups
+    )
+    for own in runs.values():
+        for run in own[:-1]:
             del run["timeline"]
-    return found
-
-
-def _config(num_rounds: int) -> dict:
-    short = {"num_short": NUM_SHORT, "short_prompt": SHORT_PROMPT, "short_output": SHORT_OUTPUT}
-    long = {"long_prompt": LONG_PROMPT, "long_output": LONG_OUTPUT}
-    return {**short, **long, "num_rounds": num_rounds, "num_threads": torch.get_num_threads()}
-
-
-def _model() -> LoadedModel:
-    return load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+    config = {"num_short": NUM_SHORT, "short_prompt": SHORT_PROMPT, "short_output": SHORT_OUTPUT}
+    config |= {"long_prompt": LONG_PROMPT, "long_output": LONG_OUTPUT, "num_rounds": num_rounds}
+    return {"config": config | {"num_threads": torch.get_num_threads()}, "runs": runs}
 
 
 def measure_stall(*, tiny: bool) -> dict:
-    num_rounds = 1 if tiny else 7
-    model, users = _model(), make_users()
-    systems = {
-        "whole prompts": {"chunked_prefill": False},
-        "chunks of 128": {"chunked_prefill": 128},
-        "prefill first, whole": {"scheduler": "prefill_first", "chunked_prefill": False},
-        "prefill first, chunks of 128": {"scheduler": "prefill_first", "chunked_prefill": 128},
-        "prefill first, mixed chunks of 128": {
-            "scheduler": "prefill_first",
-            "chunked_prefill": 128,
-            "mixing": True,
-        },
-    }
-    engines = {name: make_engine(model, **options) for name, options in systems.items()}
-    return {"config": _config(num_rounds), "runs": take_turns(engines, users, num_rounds)}
+    return measure_systems(SYSTEMS, 1 if tiny else 7)
 
 
 def measure_sweep(*, tiny: bool) -> dict:
-    num_rounds = 1 if tiny else 5
-    model, users = _model(), make_users()
     sizes = SIZES[3:5] if tiny else SIZES
-    engines = {str(size or "whole"): make_engine(model, chunked_prefill=size) for size in sizes}
-    runs = take_turns(engines, users, num_rounds)
-    for own in runs.values():
+    systems = {str(size or "whole"): {"chunked_prefill": size} for size in sizes}
+    record = measure_systems(systems, 1 if tiny else 5)
+    for own in record["runs"].values():
         del own[-1]["timeline"]
-    return {"config": _config(num_rounds), "runs": runs}
+    return record
 
 
 def measure_adaptive(*, tiny: bool) -> dict:
-    num_rounds = 1 if tiny else 5
-    model, users = _model(), make_users()
+    """The policy learns in the first round, which is kept."""
     targets = TARGETS_MS[1:2] if tiny else TARGETS_MS
-    engines = {f"{ms:g} ms": make_engine(model, target_step_ms=ms) for ms in targets}
-    # The policy learns in the first round.
-    runs = take_turns(engines, users, num_rounds + 1, num_warm_ups=0)
-    return {"config": _config(num_rounds) | {"targets_ms": list(targets)}, "runs": runs}
+    systems = {f"{ms:g} ms": {"target_step_ms": ms} for ms in targets}
+    record = measure_systems(systems, 2 if tiny else 6, num_warm_ups=0)
+    record["config"]["targets_ms"] = list(targets)
+    return record
 
 
 # -- attention
@@ -274,35 +243,17 @@ CELLS = {
     "tiny": (("bfloat16", "float32"), (1, 32, 128), (16, 96), 32, 5),
     "Qwen3-0.6B shapes": (("bfloat16",), (1, 8), (32, 128), 12, 3),
 }
-Load = Callable[[torch.dtype], LoadedModel]
+LOADERS: dict[str, Callable[[torch.dtype], LoadedModel]] = {
+    "tiny": lambda dtype: load_model(SHIPPED_CHECKPOINT, dtype, CPU),
+    "Qwen3-0.6B shapes": partial(random_model, QWEN3_0_6B, 0),
+}
 
 
-def load_tiny(dtype: torch.dtype) -> LoadedModel:
-    return load_model(SHIPPED_CHECKPOINT, dtype, CPU)
-
-
-def load_random(dtype: torch.dtype) -> LoadedModel:
-    return random_model(QWEN3_0_6B, 0, dtype)
-
-
-LOADERS: dict[str, Load] = {"tiny": load_tiny, "Qwen3-0.6B shapes": load_random}
-
-
-class Server:
-    """An engine with its own model and no prefix cache, so every repeat computes everything."""
-
-    def __init__(self, loaded: LoadedModel, batch_invariant: bool, num_tokens: int) -> None:
-        config = EngineConfig(
-            num_blocks=1 + num_tokens // 16,
-            prefix_cache=None,
-            batch_invariant=batch_invariant,
-        )
-        self.engine = LLMEngine(config, loaded=loaded)
-
-    def serve(self, prompts: list[list[int]], num_outputs: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
-        outputs = self.engine.generate_batch(prompts, params)
-        return [output.outputs[0].token_ids for output in outputs.values()]
+def answers_of(
+    engine: LLMEngine, prompts: list[list[int]], num_outputs: int
+) -> list[Sequence[int]]:
+    outputs = engine.generate_batch(prompts, greedy(num_outputs))
+    return [output.outputs[0].token_ids for output in outputs.values()]
 
 
 def measure_model(name: str, *, tiny: bool) -> list[dict]:
@@ -314,27 +265,32 @@ def measure_model(name: str, *, tiny: bool) -> list[dict]:
     prompts = [
         [rng.randrange(2, 4000) for _ in range(rng.randint(*lengths))] for _ in range(max(sizes))
     ]
-    num_tokens = sum(-(-(len(p) + num_outputs) // 16) * 16 for p in prompts)
+    config: dict = {"prefix_cache": None}  # so every repeat computes everything
+    config["num_blocks"] = 1 + sum(-(-(len(p) + num_outputs) // 16) for p in prompts)
     for dtype in dtypes:
-        servers = {  # two models, because one stays batch-invariant
-            mode: Server(LOADERS[name](DTYPES[dtype]), mode == "with", num_tokens)
+        engines = {  # two models, because one stays batch-invariant
+            mode: LLMEngine(
+                EngineConfig(batch_invariant=mode == "with", **config),
+                loaded=LOADERS[name](DTYPES[dtype]),
+            )
             for mode in ("without", "with")
         }
         for size in sizes:
-            together: dict[str, list[list[int]]] = {}
+            together: dict[str, list[Sequence[int]]] = {}
 
-            def run(mode: str, size=size, servers=servers, together=together) -> float:
+            def run(mode: str, size=size, engines=engines, together=together) -> float:
                 start = time.process_time()
-                together[mode] = servers[mode].serve(prompts[:size], num_outputs)
+                together[mode] = answers_of(engines[mode], prompts[:size], num_outputs)
                 return round(time.process_time() - start, 4)
 
-            seconds = run_in_turn(servers, run, repeats)
+            seconds = run_in_turn(engines, run, repeats)
             few = prompts[: min(size, NUM_ALONE)]
             other = {
                 mode: sum(
-                    server.serve([p], num_outputs)[0] != ids for p, ids in zip(few, together[mode])
+                    answers_of(engine, [p], num_outputs) != [ids]
+                    for p, ids in zip(few, together[mode])
                 )
-                for mode, server in servers.items()
+                for mode, engine in engines.items()
             }
             cells.append(
                 {
@@ -353,8 +309,7 @@ def measure_model(name: str, *, tiny: bool) -> list[dict]:
 def measure_invariance(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
     models = ["tiny"] if measurement.tiny else CELLS
-    chosen = [name for name in models if name.startswith(measurement.options.models)]
-    cells = [cell for name in chosen for cell in measure_model(name, tiny=measurement.tiny)]
+    cells = [cell for name in models for cell in measure_model(name, tiny=measurement.tiny)]
     config = {"threads": 1, "clock": "processor time", "seed": 0, "compile": "auto"}
     return {"config": config, "cells": cells}
 
@@ -369,7 +324,7 @@ WEIGHED_ROWS = (1, 32, 512)
 def measure_calls(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
     repeats, cells = 1 if measurement.tiny else 15, []
-    dtypes = [d for d in DTYPES if reason_not_packed(DTYPES[d], torch.device("cpu")) is None]
+    dtypes = [d for d in DTYPES if reason_not_packed(DTYPES[d], CPU) is None]
     for dtype, (name, shapes) in itertools.product(dtypes, LAYERS.items()):
         weights = [torch.randn(shape).to(DTYPES[dtype]) for shape in shapes]
         layer = [Linear(nn.Parameter(weight, requires_grad=False)) for weight in weights]
@@ -575,9 +530,5 @@ PARTS = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="", help="those whose name begins so: tiny, Qwen3")
-
-
 if __name__ == "__main__":
-    run_lab(__file__, "06_chunked_prefill", PARTS, add_options=add_options)
+    run_lab(__file__, "06_chunked_prefill", PARTS)

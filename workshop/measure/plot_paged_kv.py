@@ -53,7 +53,7 @@ from workshop.measure.bench.bench_table import times_the_floor
 from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
-from workshop.measure.plot_batching import BENCH_RECORD, TOKENIZER, stdlib_functions
+from workshop.measure.plot_batching import BENCH_RECORD, stdlib_functions
 from workshop.measure.rounds import run_in_turn, time_in_turn
 
 SEED = 0
@@ -80,7 +80,7 @@ class Job:
 
 def stdlib_jobs() -> list[Job]:
     """Return chapter 1's functions of the standard library, cut to length."""
-    functions = stdlib_functions(TOKENIZER, NUM_REQUESTS, SEED)
+    functions = stdlib_functions(NUM_REQUESTS, SEED)
     return [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
 
 

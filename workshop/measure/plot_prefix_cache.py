@@ -19,7 +19,6 @@ the trace. At any capacity both caches evict the same blocks.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import os
@@ -29,8 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -47,9 +45,10 @@ from grouped_kv_memory import max_blocks
 from kv_memory import NotReady
 from kv_slots import PREFIX_CACHES
 from prefix_cache import MatchCursor, PrefixCache
-from request import Request, SamplingParams
+from request import Request
 from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
 from workshop.measure.bench.bench_record import markdown_table, percentiles
+from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.prefix_workloads import (
     TRACE_BLOCK_SIZE,
@@ -58,7 +57,7 @@ from workshop.measure.prefix_workloads import (
     TraceRequest,
     read_trace,
 )
-from workshop.measure.rounds import in_turn, rotated, run_in_turn, spread
+from workshop.measure.rounds import rotated, run_in_turn, spread
 
 try:
     import xxhash  # pyright: ignore[reportMissingImports]
@@ -290,19 +289,23 @@ def measure_prompts(num_prompts: int, repeats: int) -> dict:
         prompt = random_prompt(source)
         for design in designs.values():
             design.give_back(design.take(prompt))
-    times = {name: {"new": [], "known": []} for name in designs}
     prompts = [random_prompt(source) for _ in range(repeats + 1)]
+    turns = {name: iter(prompts) for name in designs}
+
+    def take_twice(name: str) -> dict[str, float]:
+        design, tokens = designs[name], np.array(next(turns[name]))
+        new, taken = cpu_us(lambda: design.take(tokens.tolist()))
+        known, again = cpu_us(lambda: design.take(tokens.tolist()))
+        design.give_back(again)
+        design.give_back(taken)
+        return {"new": new, "known": known}
+
     with no_collection():
-        for round_number, name in in_turn(designs, repeats + 1):
-            design, tokens = designs[name], np.array(prompts[round_number])
-            new, taken = cpu_us(lambda: design.take(tokens.tolist()))  # noqa: B023
-            known, again = cpu_us(lambda: design.take(tokens.tolist()))  # noqa: B023
-            design.give_back(again)
-            design.give_back(taken)
-            if round_number:  # the first warms up
-                times[name]["new"].append(new)
-                times[name]["known"].append(known)
-    return times
+        runs = run_in_turn(designs, take_twice, repeats)
+    return {
+        name: {kind: [run[kind] for run in found] for kind in ("new", "known")}
+        for name, found in runs.items()
+    }
 
 
 # -- both caches on one workload
@@ -434,10 +437,9 @@ def load() -> LoadedModel:
 
 
 def serve(engine: LLMEngine, request_id: str, prompt: list[int], output_len: int) -> Served:
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     num_before = engine.stats().scheduled_tokens
     start, first_cpu_ms = time.process_time(), None
-    engine.add_request(request_id, prompt, params)
+    engine.add_request(request_id, prompt, greedy(output_len))
     while engine.has_unfinished_requests():
         (output,) = engine.step()
         if first_cpu_ms is None:
@@ -565,8 +567,7 @@ def measure_loss(measurement: Measurement) -> dict:
                     first[name].append(round(served.first_cpu_ms, 3))
                     whole[name].append(round(served.cpu_ms, 3))
     config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN, "clock": "processor time"}
-    config = {**describe(loaded), **config}
-    return {"config": config, "first_token_ms": first, "whole_ms": whole}
+    return {"config": describe(loaded) | config, "first_token_ms": first, "whole_ms": whole}
 
 
 def describe(loaded: LoadedModel) -> dict:
@@ -705,39 +706,27 @@ def measure_groups(measurement: Measurement) -> dict:
 
 # -- a published trace
 
-CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
+TRACE_CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """The result of one replay. Blocks are those of the trace."""
-
-    capacity: int  # blocks
-    num_requests: int
-    num_tokens: int
-    num_tokens_hit: int
-    num_blocks: int
-    num_blocks_hit: int
-    num_cached_at_end: int  # blocks
-
-
-def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> ReplayResult:
-    """Look up and then cache every request's prompt. `cache` has blocks of one token."""
+def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> dict[str, int]:
+    """Look up and then cache every request's prompt. `cache` has blocks of one token; blocks in the
+    result are those of the trace."""
     num_blocks_hit = 0
     for request in trace:
         num_found = cache.match_prefix(request.hash_ids).num_cached_tokens
         num_blocks_hit += num_found
         cache.stats.record(request.input_length, request.num_tokens_in(num_found))
         cache.cache_computed_blocks(request.hash_ids)
-    return ReplayResult(
-        capacity=cache.pool.num_usable_blocks,
-        num_requests=cache.stats.num_requests,
-        num_tokens=cache.stats.num_tokens_looked_up,
-        num_tokens_hit=cache.stats.num_tokens_hit,
-        num_blocks=sum(len(request.hash_ids) for request in trace),
-        num_blocks_hit=num_blocks_hit,
-        num_cached_at_end=cache.num_cached_blocks,
-    )
+    return {
+        "capacity": cache.pool.num_usable_blocks,
+        "num_requests": cache.stats.num_requests,
+        "num_tokens": cache.stats.num_tokens_looked_up,
+        "num_tokens_hit": cache.stats.num_tokens_hit,
+        "num_blocks": sum(len(request.hash_ids) for request in trace),
+        "num_blocks_hit": num_blocks_hit,
+        "num_cached_at_end": cache.num_cached_blocks,
+    }
 
 
 def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
@@ -746,13 +735,12 @@ def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
 
 
 def measure_trace(measurement: Measurement) -> dict:
-    path = measurement.options.trace
+    path = measurement.trace
     if path is None:
         raise ValueError("--record trace needs --trace FILE")
     trace = read_trace(path)[: 200 if measurement.tiny else None]
     limit = num_distinct_blocks(trace)
-    capacities = [*(c for c in CAPACITIES if c < limit), limit]
-    full = [replace(r, hash_ids=r.hash_ids[: r.input_length // TRACE_BLOCK_SIZE]) for r in trace]
+    capacities = [*(c for c in TRACE_CAPACITIES if c < limit), limit]
     return {
         "command": f"python -m workshop.plot_prefix_cache --record trace --trace {path.name}",
         "config": {
@@ -762,9 +750,8 @@ def measure_trace(measurement: Measurement) -> dict:
             "num_requests": len(trace),
             "num_distinct_blocks": limit,
         },
-        "full_blocks_only": asdict(replay(full, make_cache("hash", limit, 1))),
         **{
-            name: [asdict(replay(trace, make_cache(name, capacity, 1))) for capacity in capacities]
+            name: [replay(trace, make_cache(name, capacity, 1)) for capacity in capacities]
             for name in CACHES
         },
     }
@@ -985,11 +972,5 @@ PARTS = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace", type=Path, help="for --record trace: JSONL, as Mooncake's FAST'25"
-    )
-
-
 if __name__ == "__main__":
-    run_lab(__file__, "03_prefix_cache", PARTS, add_options=add_options)
+    run_lab(__file__, "03_prefix_cache", PARTS)

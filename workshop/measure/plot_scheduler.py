@@ -6,10 +6,10 @@
     rules      two rules of admission, each as here and as in vLLM
     control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
-All but `control` are simulated with the cost model of `lab`. Two more commands print:
+All but `control` are simulated with the cost model of `lab`. One more command prints the parts of a
+decision with 1,024 running:
 
-    python -m workshop.plot_scheduler --profile      the parts of a decision, 1,024 running
-    python -m workshop.plot_scheduler --host         the parts of the host's step
+    python -m workshop.plot_scheduler --profile
 """
 
 from __future__ import annotations
@@ -499,17 +499,14 @@ def _milliseconds(first: str, rows: dict[str, dict[str, list[float]]], unit: str
     return table(first, rows, columns)
 
 
-def host_table(host_us: dict[str, dict[str, list[float]]]) -> str:
-    parts = {
-        part: {size: by_part[part] for size, by_part in host_us.items()} for part in HOST_PARTS
-    }
-    return _milliseconds("ms of a decode step", parts, "running")
-
-
 def tables_of_control(record: dict) -> dict[str, str]:
     waiting = {f"256 running, {policy}": by for policy, by in record["waiting_us"].items()}
+    host = {
+        part: {size: by_part[part] for size, by_part in record["host_us"].items()}
+        for part in HOST_PARTS
+    }
     return {
-        "host": host_table(record["host_us"]),
+        "host": _milliseconds("ms of a decode step", host, "running"),
         "control": _milliseconds("ms, schedule + update", record["running_us"], "running"),
         "waiting": _milliseconds("ms", waiting, "waiting"),
     }
@@ -571,7 +568,5 @@ PARTS = {
 if __name__ == "__main__":
     if sys.argv[1:] == ["--profile"]:
         profile()
-    elif sys.argv[1:] == ["--host"]:
-        print(host_table(measure_host(tiny=False)))
     else:
         run_lab(__file__, "04_scheduler", PARTS)

@@ -20,14 +20,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM
 
 from acceptance import expected_tokens
-from batch_layout import ComposedBatch
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.models.loader import LoadedModel, load_model
@@ -38,13 +39,14 @@ from draft_model_proposer import DraftModelProposer
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState
 from ngram_index import BulkNgramProposer
-from paged_attention import AttentionMetadata, TorchAttentionBackend
+from paged_attention import TorchAttentionBackend
 from proposers import ProposerInput
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 from step_record import StepRecord
 from workshop.book.palette import BASELINE, DRAFT, INK, NGRAM, label_axes, label_line
 from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Part, run_lab, table, timed
 from workshop.measure.rounds import median_of, run_in_turn, spread
 from workshop.training.tiny_data import corpus
@@ -96,8 +98,8 @@ def copy_prompts(tokenizer: Tokenizer, num_prompts: int) -> list[list[int]]:
     return prompts
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1, max_tokens=OUTPUT_LEN, ignore_eos=True)
+GREEDY = greedy(OUTPUT_LEN)
+SAMPLED = replace(GREEDY, temperature=1)
 WORKLOADS: dict[str, tuple[Callable[[Tokenizer, int], list[list[int]]], SamplingParams]] = {
     "copies": (copy_prompts, GREEDY),
     "code": (code_prompts, GREEDY),
@@ -124,26 +126,20 @@ class Watch:
         self.propose_ms.append(record.propose_ms)
 
 
-@dataclass(slots=True)
-class Models:
-    target: LoadedModel
-    draft: LoadedModel
-    tokenizer: Tokenizer
+def load_models() -> dict[str, Any]:
+    """Return the arguments of every engine."""
+    loaded, draft = (load_model(p, "auto", CPU) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
+    return {"loaded": loaded, "draft": draft, "tokenizer": load_tokenizer(SHIPPED_CHECKPOINT)}
 
 
-def load_models() -> Models:
-    target, draft = (load_model(p, "auto", CPU) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
-    return Models(target, draft, load_tokenizer(SHIPPED_CHECKPOINT))
-
-
-def make_engine(models: Models, speculative: dict | None) -> LLMEngine:
+def make_engine(models: dict[str, Any], speculative: dict | None) -> LLMEngine:
     config = EngineConfig(
         num_blocks=3000,
         max_num_batched_tokens=64 * (PROMPT_LEN + 64),
         prefix_cache=None,
         speculative=speculative,
     )
-    return LLMEngine(config, loaded=models.target, draft=models.draft, tokenizer=models.tokenizer)
+    return LLMEngine(config, **models)
 
 
 def serve(
@@ -189,7 +185,7 @@ def measure_engine(*, tiny: bool) -> dict:
     engines = {name: make_engine(models, spec) for name, spec in SYSTEMS.items()}
     runs: dict = {}
     for workload, (make_prompts, params) in WORKLOADS.items():
-        prompts, runs[workload] = make_prompts(models.tokenizer, 64), {}
+        prompts, runs[workload] = make_prompts(models["tokenizer"], 64), {}
         for batch_size, num_batches in BATCH_SIZES.items():
             if tiny and batch_size > 4:
                 continue
@@ -209,7 +205,7 @@ def measure_engine(*, tiny: bool) -> dict:
 def measure_formula(*, tiny: bool) -> dict:
     """Measure one request, and 32 at a time."""
     models = load_models()
-    prompts = code_prompts(models.tokenizer, 32)
+    prompts = code_prompts(models["tokenizer"], 32)
     engines = {"0": make_engine(models, None)}
     for k in (1, 3) if tiny else (1, 2, 3, 4, 5, 6, 8):
         spec = {"method": "draft", "num_spec_tokens": k, "adaptive": False}
@@ -235,45 +231,26 @@ LONG_HISTORY_LENS = (*HISTORY_LENS, 8192, 32768)
 
 
 @torch.inference_mode()
-def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    """Return the logits of every position of one text, [len(ids), vocab_size]."""
-    size = 16
-    num_blocks = -(-len(ids) // size)
-    cache = allocate_kv_cache(loaded, num_blocks + 1, size)
-    positions = torch.arange(len(ids))
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, len(ids)]),
-        seq_lens=torch.tensor([len(ids)]),
-        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
-        slot_mapping=positions + size,
-        max_query_len=len(ids),
-        max_seq_len=len(ids),
-    )
-    batch = ComposedBatch(torch.tensor(ids), positions, (metadata,), positions)
-    batch.plan_attention(TorchAttentionBackend(), loaded.model.num_heads, cache)
-    return loaded.model(batch, cache)
-
-
 def measure_rules(*, tiny: bool) -> dict:
-    target, draft = (load_model(p, "float64", CPU) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
+    models: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        for path in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT)
+    ]
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
     texts = [ids[:TEXT_LEN] for ids in held_out_texts(tokenizer)][: 1 if tiny else None]
     sums: dict[str, dict[str, float]] = {str(t): dict.fromkeys(RULES, 0.0) for t in TEMPERATURES}
-    num_positions = 0
+    num_positions = num_equal = 0
     for ids in texts:
-        logits = [_logits(model, ids) for model in (target, draft)]
+        logits = [model(torch.tensor([ids])).logits[0] for model in models]
         num_positions += len(ids)
+        num_equal += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
         for temperature in TEMPERATURES:
             p, q = (x.div(temperature).softmax(-1) for x in logits)
             for rule in RULES:
                 sums[str(temperature)][rule] += float(acceptance_probability(p, q, rule).sum())
-    greedy = sum(
-        int((_logits(target, ids).argmax(-1) == _logits(draft, ids).argmax(-1)).sum())
-        for ids in texts
-    )
     return {
         "config": {"num_texts": len(texts), "num_positions": num_positions, "dtype": "float64"},
-        "greedy": round(greedy / num_positions, 4),
+        "greedy": round(num_equal / num_positions, 4),
         "acceptance": {
             t: {rule: round(total / num_positions, 4) for rule, total in by_rule.items()}
             for t, by_rule in sums.items()

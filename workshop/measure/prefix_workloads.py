@@ -24,7 +24,6 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 TRACE_BLOCK_SIZE = 512
@@ -170,8 +169,10 @@ def read_trace(path: Path) -> list[TraceRequest]:
         ids, length = tuple(found["hash_ids"]), found["input_length"]
         if len(ids) != -(-length // TRACE_BLOCK_SIZE):
             raise ValueError(f"{where}: hash_ids must fit input_length {length}, got {len(ids)}")
-        for before, hash_id in pairwise((None, *ids)):
+        before: int | None = None
+        for hash_id in ids:
             if parents.setdefault(hash_id, before) != before:
                 raise ValueError(f"{where}: hash id {hash_id} follows both {before} and another")
+            before = hash_id
         requests.append(TraceRequest(found["timestamp"], length, found["output_length"], ids))
     return requests

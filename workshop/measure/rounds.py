@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,13 +26,6 @@ def rotated(names: Iterable[K], round_number: int) -> list[K]:
     return [*names[first:], *names[:first]]
 
 
-def in_turn(names: Iterable[K], num_rounds: int) -> Iterator[tuple[int, K]]:
-    """Yield the number of the round, from 0, and a name, for each run."""
-    names = list(names)
-    for round_number in range(num_rounds):
-        yield from ((round_number, name) for name in rotated(names, round_number))
-
-
 def run_in_turn(
     names: Iterable[K], run: Callable[[K], T], num_rounds: int, num_warm_ups: int = 1
 ) -> dict[K, list[T]]:
@@ -40,8 +33,9 @@ def run_in_turn(
     are additional."""
     names = list(names)
     found: dict[K, list[T]] = {name: [] for name in names}
-    for _, name in in_turn(names, num_warm_ups + num_rounds):
-        found[name].append(run(name))
+    for round_number in range(num_warm_ups + num_rounds):
+        for name in rotated(names, round_number):
+            found[name].append(run(name))
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
 
 

@@ -196,10 +196,10 @@ def naive_replay(trace: Sequence[TraceRequest], capacity: int) -> tuple[int, int
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_trace_by_hand_hits_tokens_not_whole_blocks(cache: str) -> None:
     result = replay(make_trace(BY_HAND), make_cache(cache, 100, 1))
-    assert (result.num_requests, result.num_tokens) == (5, 1100 + 1300 + 512 + 1100 + 600)
-    assert result.num_tokens_hit == 1024 + 1100 + 512
-    assert (result.num_blocks, result.num_blocks_hit) == (12, 2 + 3 + 1)
-    assert result.num_cached_at_end == num_distinct_blocks(make_trace(BY_HAND)) == 6
+    assert (result["num_requests"], result["num_tokens"]) == (5, 1100 + 1300 + 512 + 1100 + 600)
+    assert result["num_tokens_hit"] == 1024 + 1100 + 512
+    assert (result["num_blocks"], result["num_blocks_hit"]) == (12, 2 + 3 + 1)
+    assert result["num_cached_at_end"] == num_distinct_blocks(make_trace(BY_HAND)) == 6
 
 
 @pytest.mark.sample
@@ -210,8 +210,10 @@ def test_a_replay_hits_what_whole_prefixes_hit(cache: str, seed: int, capacity: 
     trace = random_trace(seed)
     store = make_cache(cache, capacity, 1)
     result = replay(trace, store)
-    assert (result.num_tokens_hit, result.num_blocks_hit) == naive_replay(trace, capacity), seed
-    assert result.num_cached_at_end <= result.capacity == capacity
+    assert (result["num_tokens_hit"], result["num_blocks_hit"]) == naive_replay(trace, capacity), (
+        seed
+    )
+    assert result["num_cached_at_end"] <= result["capacity"] == capacity
     store.check_invariants()
     assert store.num_evictable_blocks == store.num_cached_blocks
 
@@ -221,6 +223,12 @@ def test_at_the_number_of_different_blocks_nothing_is_evicted(cache: str) -> Non
     trace = random_trace(9)
     limit = num_distinct_blocks(trace)
     bounded = replay(trace, make_cache(cache, limit, 1))
-    assert bounded.num_cached_at_end == limit
-    assert bounded.num_tokens_hit == replay(trace, make_cache(cache, 10 * limit, 1)).num_tokens_hit
-    assert bounded.num_tokens_hit > replay(trace, make_cache(cache, limit // 8, 1)).num_tokens_hit
+    assert bounded["num_cached_at_end"] == limit
+    assert (
+        bounded["num_tokens_hit"]
+        == replay(trace, make_cache(cache, 10 * limit, 1))["num_tokens_hit"]
+    )
+    assert (
+        bounded["num_tokens_hit"]
+        > replay(trace, make_cache(cache, limit // 8, 1))["num_tokens_hit"]
+    )

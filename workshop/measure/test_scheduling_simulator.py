@@ -75,6 +75,8 @@ def test_the_measures_by_hand() -> None:
     assert run.goodput(max_ttft_s=0.5, max_itl_s=0.2) == pytest.approx(1 / 3)
     assert run.goodput(max_ttft_s=0.5, max_itl_s=0.5) == pytest.approx(2 / 3)
     assert run.goodput(max_ttft_s=1.0, max_itl_s=0.5) == 1
+    run = Simulation([request(0.0, 1, 3)], [[0.5, 1.0, 1.5]])
+    assert run.goodput(0.5, 0.5) == 1 and run.goodput(0.5, 0.4) == 0, "the mean of two gaps"
     assert Simulation([request(0.0, 1, 1)], [[0.5]]).goodput(0.5, 0.0) == 1, "one token has no gap"
     assert jain_index([3, 3, 3, 3]) == 1 and jain_index([5, 0, 0, 0]) == 1 / 4
     run = Simulation([request(2.0, 1, 2), request(3.0, 1, 2)], [[2.5, 3.0], [3.5, 7.0]])

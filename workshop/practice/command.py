@@ -14,7 +14,7 @@ from pathlib import Path
 
 from workshop.book.text_rows import TextRow, is_chinese
 from workshop.practice.module_swap import ModuleSwap
-from workshop.practice.museum.hall import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
+from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
 from workshop.practice.museum.museum_page import side_by_side
 from workshop.practice.museum.two_films import compared, films, page_of_films
 from workshop.practice.museum.watched_run import line_of, parting
@@ -180,8 +180,8 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
         return effects, []
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
-    guests = ", ".join(guest.name for guest in exhibit.watch.guests)
-    told = _wrapped(f"An engine was recorded serving {guests}, with the bug and without.")
+    requests = ", ".join(request.name for request in exhibit.watch.requests)
+    told = _wrapped(f"An engine was recorded serving {requests}, with the bug and without.")
     effects.append(f"{told}\n\n{compared(wrong, right)}")
     if (where := parting(right, wrong)) is None:
         return effects, []

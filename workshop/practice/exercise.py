@@ -1,8 +1,8 @@
-"""What a reader practises on: an exhibit of the museum or a task of the course, from one format.
+"""Exercises: exhibits of the museum and tasks of the course, from one format.
 
     1.1                                          how it is named; an exhibit: its English title
     example examples_batching endings            a module of `examples/`, and a function in it
-    ...                                          see `hall.py` and `course.py`
+    ...                                          see `exhibits.py` and `course.py`
     en 50a411deedc2                              the digest of the English texts when ...
     zh_title ...                                 ... they were translated: as `title`, in Chinese
 

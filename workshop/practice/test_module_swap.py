@@ -26,7 +26,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def changed(source: str, folder: Path, end: str) -> Path:
-    """A copy of a file of the repository with `end` behind it."""
+    """A copy of a file of the repository with `end` appended."""
     path = folder / Path(source).name
     path.write_text((ROOT / source).read_text(encoding="utf-8") + end, encoding="utf-8")
     return path

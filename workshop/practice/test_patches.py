@@ -8,12 +8,12 @@ import pytest
 
 from workshop.practice import patches
 from workshop.practice.module_swap import name_of
-from workshop.practice.museum.hall import TITLES
+from workshop.practice.museum.exhibits import TITLES
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
 from workshop.practice.patches import main, problem_of
 from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
 from workshop.practice.tasks.course import task_numbered
-from workshop.practice.trial import try_all
+from workshop.practice.trial import broken_copy, try_all, try_tests
 
 LINES = broken_lines()
 NOTICED = next(bug for bug in LINES if bug.module == "block_pool")
@@ -35,7 +35,7 @@ def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:
     assert all(len(bug.tests) >= 1 for bug in LINES)
 
 
-def test_what_no_test_notices_is_said_in_the_order_of_the_bugs() -> None:
+def test_unnoticed_bugs_are_listed_in_their_order() -> None:
     """Two at the same time: parsing in two threads is a SystemError in CPython 3.11."""
     harmless = replace(NOTICED, new=NOTICED.old)
     other = "02_paged_kv/test_block_pool.py::test_a_refused_allocation_changes_nothing"
@@ -43,10 +43,21 @@ def test_what_no_test_notices_is_said_in_the_order_of_the_bugs() -> None:
     tries += [(NOTICED, (*NOTICED.tests, other), first_only) for first_only in (False, True)]
     not_noticed = f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
     one_is_not = f"{NOTICED.name}: not noticed by {other}"
-    assert [said for _, said, _ in try_all(tries, jobs=2)] == [not_noticed, "", one_is_not, ""]
+    assert [message for _, message, _ in try_all(tries, jobs=2)] == [
+        not_noticed,
+        "",
+        one_is_not,
+        "",
+    ]
 
 
-def test_a_row_is_read_with_what_it_goes_on_with() -> None:
+def test_a_report_names_no_temporary_folder() -> None:
+    with broken_copy(replace(NOTICED, new="raise OSError")) as swap:
+        report = try_tests(NOTICED.tests, swap).report
+    assert "OSError" in report and str(swap.file.parent) not in report
+
+
+def test_a_row_is_read_with_its_continuation_lines() -> None:
     code, tests = "m C.f\n- a\n-     b\n+ c\n", "test t::u\ntest t::v\n"
     (bug,) = read_bugs(f"# 1\n\n{code}{tests}line So\n    long.\ntask 1.2 Not\n    so.\n")
     assert (bug.module, bug.symbol, bug.old, bug.new) == ("m", "C.f", "a\n    b", "c")
@@ -110,14 +121,14 @@ def test_neither_line_breaks_nor_margins_nor_comments_count(place) -> None:
 def test_lines_keep_their_distance_from_the_old_ones_and_an_empty_one_takes_the_line(place) -> None:
     old, new = '        keep(block, "a # b")\nreturn None', "return 1"
     assert "else:\n        return 1\n" in place("Pool.free", old, new).apply()
-    gone = place("Pool.touch", "take(block)", "").apply()
-    assert gone == SOURCE.replace("                take(block)\n", "")
+    without = place("Pool.touch", "take(block)", "").apply()
+    assert without == SOURCE.replace("                take(block)\n", "")
 
 
 def test_a_comment_that_is_said_goes_too(place) -> None:
-    said = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
+    message = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
     unsaid = place("Pool.free", "self.give(block, limit=LIMIT)", "pass").apply()
-    assert "pass\n" in said and "pass  # to whoever asks\n" in unsaid
+    assert "pass\n" in message and "pass  # to whoever asks\n" in unsaid
 
 
 def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
@@ -137,13 +148,13 @@ def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
         ("Pool.free", "block", ["times", "Say more of it"]),
     ],
 )
-def test_what_does_not_apply_says_what_it_looks_for_and_what_is_near(
+def test_a_patch_that_does_not_apply_names_its_search_text_and_the_nearest_lines(
     symbol: str, old: str, words: list[str], place
 ) -> None:
     with pytest.raises(PatchError) as caught:
         place(symbol, old, "").apply()
-    said = str(caught.value)
-    assert all(word in said for word in [f"block_pool {symbol}", old, *words]), said
+    message = str(caught.value)
+    assert all(word in message for word in [f"block_pool {symbol}", old, *words]), message
 
 
 def test_a_module_is_found_by_its_last_name_wherever_it_lies() -> None:
@@ -164,7 +175,7 @@ def test_names_are_those_of_the_top_level() -> None:
 # -- the command
 
 
-def test_the_command_lists_what_does_not_apply_and_breaks_what_does(
+def test_the_command_lists_patches_that_do_not_apply_and_applies_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = replace(NOTICED, task="")

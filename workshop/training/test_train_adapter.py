@@ -61,7 +61,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(train_adapter.BASE / "tokenizer.json"))
 
 
-def test_heads_and_cases_are_what_a_test_can_be_made_of() -> None:
+def test_a_test_can_be_built_from_heads_and_cases() -> None:
     assert list(heads([LIBRARY, "print 'Python 2'"])) == [
         Head("mean", 'def mean(values):\n    """Return the mean."""', 1),
         Head("push", 'def push(item):\n    """Put it there."""', 1),
@@ -81,16 +81,18 @@ def test_a_document_is_a_test_of_that_name() -> None:
 def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
     documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
     ids, labels = documents.batch(documents.heads, random.Random(0))
-    for head, row, wanted in zip(documents.heads, ids, labels, strict=True):
+    for head, row, expected_labels in zip(documents.heads, ids, labels, strict=True):
         prompt = tokenizer.encode(head.text).ids
         assert row[: len(prompt)].tolist() == prompt
-        of_test = wanted[wanted != train_adapter._IGNORED].tolist()
-        assert (wanted[: len(prompt) - 1] == train_adapter._IGNORED).all()
+        of_test = expected_labels[expected_labels != train_adapter._IGNORED].tolist()
+        assert (expected_labels[: len(prompt) - 1] == train_adapter._IGNORED).all()
         assert of_test[-1] == documents.end
         assert tokenizer.decode(of_test).startswith(f"\n\n\ndef test_{head.name}():\n    assert ")
 
 
-def test_training_lowers_the_loss_and_writes_what_an_engine_loads(tokenizer, tmp_path) -> None:
+def test_training_lowers_the_loss_and_writes_an_adapter_that_an_engine_loads(
+    tokenizer, tmp_path
+) -> None:
     documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
     config = AdapterTraining(num_steps=12, num_documents=2, rank=2, alpha=4)
     record = train(config, documents, documents, tmp_path)
@@ -104,7 +106,7 @@ def test_training_lowers_the_loss_and_writes_what_an_engine_loads(tokenizer, tmp
     assert plain.outputs[0].token_ids != adapted.outputs[0].token_ids
 
 
-def test_a_python_without_tests_is_told_so(tmp_path) -> None:
+def test_a_python_without_the_test_package_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="this Python came without them"):
         library_tests(tmp_path)
 
@@ -125,7 +127,7 @@ def test_the_shipped_adapter_is_small_and_its_card_is_of_its_record() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_it_writes_a_test_where_the_model_writes_a_body() -> None:
-    """Of functions that it has not seen."""
+    """Check functions that it has not seen."""
     llm = LLM(dtype="float32", num_blocks=99, adapters={"tests": SHIPPED_ADAPTER})
     names = ["rotate_left", "parse_color", "is_palindrome"]
     prompts = [f'def {name}(value):\n    """Return the {name} of the value."""' for name in names]

@@ -62,8 +62,8 @@ def test_stream_holds_every_document_whole_and_ends_each(
     end = tokenizer.token_to_id(END_OF_TEXT)
     ends = np.flatnonzero(stream == end)
     documents = [tokenizer.decode(d[d != end]) for d in np.split(stream, ends)]
-    wanted = list(some.values()) + [s for text in some.values() for s in snippets(text)]
-    assert sorted(filter(None, documents)) == sorted(wanted)
+    expected = list(some.values()) + [s for text in some.values() for s in snippets(text)]
+    assert sorted(filter(None, documents)) == sorted(expected)
     assert stream[-1] == end
     assert not np.array_equal(stream, token_stream(tokenizer, some, seed=1))
 
@@ -112,12 +112,12 @@ def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
 
 
 def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path) -> None:
-    asked = 0
+    num_calls = 0
 
     class Teacher:
         def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
-            nonlocal asked
-            asked += 1
+            nonlocal num_calls
+            num_calls += 1
             return SimpleNamespace(logits=logits[input_ids])
 
     torch.manual_seed(1)
@@ -127,16 +127,16 @@ def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path
     cpu = torch.device("cpu")
     targets = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
     again = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
-    assert asked == 3
+    assert num_calls == 3
     for found in (targets, again):
         seen = []
         for step in range(3):
             ids, tokens, probs = found.batch(window, step, seed=0)
             seen.append(ids[0].tolist())
             for position in (0, 7, window - 1):
-                wanted = logits[ids[0, position]].topk(tiny_teacher.TOP_K)
-                assert tokens[0, position].tolist() == wanted.indices.tolist()
-                close = wanted.values.softmax(-1)
+                expected = logits[ids[0, position]].topk(tiny_teacher.TOP_K)
+                assert tokens[0, position].tolist() == expected.indices.tolist()
+                close = expected.values.softmax(-1)
                 torch.testing.assert_close(probs[0, position], close, atol=1e-3, rtol=1e-2)
         windows = [stream[i * window : (i + 1) * window].tolist() for i in range(3)]
         assert sorted(seen) == sorted(windows), "an epoch is every window once"
@@ -180,11 +180,11 @@ def test_interrupted_run_goes_on_to_the_same_weights(
     assert [point["tokens"] for point in record["curve"]] == [128, 256, 384]
 
 
-@pytest.mark.parametrize(("folder", "most_mb"), [(TINY, 12), (DRAFT, 2)])
-def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, most_mb: int) -> None:
+@pytest.mark.parametrize(("folder", "max_mb"), [(TINY, 12), (DRAFT, 2)])
+def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, max_mb: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (folder / "model.safetensors").stat().st_size <= most_mb * 1_000_000
+    assert (folder / "model.safetensors").stat().st_size <= max_mb * 1_000_000
     assert model.config.model_type == "qwen3"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 0
     ids = tokenizer("def f(x):", return_tensors="pt").input_ids

@@ -1,5 +1,5 @@
-"""The page in a real browser. A test opens it and drives it; what goes wrong behind its back (an
-error on the console, an exception, a look at the network) fails the test that it happened in.
+"""The page in a real browser. A test opens it and drives it; an unnoticed error (on the console, an
+exception, a look at the network) fails the test in which it happened.
 
 Without a browser these tests are skipped, except in a CI, where it has to be there."""
 
@@ -48,14 +48,14 @@ class RunPage:
         self.settle()
 
     def settle(self) -> None:
-        """What was asked for is drawn."""
+        """Wait until every requested change is drawn."""
         self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def ask(self, script: str, argument: Any = None) -> Any:
         return self.page.evaluate(script, argument)
 
     def check(self, name: str, argument: Any = None) -> Any:
-        """What a function of `page_checks.js` finds."""
+        """Result of a function of `page_checks.js`."""
         return self.ask(f"(argument) => ({_CHECKS})[{name!r}](argument)", argument)
 
     def press(self, *keys: str) -> None:
@@ -69,7 +69,7 @@ class RunPage:
         self.settle()
 
     def text(self, selector: str) -> str:
-        """What can be seen of it."""
+        """The visible text of the element."""
         return self.page.locator(selector).first.inner_text()
 
     def texts(self, selector: str) -> list[str]:
@@ -89,7 +89,7 @@ class RunPage:
 
 
 def browser_for_tests() -> Iterator[Browser]:
-    """As long as it is there, nobody in this thread can use asyncio."""
+    """While the browser is open, this thread cannot use asyncio."""
     try:
         with started_browser() as started:
             yield started
@@ -104,14 +104,14 @@ browser = pytest.fixture(scope="package")(browser_for_tests)  # one for the test
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What went wrong behind the test's back, so far. A test that means it clears the list."""
+    """Errors of the page so far. A test that expects one clears the list."""
     return []
 
 
 @pytest.fixture(scope="package")
 def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
-    """Of each language and colour scheme one, which test after test uses: to open another costs
-    more than to load a page."""
+    """A tab for each language and colour scheme, reused by the tests: opening another costs more
+    than loading a page."""
     found: dict[tuple[str, str], Page] = {}
     yield found
     for page in found.values():
@@ -130,9 +130,8 @@ def new_tab(browser: Browser, language: str, colours: Literal["light", "dark"]) 
 def open_page(
     browser: Browser, tabs: dict[tuple[str, str], Page], complaints: list[str]
 ) -> Iterator[OpenPage]:
-    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded, in the place of
-    the one that was opened before. The page keeps nothing for the next one: no storage, no cookie.
-    """
+    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded, replacing the
+    page that was opened before. The page keeps nothing for the next one: no storage, no cookie."""
     shown: list[Path] = []
     listeners: dict[str, Callable[[Any], None]] = {
         "console": lambda message: _note_console(message, complaints),
@@ -200,7 +199,7 @@ def _note_request(url: str, path: Path, complaints: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def cast() -> Cast:
-    """What films are made with."""
+    """The objects that recorded runs are made with."""
     return load_cast()
 
 

@@ -162,7 +162,7 @@ def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
     files."""
     from workshop.practice.command import watch
     from workshop.practice.museum import pictures
-    from workshop.practice.museum.hall import EXHIBITS
+    from workshop.practice.museum.exhibits import EXHIBITS
 
     drawn = []
     for number, exhibit in enumerate(EXHIBITS, 1):

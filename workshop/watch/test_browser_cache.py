@@ -46,11 +46,11 @@ def expected_boxes(shown: Shown, number: int) -> list[dict[str, Any]]:
     new, heads = set(blocks_in(step, "published")), set(blocks_in(step, "split"))
     cached, is_tree = state["cached"], shown.run.prefix_cache == "radix"
     runs_of_blocks = nodes(state) if is_tree else [[int(block)] for block in cached]
-    pieces = pieces_of(shown)
+    texts = pieces_of(shown)
     boxes = [
         {
             "blocks": node,
-            "text": "".join(pieces[token] for b in node for token in cached[str(b)]["tokens"]),
+            "text": "".join(texts[token] for b in node for token in cached[str(b)]["tokens"]),
             "isGone": False,
             "isUsed": state["refs"][str(node[0])] > 1,
             "isMatch": node[0] in found,
@@ -68,13 +68,13 @@ def expected_boxes(shown: Shown, number: int) -> list[dict[str, Any]]:
 
 
 def pieces_of(shown: Shown) -> dict[int, str]:
-    """What each token reads, where it first adds to a text."""
+    """The text of each token where it first extends an output."""
     found: dict[int, str] = {}
 
-    def note(tokens: list[int], pieces: list[str]) -> None:
-        for token, piece in zip(tokens, pieces):
-            if piece:
-                found.setdefault(token, visible(piece))
+    def note(tokens: list[int], texts: list[str]) -> None:
+        for token, text in zip(tokens, texts):
+            if text:
+                found.setdefault(token, visible(text))
 
     for step in shown.film.steps():
         for row in step.state["requests"].values():
@@ -98,7 +98,7 @@ def differences(boxes: list[dict[str, Any]], shown: Shown, number: int) -> list[
 
 
 def check_what_is_told(page: Page, shown: Shown, number: int) -> set[str]:
-    """What was matched, and what happened. Returns which of it did."""
+    """Check the matches and events shown. Returns the kinds that occurred."""
     step = shown.step(number)
     matches = {name: len(blocks) for name, blocks in lookups_of(shown, number).items()}
     found = page.locator(".cache-match").all_inner_texts()
@@ -107,15 +107,15 @@ def check_what_is_told(page: Page, shown: Shown, number: int) -> set[str]:
     for block in blocks_in(step, "split"):
         assert str(block) in page.inner_text(".cache-did[data-did=split]")
         happened.add("split")
-    if gone := blocks_in(step, "evicted"):
-        said = page.inner_text(".cache-did[data-did=evict]")
-        assert said.startswith("evicted") and str(gone[0]) in said
+    if evicted := blocks_in(step, "evicted"):
+        about = page.inner_text(".cache-did[data-did=evict]")
+        assert about.startswith("evicted") and str(evicted[0]) in about
         happened.add("evicted")
     return happened
 
 
 def places_of(boxes: list[dict[str, Any]]) -> dict[int, tuple[int, int]]:
-    """Of each block that lives."""
+    """The place of each live block."""
     found = {}
     for box in boxes:
         if not box["isGone"]:
@@ -129,8 +129,8 @@ def places_of(boxes: list[dict[str, Any]]) -> dict[int, tuple[int, int]]:
 def test_boxes_are_the_film_in_whatever_order_one_looks(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
-    """A block's place is the same in every step of its life, and from whichever side one comes. No
-    two share one. In a chain of hashes it stands as far to the right as its prefix is long."""
+    """A block keeps its place in every step of its life, from whichever side a reader comes. No two
+    blocks share one. In a hash chain its column is the length of its prefix."""
     film = shown[name]
     page = ready(open_page(film.page, **LARGE))
     last = film.film.num_steps - 1
@@ -157,9 +157,9 @@ def test_boxes_are_the_film_in_whatever_order_one_looks(
     assert max(born.values()) > 1, "no block was cached twice: this proves little"
     assert lefts == {depth: {depth * min(lefts[1])} for depth in lefts}
     for number in range(1, last + 1):
-        gone = set(blocks_in(film.step(number), "evicted"))
+        evicted = set(blocks_in(film.step(number), "evicted"))
         before, after = seen[number - 1], seen[number]
-        for block in before.keys() & after.keys() - gone:
+        for block in before.keys() & after.keys() - evicted:
             assert before[block][1] == after[block][1], f"block {block} moved in step {number}"
 
 
@@ -195,7 +195,9 @@ def test_a_chosen_request_is_followed_through_the_cache(shown: Pages, open_page:
     assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
 
 
-def test_a_block_whose_parent_was_evicted_is_lit_alone(shown: Pages, open_page: OpenPage) -> None:
+def test_a_block_whose_parent_was_evicted_is_highlighted_alone(
+    shown: Pages, open_page: OpenPage
+) -> None:
     """An engine with a fault may evict the head of a prompt before its tail."""
     film, number = shown["hash"], 8
     page = ready(open_page(film.page, **LARGE))

@@ -24,7 +24,7 @@ def num_steps(default_film: Film) -> int:
 
 
 def moved(places: list[list[list[Any]]]) -> dict[str, set[int]]:
-    """What stands elsewhere than in the place before, and in which of them. What only happens to be
+    """Elements that are elsewhere than in the step before, with the steps. An element that is only
     hidden in a step has no size there."""
     found: dict[str, set[int]] = {}
     for step, (before, now) in enumerate(pairwise(places), 1):
@@ -75,7 +75,7 @@ def test_the_page_is_never_wider_than_the_window(open_run: OpenRun, default_run_
 # -- labels are inside their boxes
 
 
-# What the marks of pool and cache mean, where nothing is pointed at.
+# The legend of pool and cache while no block is hovered.
 KEY_IS_CUT = """() => [...document.querySelectorAll(".pool-details, .cache-details")]
     .some((key) => key.lastChild.matches(".quiet") && key.scrollHeight > key.clientHeight)"""
 
@@ -95,7 +95,7 @@ def check_labels(run: RunPage, steps: Iterable[int]) -> None:
 @pytest.mark.parametrize(
     ("width", "height"), [SIZES[0], pytest.param(*SIZES[1], marks=pytest.mark.slow), SIZES[2]]
 )
-def test_labels_are_whole_and_stand_apart(
+def test_labels_are_whole_and_do_not_overlap(
     width: int, height: int, open_run: OpenRun, default_run_text: str, num_steps: int
 ) -> None:
     run = open_run(default_run_text, width=width, height=height)
@@ -106,10 +106,10 @@ def test_labels_are_whole_and_stand_apart(
         check_labels(run, range(14, 15))
 
 
-def test_a_block_s_number_stands_above_its_label_or_not_at_all(
+def test_a_block_s_number_is_above_its_label_or_hidden(
     open_run: OpenRun, default_run_text: str
 ) -> None:
-    """It is no text of its own, so that the test of labels does not see it."""
+    """The number is not a separate text, so the test of labels does not see it."""
     heights = """() => [...document.querySelectorAll(".pool-cell")].map((cell) => {
         const number = getComputedStyle(cell, "::before");
         return [number.content !== "none", cell.clientHeight, parseFloat(number.lineHeight)];
@@ -126,7 +126,7 @@ def test_a_block_s_number_stands_above_its_label_or_not_at_all(
     assert seen == {True, False}
 
 
-def test_labels_of_two_runs_are_whole_and_stand_apart(
+def test_labels_of_two_runs_are_whole_and_do_not_overlap(
     open_run: OpenRun, default_run_text: str, num_steps: int
 ) -> None:
     check_labels(open_run(default_run_text, default_run_text), range(0, num_steps, 13))
@@ -164,7 +164,7 @@ def test_tab_reaches_every_control_and_shows_where_it_is(
         run.page.keyboard.press("Tab")
         at = run.check("focused")
         if at is None or at[0] in reached:
-            break  # once around: it goes on to the browser's own bars, or begins anew
+            break  # once around: focus goes on to the browser's own bars, or to the first control
         reached[at[0]] = (at[1], at[2])
     missed = [name for number, name in enumerate(controls) if number not in reached]
     assert missed == []

@@ -1,4 +1,4 @@
-"""What the page says is what the film says: bars, queue, clock, cells of the grid."""
+"""The page agrees with the recorded run: bars, queue, clock, cells of the grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("decode", "prompt", "recomputed", "draft")
 
 
 def facts_of(film: Film, step: int) -> dict[str, Any]:
-    """What Python's film knows of a step: its plan and result, cells, who waits and why."""
+    """Python's facts of a step: its plan and result, cells, waiting requests and reasons."""
     part = film.step(step)
     (plan,) = part.plans
     (frame,) = (after for at, _, after in part.frames if at == "plan")
@@ -39,8 +39,8 @@ def check_queue(run: RunPage, film: Film, facts: dict[str, Any]) -> None:
     used, budget = sum(sums.values()), film.run.max_num_batched_tokens
     assert numbers(run.text(".bar-sum")) == [used, budget, budget - used]
     keys = (re.fullmatch(r"\S?\s*(\D+?) (\d+)", text) for text in run.texts(".bar-key span"))
-    said = {key[1]: key[2] for key in keys if key is not None}
-    assert said == {kind: str(num) for kind, num in sums.items() if num}
+    shown_values = {key[1]: key[2] for key in keys if key is not None}
+    assert shown_values == {kind: str(num) for kind, num in sums.items() if num}
     waiting, running = run.texts(".queue-list h3")
     assert numbers(waiting)[0] == len(facts["waits"])
     assert numbers(running) == [
@@ -75,7 +75,7 @@ def check_clock(run: RunPage, facts: dict[str, Any]) -> None:
         assert digits >= 2 or float(value) >= 10
 
 
-def test_bars_queue_and_clock_say_what_the_film_says(
+def test_bars_queue_and_clock_agree_with_the_recorded_run(
     open_run: OpenRun, default_run_text: str, default_film: Film
 ) -> None:
     film, run = default_film, open_run(default_run_text)
@@ -98,7 +98,7 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
     film, run = default_film, open_run(default_run_text)
     colour = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
     variables = {"prompt": "--prompt", "decode": "--decode", "recomputed": "--preempted"}
-    wanted = {kind: run.ask(colour, name) for kind, name in variables.items()}
+    expected = {kind: run.ask(colour, name) for kind, name in variables.items()}
     names = list(film.requests())
     filled: list[tuple[int, int, str]] = []
     empty: list[tuple[int, int, str]] = []
@@ -108,11 +108,11 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
         for name, kind, _, _ in facts["cells"]:
             kinds.setdefault(name, set()).add(kind)
         for name, its in kinds.items():
-            if len(its) == 1 and its <= wanted.keys():
-                filled.append((names.index(name), step, wanted[its.pop()]))
+            if len(its) == 1 and its <= expected.keys():
+                filled.append((names.index(name), step, expected[its.pop()]))
         for name in facts["waits"]:
-            empty += [(names.index(name), step, c) for c in wanted.values()]
-    assert {cell[2] for cell in filled} == set(wanted.values())
+            empty += [(names.index(name), step, c) for c in expected.values()]
+    assert {cell[2] for cell in filled} == set(expected.values())
     assert len(filled) > 50 and len(empty) > 50
     assert min(run.check("shares", filled)) > 0.2
     assert max(run.check("shares", empty)) < 0.05

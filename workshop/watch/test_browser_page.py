@@ -32,7 +32,7 @@ def text_of(lines: list[dict[str, Any]]) -> str:
 
 
 def first_steps(film: Film, num_steps: int) -> list[dict[str, Any]]:
-    """The run, cut behind so many steps."""
+    """The run, cut after `num_steps` steps."""
     ends = [n for n, line in enumerate(film.lines, 1) if line["at"] in ("result", "failed")]
     return [vars(film.run), *film.lines[: ends[num_steps - 1]]]
 
@@ -44,7 +44,7 @@ def first_steps(film: Film, num_steps: int) -> list[dict[str, Any]]:
         ("zh", "这个引擎的 24 个函数里，有 17 个是你写的。 "),
     ],
 )
-def test_whose_functions_made_the_run_is_said_in_front(
+def test_the_origin_of_the_functions_is_shown_first(
     open_default: OpenDefault, language: str, said: str
 ) -> None:
     plain = open_default(language=language).text(".head .about")
@@ -76,7 +76,7 @@ def test_it_loads_at_the_first_step_and_keys_stop_at_both_ends(
     assert run.step == 0
 
 
-def test_brackets_go_to_what_matters(open_default: OpenDefault, film: Film) -> None:
+def test_brackets_jump_to_important_steps(open_default: OpenDefault, film: Film) -> None:
     preempted = [
         step.number for step in film.steps() if any(what["preempted"] for what in step.happened)
     ]
@@ -133,7 +133,7 @@ def test_play_goes_on_to_the_end_and_stops(open_default: OpenDefault, film: Film
 
 def test_space_plays_and_stops(open_default: OpenDefault) -> None:
     run = open_default()
-    run.page.select_option("select[aria-label=Speed]", "2")  # a run that ended would begin anew
+    run.page.select_option("select[aria-label=Speed]", "2")  # a run that ended would start over
     run.ask("() => document.activeElement.blur()")
     run.press(" ")
     run.page.wait_for_selector("button.play:text-is('Pause')")
@@ -147,7 +147,7 @@ def test_space_plays_and_stops(open_default: OpenDefault) -> None:
 # -- links
 
 
-def test_a_link_opens_what_it_says(open_default: OpenDefault) -> None:
+def test_a_link_opens_its_target(open_default: OpenDefault) -> None:
     run = open_default(at="step=12&request=c&block=7&lang=zh")
     assert run.ask("() => [Watch.store.step, Watch.store.request, Watch.store.block]") == [
         12,
@@ -158,7 +158,7 @@ def test_a_link_opens_what_it_says(open_default: OpenDefault) -> None:
     assert run.hash == "#step=12&request=c&block=7&lang=zh"
 
 
-def test_the_address_follows_what_is_shown(open_default: OpenDefault) -> None:
+def test_the_address_follows_the_shown_step(open_default: OpenDefault) -> None:
     run = open_default()
     run.press("ArrowRight", "ArrowRight")
     assert run.hash == "#step=2"
@@ -202,7 +202,7 @@ def test_an_address_that_makes_no_sense_does_no_harm(open_default: OpenDefault, 
         assert run.ask("() => [Watch.store.request, Watch.store.block]") == [None, None]
 
 
-# -- the pointer, and who is looked at
+# -- the pointer, and the selected request
 
 
 def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
@@ -215,8 +215,9 @@ def test_a_click_into_the_grid_goes_there(open_default: OpenDefault) -> None:
     assert run.ask("() => Watch.store.request") is None
 
 
-def test_the_grid_says_what_a_cell_is(open_default: OpenDefault, film: Film) -> None:
-    """Whoever waits, and why; and what those computed who ran: for every cell of a step."""
+def test_the_grid_describes_a_cell(open_default: OpenDefault, film: Film) -> None:
+    """Waiting requests with their reasons, and the tokens that running ones computed: for every
+    cell of a step."""
     step = next(s for s in range(film.num_steps) if len(film.state_after(s)["waiting"]) >= 3)
     part = film.step(step)
     (frame,) = (after for at, _, after in part.frames if at == "plan")
@@ -304,7 +305,7 @@ _DROP = """([files, kinds]) => {
 
 
 def drop(run: RunPage, *files: tuple[str, str]) -> None:
-    """Files are read in the background; what came of it is drawn."""
+    """Files are read in the background; the result is drawn."""
     kinds = ["dragenter", "dragover", "drop"]
     drawn = f"(what) => new Promise((done) => {{ Watch.onDraw(done); ({_DROP})(what); }})"
     run.ask(drawn, [list(files), kinds])
@@ -392,7 +393,7 @@ def test_columns_are_as_wide_as_their_time(open_run: OpenRun, film: Film) -> Non
         """() => { const box = document.querySelector(".grid-box");
             const {left, right, top} = box.getBoundingClientRect();
             const counts = Array(Watch.numSteps()).fill(0);
-            for (let x = left + 80; x < right; x++) { // behind the labels
+            for (let x = left; x < right; x++) { // a click on a label stays at step 0
                 Watch.set({step: 0, request: null});
                 box.dispatchEvent(new MouseEvent("click", {clientX: x, clientY: top + 30}));
                 if (Watch.store.request !== null) counts[Watch.store.step] += 1;
@@ -400,7 +401,7 @@ def test_columns_are_as_wide_as_their_time(open_run: OpenRun, film: Film) -> Non
             return counts; }"""
     )
     times = run.ask("Watch.stepTimes(Watch.store.films[0])")
-    scale = sum(wide[1:]) / sum(times[1:])  # of the first, a part is behind the labels
+    scale = sum(wide[1:]) / sum(times[1:])  # the first bar is partly covered by the labels
     assert all(abs(n - max(5, ms * scale)) < 4 for n, ms in zip(wide[1:], times[1:])), (wide, times)
     assert max(wide[1:]) > min(wide[1:])
 

@@ -1,8 +1,7 @@
-"""200 requests and 2,000 steps: what is done for a step does not grow with the run, nor does the
-page.
+"""200 requests and 2,000 steps: neither the work of a step nor the page grows with the run.
 
-Counts are compared, which are the same on every machine. Of times only that of the processor is
-looked at, with room: other programs run beside these tests."""
+Counts are compared, which are the same on every machine. Only the time of the processor is looked
+at, with a margin, because other programs run beside these tests."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def page(open_page: OpenPage, long_page: Path) -> Page:
     return page
 
 
-def test_a_jump_in_a_long_run_costs_what_a_step_costs(page: Page, run: Path) -> None:
+def test_a_jump_in_a_long_run_costs_as_much_as_a_step(page: Page, run: Path) -> None:
     film = Film.read(run)
     num_steps = page.evaluate("Watch.numSteps()")
     assert num_steps == film.num_steps >= 2000

@@ -1,5 +1,5 @@
-"""What a step did is told completely and truly, in both languages; each sentence opens the lines of
-source that decided it; and the tokens are the text of the film."""
+"""The events of a step are described completely and correctly, in both languages; each sentence
+opens the lines of source that decided it; and the tokens are the text of the recorded run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOLE = re.compile(r"(say|pool|cache|words|tokens|source|reason)\.(?!py\b)[a-z_]+
 
 
 def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
-    """Of all groups: `{group, key, text, sources}`."""
+    """Sentences of all groups: `{group, key, text, sources}`."""
     while unfold and page.evaluate(UNFOLD):
         pass
     return page.evaluate(
@@ -55,17 +55,18 @@ def read_sentences(page: Page, unfold: bool = True) -> list[dict[str, Any]]:
 
 
 def telling_steps(shown: Shown) -> Iterator[int]:
-    """Where things happen in numbers as in no step before. Of those that only decode, the first."""
+    """Steps with event counts that no earlier step had. Steps with decodes only are represented by
+    the first."""
     seen: set[frozenset] = set()
     for step in shown.film.steps():
         kinds = Counter(
             (name, *((value.get("stop") or [""])[:1] if name == "plan" else [len(value)]))
-            for what in step.happened
-            for name, value in what.items()
+            for happened in step.happened
+            for name, value in happened.items()
             if value and name not in ("result", "tokens")
         )
-        if (what := frozenset(kinds.items())) not in seen:
-            seen.add(what)
+        if (happened := frozenset(kinds.items())) not in seen:
+            seen.add(happened)
             yield step.number
 
 
@@ -75,27 +76,29 @@ def telling_steps(shown: Shown) -> Iterator[int]:
 def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
     """`(kind of sentence, group)`, for the kinds that are told one by one."""
     found: Counter[tuple[str, str]] = Counter()
-    for (at, before, after), what in zip(shown.step(number).frames, shown.step(number).happened):
-        plan, result = what["plan"] or {}, what["result"] or {}
-        for name in what["arrived"]:
+    for (at, before, after), happened in zip(
+        shown.step(number).frames, shown.step(number).happened
+    ):
+        plan, result = happened["plan"] or {}, happened["result"] or {}
+        for name in happened["arrived"]:
             found["arrived", name] += 1
-        for name, *_ in what["preempted"]:
+        for name, *_ in happened["preempted"]:
             found["preempted", name] += 1
-        for name, _, is_back in what["admitted"]:
+        for name, _, is_back in happened["admitted"]:
             found["returned" if is_back else "admitted", name] += 1
-        for name in what["finished"]:  # a stop string is told instead
+        for name in happened["finished"]:  # a stop string is told instead
             is_cut = after["requests"][name]["finish"]["text_length"] is not None
             found["cut" if is_cut else "finished", name] += 1
-        for name in what["loads_begun"]:
+        for name in happened["loads_begun"]:
             found["load_begun", name] += 1
-        for name in what["loads_ended"]:
+        for name in happened["loads_ended"]:
             found["load_ended", name] += 1
         for name, load in after["loads"].items():
             was = before["loads"].get(name, {}).get("has_arrived", False)
             found["loaded", name] += load["has_arrived"] and not was
-        takers = {block: name for name, blocks in what["taken"].items() for block in blocks}
-        found["evicted", "cache"] += len({takers.get(block) for block in what["evicted"]})
-        found["split", "cache"] += len(what["split"])
+        takers = {block: name for name, blocks in happened["taken"].items() for block in blocks}
+        found["evicted", "cache"] += len({takers.get(block) for block in happened["evicted"]})
+        found["split", "cache"] += len(happened["split"])
         for name in plan.get("skipped", ()):
             found["parent" if name in plan.get("parents", ()) else "passed_over", name] += 1
         found["stop", ""] += "stop" in plan
@@ -116,15 +119,15 @@ def differences(
         "failed",
         "cut",
     }
-    told = Counter(
+    shown_kinds = Counter(
         (kind, one["group"])
         for one in (sentences or read_sentences(page))
         if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
     )
     return [
-        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
-        for what in sorted(told.keys() | expected.keys())
-        if told[what] != expected[what]
+        f"step {number}: {kind} is told {shown_kinds[kind]} times, and was {expected[kind]} times"
+        for kind in sorted(shown_kinds.keys() | expected.keys())
+        if shown_kinds[kind] != expected[kind]
     ]
 
 
@@ -132,7 +135,7 @@ def differences(
     "name",  # chains of hashes and FCFS have no sentences of their own
     [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
 )
-def test_everything_that_happened_is_told_once_and_nothing_else(
+def test_each_event_has_one_sentence_and_no_other_has(
     name: str, shown: Pages, open_page: OpenPage
 ) -> None:
     """With its numbers and its lines of source, and in both languages."""
@@ -141,12 +144,12 @@ def test_everything_that_happened_is_told_once_and_nothing_else(
     broken = unproven(page.evaluate(TOLD))
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
-        told = read_sentences(page)
-        broken += differences(page, film, number, told)
-        named = {r for one in told for r in [one["group"], *one["requests"]]}
-        for what in film.step(number).happened:
-            assert set(what["tokens"]) <= named, f"step {number}"
-        for one in told:
+        sentences = read_sentences(page)
+        broken += differences(page, film, number, sentences)
+        named = {r for one in sentences for r in [one["group"], *one["requests"]]}
+        for happened in film.step(number).happened:
+            assert set(happened["tokens"]) <= named, f"step {number}"
+        for one in sentences:
             assert one["sources"], f"no lines for {one}"
         if place % 8 == 0:
             check_holes(page, number)
@@ -160,8 +163,8 @@ def check_holes(page: Page, number: int) -> None:
         for selector in (".scene-words", ".scene-pool", ".scene-cache"):
             hole = HOLE.search(page.inner_text(selector))
             assert hole is None, f"step {number}: {hole}"
-    said = [one["text"] for one in read_sentences(page, unfold=False)]
-    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
+    texts = [one["text"] for one in read_sentences(page, unfold=False)]
+    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in texts), texts
     go(page, language="en")
 
 
@@ -180,19 +183,17 @@ def test_a_planted_lie_is_seen(shown: Pages, open_page: OpenPage) -> None:
     assert differences(page, film, number)
 
 
-def test_the_urgent_take_the_seats_of_others(
-    tmp_path: Path, cast: Cast, open_page: OpenPage
-) -> None:
+def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: OpenPage) -> None:
     film = make_urgent(tmp_path, cast)
     page = ready(open_page(film.page))
     go(page, step=3)
     assert not differences(page, film, 3)
-    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
-    lost = told["b", "say.preempted.seat"]
+    sentences = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = sentences["b", "say.preempted.seat"]
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
-    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert told["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
+    assert sentences["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
 
 
 # -- the lines of source
@@ -204,7 +205,7 @@ def test_the_urgent_take_the_seats_of_others(
 def test_each_link_opens_the_lines_that_it_names(
     is_each_sentence: bool, shown: Pages, open_page: OpenPage
 ) -> None:
-    """Of each kind of sentence one, or each sentence."""
+    """One sentence of each kind, or each sentence."""
     opened: set[str] = set()
     visited: set[str] = set()
     for name in NAMES:
@@ -269,9 +270,7 @@ def test_the_window_is_opened_and_closed_by_keys_alone(shown: Pages, open_page: 
     assert link.evaluate("(link) => link === document.activeElement")
 
 
-def test_an_engine_that_nobody_knows_has_sentences_without_links(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_an_unknown_engine_has_sentences_without_links(shown: Pages, open_page: OpenPage) -> None:
     page = ready(open_page(shown["hash"].page))
     page.evaluate("Watch.store.films[0].run.scheduler = 'another'")
     go(page, step=1)
@@ -306,26 +305,26 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
     page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
 
 
-def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
+def test_drafts_are_underlined_or_struck_out_by_verification(
     shown: Pages, open_page: OpenPage
 ) -> None:
     """All other tokens of a request are its text."""
     film = shown["drafts"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
-    judged: Counter[str] = Counter()
+    verified: Counter[str] = Counter()
     texts: dict[int, str] = {}  # what a token adds, where it was sampled first
     for step in film.film.steps():
         for name, tokens in step.state["outputs"].items():
-            for token, piece in zip(tokens, step.state["pieces"][name]):
-                texts.setdefault(token, piece)
+            for token, text_of in zip(tokens, step.state["pieces"][name]):
+                texts.setdefault(token, text_of)
     for number in range(film.film.num_steps):
         step, before = film.step(number), film.state(number - 1)
         for name, (num_accepted, num_rejected) in step.result.get("verified", {}).items():
             first = len(before["requests"][name]["prompt"]) + len(before["outputs"][name])
             accepted[name] += range(first, first + num_accepted)
-            judged["accepted"] += num_accepted
-            judged["rejected"] += num_rejected
+            verified["accepted"] += num_accepted
+            verified["rejected"] += num_rejected
             go(page, step=number, request=name)
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
@@ -333,7 +332,7 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             request, outputs = step.state["requests"][name], step.state["outputs"][name]
             kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
             pieces = [*request["prompt_pieces"], *step.state["pieces"][name]]
-            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            assert [text for text, _ in kept] == [visible(text_of) for text_of in pieces]
             sides = ["is-prompt" in look for _, look in kept]
             assert sides == [True] * len(request["prompt"]) + [False] * len(outputs)
             drafts = step.plans[0]["drafts"][name][num_accepted:]
@@ -346,16 +345,16 @@ def test_guesses_are_underlined_or_struck_out_as_they_were_judged(
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
             num_new = len(outputs) - len(before["outputs"][name])
-            assert new == [visible(piece) for piece in pieces[-num_new:]]
-    assert judged["accepted"] and judged["rejected"], judged
+            assert new == [visible(text_of) for text_of in pieces[-num_new:]]
+    assert verified["accepted"] and verified["rejected"], verified
 
 
-def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
+def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
     shown: Pages, open_page: OpenPage
 ) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
-    num_pieces = 0
+    num_chunks = 0
     for number in range(6):
         (plan,) = film.step(number).plans
         for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
@@ -367,8 +366,8 @@ def test_a_piece_of_a_prompt_is_lit_where_it_was_computed(
                 ".map((token) => Number(token.dataset.position))"
             )
             assert lit == list(range(start, start + num))
-            num_pieces += 1
-    assert num_pieces > 3
+            num_chunks += 1
+    assert num_chunks > 3
 
 
 def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:

@@ -1,4 +1,4 @@
-"""What is in the file that the page is."""
+"""The contents of the page's file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reels_of(page: str) -> list[tuple[dict[str, str | None], str]]:
     return [entry for entry in found if entry[0].get("type") == "application/x-ndjson"]
 
 
-def test_frames_stand_in_the_page_as_they_are() -> None:
+def test_frames_are_in_the_page_unchanged() -> None:
     page = make_page([Reel('the "left" <one>', RUN), Reel("right", RUN)])
     (attributes, text), (other, _) = reels_of(page)
     assert (attributes["data-label"], other["data-label"]) == ('the "left" <one>', "right")
@@ -84,7 +84,7 @@ def test_many_frames_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert base64.b64decode(text)[4:8] == bytes(4), "no time: the same bytes for the same run"
 
 
-def test_the_page_asks_nobody_for_anything() -> None:
+def test_the_page_sends_no_request() -> None:
     page = make_page([Reel("run", RUN)])
     assert Scripts(page).addresses == []
     names = set(re.findall(r"https?://[\w./-]+", page))
@@ -94,7 +94,7 @@ def test_the_page_asks_nobody_for_anything() -> None:
     assert "default-src 'none'" in page
 
 
-def test_what_is_handed_over_is_there() -> None:
+def test_arguments_are_in_the_page() -> None:
     page = make_page([], title=("Pieces", "切块"), start="step=3", film={"x": "</script>"})
     attributes, text = Scripts(page).found[0]
     assert attributes["id"] == "settings"
@@ -135,7 +135,7 @@ def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(out) in capsys.readouterr().out
 
 
-def test_a_page_is_named_for_its_runs_and_stands_beside_them(tmp_path: Path) -> None:
+def test_a_page_is_named_for_its_runs_and_saved_beside_them(tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     for path in (one, two):
         path.write_text(RUN, encoding="utf-8")
@@ -152,7 +152,7 @@ def test_a_page_never_replaces_its_own_run(tmp_path: Path) -> None:
     assert run.read_text("utf-8") == RUN
 
 
-def test_the_command_says_what_is_no_run(
+def test_the_command_names_files_that_are_not_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(RUN + "what\n", encoding="utf-8")
@@ -165,7 +165,7 @@ def test_the_command_says_what_is_no_run(
 
 
 @pytest.mark.parametrize("option", ["--film=3", "--mine"])
-def test_what_is_performed_now_takes_no_run(
+def test_a_script_performed_now_takes_no_run(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -204,11 +204,11 @@ def words() -> dict[str, tuple[str, str]]:
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
-    said = words()
-    assert len(said) > 150
+    page_words = words()
+    assert len(page_words) > 150
     # Each names the other; a term.
     alike = {"shell.language", "kind.prompt"}
-    for key, (english, chinese) in said.items():
+    for key, (english, chinese) in page_words.items():
         assert english, key
         assert re.search(r"[\u3000-\uffef]", chinese) or key in alike, f"{key}: {chinese}"
         assert not re.search(r"[\u4e00-\u9fff]", english) or key in alike, f"{key}: {english}"
@@ -217,20 +217,20 @@ def test_every_text_is_there_in_english_and_chinese() -> None:
 
 
 def test_every_text_that_is_asked_for_is_there() -> None:
-    said = words()
+    page_words = words()
     for name in (*SCRIPTS, START):
         text = _text(name)
         either = [key for pair in EITHER.findall(text) for key in pair]
         for key in [*ASKED.findall(text), *either]:
-            assert key in said, f"{name}: {key}"
+            assert key in page_words, f"{name}: {key}"
         for beginning in MADE.findall(text):
-            assert any(key.startswith(beginning) for key in said), f"{name}: {beginning}"
+            assert any(key.startswith(beginning) for key in page_words), f"{name}: {beginning}"
 
 
-def test_what_frames_can_say_has_words() -> None:
-    said = words()
+def test_every_frame_value_has_words() -> None:
+    page_words = words()
     for kind in ("prompt", "decode", "recomputed", "draft", "accepted", "rejected", "discarded"):
-        assert f"kind.{kind}" in said
+        assert f"kind.{kind}" in page_words
     letters = {
         reason.strip('"'): letter for reason, letter, *_ in REASON.findall(_text("reasons.js"))
     }

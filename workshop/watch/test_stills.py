@@ -15,7 +15,7 @@ from PIL import Image, ImageChops, ImageColor
 from workshop.book import palette
 from workshop.measure.bench.bench_record import replace_between_markers
 from workshop.practice.museum import museum_page
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.museum.pictures import FOLDER as PICTURES
 from workshop.practice.museum.pictures import SCENES, picture_of
 from workshop.watch import chromium, film_command, films, live_still
@@ -67,8 +67,8 @@ def test_a_notebook_shows_it_too(chapter: int, shots: dict[int | str, Shot]) -> 
 
 def test_a_cell_is_found_between_others() -> None:
     script = "a = 1\n\n# %% [markdown]\n# ## Watch it run\n#\n# words\n\n# %%\nb = 2\n"
-    before, cell, behind = parted(script)
-    assert before + cell + behind == script
+    before, cell, after = parted(script)
+    assert before + cell + after == script
     assert cell == "# %% [markdown]\n# ## Watch it run\n#\n# words\n"
     assert parted("a = 1\n") == ("a = 1\n", "", "")
 
@@ -84,7 +84,7 @@ def test_a_picture_is_small_and_sharp(name: int | str, language: str) -> None:
 @pytest.mark.sample(every=7)
 @ALL
 @IN_BOTH
-def test_a_picture_is_what_the_browser_draws(
+def test_a_picture_equals_the_browsers_drawing(
     name: int | str, language: str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine: the same size, and nearly the same marks. Columns that are as
@@ -147,7 +147,7 @@ def test_exhibits_with_pictures_are_exhibits_and_have_them() -> None:
     assert kept == {picture_of(exhibits[title]).name for title in SCENES}
 
 
-def test_the_servers_page_has_its_picture_where_it_is_told_of() -> None:
+def test_the_servers_page_has_its_picture_in_its_section() -> None:
     for ending in LANGUAGES.values():
         assert (live_still.FOLDER / f"live{ending}").stat().st_size < 150_000
         page = ROOT / "common" / "serve" / f"README{ending.removesuffix('.png')}.md"
@@ -155,7 +155,7 @@ def test_the_servers_page_has_its_picture_where_it_is_told_of() -> None:
 
 
 @pytest.mark.slow
-def test_the_servers_page_is_taken_when_somebody_is_preempted(browser: Browser) -> None:
+def test_the_servers_page_is_taken_at_a_preemption(browser: Browser) -> None:
     with Image.open(live_still.FOLDER / "live.png") as kept:
         assert live_still.take_live(browser, "en").size == kept.size
 
@@ -173,7 +173,7 @@ def test_one_film(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_films_and_the_page_that_leads_to_them(
     tmp_path: Path, shots: dict[int | str, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not performed again."""
+    """The stills are not performed again."""
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     assert main(["--films", "--out", str(tmp_path / "films")]) == 0
     index = (tmp_path / "films" / "index.html").read_text(encoding="utf-8")
@@ -202,12 +202,12 @@ def test_a_page_is_opened_where_it_is_wanted(
 
 
 @pytest.mark.parametrize("arguments", [["--film", "7"], ["--film", "x"]])
-def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
 
 
-def test_without_a_browser_it_says_what_to_install(
+def test_without_a_browser_it_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cast: Cast
 ) -> None:
     def nowhere(program: str) -> Any:

@@ -1,4 +1,4 @@
-"""The run that is shown where nobody brings one: everything happens in it, and its tokens are
+"""The default run, which is shown without a file: everything happens in it, and its tokens are
 those of `transformers`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def film(default_film: Film) -> Film:
 
 
 def cells_of(film: Film) -> list:
-    """Of all steps, with the step in front."""
+    """Cells of all steps, each with the previous step."""
     return [(number, cell) for number, step in enumerate(cells(film)) for cell in step]
 
 
@@ -89,7 +89,7 @@ def play(cast: Cast, tmp_path: Path) -> Callable[[Script], Film]:
     return play
 
 
-def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
+def test_no_request_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     visits = tuple(
         Visit(name, 0, "def f(x):", length) for name, length in zip("abcd", (2, 6, 3, 4))
     )
@@ -100,7 +100,7 @@ def test_nobody_joins_a_static_batch(play: Callable[[Script], Film]) -> None:
     assert film.step(3).reasons == {"c": "constraint", "d": "constraint"}
 
 
-def test_somebody_may_come_when_nobody_is_there(play: Callable[[Script], Film]) -> None:
+def test_a_request_can_arrive_when_none_is_running(play: Callable[[Script], Film]) -> None:
     film = play(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2)), SMALL))
     assert film.num_steps == 4
     assert {row["finish"]["reason"] for row in film.requests().values()} == {"length"}
@@ -114,7 +114,7 @@ def test_a_script_that_does_not_end_is_an_error(
         play(Script((Visit("a", 0, "def", 9),), SMALL))
 
 
-def test_a_film_that_begins_in_the_middle_knows_what_requests_bring(
+def test_a_recorded_run_that_starts_in_the_middle_knows_the_requests(
     cast: Cast, tmp_path: Path
 ) -> None:
     config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")

@@ -1,5 +1,5 @@
-"""Names, contents and who uses them: with interrupts, with ranks that disagree or are gone, and in
-two threads."""
+"""Adapter names, contents and users: with interrupts, with ranks that disagree or have failed, and
+in two threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from request import Request
 
 
 class Loader:
-    """Of a directory the content is its first letter."""
+    """The content of a directory is its first letter."""
 
     def __init__(self) -> None:
         self.there: list[str] = []
@@ -77,7 +77,7 @@ def test_content_stays_while_a_name_or_a_request_has_it() -> None:
     assert loader.there == []
 
 
-def test_what_an_interrupt_left_without_a_name_goes_with_the_next_call() -> None:
+def test_content_left_without_a_name_by_an_interrupt_is_dropped_by_the_next_call() -> None:
     loader = Loader()
     names = AdapterNames(loader, int)
     whole, names._digests = names._digests, Interrupted()
@@ -89,7 +89,7 @@ def test_what_an_interrupt_left_without_a_name_goes_with_the_next_call() -> None
     assert loader.there == ["b"] and names.digest_of("x") == "b"
 
 
-def test_steps_under_way_are_waited_for_and_their_errors_are_their_own() -> None:
+def test_steps_in_flight_are_waited_for_and_keep_their_errors() -> None:
     loader, waited = Loader(), []
 
     def wait() -> None:
@@ -102,7 +102,7 @@ def test_steps_under_way_are_waited_for_and_their_errors_are_their_own() -> None
     assert waited == [["a"]] and loader.there == []
 
 
-def test_of_two_who_load_under_one_name_the_slower_changes_nothing() -> None:
+def test_of_two_loads_under_one_name_the_slower_changes_nothing() -> None:
     loader = Loader()
     names = AdapterNames(loader, int)
     slow = names.begin_load("x", "a")
@@ -114,7 +114,7 @@ def test_of_two_who_load_under_one_name_the_slower_changes_nothing() -> None:
     assert loader.there == ["b"] and loader.num_forgotten == 2 and names.names == ["x"]
 
 
-def test_what_is_unloaded_while_the_same_is_being_read_is_there_again() -> None:
+def test_an_unload_during_a_read_of_the_same_adapter_is_undone() -> None:
     loader = Loader()
     names = AdapterNames(loader, int)
     names.load("x", "a")
@@ -130,26 +130,29 @@ class Ranks:
 
     def __init__(self, *answers: list[str | None]) -> None:
         self.answers, self.has_exited = list(answers), False
-        self.links, self.loading, self.told = [0, 1], {}, []
+        self.links, self.loading, self.messages = [0, 1], {}, []
 
     def send(self, content: bytes) -> None:
         if self.has_exited:
             raise WorkerError("gone")
         kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
-        kind, told = unpack(content, kinds | {"drop": ["digest"]})
-        self.told.append((kind, *told.values()))
+        kind, messages = unpack(content, kinds | {"drop": ["digest"]})
+        self.messages.append((kind, *messages.values()))
 
     def look(self, seconds: float) -> None:
         if self.has_exited:
             raise WorkerError("gone")
-        number, why = max(self.loading), {"kind_of_error": "ValueError", "sentence": "half a file"}
+        number, reason = (
+            max(self.loading),
+            {"kind_of_error": "ValueError", "sentence": "half a file"},
+        )
         rank, digests = len(self.loading[number]), self.answers[0]
-        self.loading[number][rank] = {"digest": digests.pop(0), **why}
+        self.loading[number][rank] = {"digest": digests.pop(0), **reason}
         if not digests:
             self.answers.pop(0)
 
 
-def test_ranks_keep_only_what_all_have_read() -> None:
+def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     """Each answers when it has read, and steps may come between."""
     ranks = Ranks(["a", "a"], ["a", "b"], ["a", None], ["c", "d"])
     adapters = RemoteAdapters(ranks)
@@ -158,10 +161,10 @@ def test_ranks_keep_only_what_all_have_read() -> None:
     assert loading.digest() == "a"
     loading.take()
     names = AdapterNames(adapters, int)
-    for why in ("must be the same on all ranks", "half a file", "must be the same"):
-        with pytest.raises(ValueError, match=why):
+    for reason in ("must be the same on all ranks", "half a file", "must be the same"):
+        with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
-    assert [told[1:] for told in ranks.told if told[0] == "take"] == [
+    assert [messages[1:] for messages in ranks.messages if messages[0] == "take"] == [
         (1, True),
         (2, False),
         (3, False),
@@ -175,11 +178,11 @@ def test_ranks_keep_only_what_all_have_read() -> None:
     assert not ranks.loading
 
 
-def test_what_ranks_took_in_an_interrupted_load_is_dropped_by_the_next_call() -> None:
+def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
     class Interrupting(Ranks):
         def send(self, content: bytes) -> None:
             super().send(content)
-            if self.told[-1] == ("take", 2, True):
+            if self.messages[-1] == ("take", 2, True):
                 raise KeyboardInterrupt
 
     ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
@@ -188,7 +191,7 @@ def test_what_ranks_took_in_an_interrupted_load_is_dropped_by_the_next_call() ->
     with pytest.raises(KeyboardInterrupt):
         names.load("y", "y")
     names.load("y", "z")
-    assert [told for told in ranks.told if told[0] == "drop"] == [("drop", "b")]
+    assert [messages for messages in ranks.messages if messages[0] == "drop"] == [("drop", "b")]
     assert names.names == ["x", "y"] and names.digest_of("y") == "c"
 
 
@@ -240,11 +243,11 @@ def test_who_is_needed_longest_ago_makes_room_and_nobody_is_filled_twice(random_
     slots.taken = {name: Adapter(name, {}) for name in "abcd"}
     fill = slots._fill
     slots._fill = lambda slot, adapter: filled.append(adapter.digest) or fill(slot, adapter)
-    for wanted, brought in (("ab", "ab"), ("b", ""), ("c", "c"), ("ab", "a"), ("da", "d")):
-        slot_of = slots.bring_in(wanted)
-        assert slot_of.keys() == set(wanted) and len(set(slot_of.values())) == len(wanted)
+    for needed, loaded in (("ab", "ab"), ("b", ""), ("c", "c"), ("ab", "a"), ("da", "d")):
+        slot_of = slots.bring_in(needed)
+        assert slot_of.keys() == set(needed) and len(set(slot_of.values())) == len(needed)
         assert all(slots.slot_of[name] == slot for name, slot in slot_of.items())
-        assert filled == list(brought), wanted
+        assert filled == list(loaded), needed
         filled.clear()
     assert slots.slot_of.keys() == set("da") and set(slots.slot_of.values()) == {1, 2}
     with pytest.raises(AssertionError, match="more adapters than max_loras"):

@@ -49,10 +49,10 @@ SCHEMA = {
 }
 DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
 HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
-# The same grammar, as xgrammar compiles it. (Of rules that use themselves its masks lack tokens
-# that its matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". A string with
-# `maxLength` may hold raw control characters, which are no JSON; and what it does not know of a
-# schema, such as `multipleOf`, it leaves out. Version 0.2.8.)
+# The same grammar, as xgrammar compiles it. (For recursive rules its masks lack tokens that its
+# matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". A string with
+# `maxLength` may hold raw control characters, which is invalid JSON; and it ignores keywords of a
+# schema that it does not support, such as `multipleOf`. Version 0.2.8.)
 PAIRS: dict[str, tuple[Grammar, Callable[[xgrammar.GrammarCompiler], object]]] = {
     "json": (
         Json(SCHEMA, max_whitespace=0),
@@ -87,11 +87,11 @@ class Matching:
         self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
         self.outputs: list[int] = []
 
-    def draw(self, rng: random.Random, most: int = 60) -> str | None:
+    def draw(self, rng: random.Random, max_len: int = 60) -> str | None:
         """A text of tokens drawn evenly. None: it was cut off. A dead end fails."""
         self.begin()
         eos = self.vocabulary.eos_token_ids[0]
-        while len(self.outputs) < most and eos not in self.outputs:
+        while len(self.outputs) < max_len and eos not in self.outputs:
             allowed = self.allowed().tolist()
             assert allowed, f"nothing fits after {self.text!r}"
             self.outputs.append(rng.choice(allowed))
@@ -178,7 +178,7 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "why"),
+    ("grammar", "reason"),
     [
         (Ebnf("root ::= nobody"), "rule 'nobody' is not defined"),
         (Ebnf('other ::= "a"'), "rule 'root' is not defined"),
@@ -202,17 +202,17 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
         (Json({"$ref": "#/nowhere"}), "nowhere"),
     ],
 )
-def test_what_can_not_be_compiled_is_said_in_a_sentence(grammar, why) -> None:
+def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    with pytest.raises(ValueError, match=re.escape(why)) as error:
+    with pytest.raises(ValueError, match=re.escape(reason)) as error:
         compile_source(source_of(grammar), tokenizer_of(vocabulary))
     for inner in ("llguidance", "start:", "<state>"):
         assert inner not in str(error.value)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_may_follow_is_what_trying_all_texts_says(name) -> None:
+def test_allowed_tokens_equal_those_of_trying_all_texts(name) -> None:
     tokenizer, rng = small_tokenizer(), random.Random(name)
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     for _ in range(5):
@@ -253,9 +253,7 @@ ONE_OF = {
 )
 @pytest.mark.parametrize("name", ONE_OF)
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
-    name, more, is_inside
-) -> None:
+def test_one_of_several_schemas_equals_trying_all_values(name, more, is_inside) -> None:
     one_of = [{"additionalProperties": False, **one} for one in ONE_OF[name]]
     schema: dict = {"oneOf": one_of if name == "objects" else ONE_OF[name], **more}
     if is_inside:
@@ -281,7 +279,7 @@ def test_exactly_one_of_several_schemas_is_what_trying_all_values_says(
 @pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
 @pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
 def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
-    """Trap 84. What stands there is a schema, and is read as one; a value stays as it is."""
+    """Trap 84. A schema in that place is read as one; a value stays as it is."""
     inner = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
     value = {"properties": {"x": inner}, "const": inner}
     schema: dict = {"type": "object", place: {name: inner}, "default": value}
@@ -311,8 +309,8 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
         f'{{"format": "{letter}"}}' for letter in "ab"
     }
-    said = "ignoring the unknown format 'letter-of-a-test' of a schema"
-    assert caplog.messages == [said]
+    warning = "ignoring the unknown format 'letter-of-a-test' of a schema"
+    assert caplog.messages == [warning]
     for form in FORMATS:
         schema = {"type": "string", "format": form}
         assert rewritten(schema) == schema
@@ -344,7 +342,7 @@ SHAPES: dict[str, Callable[[str], dict]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_no_text_comes_to_a_dead_end(shape: str, pattern: str) -> None:
+def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
     """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
     one property are those that trying all says."""
     schema = SHAPES[shape](pattern)
@@ -369,8 +367,9 @@ def test_no_text_comes_to_a_dead_end(shape: str, pattern: str) -> None:
 
 
 def test_guesses_are_matched_and_taken_back() -> None:
-    """A row for each guess and one behind; after the first that can not be, and after the end of
-    the text, nothing is said; and all is as if nobody had guessed. Trap 65."""
+    """A row for each draft token and one after them; after the first impossible draft, and after
+    the end of the text, no row is constrained, and the matcher is as if there had been no drafts.
+    Trap 65."""
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
@@ -393,8 +392,8 @@ def test_guesses_are_matched_and_taken_back() -> None:
     assert ours.allowed().tolist() == []
 
 
-def test_what_comes_behind_the_end_is_not_looked_at() -> None:
-    """A step was under way when the end was sampled."""
+def test_tokens_after_the_end_are_ignored() -> None:
+    """A step was in flight when the end was sampled."""
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
@@ -406,7 +405,7 @@ def test_what_comes_behind_the_end_is_not_looked_at() -> None:
     assert ours.matched.fill(bits, 0, ()) and (bits == -1).all() and not ours.matched.gave_up
 
 
-def test_who_gives_up_begins_anew_once(monkeypatch) -> None:
+def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(vocabulary))
@@ -437,9 +436,9 @@ def test_who_gives_up_begins_anew_once(monkeypatch) -> None:
     assert bits_of(sent[1], tokenizer.vocab_size).tolist() == sorted(allowed)
 
 
-def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
-    """What may follow without guesses is the same after them. Of the row behind such a guess
-    nothing is known: nothing may come."""
+def test_a_draft_at_which_the_library_gives_up_ends_no_text() -> None:
+    """The allowed tokens without drafts are the same after them. The row after such a draft is
+    unknown: no token is allowed."""
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
@@ -474,9 +473,10 @@ def test_a_guess_over_which_the_library_gives_up_ends_nobodys_text() -> None:
         ('root ::= "a" root "b" | "c"', False),
     ],
 )
-def test_rules_that_can_be_read_in_too_many_ways_come_to_an_end(rules, can_end) -> None:
-    """Before their tokens take tenths of a second each, in which nobody else gets one. The same
-    token on every machine: it is counted. What has one reading, or few, has no end."""
+def test_ambiguous_rules_reach_a_limit(rules, can_end) -> None:
+    """The limit is reached before a token takes tenths of a second, which would delay all other
+    requests. It is the same token on every machine, because it is counted. Rules with one reading,
+    or few, have no limit."""
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     ours, a = Matching(vocabulary, Ebnf(rules)), tokenizer.encode("a")[0]
@@ -489,10 +489,10 @@ def test_rules_that_can_be_read_in_too_many_ways_come_to_an_end(rules, can_end) 
     assert 30 <= len(ours.outputs) <= 500 or not can_end
 
 
-def test_what_has_thousands_of_alternatives_is_no_puzzle() -> None:
+def test_thousands_of_alternatives_are_compiled_quickly() -> None:
     tokenizer = small_tokenizer()
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {piece: i for i, piece in enumerate(vocabulary.token_bytes)}
+    spell = {token_text: i for i, token_text in enumerate(vocabulary.token_bytes)}
     with pytest.raises(ValueError, match="too big"):  # row by row it would take seconds
         Matching(vocabulary, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
     many = {f"p{i}": {"type": "integer"} for i in range(700)}
@@ -515,8 +515,8 @@ def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
     allowed = Matching(vocabulary, Ebnf('root ::= (word " ")*\nword ::= [ab]+')).allowed()
     right = [
         i
-        for i, piece in enumerate(vocabulary.token_bytes)
-        if re.fullmatch(rb"([ab]+ )*[ab]*", piece)
+        for i, token_text in enumerate(vocabulary.token_bytes)
+        if re.fullmatch(rb"([ab]+ )*[ab]*", token_text)
     ]
     assert allowed.tolist() == right and len(right) > 1000
 
@@ -593,7 +593,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held.compiler.close()
 
 
-def test_nothing_is_compiled_for_a_client_that_has_gone(held) -> None:
+def test_nothing_is_compiled_for_a_disconnected_client(held) -> None:
     """Trap 87. Neither what waits nor what has begun holds up the next grammar."""
     begun, waits = held.submit("x"), held.submit("a")
     assert held.begun.get(timeout=60) == "x"

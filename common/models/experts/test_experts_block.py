@@ -75,7 +75,7 @@ def test_a_block_is_that_of_transformers(name, is_captured, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(name, tmp_path):
+def test_a_row_does_not_depend_on_the_other_rows(name, tmp_path):
     block, _ = blocks_of(name, tmp_path, torch.float64)
     x = rows(9, torch.float64)
     mixed = torch.tensor([4, 0, 8, 4, 2])
@@ -209,7 +209,7 @@ def test_which_layers_have_experts():
     assert ModelConfig.from_hf(MIXTRAL).experts.layers == tuple(range(6))
 
 
-def test_absent_fields_mean_what_they_mean_to_transformers():
+def test_absent_fields_have_the_defaults_of_transformers():
     theirs, own = MixtralConfig(), ModelConfig.from_hf(MIXTRAL)
     assert own.rms_norm_eps == theirs.rms_norm_eps
     assert own.rope.theta == theirs.rope_parameters["rope_theta"]
@@ -237,7 +237,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case):
+def test_unsupported_settings_are_refused_by_name(case):
     change, message = REFUSED[case]
     ModelConfig.from_hf(QWEN)
     with pytest.raises(ValueError) as error:

@@ -55,10 +55,10 @@ def test_batch_invariance_holds_to_the_last_bit(path):
     assert together == [seen([prompt])[0] for prompt in PROMPTS]
 
 
-def test_what_an_adapter_holds_for_experts_is_refused_by_name(path, tmp_path):
+def test_adapter_weights_for_experts_are_refused_by_name(path, tmp_path):
     slots = AdapterSlots(load_model(path, torch.float64).model, 1, 8)
-    own = save_adapter(path, tmp_path / "own", **OF_ATTENTION["everything"])
-    slots.begin(own).take()
+    attention_only = save_adapter(path, tmp_path / "own", **OF_ATTENTION["everything"])
+    slots.begin(attention_only).take()
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_{}.weight"
     inner, hidden = EXPERTS["moe_intermediate_size"], 32
 
@@ -67,4 +67,4 @@ def test_what_an_adapter_holds_for_experts_is_refused_by_name(path, tmp_path):
         weights[name.format("B")] = torch.zeros(inner, 8)
 
     with pytest.raises(ValueError, match=r"does not name: .*experts\.0\.gate_proj"):
-        slots.begin(edited(own, tmp_path / "more", tensors=add)).digest()
+        slots.begin(edited(attention_only, tmp_path / "more", tensors=add)).digest()

@@ -55,14 +55,14 @@ def test_fused_is_the_same_model(name, ranks, tmp_path):
 def test_an_expert_missing_or_over_or_of_another_shape_is_named(name, tmp_path):
     block, gate, down = CASES[name]
     prefix = f"model.layers.2.{block}.experts"
-    for key, wrong, said in (
+    for key, wrong, message in (
         (f"{prefix}.1.{gate}.weight", None, "lacks tensors that the model needs: "),
         (f"{prefix}.5.{down}.weight", torch.zeros(32, 24), "has tensors that the model lacks: "),
         (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"must have one shape, got \(23, 32\)"),
     ):
         save_case(name, tmp_path)
         edit(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
-        with pytest.raises(ValueError, match=said) as error:
+        with pytest.raises(ValueError, match=message) as error:
             load_model(tmp_path)
         assert key in str(error.value) and "\n" not in str(error.value)
 
@@ -71,7 +71,7 @@ FUSED = "model.layers.2.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: t.update({FUSED: t[FUSED][:4].clone()}), r"lacks .*experts\.4\.gate_proj"),
         (lambda t: t.update({FUSED: t[FUSED].repeat(2, 1, 1)}), r"lacks: .*experts\.5\.gate_proj"),
@@ -84,8 +84,8 @@ FUSED = "model.layers.2.mlp.experts.gate_up_proj"
         ),
     ],
 )
-def test_what_is_wrong_with_a_fused_one_is_one_sentence(change, said, tmp_path):
+def test_an_invalid_fused_tensor_is_a_clear_error(change, message, tmp_path):
     path = fused("qwen3-moe", tmp_path)
     edit(path, change)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_model(path)

@@ -36,7 +36,7 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 
 def all_logits(harness: PagedHarness) -> list[torch.Tensor]:
-    """Of all steps; of the last one, only two rows."""
+    """Logits of all steps; in the last one, only two rows."""
     torch.manual_seed(0)
     tokens = torch.randint(2, 80, (3, 20)).tolist()
     steps = [[(r, at, tokens[r][at : at + n]) for r, at, n in work] for work in STEPS]
@@ -76,17 +76,17 @@ def test_the_logits_are_those_of_float64(
     set_regions(model, is_compiled=False, is_triton=True)
     backend = TritonAttentionBackend() if layout == "heads" else MixedTritonAttentionBackend()
     found = all_logits(PagedHarness(model, 3, kind=LAYOUTS[layout], backend=backend))
-    for one, wanted in zip(found, expected, strict=True):
-        assert one.shape == wanted.shape and not one.isnan().any()
-        assert (one - wanted).abs().max() <= tolerance * wanted.abs().max()
-        assert dtype != torch.float32 or torch.equal(one.argmax(-1), wanted.argmax(-1))
+    for one, reference in zip(found, expected, strict=True):
+        assert one.shape == reference.shape and not one.isnan().any()
+        assert (one - reference).abs().max() <= tolerance * reference.abs().max()
+        assert dtype != torch.float32 or torch.equal(one.argmax(-1), reference.argmax(-1))
     num_layers = len(STEPS) * plain.config.num_hidden_layers
-    own = {"add_rms_norm", "rotate_and_write", "silu_and_multiply"}
+    kernels = {"add_rms_norm", "rotate_and_write", "silu_and_multiply"}
     if name.startswith("gemma3"):
-        own.remove("silu_and_multiply")  # GELU has no kernel
+        kernels.remove("silu_and_multiply")  # GELU has no kernel
     if name == "olmo3":
-        own.remove("add_rms_norm")  # what comes to its MLP is not normed
-    for kernel in own:
+        kernels.remove("add_rms_norm")  # what comes to its MLP is not normed
+    for kernel in kernels:
         assert launched.count(f"_{kernel}_kernel") == num_layers
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"
 
@@ -134,7 +134,7 @@ def test_the_draft_model_of_an_engine_has_them_too(
     assert tokens[0] == tokens[1]
 
 
-def test_a_residual_that_is_not_the_models_own_is_refused() -> None:
+def test_a_residual_of_another_model_is_refused() -> None:
     """An index into rows of a wider tensor would be written in the wrong place."""
     model = load_model(SHIPPED_CHECKPOINT, torch.float32, CPU).model
     layer, regions = model.layers[0], KernelRegions()

@@ -23,7 +23,7 @@ from paged_attention import PagedKVCache
 
 pytest.importorskip("triton")
 
-# Of a result of size 1, or of its own size where it is larger.
+# Tolerance of a result of size 1, or relative to its size where it is larger.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -48,7 +48,7 @@ def test_the_residual_is_added_and_normed(keeps_weight, hidden_size, dtype, devi
     total = hidden.double() + delta.double()
     normed = add_rms_norm(hidden, delta, weight, 1e-6)
     check(hidden, total, dtype)
-    # What is normed is what was stored, rounded. (The interpreter rounds toward zero.)
+    # The norm reads the stored, rounded values. (The interpreter rounds toward zero.)
     nothing = torch.zeros_like(total)
     check(normed, add_rms_norm_in_torch(hidden.double(), nothing, weight.double(), 1e-6), dtype)
 
@@ -79,8 +79,8 @@ def test_heads_are_normed_and_turned_and_written(
     qkv = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
     weight = None
     if has_norm:
-        own = torch.float32 if has_norm == "in float32" else dtype
-        weight = normal(num_heads + num_kv_heads, head_dim, dtype=own, device=device)
+        norm_dtype = torch.float32 if has_norm == "in float32" else dtype
+        weight = normal(num_heads + num_kv_heads, head_dim, dtype=norm_dtype, device=device)
     table = rotary_table(RopeParameters(), head_dim, 300, dtype).to(device)
     positions = torch.tensor([0, 1, 299, 17, 4, 5, 6], device=device)
     slots = torch.tensor([0, 17, -1, 5, 9, -1, 2], device=device)
@@ -101,9 +101,9 @@ def test_heads_are_normed_and_turned_and_written(
     )
     query = rotate_and_write(qkv, weight, table, positions, key_cache, value_cache, slots, 1e-6)
     check(query, expected_query, dtype)
-    for found, wanted in zip((key_cache, value_cache), expected, strict=True):
-        assert torch.equal(found.isnan(), wanted.isnan())
-        check(found.nan_to_num(), wanted.nan_to_num(), dtype)
+    for found, reference in zip((key_cache, value_cache), expected, strict=True):
+        assert torch.equal(found.isnan(), reference.isnan())
+        check(found.nan_to_num(), reference.nan_to_num(), dtype)
     written = slots[slots >= 0]
     values = value_cache[written // block_size, written % block_size]
     assert torch.equal(values, qkv[slots >= 0, num_heads + num_kv_heads :]), "not rounded again"

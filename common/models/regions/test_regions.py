@@ -20,7 +20,8 @@ from compiled_attention import HeadMajorKVCache, write_kv_anywhere
 from paged_attention import PagedKVCache
 from test_cpp_library import needs_compiler
 
-# Of the largest value. bfloat16: the plain functions round in between, several times.
+# Tolerance relative to the largest value. bfloat16: the plain functions round in between, several
+# times.
 TOLERANCE = {
     torch.float64: 5e-7,
     torch.float32: 2e-6,
@@ -34,7 +35,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 class Writer(SimpleNamespace):
-    """Of a plan, all that is needed here."""
+    """The part of a plan that these tests need."""
 
     def write_kv(self, *tensors: torch.Tensor) -> None:
         write_kv_anywhere(*tensors, self.slot_mapping)
@@ -70,7 +71,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 @needs_compiler
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 400])
 def test_norms_and_the_gate(kind, num_tokens: int) -> None:
-    """Of sizes that vectors divide and do not divide, with one thread and more."""
+    """Sizes that vectors divide and do not divide, with one thread and more."""
     (dtype, norm_dtype, _), plain = kind, Regions()
     compiled = CompiledRegions(*kind)
     for size in (48, 61, 1):
@@ -114,7 +115,7 @@ def test_heads_are_normed_turned_and_written(kind, has_norm: bool, cache_kind: t
 
 
 @needs_compiler
-def test_what_is_not_a_number_stays_that() -> None:
+def test_nan_stays_nan() -> None:
     compiled = CompiledRegions(torch.bfloat16, torch.float32, 16)
     gate_up = torch.full((2, 32), 3.0, dtype=torch.bfloat16)
     gate_up[0, 5], gate_up[0, 7], gate_up[0, 9] = math.nan, -math.inf, math.inf
@@ -150,16 +151,16 @@ def test_another_activation_is_the_plain_one() -> None:
     assert torch.equal(found, Regions().activate_and_multiply(gate_up, torch.relu))
 
 
-def test_a_model_has_what_it_was_told_last(
+def test_a_model_uses_the_regions_set_last(
     random_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Regions()
-    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: own)
+    regions = Regions()
+    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
     model = random_loaded.model
     set_regions(model, True)
-    assert model.regions is own
+    assert model.regions is regions
     set_regions(model, False)
-    assert type(model.regions) is Regions and model.regions is not own
+    assert type(model.regions) is Regions and model.regions is not regions
 
 
 def test_without_a_compiler_it_says_so(random_loaded: LoadedModel, monkeypatch, caplog) -> None:

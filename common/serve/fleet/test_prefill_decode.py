@@ -68,7 +68,7 @@ class Asked:
         return Starlette(routes=[Route("/{path:path}", tell, methods=["GET", "POST"])])
 
     def body(self) -> Any:
-        """Of the one request since the last call."""
+        """The body of the one request since the last call."""
         ((_, _, body),) = self.seen
         self.seen.clear()
         return json.loads(body)
@@ -80,12 +80,12 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
     proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=1.5)))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
 
-    def ask(content: bytes, path: str = "/v1/completions") -> httpx.Response:
+    def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
         kind = {"Content-Type": "application/json"}
         return httpx.post(f"{proxy}{path}", content=content, headers=headers | kind, timeout=30)
 
     for path in ("/v1/completions", "/v1/chat/completions"):
-        answer = ask(json.dumps(BODY | NOT_FOR_ONE).encode(), path)
+        answer = post(json.dumps(BODY | NOT_FOR_ONE).encode(), path)
         assert answer.json() == {"text": "y"} and answer.headers["x-request-id"] == "mine"
         assert answer.headers["content-type"] == "application/json"
         assert "x-own" not in answer.headers
@@ -97,7 +97,7 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
         assert second.body() == BODY | NOT_FOR_ONE | {"kv_transfer_params": {"where": 7}}
 
     def is_passed_on(content: bytes = json.dumps(BODY).encode()) -> bool:
-        assert ask(content).json() == {"text": "y"}
+        assert post(content).json() == {"text": "y"}
         return second.seen.pop()[2] == content
 
     first.answer = {}
@@ -108,24 +108,24 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
     assert is_passed_on() and first.seen.pop()
     assert is_passed_on(b"{") and is_passed_on(b"[1]")
     second.status = 418
-    assert ask(b"{}", "/tokenize").status_code == 418
+    assert post(b"{}", "/tokenize").status_code == 418
     assert httpx.get(f"{proxy}/v1/models", timeout=30).status_code == 418 and not first.seen
     assert [path for path, *_ in second.seen] == ["/tokenize", "/v1/models"]
 
 
-def test_without_the_first_it_answers_and_whoever_leaves_ends_its_request(
+def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
     server: Running, stack: ExitStack
 ) -> None:
     taken = stack.enter_context(socket.socket())  # and not listened to
     taken.bind(("127.0.0.1", 0))
-    nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    proxy = stack.enter_context(served(make_proxy(nobody, server.url)))
+    unused_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    proxy = stack.enter_context(served(make_proxy(unused_url, server.url)))
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     address = "127.0.0.1", int(proxy.rpartition(":")[2])
     with server.aborts_one(), socket.create_connection(address) as connection:
         connection.sendall(posted(long))
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    alone = stack.enter_context(served(make_proxy(nobody, nobody)))
+    alone = stack.enter_context(served(make_proxy(unused_url, unused_url)))
     assert httpx.get(f"{alone}/v1/models", timeout=30).status_code == 502
 
 
@@ -159,16 +159,16 @@ def expected() -> list[str]:
     return texts
 
 
-def ask(url: str, prompt: list[int]) -> dict[str, Any]:
+def post(url: str, prompt: list[int]) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.is_success, answer.text
     return answer.json()
 
 
-def ask_all(url: str, prompts: list[list[int]]) -> tuple[list[str], list[int]]:
-    """Texts, and the prompts' tokens that were not computed by whoever answered."""
-    answers = [ask(url, prompt) for prompt in prompts]
+def post_all(url: str, prompts: list[list[int]]) -> tuple[list[str], list[int]]:
+    """Texts, and the number of prompt tokens that the answering server did not compute."""
+    answers = [post(url, prompt) for prompt in prompts]
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     return [a["choices"][0]["text"] for a in answers], cached
 
@@ -182,7 +182,7 @@ def computed(server: Program) -> int:
 
 
 @pytest.mark.slow
-def test_the_decode_server_loads_what_the_prefill_server_computed_and_lives_without_it(
+def test_the_decode_server_loads_kv_of_the_prefill_server_and_works_without_it(
     servers: list[Program], expected: list[str], stack: ExitStack
 ) -> None:
     prefill, decode = servers
@@ -190,18 +190,18 @@ def test_the_decode_server_loads_what_the_prefill_server_computed_and_lives_with
     proxy = stack.enter_context(start_server(*flags, module="common.serve.fleet.pd_proxy"))
     proxy.wait_until_ready()
 
-    assert ask_all(proxy.url, PROMPTS[:2]) == (expected[:2], [FULL] * 2)
+    assert post_all(proxy.url, PROMPTS[:2]) == (expected[:2], [FULL] * 2)
     assert computed(prefill) == 2 * 100 and computed(decode) == 2 * (100 - FULL)
 
     body = {"prompt": PROMPTS[2], "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=60) as stream:
-        *pieces, usage, done = events_of(stream.read())
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected[2]
+        *chunks, usage, done = events_of(stream.read())
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[2]
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL and done is None
 
     prefill.kill()
-    assert ask_all(proxy.url, PROMPTS[3:]) == (expected[3:], [0])
+    assert post_all(proxy.url, PROMPTS[3:]) == (expected[3:], [0])
 
 
 @pytest.mark.slow
@@ -214,5 +214,5 @@ def test_the_real_router_does_so_too_while_the_prefill_server_lives(
     router = stack.enter_context(start_router("--policy", "round_robin", *flags))
     router.wait_until_ready()
     # In `usage` it says what the prefill server had cached.
-    assert ask_all(router.url, PROMPTS) == (expected, [0] * len(PROMPTS))
+    assert post_all(router.url, PROMPTS) == (expected, [0] * len(PROMPTS))
     assert computed(prefill) == 4 * 100 and computed(decode) == 4 * (100 - FULL)

@@ -58,20 +58,19 @@ SYSTEM_NAMES = (
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Lengths are uniform between both bounds, which are included. `num_one_at_a_time` of the
-    requests are served one at a time. One round takes about `minutes` on two cores."""
+    requests are served one at a time."""
 
     num_requests: int
     prompt_lens: tuple[int, int]
     output_lens: tuple[int, int]
     num_one_at_a_time: int
-    minutes: float
 
 
 WORKLOADS = {
-    "tiny": Workload(64, (16, 128), (16, 128), 64, 1.5),
-    "qwen3-0.6b": Workload(32, (32, 256), (32, 128), 4, 8.0),
+    "tiny": Workload(64, (16, 128), (16, 128), 64),
+    "qwen3-0.6b": Workload(32, (32, 256), (32, 128), 4),
 }
-SMOKE = Workload(4, (4, 16), (4, 8), 2, 0.5)
+SMOKE = Workload(4, (4, 16), (4, 8), 2)
 
 
 # -- setting up
@@ -163,17 +162,9 @@ def measure_floors(bench: Bench, smoke: bool) -> None:
 
 
 def announce(args: argparse.Namespace) -> str:
-    minutes = sum(
-        (SMOKE if args.smoke else WORKLOADS.get(m, WORKLOADS["qwen3-0.6b"])).minutes
-        for m in args.models
-    )
-    minutes *= args.rounds * len(args.systems) / len(SYSTEM_NAMES)
-    if args.time_budget is not None:
-        minutes = min(minutes, args.time_budget / 60)
     return (
         f"{len(args.systems)} systems on {' and '.join(args.models)}, "
-        f"{args.rounds} interleaved rounds, on the CPU; about {max(1, round(minutes))} minutes "
-        "on two cores"
+        f"{args.rounds} interleaved rounds, on the CPU"
     )
 
 

@@ -24,10 +24,9 @@ class Bench:
     warm_up: list[BenchRequest]
     record: dict[str, Any]
 
-    def run_system(self, name: str, round_number: int, place: int) -> list[list[int]] | None:
-        """Set the system up, time it once and record it. Returns the tokens, None if it failed.
-
-        A failure becomes part of the record and is not tried again."""
+    def run_system(self, name: str, round_number: int, place: int) -> None:
+        """Set the system up, time it once and record it. A failure is recorded and not tried
+        again."""
         entry = self.record["systems"][name]
         requests = self.requests[: entry["num_requests"]]
         try:
@@ -42,14 +41,14 @@ class Bench:
         except Exception as error:
             entry["error"] = _one_line(error)
             entry["is_unavailable"] = type(error).__name__ == "CannotRunError"
-            return None
+            return
         finally:
             gc.collect()
         num_useful = sum(request.max_tokens for request in requests)
         lengths = [len(tokens) for tokens in served.token_ids]
         if lengths != [request.max_tokens for request in requests]:
             entry["error"] = "it did not give every request the number of tokens it asked for"
-            return None
+            return
         entry["runs"].append(
             {
                 "round": round_number,
@@ -60,7 +59,6 @@ class Bench:
                 **details,
             }
         )
-        return served.token_ids
 
 
 def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
@@ -68,30 +66,13 @@ def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Ite
 
     No run is started after `deadline`, in seconds of `time.monotonic()`."""
     systems = bench.record["systems"]
-    first_tokens: dict[str, list[list[int]]] = {}
     for round_number in range(repeats):
         for place, name in enumerate(rotated(systems, round_number)):
             if deadline is not None and time.monotonic() > deadline:
                 return
             if systems[name]["error"] is None:
-                tokens = bench.run_system(name, round_number, place)
-                if tokens is not None:
-                    first_tokens.setdefault(name, tokens)
-                    note_agreement(systems, first_tokens)
+                bench.run_system(name, round_number, place)
             yield name
-
-
-def note_agreement(
-    systems: dict[str, dict[str, Any]], first_tokens: dict[str, list[list[int]]]
-) -> None:
-    """Record how many requests got the same tokens as from `transformers`' generate, or else from
-    the first system. In exact arithmetic all do; fewer where two tokens are equally likely."""
-    name = "transformers-generate"
-    reference = name if name in first_tokens else next(iter(first_tokens))
-    for system, tokens in first_tokens.items():
-        same = sum(a == b for a, b in zip(tokens, first_tokens[reference]))
-        compared = min(len(tokens), len(first_tokens[reference]))
-        systems[system]["agreement"] = {"with": reference, "same": same, "of": compared}
 
 
 def _one_line(error: Exception) -> str:

@@ -69,16 +69,8 @@ def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve
         params = [greedy(request.max_tokens) for request in requests]
         outputs = engine.generate_batch([r.prompt_token_ids for r in requests], params)
 
-        def describe() -> dict[str, Any]:
-            stats = engine.stats()
-            memory = {
-                "kv_waste": round(stats.kv_waste, 4),
-                "kv_blocks_peak": stats.kv_blocks_peak,
-                "kv_blocks_total": stats.kv_blocks_total,
-            }
-            return describe_steps(steps, start) | memory
-
-        return Served([o.outputs[0].token_ids for o in outputs.values()], describe)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs.values()]
+        return Served(tokens, lambda: describe_steps(steps, start))
 
     yield serve
 
@@ -114,14 +106,8 @@ def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
         while core.has_unfinished_requests():
             core.step()
 
-        def describe() -> dict[str, Any]:
-            copied = {
-                "kv_bytes_copied": runner.num_bytes_copied,
-                "kv_bytes_new": runner.num_bytes_new,
-            }
-            return describe_steps(steps, start) | copied
-
-        return Served([request.output_token_ids for request in own], describe)
+        tokens = [request.output_token_ids for request in own]
+        return Served(tokens, lambda: describe_steps(steps, start))
 
     yield serve
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import TimeoutExpired
 from typing import Any
 
+from common.serve.fleet.programs import start_server
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.feature_engines import copy_adapter, prompt
 from workshop.measure.bench.load import open_request
@@ -52,40 +49,27 @@ def grammar() -> dict[str, Any]:
     return {"prompt": "x", "structured_outputs": {"json": schema}, "max_tokens": 5}
 
 
-# Name: path, body, whether the client disconnects immediately.
-BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
-    "nothing": ("/tokenize", lambda: {"prompt": "x"}, False),
-    "`bad_words` of 4 MB": (COMPLETIONS, lambda: words(4 << 20), False),
-    "`bad_words` of 15 MB": (COMPLETIONS, lambda: words(15 << 20), False),
-    "`bad_words` of 60 KB": (COMPLETIONS, lambda: words(60 << 10), False),
-    "2,048 prompts": (COMPLETIONS, lambda: {"prompt": ["def f(x):"] * 2048}, False),
-    "1,000 prompts, streamed": (
-        COMPLETIONS,
-        lambda: {"prompt": ["def f(x):"] * 1000, "stream": True},
-        False,
-    ),
-    "12 prompts, `prompt_logprobs` 20": (
-        COMPLETIONS,
-        lambda: {"prompt": TWELVE, "prompt_logprobs": 20, "max_tokens": 1},
-        False,
-    ),
-    "12 prompts, echo, `logprobs` 20, streamed": (
-        COMPLETIONS,
-        lambda: {"prompt": TWELVE, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
-        False,
-    ),
-    "`n` 128, `logprobs` 20": (
-        COMPLETIONS,
-        lambda: {"prompt": "x", "n": 128, "logprobs": 20, "max_tokens": 100, "ignore_eos": True},
-        False,
-    ),
-    "a grammar of 2,000 parts, left": (COMPLETIONS, grammar, True),
-    "an adapter's expression": (
-        "/v1/load_lora_adapter",
-        lambda: {"lora_name": "a", "lora_path": "hostile"},
-        False,
-    ),
-}
+# A body by its name. The client disconnects immediately if the name ends with "left".
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": lambda: {"prompt": "x"},
+    "`bad_words` of 4 MB": lambda: words(4 << 20),
+    "`bad_words` of 15 MB": lambda: words(15 << 20),
+    "`bad_words` of 60 KB": lambda: words(60 << 10),
+    "2,048 prompts": lambda: {"prompt": ["def f(x):"] * 2048},
+    "1,000 prompts, streamed": lambda: {"prompt": ["def f(x):"] * 1000, "stream": True},
+    "12 prompts, `prompt_logprobs` 20": lambda: {
+        "prompt": TWELVE, "prompt_logprobs": 20, "max_tokens": 1
+    },
+    "12 prompts, echo, `logprobs` 20, streamed": lambda: {
+        "prompt": TWELVE, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True
+    },
+    "`n` 128, `logprobs` 20": lambda: {
+        "prompt": "x", "n": 128, "logprobs": 20, "max_tokens": 100, "ignore_eos": True
+    },
+    "a grammar of 2,000 parts, left": grammar,
+    "an adapter's expression": lambda: {"lora_name": "a", "lora_path": "hostile"},
+}  # fmt: skip
+PATHS = {"nothing": "/tokenize", "an adapter's expression": "/v1/load_lora_adapter"}  # others
 
 
 async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.Event) -> float:
@@ -103,31 +87,16 @@ async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.
 
 
 async def measure_body(name: str, folder: Path) -> dict[str, Any]:
-    path, make, leaves = BODIES[name]
-    flags = ["--port", "0", "--num-threads", "1", "--drain-seconds", f"{DRAIN_S}"]
-    flags += ["--adapter-root", f"{folder}", "--max-loras", "1", "--num-blocks", "2000"]
-    flags += ["--max-num-batched-tokens", f"{CHUNK}"]
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "common.serve", *flags, stderr=PIPE, env=os.environ
-    )
-    assert server.stderr is not None
-    port = None
-    while port is None:
-        line = (await server.stderr.readline()).decode()
-        match = re.search(r"served at http://127.0.0.1:(\d+)", line)
-        port = int(match[1]) if match else None
-    draining = asyncio.create_task(server.stderr.read())
-    try:
-        over, body = asyncio.Event(), json.dumps(make()).encode()
-        while True:
-            with suppress(ConnectionRefusedError):
-                await open_request(port, "/health", None)
-                break
-            await asyncio.sleep(0.05)
+    path, body = PATHS.get(name, COMPLETIONS), json.dumps(BODIES[name]()).encode()
+    flags = ["--num-threads", "1", "--drain-seconds", f"{DRAIN_S}", "--num-blocks", "2000"]
+    flags += ["--adapter-root", f"{folder}", "--max-loras", "1"]
+    with start_server(*flags, "--max-num-batched-tokens", f"{CHUNK}") as server:
+        server.wait_until_ready()
+        port, over = int(server.url.rpartition(":")[2]), asyncio.Event()
         prompts = [STREAM | {"prompt": prompt} for prompt in ("def f(", "class A")]
         for warm in [*prompts, words(5 << 10)]:
             few = json.dumps(warm | {"max_tokens": 40}).encode()
-            reader, writer = await open_request(port, COMPLETIONS, few)
+            reader, _ = await open_request(port, COMPLETIONS, few)
             await reader.read()
         streams = [json.dumps(prompt).encode() for prompt in prompts]
         waits = [
@@ -138,31 +107,25 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
         begin = time.monotonic()
         reader, writer = await open_request(port, path, body)
         status = "left"
-        if leaves:
+        if name.endswith("left"):
             await asyncio.sleep(0.3)
+            writer.transport.abort()
         else:
             try:
                 status = (await asyncio.wait_for(reader.readline(), SECONDS)).decode()[9:12]
                 await asyncio.wait_for(reader.read(), SECONDS - (time.monotonic() - begin))
             except asyncio.TimeoutError:
                 status = f"{status} (unfinished)" if status != "left" else "no answer"
-        writer.transport.abort() if leaves else None
         await asyncio.sleep(1.0)
         over.set()
         health, *silences = await asyncio.gather(*waits)
         begin = time.monotonic()
-        server.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(server.wait(), 60)
-            ended = time.monotonic() - begin
-        except asyncio.TimeoutError:
-            ended = None
+        server.process.terminate()
+        with suppress(TimeoutExpired):
+            server.process.wait(STUCK_S)
+        ended = None if server.process.poll() is None else time.monotonic() - begin
         found = {"status": status, "health": health, "silence": max(silences), "ended": ended}
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
-    finally:
-        if server.returncode is None:
-            server.kill()
-        await draining
 
 
 def cases(config: dict[str, Any]) -> Iterator[Case]:

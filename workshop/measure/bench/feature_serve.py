@@ -2,10 +2,8 @@
 
 All requests of a run come at the same time. Each system has a separate process, and they are
 measured in turn. The shipped model's step takes milliseconds; a step of Qwen3-0.6B's shape with
-random weights (`layers` of them, in float32) takes longer than any work of the server. The engine
-is in a thread of the server, or, to compare, in a separate process (`EngineInProcess`, here only),
-with data pickled once a step. The client is a separate process; its processor time is measured,
-because the server loses it."""
+random weights (`layers` of them, in float32) takes longer than any work of the server. The client
+is a separate process; its processor time is measured, because the server loses it."""
 
 from __future__ import annotations
 
@@ -13,26 +11,21 @@ import asyncio
 import json
 import multiprocessing
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
-from common.serve.deltas import EngineUpdate
-from common.serve.engine_loop import EngineLoop
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.bench.feature_engines import prompt
@@ -49,9 +42,7 @@ CONFIG = {
 SYSTEMS = {
     "generate": "`LLM.generate`",
     "thread": "`AsyncLLM`",
-    "process": "`AsyncLLM`, engine in a process",
     "http thread": "HTTP",
-    "http process": "HTTP, engine in a process",
 }
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -76,69 +67,10 @@ def make_engine(model: str) -> LLMEngine:
     return LLMEngine(config, loaded=random_model(shape), tokenizer=tokenizer)
 
 
-class EngineInProcess:
-    """Does for `AsyncLLM` what `EngineLoop` does, with the engine in another process."""
-
-    death_reason = None
-
-    def __init__(self, model: str, deliver: Callable[[EngineUpdate], None]) -> None:
-        self._here, there = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_engine_process, args=(model, there), daemon=True)
-        self._process.start()
-        self.made = Future[Any]()
-        self.made.set_result(SimpleNamespace(**self._here.recv(), stats=EngineStats))
-        self.made.result().tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-        threading.Thread(target=self._read, args=(deliver,), daemon=True).start()
-
-    def _read(self, deliver: Callable[[EngineUpdate], None]) -> None:
-        while True:
-            try:
-                deliver(self._here.recv())
-            except EOFError:
-                return
-
-    def add(self, *arguments: Any) -> None:
-        self._here.send(("add", arguments))
-
-    def abort(self, *arguments: Any) -> None:
-        self._here.send(("abort", arguments))
-
-    def call(self, *arguments: Any) -> None:
-        self._here.send(("call", arguments))
-
-    def close(self) -> None:
-        self._here.send(("close", ()))
-        self._process.join(10)
-
-
-def _engine_process(model: str, there: Connection) -> None:
-    is_ready = threading.Event()
-
-    def deliver(engine_update: EngineUpdate) -> None:
-        if is_ready.is_set():
-            there.send(engine_update)
-
-    loop = EngineLoop(lambda: make_engine(model), deliver)
-    engine = loop.made.result()
-    names = ("max_model_len", "model_config", "adapters", "vocab_size")
-    there.send({name: getattr(engine, name) for name in names})
-    is_ready.set()
-    command = ""
-    with suppress(EOFError):  # the other process has ended
-        while command != "close":
-            command, arguments = there.recv()
-            getattr(loop, command)(*arguments)
-
-
 class MeasuredLLM(AsyncLLM):
-    def __init__(self, model: str, in_process: bool) -> None:
-        self.model, self.in_process = model, in_process
+    def __init__(self, model: str) -> None:
+        self.model = model
         super().__init__()
-
-    def _make_loop(self, max_waiting: int | None) -> Any:
-        if self.in_process:
-            return EngineInProcess(self.model, self._deliver)
-        return super()._make_loop(max_waiting)
 
     def _make_engine(self) -> LLMEngine:
         return make_engine(self.model)
@@ -208,13 +140,12 @@ async def run_http(port: int, model: str, number: int) -> dict[str, float]:
 def _system_process(name: str, model: str, there: Connection) -> None:
     """Serve on a free port and send it; or send None, and a run for each number of requests."""
     freeze_gc_heap()
-    in_process = "process" in name
     if name.startswith("http"):
         from common.serve.app import ServeConfig, make_app
         from common.serve.ports import open_port
         from common.serve.running import DrainingServer, make_event_loop
 
-        llm = MeasuredLLM(model, in_process)
+        llm = MeasuredLLM(model)
         _, gate = make_app(llm, ServeConfig(model))
         listener = open_port("127.0.0.1", 0)
         listener.listen()  # earlier connections wait
@@ -222,7 +153,7 @@ def _system_process(name: str, model: str, there: Connection) -> None:
         server = DrainingServer(llm, gate, drain_seconds=1.0)
         make_event_loop().run_until_complete(server.serve(sockets=[listener]))
     loop: Any = asyncio.new_event_loop()
-    system = make_engine(model) if name == "generate" else MeasuredLLM(model, in_process)
+    system = make_engine(model) if name == "generate" else MeasuredLLM(model)
     there.send(None)
     while True:
         if isinstance(system, LLMEngine):

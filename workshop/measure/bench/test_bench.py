@@ -167,8 +167,6 @@ def test_rounds_are_interleaved_and_each_begins_with_another_system(
     ]
     places = [run["place"] for run in measured.record["systems"]["static"]["runs"]]
     assert places == [0, 2, 1]
-    agreement = measured.record["systems"]["paged"]["agreement"]
-    assert agreement == {"with": "static", "same": 9, "of": 9}
 
 
 def test_a_system_that_cannot_run_is_recorded_and_the_others_go_on(
@@ -283,7 +281,6 @@ def test_the_command_measures_and_writes_a_record(
     run = record["systems"]["paged"]["runs"][0]
     useful = sum(record["config"]["workload"]["output_tokens"])
     assert run["useful_tokens_per_s"] == pytest.approx(useful / run["seconds"], rel=0.01)
-    assert 0 < run["kv_waste"] < 1
     assert record["roofline"]["weight_bytes"] > 0
     tables = bench.DRIVER.tables(tmp_path)
     assert tables.full == bench_table.render(record) and tables.full in printed

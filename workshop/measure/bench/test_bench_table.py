@@ -10,7 +10,7 @@ import pytest
 from workshop.measure.bench import bench, bench_table, ladder_bench, ladder_table
 from workshop.measure.bench.bench_command import Driver, places_of
 from workshop.measure.bench.bench_record import ROOT, read_record, replace_between_markers
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
 RECORDS = bench.DRIVER.committed

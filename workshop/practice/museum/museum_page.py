@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop.book.translation import sections
-from workshop.practice.museum.hall import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
+from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from workshop.practice.museum.hall import Exhibit
+from workshop.practice.museum.exhibits import Exhibit
 from workshop.practice.source_patch import ROOT
 
 FOLDER = ROOT / "workshop" / "practice" / "museum" / "figures"

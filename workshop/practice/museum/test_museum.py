@@ -16,7 +16,7 @@ from workshop.practice.command import clues, find, list_exhibits
 from workshop.practice.command import museum as main
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum import two_films
-from workshop.practice.museum.hall import EXHIBITS, TITLES, Exhibit, Workload
+from workshop.practice.museum.exhibits import EXHIBITS, TITLES, Exhibit, Workload
 from workshop.practice.museum.museum_page import PAGE, linked, side_by_side
 from workshop.practice.museum.watched_run import RunOnFilm
 from workshop.practice.named_tests import Failure, TestRun
@@ -40,7 +40,7 @@ def english(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_trap_is_cited_by_tests() -> None:
-    """As the page promises to who looks for it."""
+    """The page promises it to its readers."""
     tests = [path.read_text(encoding="utf-8") for path in ROOT.rglob("test_*.py")]
     cited = {
         int(number)
@@ -61,12 +61,12 @@ def test_thirty_exhibits_and_more_in_the_order_of_the_chapters() -> None:
 
 
 def test_an_origin_links_to_its_reports() -> None:
-    where = "https://github.com/vllm-project/vllm/issues/"
-    assert linked("vLLM #1 #23, ours") == f"vLLM [#1]({where}1) [#23]({where}23), ours"
+    issues = "https://github.com/vllm-project/vllm/issues/"
+    assert linked("vLLM #1 #23, ours") == f"vLLM [#1]({issues}1) [#23]({issues}23), ours"
     assert linked("nano-vllm") == "nano-vllm"
 
 
-def test_the_copy_alone_has_the_bug_and_is_gone_afterwards() -> None:
+def test_only_the_copy_has_the_bug_and_it_is_deleted_afterwards() -> None:
     exhibit = EXHIBITS[0]
     before = exhibit.patch.text()
     with broken_copy(exhibit.patch) as swap:
@@ -83,7 +83,8 @@ def test_there_is_a_chinese_line_for_each() -> None:
 
 @pytest.mark.parametrize("page", [PAGE, PAGE.with_suffix(".zh.md")], ids=lambda p: p.name)
 def test_the_page_spoils_no_clue(page: Path) -> None:
-    """What is not folded says neither what happens nor where nor why; a fold says why alone."""
+    """Text outside of folds gives neither effect nor place nor reason; a fold gives only the
+    reason."""
     text = page.read_text(encoding="utf-8")
     folds, shown = dict(FOLD.findall(text)), FOLD.sub("", text)
     for number, exhibit in enumerate(EXHIBITS, 1):
@@ -130,7 +131,7 @@ def test_arguments_that_make_no_sense_are_refused(
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the processes answer, without them."""
+    """The answers of the processes, without processes."""
     monkeypatch.setattr(Exhibit, "show", lambda e, swap=None: e.wrong if swap else e.right)
     report = TestRun(("a",), "THE REPORT")
     monkeypatch.setattr(command, "try_tests", lambda *_, **__: report)
@@ -153,7 +154,7 @@ def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture
     assert exhibit.patch.new.strip() in shown
 
 
-def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
+def test_a_chinese_terminal_gets_chinese_text(
     without_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LANGUAGE", "zh_CN:en")
@@ -165,16 +166,16 @@ def test_a_terminal_that_speaks_chinese_is_told_in_chinese(
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "printed"),
     [
         ("AssertionError: two\nassert 1 == 2", "AssertionError: two"),
         ("assert [3, ...] == [3, ...]\n  \n  At index 9 diff: 1 != 2\n  Use -v",
          "assert [3, ...] == [3, ...] (At index 9 diff: 1 != 2)"),
     ],
 )  # fmt: skip
-def test_the_test_that_notices_is_told_in_two_lines(
+def test_the_failing_test_is_printed_in_two_lines(
     message: str,
-    told: str,
+    printed: str,
     without_processes: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -184,7 +185,7 @@ def test_the_test_that_notices_is_told_in_two_lines(
     monkeypatch.setattr(command, "try_tests", lambda *_, **__: report)
     assert main(["1"]) == 0
     shown = capsys.readouterr().out
-    assert f"Caught by test_x.py::test_a\n    {told}\n\n" in shown
+    assert f"Caught by test_x.py::test_a\n    {printed}\n\n" in shown
     assert "THE REPORT" not in shown
 
 
@@ -242,7 +243,7 @@ def test_a_page_has_the_run_with_the_bug_and_beside_it_the_right_one(
     assert exhibit.title in shown and str(page) in shown and "difference is in step 0" in shown
 
 
-def test_a_page_to_look_for_the_bug_does_not_say_what_it_is(
+def test_a_page_to_look_for_the_bug_does_not_name_it(
     without_processes: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from workshop.practice.museum import watched_run
-from workshop.practice.museum.hall import EXHIBITS, Exhibit, Guest, Workload
+from workshop.practice.museum.exhibits import EXHIBITS, Arrival, Exhibit, Workload
 from workshop.practice.museum.test_museum import RUN_LINE
 from workshop.practice.museum.watched_run import (
     RunOnFilm,
@@ -69,15 +69,15 @@ def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_li
 
 
 @pytest.mark.parametrize("exhibit", WATCHED, ids=lambda e: e.title)
-def test_guests_come_in_order(exhibit: Exhibit) -> None:
+def test_requests_arrive_in_order(exhibit: Exhibit) -> None:
     assert isinstance(exhibit.watch, Workload)
-    arrivals = [guest.step for guest in exhibit.watch.guests]
+    arrivals = [request.step for request in exhibit.watch.requests]
     assert arrivals == sorted(arrivals)
     assert exhibit.watch.parts.startswith("step ")
 
 
 def test_two_films_of_the_right_engine_are_the_same(tmp_path: Path) -> None:
-    workload = Workload("", (Guest("a", "def f(x):", 4, priority=2), Guest("b", "import", 3)))
+    workload = Workload("", (Arrival("a", "def f(x):", 4, priority=2), Arrival("b", "import", 3)))
     one, other = (make_film(workload, tmp_path / name) for name in ("1.jsonl", "2.jsonl"))
     assert one.num_steps == 4 and parting(one, other) is None
     assert one.film.lines != other.film.lines  # by their times
@@ -115,7 +115,7 @@ ENDED = ("result", {"in_flight": {"0": None}, "result": [{"number": 0}]})
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("right", "wrong", "expected"),
     [
         ([("plan", {"free": [[1], []]})], [("plan", {"free": [[1, 2], []]})], "step 0, plan, free"),
         ([plan(), ENDED], [plan(), ENDED, plan()], "step 1, plan, in_flight, a"),
@@ -127,8 +127,8 @@ ENDED = ("result", {"in_flight": {"0": None}, "result": [{"number": 0}]})
          "step 0, result, outputs, b"),
     ],
 )  # fmt: skip
-def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, said: str) -> None:
-    assert str(parting(film_of(*right), film_of(*wrong))) == said
+def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, expected: str) -> None:
+    assert str(parting(film_of(*right), film_of(*wrong))) == expected
     assert parting(film_of(*right), film_of(*right)) is None
 
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from workshop.practice.module_swap import ModuleSwap
-from workshop.practice.museum.hall import Exhibit
+from workshop.practice.museum.exhibits import Exhibit
 from workshop.practice.museum.museum_page import moments_of, scenes_of
 from workshop.practice.museum.watched_run import RunOnFilm, contradiction, make_film, parting
 from workshop.watch.page_maker import Reel, make_page

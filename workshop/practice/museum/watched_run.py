@@ -23,7 +23,7 @@ from typing import Any
 from common.events.frames import Frame
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
-from workshop.practice.museum.hall import Workload
+from workshop.practice.museum.exhibits import Workload
 from workshop.practice.trial import LIMIT_S
 from workshop.watch.replay.film import Film
 
@@ -219,7 +219,9 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
     from common.engine_config import SHIPPED_ADAPTER
     from common.llm import LLM, SamplingParams
 
-    adapters = {guest.adapter: SHIPPED_ADAPTER for guest in workload.guests if guest.adapter}
+    adapters = {
+        request.adapter: SHIPPED_ADAPTER for request in workload.requests if request.adapter
+    }
     config: dict[str, Any] = SETTINGS | ({"adapters": adapters} if adapters else {})
     config |= workload.config
     engine = LLM(**config, events=path).engine
@@ -228,14 +230,16 @@ def _serve(workload: Workload, path: Path) -> Iterator[int]:
 
         scheduler: Any = engine.scheduler
         scheduler.__class__ = PagedFCFSScheduler
-    step, to_come = 0, list(workload.guests)
+    step, to_come = 0, list(workload.requests)
     while to_come or engine.has_unfinished_requests():
         while to_come and to_come[0].step <= step:
-            guest = to_come.pop(0)
-            sampling = {"temperature": 0, "max_tokens": guest.max_tokens, **guest.sampling}
-            options = {"priority": guest.priority, "adapter": guest.adapter}
+            request = to_come.pop(0)
+            sampling = {"temperature": 0, "max_tokens": request.max_tokens, **request.sampling}
+            options = {"priority": request.priority, "adapter": request.adapter}
             try:
-                engine.add_request(guest.name, guest.prompt, SamplingParams(**sampling), **options)
+                engine.add_request(
+                    request.name, request.prompt, SamplingParams(**sampling), **options
+                )
             except ValueError:
                 continue  # refused at once
         for plugin in engine._plugins.values():  # however long it takes: two films are compared

@@ -1,12 +1,12 @@
 """Right answers in other styles pass, wrong ones that readers may give do not: `answers.txt`.
 
-    2.1 right a loop with divmod         a task, what the grader must say, and what the answer is
-    | blocks = ...                       what stands in the place of `raise`; or, as in the patch
+    2.1 right a loop with divmod         a task, the expected verdict, and the kind of answer
+    | blocks = ...                       the body that replaces `raise`; or, as in the patch
     - for block in blocks:               table, our answer with a change
     + for block in sorted(blocks):
 
-A wrong one is refused with a small example: the example says something else than it should, or what
-was raised. The mistakes that the grader knows by name (`patches.txt`) are wrong answers too."""
+A wrong one is refused with a small example: its wrong result, or the error that was raised.
+ The mistakes that the grader knows by name (`patches.txt`) are wrong answers too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from workshop.practice.tasks.course import TASKS, Task, blank_of, task_numbered
 from workshop.practice.trial import say, swapped
 
 TABLE = Path(__file__).with_name("answers.txt")
-LEAST = {"right": 2, "wrong": 4}  # the mistakes that the grader knows are among the wrong
+MIN_ANSWERS = {"right": 2, "wrong": 4}  # the mistakes that the grader knows are among the wrong
 MAX_CPU_S = 10  # for a reader who waits
 MAX_LINES = 12  # of a small example
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenAnswer:
     task: Task
     is_right: bool
     row: TextRow
@@ -41,7 +41,7 @@ class Given:
         return self.row.head
 
     def text(self) -> str:
-        """Of the whole module."""
+        """The source of the whole module."""
         if not self.row.said["|"]:
             old, new = self.row.text("-"), self.row.text("+")
             return Patch(self.task.module, self.task.place, old, new).apply()
@@ -52,11 +52,11 @@ class Given:
         return blank.before + body + blank.after
 
 
-def given(row: TextRow) -> Given:
+def given(row: TextRow) -> GivenAnswer:
     number, verdict, _ = row.head.split(" ", 2)
     task = task_numbered(number)
-    assert task is not None and verdict in LEAST
-    return Given(task, verdict == "right", row)
+    assert task is not None and verdict in MIN_ANSWERS
+    return GivenAnswer(task, verdict == "right", row)
 
 
 GIVEN = tuple(map(given, read_rows(TABLE.read_text(encoding="utf-8"), "- + |")))
@@ -70,7 +70,7 @@ def _cases() -> list:
 
 
 def _tried(task: Task, file: Path) -> tuple[str, TestRun]:
-    """What the example says, and the tests: in one process, which is quicker than in two."""
+    """Result of the example, and of the tests: in one process, which is faster than two."""
     return say(task.example), run_tests(task.test_ids, file, True, 60)
 
 
@@ -83,25 +83,25 @@ def ours(number: str) -> str:
 
 
 @pytest.mark.parametrize("answer", _cases())
-def test_an_answer_is_judged_by_what_it_does(answer: Given) -> None:
+def test_an_answer_is_graded_by_its_behaviour(answer: GivenAnswer) -> None:
     task = answer.task
     with swapped(task.path, answer.text()) as swap:
-        said, run = apart(_tried, (task, swap.file), 120, swap)
+        result, run = apart(_tried, (task, swap.file), 120, swap)
     assert run.cpu_s < MAX_CPU_S
     if answer.is_right:
         assert run.first is None, run.report
-        assert said == ours(task.number)
+        assert result == ours(task.number)
     else:
         assert run.first is not None, "every test passes"
-        assert said != ours(task.number), "no small example shows it"
-        assert len(said.splitlines()) <= MAX_LINES
+        assert result != ours(task.number), "no small example shows it"
+        assert len(result.splitlines()) <= MAX_LINES
 
 
 def test_every_task_has_right_answers_in_other_styles_and_wrong_ones_enough() -> None:
     counts = Counter((g.task.number, g.is_right) for g in GIVEN)
     for task in TASKS:
-        assert counts[task.number, True] == LEAST["right"], task.number
-        assert counts[task.number, False] + len(task.mistakes) >= LEAST["wrong"], task.number
+        assert counts[task.number, True] == MIN_ANSWERS["right"], task.number
+        assert counts[task.number, False] + len(task.mistakes) >= MIN_ANSWERS["wrong"], task.number
     texts = [(g.task.number, g.text()) for g in GIVEN]
     texts += [(task.number, mistake.apply()) for task in TASKS for mistake in task.mistakes]
     assert len(set(texts)) == len(texts), "two are the same"

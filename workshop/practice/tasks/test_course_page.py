@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import DIFFICULTIES, EVENINGS, TASKS, task_numbered
 from workshop.practice.tasks.reading import PAGES, counted, lines_of, sums
@@ -38,7 +38,7 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
 
 
-def test_lines_are_counted_anew_and_the_rest_of_the_row_stays() -> None:
+def test_lines_are_recounted_and_the_remaining_row_stays() -> None:
     path = "workshop/practice/tasks/reading.py"
     rows = [
         f"| [`reading.py`]({path}) | 1 | all of it |",
@@ -67,17 +67,17 @@ def test_minutes_are_those_of_the_tasks_and_fit_their_sums() -> None:
     ]
     assert lines[2] == f"| **together** | | | **{one + other}** | |"
     evenings = [sum(t.minutes for t in TASKS if t.evening == number) for number in EVENINGS]
-    least, most = min(evenings), max(evenings)
-    assert lines[4] == f"| 4 | do | {least}–{most} | x |"
-    assert lines[5] == f"| | **together** | **{60 + least}–{60 + most}** | |"
+    shortest, longest = min(evenings), max(evenings)
+    assert lines[4] == f"| 4 | do | {shortest}–{longest} | x |"
+    assert lines[5] == f"| | **together** | **{60 + shortest}–{60 + longest}** | |"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
 def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
     parts = re.split(r"^#{2,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    asked = [part for part in parts if part.startswith(("Break", "Measure", "弄坏", "测量"))]
-    assert len(asked) == 2 * len(EVENINGS)
-    for part in asked:
+    headings = [part for part in parts if part.startswith(("Break", "Measure", "弄坏", "测量"))]
+    assert len(headings) == 2 * len(EVENINGS)
+    for part in headings:
         outside = re.sub(r"<details>.*?</details>", "", part, flags=re.DOTALL)
         assert re.search("[?？]", outside) and part.count("<details>") == 1, part
 

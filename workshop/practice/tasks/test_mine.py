@@ -45,7 +45,7 @@ def bench(tmp_path: Path) -> Workbench:
     return bench
 
 
-def test_what_passes_is_taken_and_only_what_is_new_is_graded(
+def test_passing_answers_are_taken_and_only_new_ones_are_graded(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graded = []
@@ -67,9 +67,9 @@ def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Work
     command = [sys.executable, "-c", SHOWN, str(bench.folder), *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    said = f"3 of {len(TASKS)} functions of this engine are yours."
+    sentence = f"3 of {len(TASKS)} functions of this engine are yours."
     lines = run.stdout.splitlines()
-    assert lines[0] == lines[-1] == said
+    assert lines[0] == lines[-1] == sentence
     assert "here is 1.1" in lines and "here is 2.2" in lines
     assert any(line.startswith("output throughput") for line in lines)
 
@@ -79,7 +79,7 @@ def test_it_is_said_how_many_of_how_many(tmp_path: Path) -> None:
         assert of == (0, len(TASKS))
 
 
-def test_what_makes_a_run_to_watch_has_no_task_of_ours_when_it_begins() -> None:
+def test_a_watched_run_starts_without_our_task_bodies() -> None:
     modules = "workshop.watch.watch_command, workshop.practice.tasks.mine"  # in their order
     code = f"import sys, {modules}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -29,7 +29,7 @@ def bodies() -> dict[str, dict[str, set[int]]]:
 
 
 def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
-    """Of what is folded: the functions whose bodies are tasks, and which tasks."""
+    """Summary of a fold: the functions whose bodies are tasks, and the numbers of the tasks."""
     tasks = [task for task in TASKS if task.number in numbers]
     places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
     if is_chinese:
@@ -37,8 +37,8 @@ def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
             f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
         )
     task, it = ("task", "it") if len(numbers) == 1 else ("tasks", "them")
-    said = f"The body is {task} {' and '.join(numbers)}: try {it} first"
-    return f"<summary>{', '.join(places)}. {said}</summary>"
+    summary = f"The body is {task} {' and '.join(numbers)}: try {it} first"
+    return f"<summary>{', '.join(places)}. {summary}</summary>"
 
 
 def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
@@ -55,7 +55,7 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_bodies_that_are_tasks_stand_folded(page: Path) -> None:
+def test_bodies_that_are_tasks_are_folded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not list(spoilers(text, page.name.endswith(".zh.md")))
 

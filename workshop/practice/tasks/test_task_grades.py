@@ -30,17 +30,17 @@ from workshop.practice.tasks.grade import (
 from workshop.practice.trial import NEVER_ENDS
 
 
-def test_what_an_example_says_leads_to_the_mistake_and_others_to_none() -> None:
+def test_an_examples_result_leads_to_its_mistake_and_other_results_to_none() -> None:
     task = the("1.2")
     ours = example_with(task, task.source())
-    said = [example_with(task, mistake.apply()) for mistake in task.mistakes]
-    for words, mistake in zip(said, task.mistakes, strict=True):
-        assert recognised(task, words, ours, said) is mistake
-    assert recognised(task, "something else", ours, said) is None
+    results = [example_with(task, mistake.apply()) for mistake in task.mistakes]
+    for words, mistake in zip(results, task.mistakes, strict=True):
+        assert recognised(task, words, ours, results) is mistake
+    assert recognised(task, "something else", ours, results) is None
     # Two mistakes at once: the first line that differs is one's alone.
-    both = "\n".join([said[0].splitlines()[0], "and all else is another's"])
-    assert recognised(task, both, ours, said) is task.mistakes[0]
-    alike = [f"begins as all do\n{number}" for number in range(len(said))]
+    both = "\n".join([results[0].splitlines()[0], "and all else is another's"])
+    assert recognised(task, both, ours, results) is task.mistakes[0]
+    alike = [f"begins as all do\n{number}" for number in range(len(results))]
     assert recognised(task, "begins as all do\nand is another", ours, alike) is None
 
 
@@ -72,14 +72,14 @@ def test_the_solution_is_right_and_its_tests_are_counted_as_they_were_announced(
     number: str, counted: str, tmp_path: Path
 ) -> None:
     task = the(number)
-    told: list[str] = []
+    messages: list[str] = []
     file = tmp_path / Path(task.file).name
     file.write_text(task.source(), encoding="utf-8")
-    assert grade(task, file, 20, told.append) == Verdict(True, f"Right. {counted}")
-    assert told[-1] == f"Its tests ({counted[0]}) ..."
+    assert grade(task, file, 20, messages.append) == Verdict(True, f"Right. {counted}")
+    assert messages[-1] == f"Its tests ({counted[0]}) ..."
 
 
-def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path: Path) -> None:
+def test_a_typical_mistake_gets_its_message_after_the_failing_test(tmp_path: Path) -> None:
     task = the("2.2")
     mistake = task.mistakes[1]
     verdict = graded(task, mistake.apply(), tmp_path)
@@ -93,7 +93,7 @@ def test_a_typical_mistake_gets_its_message_behind_the_test_that_fails(tmp_path:
     assert "assert " in verdict.text and "Traceback" not in verdict.text
 
 
-def test_a_mistake_is_known_whatever_the_readers_error_says_and_told_in_the_readers_language(
+def test_a_mistake_is_known_for_any_error_text_and_explained_in_the_readers_language(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANGUAGE", "zh_CN:en")
@@ -108,11 +108,11 @@ def test_a_mistake_is_known_whatever_the_readers_error_says_and_told_in_the_read
     )
     verdict = graded(task, text, tmp_path)
     assert verdict.mistake is not None and "`cached.ref_cnt`" in verdict.mistake.message
-    told = task.chinese.said["mistake"][task.mistakes.index(verdict.mistake)]
-    assert "缓存" in told and told in verdict.text
+    messages = task.chinese.said["mistake"][task.mistakes.index(verdict.mistake)]
+    assert "缓存" in messages and messages in verdict.text
 
 
-def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_path: Path) -> None:
+def test_an_exception_is_shown_with_the_readers_line_and_output(tmp_path: Path) -> None:
     task = the("2.2")
     verdict = graded(task, answer(task, "print('I am here')", "blocks.frobnicate()"), tmp_path)
     line = blank_of(task).before.count("\n") + 2
@@ -121,7 +121,7 @@ def test_an_exception_is_told_with_the_readers_line_and_what_was_printed(tmp_pat
     assert "AttributeError: 'list' object has no attribute 'frobnicate'" in verdict.text
 
 
-def test_a_crash_is_told_once_and_what_is_done_is_said(tmp_path: Path) -> None:
+def test_a_crash_is_reported_once_with_the_next_action(tmp_path: Path) -> None:
     task, heard = the("2.1"), []
     file = _written(answer(task, "", "return blocks").encode(), tmp_path, "kv_cache_manager.py")
     verdict = grade(task, file, 20, heard.append)
@@ -159,7 +159,7 @@ def test_an_endless_loop_ends_by_the_time_limit(tmp_path: Path) -> None:
     ],
     ids=["blank", "the raise", "syntax", "name", "arguments"],
 )
-def test_what_is_wrong_with_the_text_is_said_before_it_is_run(change, words, tmp_path) -> None:
+def test_an_invalid_text_is_reported_before_it_is_run(change, words, tmp_path) -> None:
     verdict = graded(the("2.2"), change(blank_of(the("2.2")).text), tmp_path)
     assert not verdict.is_right and words in verdict.text
 
@@ -195,7 +195,7 @@ def test_the_readers_line_is_shown_where_it_makes_our_code_raise() -> None:
     assert "common/llm.py:1\n" in shown and "line 7 of 02_paged_kv/block_pool.py:" in shown
 
 
-def test_a_random_failure_is_shown_without_what_only_pytest_needs() -> None:
+def test_a_random_failure_is_shown_without_lines_for_pytest() -> None:
     message = (
         f"AssertionError: assert {bytes(range(30))!r} == 5\n  Use -v to get more diff\n"
         "You can reproduce this example by temporarily adding @reproduce_failure('6.1', b'AXic')"
@@ -216,19 +216,19 @@ def test_a_random_failure_is_shown_without_what_only_pytest_needs() -> None:
         ("while True: pass", "does not end within 2 seconds"),
     ],
 )
-def test_what_is_wrong_at_its_import_is_said(line: str, words: str, tmp_path: Path) -> None:
+def test_an_error_at_import_is_reported(line: str, words: str, tmp_path: Path) -> None:
     task = the("2.2")
     verdict = graded(task, f"{task.source()}\n{line}\n", tmp_path, limit_s=2)
     assert "block_pool.py cannot be imported" in verdict.text and words in verdict.text
 
 
-def test_a_module_that_lacks_what_others_import_is_said(tmp_path: Path) -> None:
+def test_a_module_without_an_imported_name_is_reported(tmp_path: Path) -> None:
     task = the("1.3")
     verdict = graded(task, task.source().replace("RunnerState", "State"), tmp_path)
     assert "ImportError: cannot import name 'RunnerState'" in verdict.text
 
 
-def test_a_file_that_is_not_ours_any_more_is_told_so(tmp_path: Path) -> None:
+def test_a_changed_file_is_reported(tmp_path: Path) -> None:
     task = the("2.2")
     text = task.source().replace("popitem(last=False)", "popitem(last=True)")
     assert "Outside of BlockPool.free, block_pool.py is not as" in graded(task, text, tmp_path).text

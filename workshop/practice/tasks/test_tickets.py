@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.command import tasks as main
-from workshop.practice.museum.hall import EXHIBITS
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import EVENINGS
 from workshop.practice.tasks.tickets import PAGES, read_tickets
@@ -38,7 +38,7 @@ def test_two_tickets_an_evening_each_with_four_folded_lines(page: Path) -> None:
 
 
 @EACH_PAGE
-def test_what_may_be_run_is_there(page: Path) -> None:
+def test_commands_that_can_be_run_exist(page: Path) -> None:
     text, makefile = page.read_text(encoding="utf-8"), (ROOT / "Makefile").read_text("utf-8")
     for target in re.findall(r"make (\w+) ARGS=|`make (\w+)`", text):
         assert f"\n{''.join(target)}: " in makefile
@@ -51,7 +51,7 @@ def test_make_task_lists_them(
 ) -> None:
     monkeypatch.setenv("LANGUAGE", "en")
     assert main([], Workbench(tmp_path)) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for number, title in read_tickets(PAGES[0]).items():
-        assert f"ticket {number:2}" in said and title in said
-    assert "INCIDENTS.md" in said
+        assert f"ticket {number:2}" in output and title in output
+    assert "INCIDENTS.md" in output

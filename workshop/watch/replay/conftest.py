@@ -1,3 +1,3 @@
 from common.events.conftest import draft, letters, workshop
 
-__all__ = ["draft", "letters", "workshop"]  # the fixtures of those who write what is read here
+__all__ = ["draft", "letters", "workshop"]  # fixtures that write the runs that are read here

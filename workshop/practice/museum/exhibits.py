@@ -6,7 +6,7 @@
     room                            the chapter, if it is not that of the patched module
     limit_s 2                       if the symptom is that it does not end
     watch, parts                    the sentence that says what to look at; see `Workload`
-    guest {"name": "a", ...}        the prompt: text, SONG or CODE of `example_tools.py`, or the
+    request {"name": "a", ...}      the prompt: text, SONG or CODE of `example_tools.py`, or the
                                     letters of `blocks` and the text `then`
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
@@ -36,13 +36,13 @@ from workshop.practice.patch_table import Bug, bug_of_exhibit
 from workshop.practice.trial import LIMIT_S, said_by
 
 STORIES = Path(__file__).with_name("stories.txt")
-_WORDS = """trap origin symptom cause lesson room limit_s watch parts guest config scheduler nothing
-example wrong right"""
+_WORDS = """trap origin symptom cause lesson room limit_s watch parts request config scheduler
+nothing example wrong right"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class Arrival:
     """A request, and the step before which it arrives. `sampling` defaults to greedy."""
 
     name: str
@@ -59,7 +59,7 @@ class Workload:
     """Requests, in order of arrival, for an engine with the settings of `config`."""
 
     parts: str  # where the two films first differ: "step 3, plan, in_flight, b"
-    guests: tuple[Guest, ...]
+    requests: tuple[Arrival, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     has_chapter_2s_scheduler: bool = False  # instead of the "fcfs" of `config`
 
@@ -103,14 +103,14 @@ def read_exhibits(table: Path) -> Iterator[Exhibit]:
 
 
 def _workload(row: TextRow) -> Workload:
-    guests = tuple(_guest(**json.loads(guest)) for guest in row.said["guest"])
+    requests = tuple(_request(**json.loads(text)) for text in row.said["request"])
     config: dict[str, Any] = json.loads(row.text("config") or "{}")
-    return Workload(row.text("parts"), guests, config, row.text("scheduler") == "chapter 2")
+    return Workload(row.text("parts"), requests, config, row.text("scheduler") == "chapter 2")
 
 
-def _guest(name: str, **said: Any) -> Guest:
+def _request(name: str, **said: Any) -> Arrival:
     letters, then, prompt = said.pop("blocks", ""), said.pop("then", ""), said.pop("prompt", "")
-    return Guest(name, _PROMPTS.get(prompt, prompt) or blocks(letters, then), **said)
+    return Arrival(name, _PROMPTS.get(prompt, prompt) or blocks(letters, then), **said)
 
 
 EXHIBITS = tuple(read_exhibits(STORIES))
