@@ -91,7 +91,7 @@ def assemble(
         # Raises for a bad checkpoint before reading weights.
         checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
         tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        packing = partial(packing_while_loading, config)
+        packing = partial(packing_of, config, is_loading=True)
         loaded = load_model(checkpoint, config.dtype, device, packing_of=packing)
     draft = load_draft(config, loaded, draft)
     limits = find_limits(config, loaded, tokenizer)
@@ -321,9 +321,12 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
     model.regions = regions
 
 
-def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """Return how the matrices of a model are packed, or None if they stay plain."""
-    if not config.pack_weights:
+def packing_of(
+    config: EngineConfig, model: DecoderModel, is_loading: bool = False
+) -> Packing | None:
+    """Return how the matrices of a model are packed, or None if they stay plain. Adapters have to
+    see the matrices before packing, so with adapters nothing is packed while a model is loaded."""
+    if not config.pack_weights or (is_loading and config.takes_adapters):
         return None
     dtype, device = model.embed_weight.dtype, model.embed_weight.device
     if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
@@ -335,11 +338,6 @@ def packing_of(config: EngineConfig, model: DecoderModel) -> Packing | None:
     if reason is not None and config.batch_invariant:
         raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
     return ONEDNN if reason is None else None
-
-
-def packing_while_loading(config: EngineConfig, model: DecoderModel) -> Packing | None:
-    """As `packing_of`, but None with adapters, which have to see the matrices before packing."""
-    return None if config.takes_adapters else packing_of(config, model)
 
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:

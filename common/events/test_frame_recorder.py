@@ -319,7 +319,7 @@ def test_the_undecoded_rest_of_a_request_that_fails_has_no_token(
     engine = make_engine(random_loaded)
     engine.watch(io.StringIO())
     engine.add_request("a", [1, 2, 3], GREEDY)
-    recorder, request = engine._watch, engine.scheduler.requests["a"]
+    recorder, request = engine._plugins["watch"], engine.scheduler.requests["a"]
     recorder._texts = SimpleNamespace(end=lambda request: "\ufffd")
     recorder._is_updating, request.status = True, status
     recorder._finished(request)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from common.assembly.assembly import LocalRunner, load_draft, packing_while_loading
+from common.assembly.assembly import LocalRunner, load_draft, packing_of
 from common.assembly.scheduler_assembly import Limits
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives, connect
@@ -226,7 +226,7 @@ class _Meeting:
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
     load_args = config.model or SHIPPED_CHECKPOINT, config.dtype, device
-    packing = partial(packing_while_loading, config)
+    packing = partial(packing_of, config, is_loading=True)
     if collectives.ranks.world_size == 1:
         return load_model(*load_args, packing_of=packing)
     make = partial(ShardedModel, collectives=collectives)
