@@ -90,13 +90,15 @@ async def test_joined_deltas_equal_generate(llm: AsyncLLM, alone: LLM) -> None:
                 output.prompt_logprobs
             )
         for completion in output.outputs:
-            piece = total.completions[completion.index]
+            part = total.completions[completion.index]
             for name in ("text", "token_ids", "finish_reason", "stop_reason"):
-                assert getattr(piece, name) == getattr(completion, name), name
+                assert getattr(part, name) == getattr(completion, name), name
             if completion.logprobs is not None:
-                assert piece.logprobs is not None
-                own = [entry.logprob for entry in piece.logprobs]
-                assert own == pytest.approx([entry.logprob for entry in completion.logprobs])
+                assert part.logprobs is not None
+                token_logprobs = [entry.logprob for entry in part.logprobs]
+                assert token_logprobs == pytest.approx(
+                    [entry.logprob for entry in completion.logprobs]
+                )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,8 @@ async def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM
 
 async def test_a_step_hands_over_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     received, receive = list[object](), llm._receive
-    noted = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
-    monkeypatch.setattr(llm, "_receive", noted)
+    recording = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
+    monkeypatch.setattr(llm, "_receive", recording)
     steps = (await llm.call(LLMEngine.stats)).num_steps
     received.clear()
     params = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -216,8 +218,8 @@ async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
     for i in range(1000):
         other._mailboxes[str(i)] = Mailbox()
     for k in (0, 1):
-        pieces = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
-        deltas = [RequestDelta(str(i), {0: piece}) for i, piece in enumerate(pieces)]
+        parts = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
+        deltas = [RequestDelta(str(i), {0: part}) for i, part in enumerate(parts)]
         other._receive(EngineUpdate(deltas, EngineStats()))
     num_turns = 0
     while other._given:
@@ -242,7 +244,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
-    tokenized, most = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
+    tokenized, max_chars = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         tokenized.append(len(text))
@@ -252,18 +254,18 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
     cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
     for refused in (
-        whole(llm, "x" * (most + 1)),
-        whole(llm, "é" * (most // 2 + 1)),
+        whole(llm, "x" * (max_chars + 1)),
+        whole(llm, "é" * (max_chars // 2 + 1)),
         whole(llm, "x" * (COUNTED_BYTES + 1), cut),
         llm.encode("é" * (COUNTED_BYTES // 2 + 1)),
     ):
         with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047, si"):
             await refused
     assert tokenized == []
-    await whole(llm, "x" * most, SamplingParams(max_tokens=1))
+    await whole(llm, "x" * max_chars, SamplingParams(max_tokens=1))
     await whole(llm, "x" * COUNTED_BYTES, cut)
     assert await llm.encode("x" * COUNTED_BYTES) == [5]
-    assert tokenized == [most, COUNTED_BYTES, COUNTED_BYTES]
+    assert tokenized == [max_chars, COUNTED_BYTES, COUNTED_BYTES]
 
 
 def test_it_belongs_to_one_loop(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:

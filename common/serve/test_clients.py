@@ -55,9 +55,9 @@ def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LL
         async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as one:
 
             async def read(prompt: str) -> str:
-                how: dict[str, Any] = {"temperature": 0, "max_tokens": 10, "stream": True}
-                stream = await one.completions.create(model=MODEL, prompt=prompt, **how)
-                return "".join([piece.choices[0].text async for piece in stream])
+                fields: dict[str, Any] = {"temperature": 0, "max_tokens": 10, "stream": True}
+                stream = await one.completions.create(model=MODEL, prompt=prompt, **fields)
+                return "".join([chunk.choices[0].text async for chunk in stream])
 
             return await asyncio.gather(*map(read, prompts))
 
@@ -77,16 +77,18 @@ def test_three_hundred_requests_one_after_another(server: Running) -> None:
 def test_a_chat_of_the_openai_client(template_server: Running) -> None:
     one = client(template_server)
     messages: Any = [{"role": "system", "content": "short"}, {"role": "user", "content": "a"}]
-    how: dict[str, Any] = {"max_completion_tokens": 9, "temperature": 0, "logprobs": True}
-    whole = one.chat.completions.create(model=MODEL, messages=messages, top_logprobs=2, **how)
+    fields: dict[str, Any] = {"max_completion_tokens": 9, "temperature": 0, "logprobs": True}
+    whole = one.chat.completions.create(model=MODEL, messages=messages, top_logprobs=2, **fields)
     choice = whole.choices[0]
     assert choice.finish_reason == "length" and choice.message.role == "assistant"
     assert choice.logprobs is not None and choice.logprobs.content is not None
     spoken = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
     assert spoken.decode() == choice.message.content and len(choice.logprobs.content) == 9
     assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
-    with one.chat.completions.create(model=MODEL, messages=messages, stream=True, **how) as pieces:
-        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    with one.chat.completions.create(
+        model=MODEL, messages=messages, stream=True, **fields
+    ) as chunks:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == choice.message.content
 
 
@@ -95,8 +97,8 @@ def test_a_chat_without_a_limit_may_use_the_room_that_is_left(template_server: R
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "temperature": 0},
     )
-    most = template_server.llm.max_model_len
-    assert answer["usage"]["total_tokens"] == most
+    max_model_len = template_server.llm.max_model_len
+    assert answer["usage"]["total_tokens"] == max_model_len
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
@@ -161,8 +163,8 @@ def test_a_failed_step_is_reported_to_its_requests(
     assert server.stats().num_finished == before + 1
     assert "ASGI" not in caplog.text, "the step's fault, not the route's"
     server.call(fail_next)
-    *pieces, done = server.events("/v1/completions", LONG)
-    assert done is None and "failed: MemoryError" in pieces[-1]["error"]["message"]
+    *chunks, done = server.events("/v1/completions", LONG)
+    assert done is None and "failed: MemoryError" in chunks[-1]["error"]["message"]
 
 
 STOPPED = "the engine has stopped: RuntimeError"
@@ -232,8 +234,8 @@ def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.M
             may_go.set()
             assert all(one.recv(1 << 16).startswith(b"HTTP/1.1 200") for one in crowd)
     is_over.set()
-    for name, least in ("connection_made", 60), ("data_received", 120):
-        assert sum(counts[name] for counts in turns) >= least
+    for name, min_calls in ("connection_made", 60), ("data_received", 120):
+        assert sum(counts[name] for counts in turns) >= min_calls
         assert max(counts[name] for counts in turns) <= FEW
 
 
@@ -255,8 +257,8 @@ def test_adapters_are_models() -> None:
             wrong = {"lora_name": "x", "lora_path": path}
             assert found.post("/v1/load_lora_adapter", wrong)[0] == status
         for status in (200, 404):
-            gone = found.request("POST", "/v1/unload_lora_adapter", {"lora_name": "tests"})
-            assert gone[0] == status
+            unloaded = found.request("POST", "/v1/unload_lora_adapter", {"lora_name": "tests"})
+            assert unloaded[0] == status
         assert found.post("/v1/completions", fields | {"model": "tests"})[0] == 404
     with running(max_loras=2) as found:
         assert found.post("/v1/load_lora_adapter", load)[0] == 403
@@ -267,46 +269,46 @@ def test_adapters_are_models() -> None:
 
 
 @contextmanager
-def started(*settings: str) -> Iterator[tuple[Forked, str]]:
+def running_server(*settings: str) -> Iterator[tuple[Forked, str]]:
     """The command, when all is ready, and what it has said until then."""
     command = ["common.serve", "--port", "0", "--num-blocks", "300", *settings]
     process, stderr = start_program(*command, VLLM_API_KEY="")  # none
     try:
-        said = ""
-        while "curl" not in said:
-            said += stderr.readline()
-            assert process.poll() is None, said
-        assert "watch it" in said
-        yield process, said
+        stderr_text = ""
+        while "curl" not in stderr_text:
+            stderr_text += stderr.readline()
+            assert process.poll() is None, stderr_text
+        assert "watch it" in stderr_text
+        yield process, stderr_text
     finally:
         process.kill()
         stderr.close()
 
 
-def client_of(said: str) -> openai.OpenAI:
-    match = re.search(r"is served at (\S+)", said)
+def client_of(stderr_text: str) -> openai.OpenAI:
+    match = re.search(r"is served at (\S+)", stderr_text)
     assert match is not None
     return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
 
 
 def test_a_signal_lets_running_requests_finish() -> None:
-    with started("--drain-seconds", "60") as (process, said):
-        one = client_of(said)
+    with running_server("--drain-seconds", "60") as (process, stderr_text):
+        one = client_of(stderr_text)
         stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
-        pieces = iter(stream)
-        next(pieces)
+        chunks = iter(stream)
+        next(chunks)
         process.send_signal(signal.SIGTERM)
-        rest = list(pieces)
+        rest = list(chunks)
         assert rest[-1].choices[0].finish_reason in ("length", "stop")
         assert process.wait(120) == 0
 
 
 def test_requests_beyond_the_drain_time_get_an_error() -> None:
-    with started("--drain-seconds", "2") as (process, said):
-        one = client_of(said)
-        how: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
+    with running_server("--drain-seconds", "2") as (process, stderr_text):
+        one = client_of(stderr_text)
+        fields: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
         streams = [
-            iter(one.completions.create(model=MODEL, prompt=f"{i}", **how)) for i in range(8)
+            iter(one.completions.create(model=MODEL, prompt=f"{i}", **fields)) for i in range(8)
         ]
         next(streams[0])
         process.send_signal(signal.SIGTERM)
@@ -364,12 +366,12 @@ def test_kv_events_of_a_server_are_heard() -> None:
     from common.serve.kv_listen import listen
 
     with (
-        started("--kv-events", "tcp://127.0.0.1:*") as (process, said),
+        running_server("--kv-events", "tcp://127.0.0.1:*") as (process, stderr_text),
         ThreadPoolExecutor(1) as pool,
     ):
-        address = re.search(r"are at (\S+)", said)
+        address = re.search(r"are at (\S+)", stderr_text)
         assert address is not None
-        one, heard = client_of(said), listen(address[1])
+        one, heard = client_of(stderr_text), listen(address[1])
 
         def hear(kind: str) -> Event:
             number, event = next(one for one in heard if one[1]["type"] == kind)

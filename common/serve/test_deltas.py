@@ -37,13 +37,15 @@ class Growing:
         text, self.texts[i] = self.texts[i], ""
         return text
 
-    def grow(self, i: int, token_id: int, reason: str | None = None, why: Any = None) -> None:
+    def grow(
+        self, i: int, token_id: int, reason: str | None = None, stop_reason: Any = None
+    ) -> None:
         one = self.own[i]
         one.token_ids.append(token_id)
         assert one.logprobs is not None
         one.logprobs.append(float(token_id))
         self.texts[i] += str(token_id)
-        one.finish_reason, one.stop_reason = reason, why
+        one.finish_reason, one.stop_reason = reason, stop_reason
 
 
 def test_each_token_is_handed_over_once_and_so_is_each_end() -> None:

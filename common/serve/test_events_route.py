@@ -103,8 +103,8 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
     """`look()`: another one. All leave when the test ends, and the engine is as it was."""
     onlookers: list[Onlooker] = []
 
-    def _look(server: Running = tight, **how: Any) -> Onlooker:
-        onlooker = Onlooker(server, **how)
+    def _look(server: Running = tight, **request_headers: Any) -> Onlooker:
+        onlooker = Onlooker(server, **request_headers)
         onlookers.append(onlooker)
         wait_for(lambda: onlooker.lines)
         return onlooker
@@ -157,9 +157,9 @@ def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
     assert all(o.films()[0][1].startswith('{"at":"start"') for o in others)
     film = first.film()
     assert film is not None
-    found = [what for step in film.steps() for what in step.happened]
+    found = [happened for step in film.steps() for happened in step.happened]
     for name in ("preempted", "shared", "evicted"):
-        assert any(what[name] for what in found), "nothing happened that could go wrong"
+        assert any(happened[name] for happened in found), "nothing happened that could go wrong"
     assert sum(map(len, others[1].films())) < len(first.lines)
 
 
@@ -209,8 +209,8 @@ def test_an_engine_that_recovers_is_recorded_again(
     onlookers = [look(), look()]
     tight.post("/v1/completions", EIGHT)
     tight.call(fail_next, ZeroDivisionError, 1, place)
-    status, said = tight.post("/v1/completions", EIGHT)
-    assert status == 500 and said["error"]["message"].endswith("has failed: ZeroDivisionError")
+    status, received = tight.post("/v1/completions", EIGHT)
+    assert status == 500 and received["error"]["message"].endswith("has failed: ZeroDivisionError")
     num_films = 2 if place == "books" else 1
     wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
     assert tight.post("/v1/completions", EIGHT)[0] == 200
@@ -255,9 +255,11 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     tight.call(lambda engine: engine.reset_prefix_cache())
     words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
     headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
-    prompts = {who: f"{STACK}    # {text}" for who, text in words.items()}
-    ids = {who: tight.llm.tokenizer.encode(prompt) for who, prompt in prompts.items()}
-    first = {who: look(**headers[who]) for who in words}
+    prompts = {viewer_name: f"{STACK}    # {text}" for viewer_name, text in words.items()}
+    ids = {
+        viewer_name: tight.llm.tokenizer.encode(prompt) for viewer_name, prompt in prompts.items()
+    }
+    first = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     bodies = [EIGHT | {"prompt": [p, p], "n": 2, "max_tokens": 40} for p in prompts.values()]
     threads = [
         threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
@@ -267,10 +269,10 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         for thread in threads:
             thread.start()
         wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
-        late = {who: look(**headers[who]) for who in words}
+        late = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     for thread in threads:
         thread.join(60)
-    after = {who: look(**headers[who]) for who in words}
+    after = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
     assert '"prompt":' in late["mine"].lines[1], "it came too late"
 
     def free(viewer: Onlooker) -> list[int]:
@@ -279,19 +281,19 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         return state["free"]
 
     for viewers in (first, late, after):
-        for who, viewer in viewers.items():
+        for viewer_name, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
-            said, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
+            received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
             assert film is not None
-            for other in words.keys() - {who}:
+            for other in words.keys() - {viewer_name}:
                 tail = ",".join(map(str, ids[other][-4:]))
-                assert tail not in said, "not anywhere in a line"
+                assert tail not in received, "not anywhere in a line"
             for row in film.requests().values():
-                is_mine = who != "" and row["prompt"] == ids[who]
+                is_mine = viewer_name != "" and row["prompt"] == ids[viewer_name]
                 assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
-                assert ("".join(row["prompt_pieces"]) == prompts.get(who)) == is_mine
+                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_name)) == is_mine
                 num_mine += is_mine
-            assert viewers is not first or num_mine == (4 if who else 0)
+            assert viewers is not first or num_mine == (4 if viewer_name else 0)
 
 
 def test_with_the_key_and_no_token_everything_is_read() -> None:

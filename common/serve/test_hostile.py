@@ -41,7 +41,7 @@ def server(short: Running) -> Running:
     return short
 
 
-def said(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:
+def send_raw(server: Running, *parts: bytes, ends: bool = False, silence_s: float = 0.3) -> bytes:
     """All that comes back on one connection, until its end or some silence."""
     found = b""
     with server.connect(timeout=max(3, silence_s)) as connection:
@@ -152,7 +152,7 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
     made, read = list[tuple[str, int]](), list[tuple[str, int]]()
     encode, parsed = large_json._encode, large_json._parsed
 
-    def told(content: Any) -> str:
+    def encoded(content: Any) -> str:
         text = encode(content)
         made.append((threading.current_thread().name, len(text)))
         return text
@@ -161,14 +161,14 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
         read.append((threading.current_thread().name, len(data)))
         return parsed(kind, data)
 
-    monkeypatch.setattr(large_json, "_encode", told)
+    monkeypatch.setattr(large_json, "_encode", encoded)
     monkeypatch.setattr(large_json, "_parsed", told_too)
     ids, text = [5, 6, 7] * 200, "x" * 300_000
     with running(ServeConfig(MODEL, chat_template=TEMPLATE), max_waiting=1000) as found:
         path, wide = "/v1/completions", {"logprobs": 20, "max_tokens": 60, "ignore_eos": True}
         echo = wide | {"prompt": [ids] * 2, "echo": True, "max_tokens": 1}
         chat = CHAT | wide | {"logprobs": True, "top_logprobs": 20, "n": 5}
-        for where, body in (
+        for place, body in (
             (path, {"prompt": [ids] * 2, "prompt_logprobs": 20, "max_tokens": 1}),
             (path, echo),
             (path, wide | {"prompt": "x", "n": 5}),
@@ -177,14 +177,14 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
             ("/v1/completions/render", {"prompt": [ids] * 400}),
         ):
             made.clear()
-            status, answer = found.post(where, body)
-            assert status == 200 and answer, where
+            status, answer = found.post(place, body)
+            assert status == 200 and answer, place
             aside = [size for thread, size in made if thread.startswith("large")]
-            assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), where
-            assert max(aside) < 1_000_000 if where == "/tokenize" else max(aside) < 50_000, where
+            assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), place
+            assert max(aside) < 1_000_000 if place == "/tokenize" else max(aside) < 50_000, place
         made.clear()
-        pieces = found.events(path, echo)
-        assert len(pieces[0]["choices"][0]["logprobs"]["tokens"]) >= 600
+        chunks = found.events(path, echo)
+        assert len(chunks[0]["choices"][0]["logprobs"]["tokens"]) >= 600
         here = [size for thread, size in made if not thread.startswith("large")]
         assert max(here, default=0) <= LARGE
         detokenized = found.post("/detokenize", {"tokens": [5] * 300_000})[1]["prompt"]
@@ -239,10 +239,10 @@ def test_bytes_that_are_not_http_are_refused(server: Running) -> None:
         WHOLE.replace(b"localhost", b"evil.example"),
         WHOLE.replace(b"HTTP/1.1\r\nHost: localhost", b"HTTP/1.0"),
     ):
-        found = said(server, sent, ends=b"HTTP" not in sent)
+        found = send_raw(server, sent, ends=b"HTTP" not in sent)
         assert found == b"" or found.startswith(b"HTTP/1.1 4"), (sent[:200], found[:200])
     num_requests = server.llm._num_requests
-    assert said(server, length + b"50\r\n\r\n" + SMALL, ends=True) == b""
+    assert send_raw(server, length + b"50\r\n\r\n" + SMALL, ends=True) == b""
     assert server.is_idle() and server.llm._num_requests == num_requests
 
 
@@ -252,7 +252,7 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     last = WHOLE.replace(b"Host", b"Connection: close\r\nHost")
 
     def answered(*parts: bytes) -> bytes:
-        return said(server, *parts, silence_s=60)
+        return send_raw(server, *parts, silence_s=60)
 
     assert answered(WHOLE * 2 + last).count(b"HTTP/1.1 200") == 3
     # A body that was refused is passed over, and what comes after it is answered.

@@ -20,9 +20,9 @@ from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
 
 
-def observed(cache: PrefixCache, **how: Any) -> tuple[CacheChanges, Index]:
+def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
     """Observe `cache`. Returns the changes, and an index that has read nothing yet."""
-    changes = CacheChanges(cache, **how)
+    changes = CacheChanges(cache, **options)
     changes.put_in()
     return changes, Index()
 
@@ -61,7 +61,7 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 @pytest.mark.parametrize("max_pending_changes", [4, 100_000])
 def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_changes: int) -> None:
     """From the middle on, and with a thread that comes late."""
-    most = 0
+    max_cached = 0
     for seed in range(40):
         rng = random.Random(seed)
         cache = PREFIX_CACHES[kind](BlockPool(24), 2)
@@ -75,11 +75,11 @@ def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_ch
             if rng.random() < 0.5:
                 events = check(changes, index, cache)
                 assert CLEARED not in events[1:], f"seed {seed}"
-            most = max(most, cache.num_cached_blocks)
+            max_cached = max(max_cached, cache.num_cached_blocks)
         cache.cache_computed_blocks([1, 2])
         assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
         assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
-    assert most == 23
+    assert max_cached == 23
 
 
 def test_a_chain_is_one_event_and_so_is_its_end() -> None:

@@ -123,8 +123,8 @@ def publish(addresses: tuple[str, str]) -> Iterator[Publish]:
     """Return a function that makes a publisher, not started yet, and a reader of it."""
     with ExitStack() as stack:
 
-        def _publish(source: Scripted, **how: Any) -> tuple[EventPublisher, Reader]:
-            publisher = EventPublisher(source, *addresses, **how)
+        def _publish(source: Scripted, **options: Any) -> tuple[EventPublisher, Reader]:
+            publisher = EventPublisher(source, *addresses, **options)
             reader = Reader(publisher)
             stack.callback(reader.close)
             stack.callback(publisher.close)

@@ -293,10 +293,10 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         page.evaluate("document.querySelector('.key-form').hidden = true")
         page.evaluate("Watch.setKey('wrong, too')")
         page.wait_for_selector(".key-form:visible")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
         page.wait_for_timeout(1200)
-        assert not asked, "nor every second"
+        assert not requested, "nor every second"
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
         until(page, "Watch.store.films.length === 1")
@@ -319,10 +319,10 @@ def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page
         gate.config = replace(gate.config, host="0.0.0.0")
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('does not show its engine')")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
         page.wait_for_timeout(1200)
-        assert not asked
+        assert not requested
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
@@ -519,11 +519,13 @@ def test_eight_concurrent_prompts_have_the_cache_hits_of_the_course(
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
     text = "".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    said = {key: both for key, *both in SAID.findall(text)}
-    assert len(said) == len(SAID.findall(text)) > 20
-    for key, (english, chinese) in said.items():
+    sentences = {key: both for key, *both in SAID.findall(text)}
+    assert len(sentences) == len(SAID.findall(text)) > 20
+    for key, (english, chinese) in sentences.items():
         assert english and not re.search(r"[\u4e00-\u9fff]", english), key
         assert re.search(r"[\u3000-\uffef]", chinese), key
         holes = [set(re.findall(r"\{(\w+)\}", one)) for one in (english, chinese)]
         assert holes[0] == holes[1], key
-    assert set(ASKED.findall(text)) <= said.keys() | words().keys()  # those of the watch page, too
+    assert (
+        set(ASKED.findall(text)) <= sentences.keys() | words().keys()
+    )  # those of the watch page, too

@@ -97,15 +97,15 @@ def test_a_thousand_streams_of_which_half_vanish() -> None:
         task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)
         for number in range(3):
             client = f"import sys; from common.serve.test_load import main; main({number})"
-            said = subprocess.run(
+            result = subprocess.run(
                 [sys.executable, "-c", client],
                 input=json.dumps([server.port, prompts]),
                 capture_output=True,
                 text=True,
                 timeout=600,
             )
-            assert said.returncode == 0, said.stderr[-2000:]
-            texts = {int(i): text for i, text in json.loads(said.stdout).items()}
+            assert result.returncode == 0, result.stderr[-2000:]
+            texts = {int(i): text for i, text in json.loads(result.stdout).items()}
             assert len(texts) >= NUM_STREAMS // 2
             assert all(text == expected[i] for i, text in texts.items())
             wait_until_idle(server)

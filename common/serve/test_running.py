@@ -29,13 +29,13 @@ class Engine:
 
     def __init__(self, num_unfinished: int = 0) -> None:
         self.num_unfinished, self.death_reason, self.stats = num_unfinished, None, EngineStats()
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def abort_all(self, reason: str) -> None:
-        self.said.append(f"{self.num_unfinished} aborted: {reason}")
+        self.calls.append(f"{self.num_unfinished} aborted: {reason}")
 
     def close(self) -> None:
-        self.said.append("closed")
+        self.calls.append("closed")
 
     async def call(self, method: Any, *arguments: Any) -> Any:
         return method(self, *arguments)
@@ -59,7 +59,7 @@ async def drained(
         server.handle_exit(15, None)
     if ends_after is not None:
         await asyncio.sleep(ends_after)
-        assert not server.should_exit and not engine.said
+        assert not server.should_exit and not engine.calls
         engine.num_unfinished = 0
     for _ in range(100):
         if server.should_exit:
@@ -93,7 +93,7 @@ def test_running_requests_can_finish_in_time(
     engine, others = Engine(num), tuple(Engine() for _ in range(num_idle))
     server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals, others))
     assert server.num_cut_short == num_cut_short
-    assert engine.said == [f"{num_cut_short} aborted: the server is shut down"]
+    assert engine.calls == [f"{num_cut_short} aborted: the server is shut down"]
     assert f"may finish: {num}" in caplog.text
 
 
@@ -116,11 +116,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             found.drain_seconds, self.num_cut_short = drain_seconds, found.num_cut_short
 
         async def serve(self, sockets: list[socket.socket]) -> None:
-            found.engine.said.append("served")
+            found.engine.calls.append("served")
 
     for name, made in ("AsyncLLM", make_llm), ("make_app", make_app), ("DrainingServer", Server):
         monkeypatch.setattr(running, name, made)
-    monkeypatch.setattr(running, "freeze_gc_heap", lambda: found.engine.said.append("spared"))
+    monkeypatch.setattr(running, "freeze_gc_heap", lambda: found.engine.calls.append("spared"))
     return found
 
 
@@ -143,16 +143,16 @@ def test_every_flag_arrives_where_it_counts(
     expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", False, 2.0)
     assert (served.config, served.drain_seconds) == (expected, 3.0)
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
-    said = capsys.readouterr().err
-    assert f"loading {tmp_path.name} ..." in said and "Bearer $KEY" in said
-    assert served.engine.said == ["spared", "served", "closed"]
+    printed = capsys.readouterr().err
+    assert f"loading {tmp_path.name} ..." in printed and "Bearer $KEY" in printed
+    assert served.engine.calls == ["spared", "served", "closed"]
 
 
 def test_so_many_wait_unless_it_is_said(served: SimpleNamespace) -> None:
     """Trap 87: without a limit one client's queue is as long as it likes."""
-    for settings, most in ({}, 1024), ({"max_num_seqs": 3}, 12):
+    for settings, limit in ({}, 1024), ({"max_num_seqs": 3}, 12):
         assert run(**settings) == 0
-        assert served.settings["max_waiting"] == most
+        assert served.settings["max_waiting"] == limit
 
 
 def test_a_thread_that_does_not_end_keeps_no_process() -> None:
@@ -174,9 +174,9 @@ def test_a_model_has_a_name(
     assert run(*flags, "--api-key=") == 0
     assert served.config.model_name == name and served.config.gate.api_key is None
     assert served.config.uses_generation_config
-    said = capsys.readouterr().err
-    assert f'"model": "{name}"' in said and "Bearer" not in said
-    assert '"temperature": 0' in said
+    printed = capsys.readouterr().err
+    assert f'"model": "{name}"' in printed and "Bearer" not in printed
+    assert '"temperature": 0' in printed
 
 
 def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
@@ -200,17 +200,17 @@ def test_a_place_that_is_none_is_a_sentence(
     flags: list[str], says: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(flags) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1 and "Unknown error" not in said
+    printed = capsys.readouterr().err
+    assert says in printed and printed.count("\n") == 1 and "Unknown error" not in printed
 
 
 def test_a_port_in_use_is_a_sentence(capsys: pytest.CaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([f"--port={port}"]) == 2
-    said = capsys.readouterr().err
-    assert f"listen on port {port} of 127.0.0.1: Address already in use\n" in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert f"listen on port {port} of 127.0.0.1: Address already in use\n" in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
@@ -223,7 +223,7 @@ def test_a_template_that_is_not_there_is_said_before_a_model_is_loaded(
 
 def test_the_exit_code_says_whether_all_could_finish(served: SimpleNamespace) -> None:
     served.num_cut_short = 1
-    assert run() == CUT_SHORT == 3 and served.engine.said[-1] == "closed"
+    assert run() == CUT_SHORT == 3 and served.engine.calls[-1] == "closed"
 
 
 @pytest.mark.parametrize("death_reason", [None, "broken"])
@@ -239,17 +239,17 @@ def test_kv_events_end_before_the_engine_does(
     class KVEvents:
         def __init__(self, engine: Engine, endpoint: str, replay: str | None) -> None:
             self.publisher, engine.death_reason = SimpleNamespace(endpoint=endpoint), death_reason
-            engine.said.append(f"tells {endpoint}, {replay}")
+            engine.calls.append(f"tells {endpoint}, {replay}")
 
         def take_out(self, engine: Engine) -> None:
-            engine.said.append("told")
+            engine.calls.append("told")
 
     monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
     assert run("--kv-events=a", "--kv-events-replay=b") == 0
     assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
-    told = [] if death_reason else ["told"]
+    notified = [] if death_reason else ["told"]
     closed = ["closed", "closed"]  # and the small engine
-    assert served.engine.said == ["spared", "tells a, b", "served", *told, *closed]
+    assert served.engine.calls == ["spared", "tells a, b", "served", *notified, *closed]
 
 
 def test_an_ipv6_address_is_printed_in_brackets(capsys: pytest.CaptureFixture) -> None:
@@ -259,7 +259,7 @@ def test_an_ipv6_address_is_printed_in_brackets(capsys: pytest.CaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "printed"),
     [
         (
             [],
@@ -270,11 +270,11 @@ def test_an_ipv6_address_is_printed_in_brackets(capsys: pytest.CaptureFixture) -
     ],
 )
 def test_a_line_lists_the_open_endpoints(
-    served: SimpleNamespace, flags: list[str], said: str, capsys: pytest.CaptureFixture
+    served: SimpleNamespace, flags: list[str], printed: str, capsys: pytest.CaptureFixture
 ) -> None:
     """Trap 86."""
     assert run(*flags) == 0
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def test_engine_statistics_are_a_line_of_the_log(
@@ -303,8 +303,10 @@ def test_engine_statistics_are_a_line_of_the_log(
 
     asyncio.run(two_lines())
     (record,) = caplog.records
-    said = "prompts 100.0 tok/s, outputs 20.0 tok/s, running 2, waiting 0, KV blocks in use 25.0%"
-    assert record.getMessage().startswith(said) and record.getMessage().endswith(" 25.0%")
+    printed = (
+        "prompts 100.0 tok/s, outputs 20.0 tok/s, running 2, waiting 0, KV blocks in use 25.0%"
+    )
+    assert record.getMessage().startswith(printed) and record.getMessage().endswith(" 25.0%")
 
 
 def test_the_lock_is_released_soon() -> None:

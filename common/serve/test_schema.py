@@ -33,7 +33,7 @@ def short() -> Iterator[Running]:
         assert found.is_idle()
 
 
-def ask(server: Running, num_examples: int, number: int) -> None:
+def request_schema(server: Running, num_examples: int, number: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert {o.path for o in operations} >= {"/v1/completions", "/health", "/metrics"}
@@ -58,11 +58,11 @@ def test_thirty_requests_of_the_schema(short: Running) -> None:
     answers = paths["/v1/completions"]["post"]["responses"]
     assert "text/event-stream" in answers["200"]["content"] and {"4XX", "5XX"} < answers.keys()
     assert "/events" not in paths
-    ask(short, 30, 0)
+    request_schema(short, 30, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 5))
 def test_many_requests_of_the_schema(short: Running, number: int) -> None:
-    ask(short, 500, number)
+    request_schema(short, 500, number)
     assert short.is_idle()

@@ -55,8 +55,8 @@ async def leaves() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def cancelled(what: Any) -> None:
-    task = asyncio.ensure_future(what)
+async def cancelled(awaitable: Any) -> None:
+    task = asyncio.ensure_future(awaitable)
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -82,14 +82,14 @@ async def test_one_that_fails_ends_the_others() -> None:
     for way in ("gathered", "merged"):
         fails, other = Source(EngineError("broken")), Source()
         requests = [other.deltas, fails.deltas]
-        firsts = await accepted(requests)
+        first_outputs = await accepted(requests)
         with pytest.raises(EngineError, match="broken"):
             if way == "merged":
                 async for _ in merged(requests):
                     pass
             else:
                 other.go.set()
-                await gathered(firsts, requests)
+                await gathered(first_outputs, requests)
         await close_all(requests)
         assert not fails.is_open and not other.is_open
 
@@ -97,8 +97,8 @@ async def test_one_that_fails_ends_the_others() -> None:
 async def test_cancelled_at_each_wait() -> None:
     pair = [Source(), Source()]
     requests = [source.deltas for source in pair]
-    firsts = await accepted(requests)
-    await cancelled(gathered(firsts, requests))
+    first_outputs = await accepted(requests)
+    await cancelled(gathered(first_outputs, requests))
     assert not any(source.is_open for source in pair)
 
     for source in (pair := [Source(), Source()]):
@@ -122,8 +122,8 @@ async def test_cancelled_at_each_wait() -> None:
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 0.001])
-@pytest.mark.parametrize("how", ["leaves", "cancelled", "head", "at once"])
-async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how: str) -> None:
+@pytest.mark.parametrize("ending", ["leaves", "cancelled", "head", "at once"])
+async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, ending: str) -> None:
     """Its reader reads nothing: it waits in the middle of sending."""
     source, is_closed = Source(), False
     await anext(source.deltas)
@@ -140,7 +140,7 @@ async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how
 
     async def send(message: Message) -> None:
         is_head = message["type"] == "http.response.start"
-        if is_head and how == "head":
+        if is_head and ending == "head":
             raise OSError
         if not is_head and (heartbeat_s is None or message["body"] != b"first"):
             await asyncio.Event().wait()
@@ -148,16 +148,16 @@ async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, how
     async def at_once() -> Message:
         return {"type": "http.disconnect"}
 
-    receive = {"leaves": leaves, "at once": at_once}.get(how, never)
+    receive = {"leaves": leaves, "at once": at_once}.get(ending, never)
     call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
-    if how == "cancelled":
+    if ending == "cancelled":
         await cancelled(call)
-    elif how == "head":
+    elif ending == "head":
         with pytest.raises(OSError):
             await call
     else:
         await call
-    assert not source.is_open and (is_closed or how == "head")
+    assert not source.is_open and (is_closed or ending == "head")
 
 
 async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:

@@ -83,15 +83,15 @@ def says(
     monkeypatch: pytest.MonkeyPatch,
     text: str,
     reason: str = "stop",
-    asked: list[SamplingParams] | None = None,
+    requested_params: list[SamplingParams] | None = None,
 ) -> None:
     """From now on the engine says this, one character at a time; `asked` gets the parameters."""
 
     async def generate(
         ids: list[int], params: SamplingParams, **_: Any
     ) -> AsyncIterator[RequestDelta]:
-        if asked is not None:
-            asked.append(params)
+        if requested_params is not None:
+            requested_params.append(params)
         yield RequestDelta("x", prompt_token_ids=ids)
         for character in text:
             yield RequestDelta("x", {0: CompletionDelta(0, character, [5])})
@@ -203,11 +203,13 @@ def test_a_forced_call_has_the_schema_of_its_function(
     template_server: Running, choice: Any, is_parallel: bool
 ) -> None:
     """The model and its template know nothing of tools: the grammar alone forces the calls."""
-    how = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
-    how |= {"tool_choice": choice, "parallel_tool_calls": is_parallel}
+    body_fields = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+    body_fields |= {"tool_choice": choice, "parallel_tool_calls": is_parallel}
     names = set()
     for seed in range(4):
-        answer = client(template_server).create(**how, seed=seed, temperature=1.0).choices[0]
+        answer = (
+            client(template_server).create(**body_fields, seed=seed, temperature=1.0).choices[0]
+        )
         assert answer.finish_reason == ("stop" if choice == NAMED else "tool_calls")
         assert answer.message.content is None and answer.stop_reason is None
         calls = answer.message.tool_calls
@@ -215,7 +217,7 @@ def test_a_forced_call_has_the_schema_of_its_function(
         for call in calls:
             jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
         names |= {call.function.name for call in calls}
-        with client(template_server).stream(**how, seed=seed, temperature=1.0) as events:
+        with client(template_server).stream(**body_fields, seed=seed, temperature=1.0) as events:
             final = events.get_final_completion().choices[0]
         assert final.finish_reason == answer.finish_reason
         streamed = [call.function for call in final.message.tool_calls]
@@ -241,13 +243,13 @@ def test_calls_are_found_in_a_text(
     hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
-    how: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-    answer = client(hermes).create(**how).choices[0]
+    body_fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    answer = client(hermes).create(**body_fields).choices[0]
     message = answer.message
     assert answer.finish_reason == ("tool_calls" if reason == "stop" else "length")
     assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
     assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
-    with client(hermes).stream(**how) as events:
+    with client(hermes).stream(**body_fields) as events:
         deltas = [event.chunk.choices[0] for event in events if event.type == "chunk"]
     assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == answer.finish_reason
     assert not any(choice.finish_reason for choice in deltas[:-1])
@@ -257,7 +259,7 @@ def test_calls_are_found_in_a_text(
     arguments = first.function.arguments + "".join(call.function.arguments for call in later)
     assert arguments == F["arguments"] and len(later) > 3, "as they come"
     for fields in {"tool_choice": "none"}, {"tools": None}:
-        message = client(hermes).create(**how | fields).choices[0].message
+        message = client(hermes).create(**body_fields | fields).choices[0].message
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
 
 
@@ -269,10 +271,10 @@ def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
     chat = {"messages": messages, "tools": TOOLS, "enable_thinking": False}
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
         text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
-        tools, _, said = text.partition(" as <tool_call>")
+        tools, _, call_text = text.partition(" as <tool_call>")
         assert json.loads(tools) == TOOLS
         answer = "assistant:<think>why</think><tool_call>f x=1 y=z"
-        assert said.endswith(f"user:x{answer}tool:9<think>\n\n</think>")
+        assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>")
     assert function["arguments"] == '{"x": 1, "y": "z"}'
 
 
@@ -308,11 +310,11 @@ def test_the_template_writes_the_format_that_is_parsed(hermes: Running) -> None:
 def test_marks_that_are_special_tokens_are_not_skipped(
     hermes: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, asked = hermes.llm.tokenizer, []
+    tokenizer, requested_params = hermes.llm.tokenizer, []
     ids = SimpleNamespace(token_to_id={"<tool_call>": 7}.get)
     for special_ids, is_skipped in (frozenset(), True), (frozenset({7}), False):
-        other: Any = SimpleNamespace(source=own.source, backend=ids, special_ids=special_ids)
+        other: Any = SimpleNamespace(source=tokenizer.source, backend=ids, special_ids=special_ids)
         monkeypatch.setattr(hermes.app.state.server, "chat", ChatPrompts(other, HERMES))
-        says(hermes, monkeypatch, "x", asked=asked)
+        says(hermes, monkeypatch, "x", requested_params=requested_params)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
-        assert asked[-1].skip_special_tokens is is_skipped
+        assert requested_params[-1].skip_special_tokens is is_skipped

@@ -55,28 +55,28 @@ def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
 
 def test_choices_and_usage_cover_all_prompts() -> None:
     one = answer(n=2, prompts=("P", "Q"))
-    said = one.whole([total("ab", "c"), total("d", "e", prompt=(A, B, C))])
-    assert [(c["index"], c["text"]) for c in said["choices"]] == [
+    body = one.whole([total("ab", "c"), total("d", "e", prompt=(A, B, C))])
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
         (0, "Pab"),
         (1, "Pc"),
         (2, "Qd"),
         (3, "Qe"),
     ]
-    assert {(c["finish_reason"], c["stop_reason"]) for c in said["choices"]} == {("stop", "z")}
-    assert said["id"].startswith("cmpl-") and said["created"] == one.created > 1e9
-    usage = said["usage"]
+    assert {(c["finish_reason"], c["stop_reason"]) for c in body["choices"]} == {("stop", "z")}
+    assert body["id"].startswith("cmpl-") and body["created"] == one.created > 1e9
+    usage = body["usage"]
     details = usage.pop("prompt_tokens_details")
     assert details == {"cached_tokens": 2}
     assert usage == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
-    assert "token_ids" not in said["choices"][0] and "prompt_logprobs" not in said["choices"][0]
+    assert "token_ids" not in body["choices"][0] and "prompt_logprobs" not in body["choices"][0]
 
 
 def test_a_chat_has_its_own_names() -> None:
     one = answer("chat", n=2)
-    pieces = one.chunks(0, total("a", "b"))
-    assert [piece["choices"][0]["index"] for piece in pieces] == [0, 1, 1, 0], "roles, then texts"
+    chunks = one.chunks(0, total("a", "b"))
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1, 1, 0], "roles, then texts"
     role = {"role": "assistant", "content": ""}
-    assert [piece["choices"][0]["delta"] for piece in pieces[:2]] == [role] * 2
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [role] * 2
     (choice, _) = one.whole([total("a", "b")])["choices"]
     assert choice["message"] == {"role": "assistant", "refusal": None, "content": "a"}
     assert one.id.startswith("chatcmpl-") and choice["logprobs"] is None
@@ -86,8 +86,8 @@ def test_a_chunk_without_text_is_sent_if_it_has_other_fields() -> None:
     silent = CompletionDelta(0, "", [A])
     delta = RequestDelta("x", {0: silent}, [A])
     assert answer().chunks(0, delta) == []
-    (piece,) = answer(return_token_ids=True).chunks(0, delta)
-    assert piece["choices"][0]["token_ids"] == [A]
+    (chunk,) = answer(return_token_ids=True).chunks(0, delta)
+    assert chunk["choices"][0]["token_ids"] == [A]
     silent.logprobs = [TokenLogprobs(A, -1.0, 1, {})]
     assert len(answer(logprobs=True).chunks(0, delta)) == 1
 
@@ -96,8 +96,8 @@ def test_minus_infinity_is_a_number_in_every_field() -> None:
     """A token that is not valid text by itself is one character."""
     entry = TokenLogprobs(255, MINUS_INFINITY, 3, {B: MINUS_INFINITY})
     whole = total("b", scores=[None, entry], logprobs=[entry])
-    said = read(answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole]))
-    (choice,) = said["choices"]
+    body = read(answer(logprobs=True, prompt_logprobs=1, prompts=("ab",)).whole([whole]))
+    (choice,) = body["choices"]
     assert choice["logprobs"] == {
         "text_offset": [0, 1, 2],
         "token_logprobs": [None, -9999.0, -9999.0],
@@ -113,16 +113,16 @@ def test_minus_infinity_is_a_number_in_every_field() -> None:
     ]
     (choice,) = read(answer("chat", logprobs=True).whole([whole]))["choices"]
     top = {"token": "b", "logprob": -9999.0, "bytes": [B]}
-    own = {"token": "\ufffd", "logprob": -9999.0, "bytes": [255], "top_logprobs": [top]}
-    assert choice["logprobs"] == {"content": [own]}
+    content = {"token": "\ufffd", "logprob": -9999.0, "bytes": [255], "top_logprobs": [top]}
+    assert choice["logprobs"] == {"content": [content]}
     (choice,) = answer(logprobs=True, return_tokens_as_token_ids=True).whole([whole])["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:255"]
     bare = TokenLogprobs(A, -0.5, 1, {})
     (choice,) = read(answer(logprobs=True).whole([total("a", logprobs=[bare])]))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
     scored = [total("a", prompt=[i], scores=[None], logprobs=[bare]) for i in (B, C)]
-    said = answer(logprobs=True, prompts=("b", "c")).whole(scored)
-    assert [c["logprobs"]["tokens"] for c in said["choices"]] == [["b", "a"], ["c", "a"]]
+    body = answer(logprobs=True, prompts=("b", "c")).whole(scored)
+    assert [c["logprobs"]["tokens"] for c in body["choices"]] == [["b", "a"], ["c", "a"]]
 
 
 def test_prompt_fields_are_sent_once_with_a_chat_and_with_each_completion() -> None:
@@ -131,15 +131,15 @@ def test_prompt_fields_are_sent_once_with_a_chat_and_with_each_completion() -> N
     more = RequestDelta("x", {0: CompletionDelta(0, "c", [C])})
     for kind in "chat", "completion":
         one = answer(kind, n=2, return_token_ids=True, prompt_logprobs=0)
-        said = read(one.whole([whole]))
-        for holder in [said] if kind == "chat" else said["choices"]:
+        body = read(one.whole([whole]))
+        for holder in [body] if kind == "chat" else body["choices"]:
             assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == ([A, B], [None])
-        assert ("prompt_token_ids" in said["choices"][0]) == (kind == "completion")
+        assert ("prompt_token_ids" in body["choices"][0]) == (kind == "completion")
         one = answer(kind, n=2, return_token_ids=True)
-        pieces = one.chunks(0, whole) + one.chunks(0, more)
-        holders = pieces if kind == "chat" else [piece["choices"][0] for piece in pieces]
+        chunks = one.chunks(0, whole) + one.chunks(0, more)
+        holders = chunks if kind == "chat" else [chunk["choices"][0] for chunk in chunks]
         found = [holder.get("prompt_token_ids") for holder in holders]
-        assert found == [[A, B]] * 2 + [None] * (len(pieces) - 2)
+        assert found == [[A, B]] * 2 + [None] * (len(chunks) - 2)
         assert "prompt_token_ids" not in str(answer(kind).whole([total("a")]))
 
 
@@ -151,6 +151,6 @@ def test_json_in_chunks_is_the_same() -> None:
         fields = {"logprobs": True, "prompt_logprobs": 1, "return_token_ids": True}
         one, other = (answer(kind, n=2, **fields) for _ in range(2))
         other.id, other.created = one.id, one.created
-        pieces = list(json_chunks(one.whole([total_of])))
-        assert b"".join(pieces) == to_json(other.whole([total_of])) and len(pieces) > 20
+        chunks = list(json_chunks(one.whole([total_of])))
+        assert b"".join(chunks) == to_json(other.whole([total_of])) and len(chunks) > 20
         assert json.loads(b"".join(event_chunks({"a": iter([1])}))[6:]) == {"a": [1]}

@@ -103,9 +103,9 @@ def test_fields_are_those_of_the_engine() -> None:
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}
     expected = SamplingParams(temperature=0.5, top_k=3, top_p=1.0)
-    said: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
-    assert CompletionBody(prompt="x", **said).params(recommended) == expected
-    assert ChatBody(messages=MESSAGES, **said).params(recommended) == replace(
+    fields: Any = {"top_k": 3, "top_p": 1.0, "min_p": None}
+    assert CompletionBody(prompt="x", **fields).params(recommended) == expected
+    assert ChatBody(messages=MESSAGES, **fields).params(recommended) == replace(
         expected, max_tokens=None
     )
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
@@ -113,8 +113,8 @@ def test_fields_are_those_of_the_engine() -> None:
     assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
     choice = {"choice": ["a"]}
     unset = {"json": None, "regex": None, "disable_fallback": False}
-    said = choice | unset
-    assert chat(structured_outputs=said, response_format={"type": "text"}).grammar == choice
+    fields = choice | unset
+    assert chat(structured_outputs=fields, response_format={"type": "text"}).grammar == choice
     body = CompletionBody(prompt="x", priority=-3, cache_salt="a")
     assert body.options() == {"priority": -3, "cache_salt": "a"}
 

@@ -34,11 +34,11 @@ def body(**fields: Any) -> dict[str, Any]:
 def answered_twice(server: Running, **fields: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Yield each choice of a complete answer, with its chunks in a stream of the same request."""
     _, whole = server.post("/v1/completions", body(**fields))
-    *pieces, done = server.events("/v1/completions", body(**fields))
-    assert done is None and {p["id"] for p in pieces} == {pieces[0]["id"]}
-    assert {p["created"] for p in pieces} == {pieces[0]["created"]}
+    *chunks, done = server.events("/v1/completions", body(**fields))
+    assert done is None and {p["id"] for p in chunks} == {chunks[0]["id"]}
+    assert {p["created"] for p in chunks} == {chunks[0]["created"]}
     for choice in whole["choices"]:
-        yield choice, [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
+        yield choice, [c for p in chunks for c in p["choices"] if c["index"] == choice["index"]]
 
 
 def test_an_answer_is_that_of_generate(server: Running, alone: LLM) -> None:
@@ -61,25 +61,25 @@ def test_joined_chunks_equal_the_whole(server: Running) -> None:
         {"logprobs": 2, "echo": True},
         {"echo": True, "max_tokens": 0, "logprobs": 1},
     ):
-        for choice, own in answered_twice(server, **fields):
-            assert "".join(c["text"] for c in own) == choice["text"], fields
-            reasons = [c["finish_reason"] for c in own]
+        for choice, repeated in answered_twice(server, **fields):
+            assert "".join(c["text"] for c in repeated) == choice["text"], fields
+            reasons = [c["finish_reason"] for c in repeated]
             assert reasons[-1] == choice["finish_reason"] and not any(reasons[:-1]), fields
             if choice["logprobs"] is not None:
                 for name, values in choice["logprobs"].items():
-                    joined = [value for c in own for value in c["logprobs"][name]]
+                    joined = [value for c in repeated for value in c["logprobs"][name]]
                     assert joined == values, (fields, name)
 
 
 def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Running) -> None:
     chat = CHAT | {"max_tokens": 8, "temperature": 0, "stream_options": {"include_usage": True}}
-    *pieces, usage, done = template_server.events("/v1/chat/completions", chat)
+    *chunks, usage, done = template_server.events("/v1/chat/completions", chat)
     assert done is None and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 8
-    assert {p["object"] for p in [*pieces, usage]} == {"chat.completion.chunk"}
-    deltas = [p["choices"][0]["delta"] for p in pieces]
+    assert {p["object"] for p in [*chunks, usage]} == {"chat.completion.chunk"}
+    deltas = [p["choices"][0]["delta"] for p in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert all("role" not in d and "content" in d for d in deltas[1:])
-    assert all(p["usage"] is None for p in pieces)
+    assert all(p["usage"] is None for p in chunks)
     assert template_server.post("/v1/chat/completions", chat)[0] == 400, "options of no stream"
     del chat["stream_options"]
     _, whole = template_server.post("/v1/chat/completions", chat)
@@ -93,11 +93,11 @@ def test_of_a_chat_the_role_comes_once_and_content_always(template_server: Runni
 def test_usage_is_not_sent_unasked(server: Running) -> None:
     always = {"continuous_usage_stats": True}  # as at vLLM: nothing by itself
     for options in (None, always):
-        *pieces, _ = server.events("/v1/completions", body(stream_options=options))
-        assert not any("usage" in piece for piece in pieces)
+        *chunks, _ = server.events("/v1/completions", body(stream_options=options))
+        assert not any("usage" in chunk for chunk in chunks)
     fields = {"stream_options": always | {"include_usage": True}, "ignore_eos": True}
-    *pieces, _ = server.events("/v1/completions", body(**fields))
-    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    *chunks, _ = server.events("/v1/completions", body(**fields))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 12
 
 
@@ -115,18 +115,18 @@ def test_half_a_character_is_never_sent(server: Running) -> None:
     ):
         fields = {"n": 2, "seed": 6, "return_token_ids": True} | fields
         choices = []
-        for choice, pieces in answered_twice(server, **fields):
+        for choice, chunks in answered_twice(server, **fields):
             choices.append(choice)
             data = b"".join(map(tokenizer.token_bytes, choice["token_ids"]))
             expected = data.decode(errors="replace").removesuffix("<|endoftext|>")
             if "stop" in fields:
-                why = choice["stop_reason"]
-                kept = why if "include_stop_str_in_output" in fields else ""
-                expected = expected[: expected.index(why)] + kept
+                stop_reason = choice["stop_reason"]
+                kept = stop_reason if "include_stop_str_in_output" in fields else ""
+                expected = expected[: expected.index(stop_reason)] + kept
             assert choice["text"] == expected
             text, token_ids = "", []
-            for own in pieces:
-                text, token_ids = text + own["text"], token_ids + own["token_ids"]
+            for repeated in chunks:
+                text, token_ids = text + repeated["text"], token_ids + repeated["token_ids"]
                 assert expected.startswith(text), "nothing is taken back"
             assert (text, token_ids) == (expected, choice["token_ids"])
         if "stop" in fields:
@@ -180,10 +180,14 @@ def test_text_offset_is_where_the_token_begins_in_the_text(
     server: Running, shipped_tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
     """Whole and streamed. A token that cuts a character begins where the character does."""
-    asked = {"logprobs": 1, "return_token_ids": True} | fields
-    for choice, own in answered_twice(server, **asked):
+    request_body = {"logprobs": 1, "return_token_ids": True} | fields
+    for choice, repeated in answered_twice(server, **request_body):
         text, offsets = choice["text"], choice["logprobs"]["text_offset"]
-        assert [o for c in own for o in c["logprobs"]["text_offset"]] == offsets == sorted(offsets)
+        assert (
+            [o for c in repeated for o in c["logprobs"]["text_offset"]]
+            == offsets
+            == sorted(offsets)
+        )
         ids = choice["token_ids"]
         if "echo" in fields:
             ids = choice["prompt_token_ids"] + ids
@@ -232,10 +236,12 @@ def test_the_template_is_given_documents_and_the_effort(
 ) -> None:
     chat = template_server.app.state.server.chat
     monkeypatch.setattr(chat, "_template", "{{ documents[0].title }} {{ reasoning_effort }}")
-    asked = CHAT | {"documents": [{"title": "One"}], "reasoning_effort": "low"}
-    asked["chat_template_kwargs"] = {"reasoning_effort": "high"}  # as at vLLM: the field counts
+    request_body = CHAT | {"documents": [{"title": "One"}], "reasoning_effort": "low"}
+    request_body["chat_template_kwargs"] = {
+        "reasoning_effort": "high"
+    }  # as at vLLM: the field counts
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
-        ids = template_server.post(path, asked)[1][name]
+        ids = template_server.post(path, request_body)[1][name]
         assert template_server.llm.tokenizer.decode(ids) == "One low", path
 
 
@@ -279,8 +285,8 @@ def test_many_tokens_do_not_hold_up_the_loop(
         turning = asyncio.ensure_future(turn())
 
         encode = server.llm.tokenizer.encode
-        noted = lambda *what: seen.append(turns) or encode(*what)  # noqa: E731
-        monkeypatch.setattr(server.llm.tokenizer, "encode", noted)
+        recording = lambda *suffix: seen.append(turns) or encode(*suffix)  # noqa: E731
+        monkeypatch.setattr(server.llm.tokenizer, "encode", recording)
         try:
             return [
                 await routes.render_completion(prompts),
@@ -320,8 +326,8 @@ def test_recommended_sampling_of_the_checkpoint(
     assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
     caplog.set_level("INFO")
     assert not caplog.records
-    said = {"temperature": 0.6, "top_p": None, "top_k": 20, "eos_token_id": 5, "do_sample": True}
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    config = {"temperature": 0.6, "top_p": None, "top_k": 20, "eos_token_id": 5, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
     assert "'top_k': 20" in caplog.text
     (tmp_path / "generation_config.json").write_text('{"min_p": "x"}')
@@ -333,17 +339,17 @@ def test_special_tokens_are_added_unless_not_wanted(
     server: Running, template_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chat's template has them already."""
-    for one, path, what, by_default in (
+    for one, path, suffix, by_default in (
         (server, "/v1/completions", {"prompt": "x"}, True),
         (server, "/tokenize", {"prompt": "x"}, True),
         (template_server, "/tokenize", {"messages": CHAT["messages"]}, False),
     ):
         encode, seen = one.llm.tokenizer.encode, list[bool]()
-        noted = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
+        recording = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
         with monkeypatch.context() as patch:
-            patch.setattr(one.llm.tokenizer, "encode", noted)
+            patch.setattr(one.llm.tokenizer, "encode", recording)
             for adds in (None, True, False):
-                sent = what | {"max_tokens": 1, "add_special_tokens": adds}
+                sent = suffix | {"max_tokens": 1, "add_special_tokens": adds}
                 assert one.post(path, sent)[0] == 200
         assert seen == [by_default, True, False], path
 
@@ -354,8 +360,8 @@ def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [num_cached(salt) for salt in ("a", "b", "a")] == [0, 0, 32]
-    how = {"cache_salt": "a", "stream_options": {"include_usage": True}}
-    *_, last, _ = server.events("/v1/completions", body(prompt=[7] * 40, **how))
+    fields = {"cache_salt": "a", "stream_options": {"include_usage": True}}
+    *_, last, _ = server.events("/v1/completions", body(prompt=[7] * 40, **fields))
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "counted once"
 
 
@@ -384,27 +390,31 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     before, num_prompt = numbers(), len(server.llm.tokenizer.encode(PROMPT))
     assert server.post("/v1/completions", body(prompt=[10**9]))[0] == 400
     server.post("/v1/completions", body(ignore_eos=True))
-    grown = {name: number - before[name] for name, number in numbers().items()}
-    (latencies,) = [name for name in grown if "inter_token_latency_seconds_count" in name]
-    assert grown[latencies] == 11
+    increments = {name: number - before[name] for name, number in numbers().items()}
+    (latencies,) = [name for name in increments if "inter_token_latency_seconds_count" in name]
+    assert increments[latencies] == 11
     times = ("time_to_first_token", "e2e_request_latency", "request_queue_time")
     for name in (*times, "request_prefill_time", "request_decode_time"):
         (count, total) = (
-            sum(n for key, n in grown.items() if f"{name}_seconds_{what}" in key)
-            for what in ("count", "sum")
+            sum(n for key, n in increments.items() if f"{name}_seconds_{suffix}" in key)
+            for suffix in ("count", "sum")
         )
         assert count == 1 and 0 <= total < 60, name
     for name, number in ("request_prompt_tokens", num_prompt), ("request_generation_tokens", 12):
-        for what, expected in ("count", 1), ("sum", number):
-            (value,) = [n for key, n in grown.items() if key.startswith(f"vllm:{name}_{what}")]
+        for suffix, expected in ("count", 1), ("sum", number):
+            (value,) = [
+                n for key, n in increments.items() if key.startswith(f"vllm:{name}_{suffix}")
+            ]
             assert value == expected, name
-    (cache,) = [key for key in grown if key.startswith("vllm:cache_config_info")]
+    (cache,) = [key for key in increments if key.startswith("vllm:cache_config_info")]
     assert 'block_size="16"' in cache and 'num_gpu_blocks="399"' in cache
-    reasons = {name: n for name, n in grown.items() if name.startswith("vllm:request_success_t")}
+    reasons = {
+        name: n for name, n in increments.items() if name.startswith("vllm:request_success_t")
+    }
     assert len(reasons) == 4, "from the start, for who adds them up"
     ended = [name for name, number in reasons.items() if number]
     assert len(ended) == 1 and "length" in ended[0], "what is refused has not begun"
-    names = {name.split("{")[0] for name in grown}
+    names = {name.split("{")[0] for name in increments}
     for name in (
         "num_requests_running",
         "num_requests_waiting",
@@ -494,8 +504,8 @@ def test_a_template_gets_messages_as_they_are_with_their_content_as_a_text() -> 
 
     tokenizer: Any = SimpleNamespace(source=SimpleNamespace(apply_chat_template=apply))
     prompts = ChatPrompts(tokenizer, "a template")
-    said = {"role": "assistant", "content": None, "name": "x"}
-    assert json.loads(prompts.text([said])) == [said | {"content": ""}]
+    config = {"role": "assistant", "content": None, "name": "x"}
+    assert json.loads(prompts.text([config])) == [config | {"content": ""}]
     with pytest.raises(ApiError, match="no system, please") as caught:
         prompts.text([{"role": "system", "content": "x"}])
     assert (caught.value.status, caught.value.param) == (400, "messages")
@@ -509,6 +519,8 @@ def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:
     found = answer["choices"][0]["prompt_logprobs"]
     assert found[0] is None and len(found) == len(expected)
     for entries, entry in zip(found[1:], expected[1:], strict=True):
-        own = entries[str(entry.token_id)]
-        assert own["logprob"] == pytest.approx(entry.logprob) and own["rank"] == entry.rank
+        repeated = entries[str(entry.token_id)]
+        assert (
+            repeated["logprob"] == pytest.approx(entry.logprob) and repeated["rank"] == entry.rank
+        )
         assert len(entries) == 2 + (entry.token_id not in entry.top)

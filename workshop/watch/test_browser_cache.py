@@ -46,11 +46,11 @@ def expected_boxes(shown: Shown, number: int) -> list[dict[str, Any]]:
     new, heads = set(blocks_in(step, "published")), set(blocks_in(step, "split"))
     cached, is_tree = state["cached"], shown.run.prefix_cache == "radix"
     runs_of_blocks = nodes(state) if is_tree else [[int(block)] for block in cached]
-    pieces = pieces_of(shown)
+    texts = pieces_of(shown)
     boxes = [
         {
             "blocks": node,
-            "text": "".join(pieces[token] for b in node for token in cached[str(b)]["tokens"]),
+            "text": "".join(texts[token] for b in node for token in cached[str(b)]["tokens"]),
             "isGone": False,
             "isUsed": state["refs"][str(node[0])] > 1,
             "isMatch": node[0] in found,
@@ -71,10 +71,10 @@ def pieces_of(shown: Shown) -> dict[int, str]:
     """The text of each token where it first extends an output."""
     found: dict[int, str] = {}
 
-    def note(tokens: list[int], pieces: list[str]) -> None:
-        for token, piece in zip(tokens, pieces):
-            if piece:
-                found.setdefault(token, visible(piece))
+    def note(tokens: list[int], texts: list[str]) -> None:
+        for token, text in zip(tokens, texts):
+            if text:
+                found.setdefault(token, visible(text))
 
     for step in shown.film.steps():
         for row in step.state["requests"].values():
@@ -107,9 +107,9 @@ def check_what_is_told(page: Page, shown: Shown, number: int) -> set[str]:
     for block in blocks_in(step, "split"):
         assert str(block) in page.inner_text(".cache-did[data-did=split]")
         happened.add("split")
-    if gone := blocks_in(step, "evicted"):
-        said = page.inner_text(".cache-did[data-did=evict]")
-        assert said.startswith("evicted") and str(gone[0]) in said
+    if evicted := blocks_in(step, "evicted"):
+        about = page.inner_text(".cache-did[data-did=evict]")
+        assert about.startswith("evicted") and str(evicted[0]) in about
         happened.add("evicted")
     return happened
 
@@ -157,9 +157,9 @@ def test_boxes_are_the_film_in_whatever_order_one_looks(
     assert max(born.values()) > 1, "no block was cached twice: this proves little"
     assert lefts == {depth: {depth * min(lefts[1])} for depth in lefts}
     for number in range(1, last + 1):
-        gone = set(blocks_in(film.step(number), "evicted"))
+        evicted = set(blocks_in(film.step(number), "evicted"))
         before, after = seen[number - 1], seen[number]
-        for block in before.keys() & after.keys() - gone:
+        for block in before.keys() & after.keys() - evicted:
             assert before[block][1] == after[block][1], f"block {block} moved in step {number}"
 
 

@@ -75,8 +75,8 @@ def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
 def test_what_a_request_brings_is_said_wherever_it_is_named(opened: Opened) -> None:
     page = opened("adapters", at="step=6&request=d")
     assert page.evaluate("[...'abd'].map(Watch.tagOf)") == ["", "tests", "half"]
-    said = page.evaluate("Watch.cellWords(Watch.store.films[0], 'd', 6)")
-    assert said.startswith("d (half), step 6: waits: no slot is free for its adapter")
+    text = page.evaluate("Watch.cellWords(Watch.store.films[0], 'd', 6)")
+    assert text.startswith("d (half), step 6: waits: no slot is free for its adapter")
     chips = page.locator(".queue-list .chip")
     words = {words.split()[0]: words for words in chips.all_inner_texts()}
     assert "adapter half" in words["d"] and "adapter tests" in words["b"]
@@ -123,8 +123,8 @@ def test_a_request_has_a_table_for_each_group_of_layers(
     )
     there = {int(block) for block, row in state["cached"].items() if row["group"] == 1}
     assert set(boxes) <= there and {8, 11, 12} <= set(boxes)
-    said = page.inner_text(".words-list")
-    assert "finds blocks 8, 11–12 in group 1" in said
+    text = page.inner_text(".words-list")
+    assert "finds blocks 8, 11–12 in group 1" in text
     assert unproven(page.evaluate(TOLD)) == []
     assert page.evaluate("Watch.store.films[0].contradiction") is None
     go(page, step=2, request="a", block=3)
@@ -153,10 +153,10 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
     kind, right = shot.answer(moment) or ("", "")
     page.evaluate("(changes) => Watch.set(changes)", {kind: given})
     page.wait_for_selector(".film-caption .look", state="visible")
-    said = page.inner_text(".film-caption .text")
-    assert said.startswith("Right, it is " if given == right else "It is ") and str(right) in said
-    assert shot.say(moment.why)[0] in said, "and why"
-    assert not re.search(r"\. [a-z]", said)
+    text = page.inner_text(".film-caption .text")
+    assert text.startswith("Right, it is " if given == right else "It is ") and str(right) in text
+    assert shot.say(moment.why)[0] in text, "and why"
+    assert not re.search(r"\. [a-z]", text)
     assert page.evaluate("Watch.store.step") == shot.step(moment)
 
 
@@ -226,8 +226,8 @@ def test_the_whole_cache_is_in_sight_where_the_page_says_to_look(
         assert len([name for name, _, has_exited in boxes if not has_exited]) == num_cached > 0
         assert [name for name, is_whole, _ in boxes if not is_whole] == []
         if "evicted block" in (did := page.inner_text(".cache-details")):
-            gone = [name for name, _, has_exited in boxes if has_exited]
-            assert gone == re.findall(r"\d+", did.partition("evicted block")[2].splitlines()[0])
+            exited = [name for name, _, has_exited in boxes if has_exited]
+            assert exited == re.findall(r"\d+", did.partition("evicted block")[2].splitlines()[0])
 
 
 def test_another_setting_has_a_name_its_own_number_and_its_own_places_to_look(
@@ -248,17 +248,17 @@ def test_another_setting_has_a_name_its_own_number_and_its_own_places_to_look(
         assert is_told or f"{label}:" in page.inner_text(".head .about"), "it is not one less"
         buttons = page.locator(".film-caption .look")
         assert buttons.count() > 0 and page.get_by_text("Look at").is_visible()
-        for number, said in enumerate(buttons.all_inner_texts()):
+        for number, text in enumerate(buttons.all_inner_texts()):
             buttons.nth(number).click()
             go(page)
-            found = re.match(r"Step (\d+): (\w+) (was preempted|came back|begins|ended)", said)
-            assert is_told or found, said
+            found = re.match(r"Step (\d+): (\w+) (was preempted|came back|begins|ended)", text)
+            assert is_told or found, text
             if found:
                 assert page.inner_text("output.now").startswith(f"step {found[1]} of")
                 group = page.inner_text(f".words-group[data-group='{found[2]}']")
-                told = {"was preempted": "is preempted", "came back": "returns"}
-                told |= {"begins": "is admitted", "ended": "ends"}
-                assert told[found[3]] in group
+                phrases = {"was preempted": "is preempted", "came back": "returns"}
+                phrases |= {"begins": "is admitted", "ended": "ends"}
+                assert phrases[found[3]] in group
         page.evaluate(f"Watch.set({{step: {step}, request: null}})")
 
 

@@ -58,7 +58,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
         refs = state["refs"].get(str(block), 0)
         users = [name for name in state["running"] if block in tables[name]["0"]]
         others = f"+{len(users) - 1}" if len(users) > 1 else ""
-        whose = f"{users[0]}{others}" if users else loads.get(block, "")
+        owner = f"{users[0]}{others}" if users else loads.get(block, "")
         kind = (
             "null" if block == 0 else "free" if refs == 0 else "idle" if block in idle else "held"
         )
@@ -67,7 +67,7 @@ def expected_cells(shown: Shown, number: int) -> list[dict[str, Any]]:
                 "block": block,
                 "state": "loading" if block in loading else kind,
                 "change": changes.get(block),
-                "label": "∅" if block == 0 else whose,
+                "label": "∅" if block == 0 else owner,
                 "refs": refs if refs > 1 else 0,
                 "order": order.get(block, 0),
                 "published": str(block) in state["cached"] and refs > 1,
@@ -80,7 +80,7 @@ def changes_of(shown: Shown, number: int) -> dict[int, str]:
     """The outline of a block: of several events, the most important one."""
     step, found = shown.step(number), {}
     for kind in ("freed", "evicted", "published", "shared", "taken"):
-        replaced = [row for what in step.happened for row in what["known"]]
+        replaced = [row for happened in step.happened for row in happened["known"]]
         also = {"freed": [given for _, given, _ in replaced], "shared": [b for *_, b in replaced]}
         found |= dict.fromkeys([*blocks_in(step, kind), *also.get(kind, [])], kind)
     return found | dict.fromkeys(loaded_in(shown, number), "loaded")
@@ -222,20 +222,20 @@ def test_a_block_names_its_users_and_its_text(shown: Pages, open_page: OpenPage)
     for block, cached in [(int(block), row) for block, row in state["cached"].items()][:6]:
         page.hover(f".pool-cell[data-block='{block}']")
         page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
-        said = page.inner_text(".pool-about")
+        about = page.inner_text(".pool-about")
         users = [name for name in state["running"] if block in state["tables"][name]["0"]]
         holders = ", ".join([*users, "the cache"])
-        assert f"references: {holders} ·" in said
-        assert f"hash {cached['hash']}" in said
+        assert f"references: {holders} ·" in about
+        assert f"hash {cached['hash']}" in about
         above = cached.get("parent")
         parent = f"after block {above}" if above else "first of its prefix"
-        assert parent in said
+        assert parent in about
         name = users[0]
         place = state["tables"][name]["0"].index(block)
-        pieces = [*state["requests"][name]["prompt_pieces"], *state["pieces"][name]]
-        pieces = pieces[place * size : (place + 1) * size]
+        texts = [*state["requests"][name]["prompt_pieces"], *state["pieces"][name]]
+        texts = texts[place * size : (place + 1) * size]
         text = page.locator(".pool-details .token").all_text_contents()
-        assert text == [visible(piece) for piece in pieces]
+        assert text == [visible(text_of) for text_of in texts]
 
 
 def test_the_keyboard_goes_from_block_to_block_and_steps_nothing(

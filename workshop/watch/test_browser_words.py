@@ -61,12 +61,12 @@ def telling_steps(shown: Shown) -> Iterator[int]:
     for step in shown.film.steps():
         kinds = Counter(
             (name, *((value.get("stop") or [""])[:1] if name == "plan" else [len(value)]))
-            for what in step.happened
-            for name, value in what.items()
+            for happened in step.happened
+            for name, value in happened.items()
             if value and name not in ("result", "tokens")
         )
-        if (what := frozenset(kinds.items())) not in seen:
-            seen.add(what)
+        if (happened := frozenset(kinds.items())) not in seen:
+            seen.add(happened)
             yield step.number
 
 
@@ -76,27 +76,29 @@ def telling_steps(shown: Shown) -> Iterator[int]:
 def expected_sentences(shown: Shown, number: int) -> Counter[tuple[str, str]]:
     """`(kind of sentence, group)`, for the kinds that are told one by one."""
     found: Counter[tuple[str, str]] = Counter()
-    for (at, before, after), what in zip(shown.step(number).frames, shown.step(number).happened):
-        plan, result = what["plan"] or {}, what["result"] or {}
-        for name in what["arrived"]:
+    for (at, before, after), happened in zip(
+        shown.step(number).frames, shown.step(number).happened
+    ):
+        plan, result = happened["plan"] or {}, happened["result"] or {}
+        for name in happened["arrived"]:
             found["arrived", name] += 1
-        for name, *_ in what["preempted"]:
+        for name, *_ in happened["preempted"]:
             found["preempted", name] += 1
-        for name, _, is_back in what["admitted"]:
+        for name, _, is_back in happened["admitted"]:
             found["returned" if is_back else "admitted", name] += 1
-        for name in what["finished"]:  # a stop string is told instead
+        for name in happened["finished"]:  # a stop string is told instead
             is_cut = after["requests"][name]["finish"]["text_length"] is not None
             found["cut" if is_cut else "finished", name] += 1
-        for name in what["loads_begun"]:
+        for name in happened["loads_begun"]:
             found["load_begun", name] += 1
-        for name in what["loads_ended"]:
+        for name in happened["loads_ended"]:
             found["load_ended", name] += 1
         for name, load in after["loads"].items():
             was = before["loads"].get(name, {}).get("has_arrived", False)
             found["loaded", name] += load["has_arrived"] and not was
-        takers = {block: name for name, blocks in what["taken"].items() for block in blocks}
-        found["evicted", "cache"] += len({takers.get(block) for block in what["evicted"]})
-        found["split", "cache"] += len(what["split"])
+        takers = {block: name for name, blocks in happened["taken"].items() for block in blocks}
+        found["evicted", "cache"] += len({takers.get(block) for block in happened["evicted"]})
+        found["split", "cache"] += len(happened["split"])
         for name in plan.get("skipped", ()):
             found["parent" if name in plan.get("parents", ()) else "passed_over", name] += 1
         found["stop", ""] += "stop" in plan
@@ -117,15 +119,15 @@ def differences(
         "failed",
         "cut",
     }
-    told = Counter(
+    shown_kinds = Counter(
         (kind, one["group"])
         for one in (sentences or read_sentences(page))
         if (kind := one["key"].removeprefix("say.").split(".")[0]) in kinds
     )
     return [
-        f"step {number}: {what} is told {told[what]} times, and was {expected[what]} times"
-        for what in sorted(told.keys() | expected.keys())
-        if told[what] != expected[what]
+        f"step {number}: {kind} is told {shown_kinds[kind]} times, and was {expected[kind]} times"
+        for kind in sorted(shown_kinds.keys() | expected.keys())
+        if shown_kinds[kind] != expected[kind]
     ]
 
 
@@ -142,12 +144,12 @@ def test_each_event_has_one_sentence_and_no_other_has(
     broken = unproven(page.evaluate(TOLD))
     for place, number in enumerate(telling_steps(film)):
         go(page, step=number)
-        told = read_sentences(page)
-        broken += differences(page, film, number, told)
-        named = {r for one in told for r in [one["group"], *one["requests"]]}
-        for what in film.step(number).happened:
-            assert set(what["tokens"]) <= named, f"step {number}"
-        for one in told:
+        sentences = read_sentences(page)
+        broken += differences(page, film, number, sentences)
+        named = {r for one in sentences for r in [one["group"], *one["requests"]]}
+        for happened in film.step(number).happened:
+            assert set(happened["tokens"]) <= named, f"step {number}"
+        for one in sentences:
             assert one["sources"], f"no lines for {one}"
         if place % 8 == 0:
             check_holes(page, number)
@@ -161,8 +163,8 @@ def check_holes(page: Page, number: int) -> None:
         for selector in (".scene-words", ".scene-pool", ".scene-cache"):
             hole = HOLE.search(page.inner_text(selector))
             assert hole is None, f"step {number}: {hole}"
-    said = [one["text"] for one in read_sentences(page, unfold=False)]
-    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in said), said
+    texts = [one["text"] for one in read_sentences(page, unfold=False)]
+    assert all(re.search(r"[\u4e00-\u9fff]", text) for text in texts), texts
     go(page, language="en")
 
 
@@ -186,12 +188,12 @@ def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: 
     page = ready(open_page(film.page))
     go(page, step=3)
     assert not differences(page, film, 3)
-    told = {(one["group"], one["key"]): one for one in read_sentences(page)}
-    lost = told["b", "say.preempted.seat"]
+    sentences = {(one["group"], one["key"]): one for one in read_sentences(page)}
+    lost = sentences["b", "say.preempted.seat"]
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
-    assert told["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert told["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
+    assert sentences["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
+    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
 
 
 # -- the lines of source
@@ -310,19 +312,19 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
     film = shown["drafts"]
     page = ready(open_page(film.page))
     accepted: dict[str, list[int]] = {name: [] for name in "abc"}  # positions, since the beginning
-    judged: Counter[str] = Counter()
+    verified: Counter[str] = Counter()
     texts: dict[int, str] = {}  # what a token adds, where it was sampled first
     for step in film.film.steps():
         for name, tokens in step.state["outputs"].items():
-            for token, piece in zip(tokens, step.state["pieces"][name]):
-                texts.setdefault(token, piece)
+            for token, text_of in zip(tokens, step.state["pieces"][name]):
+                texts.setdefault(token, text_of)
     for number in range(film.film.num_steps):
         step, before = film.step(number), film.state(number - 1)
         for name, (num_accepted, num_rejected) in step.result.get("verified", {}).items():
             first = len(before["requests"][name]["prompt"]) + len(before["outputs"][name])
             accepted[name] += range(first, first + num_accepted)
-            judged["accepted"] += num_accepted
-            judged["rejected"] += num_rejected
+            verified["accepted"] += num_accepted
+            verified["rejected"] += num_rejected
             go(page, step=number, request=name)
             tokens = read_tokens(page)
             rejected = [text for text, look in tokens if "is-rejected" in look]
@@ -330,7 +332,7 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
             request, outputs = step.state["requests"][name], step.state["outputs"][name]
             kept = [pair for pair in tokens if "is-rejected" not in pair[1]]
             pieces = [*request["prompt_pieces"], *step.state["pieces"][name]]
-            assert [text for text, _ in kept] == [visible(piece) for piece in pieces]
+            assert [text for text, _ in kept] == [visible(text_of) for text_of in pieces]
             sides = ["is-prompt" in look for _, look in kept]
             assert sides == [True] * len(request["prompt"]) + [False] * len(outputs)
             drafts = step.plans[0]["drafts"][name][num_accepted:]
@@ -343,8 +345,8 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
             assert underlined == accepted[name], f"step {number}, {name}"
             new = [text for text, look in tokens if "is-now" in look and "is-output" in look]
             num_new = len(outputs) - len(before["outputs"][name])
-            assert new == [visible(piece) for piece in pieces[-num_new:]]
-    assert judged["accepted"] and judged["rejected"], judged
+            assert new == [visible(text_of) for text_of in pieces[-num_new:]]
+    assert verified["accepted"] and verified["rejected"], verified
 
 
 def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
@@ -352,7 +354,7 @@ def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
 ) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
-    num_pieces = 0
+    num_chunks = 0
     for number in range(6):
         (plan,) = film.step(number).plans
         for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
@@ -364,8 +366,8 @@ def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
                 ".map((token) => Number(token.dataset.position))"
             )
             assert lit == list(range(start, start + num))
-            num_pieces += 1
-    assert num_pieces > 3
+            num_chunks += 1
+    assert num_chunks > 3
 
 
 def test_long_lists_are_folded_and_unfold(shown: Pages, open_page: OpenPage) -> None:

@@ -77,13 +77,13 @@ def lines_in_python(film: Film) -> list[Any]:
     is_grouped, before, found = bool(getattr(film.run, "windows", ())), film.state_behind(0), []
     for position, line in enumerate(film.lines, 1):
         after = film.state_behind(position)
-        what = None if line["at"] == "start" else happened(before, after)
-        plan = what["plan"] if what else None
+        happening = None if line["at"] == "start" else happened(before, after)
+        plan = happening["plan"] if happening else None
         blocks = [] if is_grouped else sorted(map(int, after["cached"]))
         found.append(
             [
                 after,
-                what,
+                happening,
                 list(cells(plan, after)) if plan else [],
                 eviction_order(after, is_grouped),
                 [] if is_grouped else nodes(after),
@@ -155,9 +155,9 @@ def test_the_page_has_the_frames_that_python_has(
     run = tmp_path / "run.jsonl"
     perform(script, run, cast)
     film = compare(shown(run), run)
-    happenings = [what for step in film.steps() for what in step.happened]
-    there = {name for what in happenings for name, value in what.items() if value}
-    there |= {name for what in happenings for name in what["result"] or ()}
+    happenings = [happening for step in film.steps() for happening in step.happened]
+    there = {name for happening in happenings for name, value in happening.items() if value}
+    there |= {name for happening in happenings for name in happening["result"] or ()}
     there |= {name for row in film.requests().values() for name, value in row.items() if value}
     there |= {"windows"} if getattr(film.run, "windows", ()) else set()
     assert kinds <= there, "the run shows nothing of what this test is about"
@@ -179,7 +179,7 @@ def test_so_it_is_of_engines_of_all_kinds(
 
 
 @pytest.mark.parametrize(
-    ("where", "lie", "said"),
+    ("field", "lie", "expected_text"),
     [
         ("starts", lambda plan, changes: plan["starts"].__setitem__(0, 99), "goes on at 99"),
         ("starts", lambda plan, changes: changes.update(running=[[]]), "does not run"),
@@ -188,9 +188,9 @@ def test_so_it_is_of_engines_of_all_kinds(
     ids=["a start", "a request that does not run", "a block"],
 )
 def test_the_film_ends_where_the_record_contradicts_itself(
-    where: str,
+    field: str,
     lie: Callable[[dict[str, Any], dict[str, Any]], None],
-    said: str,
+    expected_text: str,
     cast: Cast,
     shown: Callable[[Path], Page],
     tmp_path: Path,
@@ -199,7 +199,7 @@ def test_the_film_ends_where_the_record_contradicts_itself(
     perform(PIECES, run, cast)
     lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
     place = next(
-        i for i, line in enumerate(lines) if i > 30 and '"plan"' in line and f'"{where}":' in line
+        i for i, line in enumerate(lines) if i > 30 and '"plan"' in line and f'"{field}":' in line
     )
     line = json.loads(lines[place])
     lie(next(iter(line["changes"]["in_flight"].values()))[0], line["changes"])
@@ -207,7 +207,7 @@ def test_the_film_ends_where_the_record_contradicts_itself(
     run.write_text("".join(lines), encoding="utf-8")
     film, page = Film.read(run), shown(run)
     broken = page.evaluate("Watch.store.films[0].contradiction")
-    assert said in broken["message"]
+    assert expected_text in broken["message"]
     last = page.evaluate("Watch.store.films[0].numSteps") - 1
     assert broken["step"] == last
     (before,) = page.evaluate(STATES, [last - 1])

@@ -77,8 +77,8 @@ def test_it_is_understood_in_two_minutes(name: int | str, shots: dict[int | str,
     for film in films_of(shots[name]):
         assert 4 <= len(film.requests()) <= 8
         assert 10 <= film.num_steps <= 40
-    for words, most in zip(shots[name].caption, (400, 200)):
-        assert len(words) <= most
+    for words, max_words in zip(shots[name].caption, (400, 200)):
+        assert len(words) <= max_words
 
 
 @EACH
@@ -86,8 +86,8 @@ def test_its_caption_says_the_same_numbers_in_both_languages(
     name: int | str, shots: dict[int | str, Shot]
 ) -> None:
     shot = shots[name]
-    said = [words for m in shot.film.moments for words in (shot.say(m.words), shot.say(m.ask))]
-    for both in [shot.caption, *said]:
+    sentences = [words for m in shot.film.moments for words in (shot.say(m.words), shot.say(m.ask))]
+    for both in [shot.caption, *sentences]:
         english, chinese = (sorted(re.findall(r"\d+", text)) for text in both)
         assert english == chinese
         assert not set("{}") & set("".join(both))
@@ -102,13 +102,13 @@ def test_its_moments_are_steps_of_it(name: int | str, shots: dict[int | str, Sho
         assert 0 <= shot.step(moment) < longest
         assert moment.request is None or shot.facts[moment.request] in names
         if (answer := shot.answer(moment)) is not None:
-            why = shot.say(moment.why)
-            assert why[0][0].isupper() and why[0].endswith(".") and why[1].endswith("。")
+            reason = shot.say(moment.why)
+            assert reason[0][0].isupper() and reason[0].endswith(".") and reason[1].endswith("。")
             before = films_of(shot)[-1].state_after(shot.step(moment) - 1)
-            kind, what = answer
+            kind, target = answer
             num_blocks = films_of(shot)[-1].run.num_blocks
             known = set(before["requests"]) if kind == "request" else range(1, num_blocks)
-            assert kind in ("request", "block") and what in known, "nobody can point at it"
+            assert kind in ("request", "block") and target in known, "nobody can point at it"
     assert any(moment.ask[0] and moment.ask[1] for moment in shot.film.moments)
 
 
@@ -145,9 +145,9 @@ def test_pages_know_how_many_functions_were_the_readers(
     monkeypatch.setattr(mine, "installed", lambda bench: nullcontext((17, 24)))
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots.get(film.chapter, shots[1]))
     monkeypatch.setattr(workloads, "load_cast", lambda: None)
-    for option, said in (["--mine"], "[17, 24]"), ([], "null"):
+    for option, sentences in (["--mine"], "[17, 24]"), ([], "null"):
         assert watch_command.main([*arguments, *option, "--out", str(tmp_path / "out")]) == 0
-        assert f'"mine": {said}' in (tmp_path / page).read_text(encoding="utf-8")
+        assert f'"mine": {sentences}' in (tmp_path / page).read_text(encoding="utf-8")
 
 
 # -- what each caption claims, found otherwise
@@ -257,21 +257,21 @@ def test_5_right_drafts_save_steps_and_wrong_ones_nothing(shots: dict[int | str,
 
 
 def test_6_a_long_prompt_is_one_step_or_five(shots: dict[int | str, Shot]) -> None:
-    whole, pieces = films_of(shots[6])
+    whole, chunked = films_of(shots[6])
     facts = shots[6].facts
     loads = [
-        [sum(num for *_, num in step) for step in film_facts.cells(f)] for f in (whole, pieces)
+        [sum(num for *_, num in step) for step in film_facts.cells(f)] for f in (whole, chunked)
     ]
     assert max(loads[0]) == loads[0][5] == facts["num_whole"] == 154
     assert max(loads[1]) == facts["num_most"] == 39
     assert len(whole.requests()["c"]["prompt"]) == facts["num_prompt"] == 152
-    assert not pieces.state_after(8)["outputs"]["c"]
-    assert len(pieces.state_after(9)["outputs"]["c"]) == 1
+    assert not chunked.state_after(8)["outputs"]["c"]
+    assert len(chunked.state_after(9)["outputs"]["c"]) == 1
     assert len(whole.state_after(5)["outputs"]["c"]) == 1
     for step in range(5, 10):
         for name in "ab":
-            before = len(pieces.state_after(step - 1)["outputs"][name])
-            assert len(pieces.state_after(step)["outputs"][name]) == before + 1
+            before = len(chunked.state_after(step - 1)["outputs"][name])
+            assert len(chunked.state_after(step)["outputs"][name]) == before + 1
     assert (facts["name"], facts["others"], facts["step"], facts["last"]) == ("c", "a and b", 5, 9)
     assert (facts["size"], facts["num_pieces"]) == (32, 5)
 

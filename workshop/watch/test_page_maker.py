@@ -204,11 +204,11 @@ def words() -> dict[str, tuple[str, str]]:
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
-    said = words()
-    assert len(said) > 150
+    page_words = words()
+    assert len(page_words) > 150
     # Each names the other; a term.
     alike = {"shell.language", "kind.prompt"}
-    for key, (english, chinese) in said.items():
+    for key, (english, chinese) in page_words.items():
         assert english, key
         assert re.search(r"[\u3000-\uffef]", chinese) or key in alike, f"{key}: {chinese}"
         assert not re.search(r"[\u4e00-\u9fff]", english) or key in alike, f"{key}: {english}"
@@ -217,20 +217,20 @@ def test_every_text_is_there_in_english_and_chinese() -> None:
 
 
 def test_every_text_that_is_asked_for_is_there() -> None:
-    said = words()
+    page_words = words()
     for name in (*SCRIPTS, START):
         text = _text(name)
         either = [key for pair in EITHER.findall(text) for key in pair]
         for key in [*ASKED.findall(text), *either]:
-            assert key in said, f"{name}: {key}"
+            assert key in page_words, f"{name}: {key}"
         for beginning in MADE.findall(text):
-            assert any(key.startswith(beginning) for key in said), f"{name}: {beginning}"
+            assert any(key.startswith(beginning) for key in page_words), f"{name}: {beginning}"
 
 
 def test_every_frame_value_has_words() -> None:
-    said = words()
+    page_words = words()
     for kind in ("prompt", "decode", "recomputed", "draft", "accepted", "rejected", "discarded"):
-        assert f"kind.{kind}" in said
+        assert f"kind.{kind}" in page_words
     letters = {
         reason.strip('"'): letter for reason, letter, *_ in REASON.findall(_text("reasons.js"))
     }

@@ -28,7 +28,7 @@ PLACES = sorted({rule.place for rule in RULES}, key=lambda p: (p.file, p.functio
 # have their own turn where a batch is a prefill or a decode.
 NEVER = {
     "fcfs": {"preempted", "queue"}
-    | {f"reason:{why}" for why in ("preempting", "turn", "enough", "constraint")},
+    | {f"reason:{reason}" for reason in ("preempting", "turn", "enough", "constraint")},
     "two_phase": {"reason:turn"},
     "prefill_first": set(),
 }
@@ -61,15 +61,15 @@ def test_every_kind_and_every_reason_has_a_place(
 ) -> None:
     ran = {"scheduler": scheduler, "prefix_cache": prefix_cache, "policy": policy}
     ran |= {"setting": None, "overlaps": False, "windows": False}
-    wanted = [*SENTENCES, *(f"reason:{reason}" for reason in REASONS)]
+    expected = [*SENTENCES, *(f"reason:{reason}" for reason in REASONS)]
     if prefix_cache == "hash":
-        wanted.remove("split")
+        expected.remove("split")
     has_place = {
         rule.sentence
         for rule in RULES
         if all(getattr(rule, name) in (None, value) for name, value in ran.items())
     }
-    missing = set(wanted) - has_place
+    missing = set(expected) - has_place
     assert missing <= NEVER[scheduler], f"no lines for {sorted(missing - NEVER[scheduler])}"
 
 
@@ -97,7 +97,7 @@ def test_the_page_gets_each_place_once_and_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         (
             ("m.py", "f", "return 3"),
@@ -109,12 +109,12 @@ def test_the_page_gets_each_place_once_and_in_range() -> None:
     ],
 )
 def test_a_missing_or_ambiguous_place_is_refused(
-    place: tuple[str, str, str], said: str, tmp_path: Path
+    place: tuple[str, str, str], message: str, tmp_path: Path
 ) -> None:
     text = "def f():\n    x = 1\n    x = 2\n    return x\n"
     text += "class C:\n    def h(self): pass\n    def h(self): pass\n"
     (tmp_path / "m.py").write_text(text)
-    with pytest.raises(LookupError, match=re.escape(said)):
+    with pytest.raises(LookupError, match=re.escape(message)):
         find(SourcePlace(*place), tmp_path)
 
 

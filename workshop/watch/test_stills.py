@@ -67,8 +67,8 @@ def test_a_notebook_shows_it_too(chapter: int, shots: dict[int | str, Shot]) -> 
 
 def test_a_cell_is_found_between_others() -> None:
     script = "a = 1\n\n# %% [markdown]\n# ## Watch it run\n#\n# words\n\n# %%\nb = 2\n"
-    before, cell, behind = parted(script)
-    assert before + cell + behind == script
+    before, cell, after = parted(script)
+    assert before + cell + after == script
     assert cell == "# %% [markdown]\n# ## Watch it run\n#\n# words\n"
     assert parted("a = 1\n") == ("a = 1\n", "", "")
 

@@ -118,14 +118,14 @@ def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
 ) -> None:
     taken = stack.enter_context(socket.socket())  # and not listened to
     taken.bind(("127.0.0.1", 0))
-    nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    proxy = stack.enter_context(served(make_proxy(nobody, server.url)))
+    unused_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    proxy = stack.enter_context(served(make_proxy(unused_url, server.url)))
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     address = "127.0.0.1", int(proxy.rpartition(":")[2])
     with server.aborts_one(), socket.create_connection(address) as connection:
         connection.sendall(posted(long))
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    alone = stack.enter_context(served(make_proxy(nobody, nobody)))
+    alone = stack.enter_context(served(make_proxy(unused_url, unused_url)))
     assert httpx.get(f"{alone}/v1/models", timeout=30).status_code == 502
 
 
@@ -196,8 +196,8 @@ def test_the_decode_server_loads_kv_of_the_prefill_server_and_works_without_it(
     body = {"prompt": PROMPTS[2], "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=60) as stream:
-        *pieces, usage, done = events_of(stream.read())
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected[2]
+        *chunks, usage, done = events_of(stream.read())
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[2]
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL and done is None
 
     prefill.kill()

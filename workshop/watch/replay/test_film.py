@@ -91,8 +91,12 @@ def test_the_command_describes_and_refuses(workshop: Workshop, tmp_path: Path, c
     film = Film.read(path)
     for step in range(film.num_steps):
         assert main([str(path), "--step", str(step)]) == 0
-    told = capsys.readouterr().out
-    assert "prompt" in told and "decode" in told and "waits: every batch slot is taken" in told
+    printed = capsys.readouterr().out
+    assert (
+        "prompt" in printed
+        and "decode" in printed
+        and "waits: every batch slot is taken" in printed
+    )
     assert main([str(path), "--step", str(film.num_steps)]) == 2
     assert f"step must be from 0 to {film.num_steps - 1}" in capsys.readouterr().err
     assert main([str(tmp_path / "none.jsonl")]) == 2
