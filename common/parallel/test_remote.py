@@ -57,6 +57,7 @@ DRIVERS = {
     },
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+STEP = 10**6  # of a plan that no scheduler made
 FEW = SamplingParams(temperature=0, max_tokens=2)
 SOON_S = 30.0  # for a busy machine: no call waits longer than 3
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
@@ -68,9 +69,15 @@ def forked_workers(monkeypatch) -> None:
     monkeypatch.setattr(remote_launch, "start_process", start_forked)
 
 
-def tokens_of(engine: LLMEngine, prompts: list[str], params: SamplingParams) -> list[list[int]]:
-    outputs = engine.generate_batch(prompts, params).values()
+def tokens_of(
+    engine: LLMEngine, prompts: list, params: SamplingParams | list[SamplingParams], **how
+) -> list[list[int]]:
+    outputs = engine.generate_batch(prompts, params, **how).values()
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def plan_message(plan: RunnerInput) -> bytes:
+    return message.pack("plan", step=STEP, plan=message.plan_to_map(plan), times=[])
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
@@ -175,11 +182,8 @@ def must_keep_to_grammars(engine, loaded, tokenizer) -> None:
     engine.tokenizer = saved_tokenizer
     grammars = [Choice(["yes", "no", "none"]), Regex("[ab]{3,9}!"), Json({"type": "integer"}, 0)]
     params = [SamplingParams(temperature=0, max_tokens=9, grammar=g) for g in (*grammars, None)]
-    said = [
-        [output.outputs[0].token_ids for output in e.generate_batch(PROMPTS[:4], params).values()]
-        for e in (engine, one_process(loaded, tokenizer))
-    ]
-    assert said[0] == said[1]
+    here = one_process(loaded, tokenizer)
+    assert tokens_of(engine, PROMPTS[:4], params) == tokens_of(here, PROMPTS[:4], params)
 
 
 def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
@@ -193,13 +197,7 @@ def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
         tokens_of(engine, PROMPTS[:1], GREEDY)  # steps do not wait for it
         engine.named_adapters().end_load(name, loading)
     asked, names = PROMPTS[:4] * 2, [None, *adapters, *reversed(adapters), None]
-    found, right = (
-        [
-            output.outputs[0].token_ids
-            for output in e.generate_batch(asked, GREEDY, adapter=names).values()
-        ]
-        for e in (engine, here)
-    )
+    found, right = (tokens_of(e, asked, GREEDY, adapter=names) for e in (engine, here))
     assert found == right and len(set(map(tuple, right))) > 6
     for name in adapters:
         engine.unload_adapter(name)
@@ -213,7 +211,7 @@ def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
     tiers = KVTierConfig(host_blocks=0, disk_blocks=60, disk_path=path)
     here = one_process(loaded, tokenizer, num_blocks=20)
     there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **options)
-    connector, greedy = there._connector, SamplingParams(temperature=0, max_tokens=8)
+    connector, greedy = there.parts.connector, SamplingParams(temperature=0, max_tokens=8)
     expected = tokens_of(here, PROMPTS[:2], greedy)
     others = [[i] * 30 for i in range(5, 9)]
 
@@ -289,12 +287,7 @@ def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = RunnerInput([new], num_scheduled_tokens={"x": 3})
     wrong = RunnerInput([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1
-    executor.send(
-        [
-            message.pack("plan", step=10**6, plan=message.plan_to_map(plan), times=[])
-            for plan in (right, wrong)
-        ]
-    )
+    executor.send([plan_message(plan) for plan in (right, wrong)])
     must_be_dead(engine, pids, rf"rank 1 \(process {pids[1]}\) raised KeyError: 'x'")
 
 
@@ -328,13 +321,11 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     plans = [RunnerInput([NewRequestData("x", [1, 2, 3], p, 0, ([5],))]) for p in params]
     for plan in plans:
         plan.num_scheduled_tokens = {"x": 3}
-    step, executor = 10**6, executor_of(engine)
-    executor.send(
-        [message.pack("plan", step=step, plan=message.plan_to_map(p), times=[]) for p in plans]
-    )
-    names = rf"rank 1 \(process {pids[1]}\) has sampled other tokens in step {step} than rank 0"
+    executor = executor_of(engine)
+    executor.send(list(map(plan_message, plans)))
+    names = rf"rank 1 \(process {pids[1]}\) has sampled other tokens in step {STEP} than rank 0"
     with pytest.raises(WorkerError, match=names):
-        executor.wait_for_output(step)
+        executor.wait_for_output(STEP)
     assert not any(map(is_there, pids))
 
 

@@ -98,6 +98,7 @@ def config_of(combination: Combination, batch_invariant: bool) -> EngineConfig:
         config,
         num_blocks=1 + -(-num_positions // size),
         batch_invariant=batch_invariant,
+        compile=False,
         max_model_len=None,  # what it was for, graphs, is not to be had here
         emulate_graphs=False,
         adapters=None,

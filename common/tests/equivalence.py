@@ -29,6 +29,7 @@ from common.tests.equivalence_axes import SPECULATIVE, Combination, Value
 from common.tests.equivalence_rows import num_valid, shuffled_product
 from common.tests.grammar_cases import CASES
 from common.tests.small_models import FEWER, LENGTHS, subject
+from compiled_attention import HeadMajorKVCache
 from grouped_kv_memory import max_blocks
 from step_record import StepRecord
 
@@ -62,6 +63,7 @@ class Summary:
     num_cached_tokens: int
     num_overlapped: int  # steps that ended while the next one was under way
     num_replays: int  # steps that were replayed from a graph
+    is_compiled: bool  # attention of decodes, norms and rotary embedding
 
 
 def lengths_of(settings: Mapping[str, Value]) -> tuple[int, ...]:
@@ -171,6 +173,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         stats.cached_tokens,
         num_overlapped,
         num_replays(engine),
+        isinstance(engine.kv_cache, HeadMajorKVCache),
     )
 
 

@@ -36,9 +36,11 @@ AXES: dict[str, tuple[Value, ...]] = {
     "emulate_graphs": (False, True),
     "adapters": (None, "mixed"),  # a prompt has one of three, or none
     "grammars": (None, "mixed"),  # one of four, or none
+    "compile": (False, True),
 }
 # No setting of these is ever refused.
-FREE_AXES = ("block_size", "pool", "overlap_scheduling", "emulate_graphs", "adapters", "grammars")
+FREE_AXES = ("block_size", "pool", "overlap_scheduling", "emulate_graphs")
+FREE_AXES += ("adapters", "grammars", "compile")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ constraint, samples, stops and log-probabilities."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -78,3 +79,19 @@ def must_be_as_likely(found: list | None, expected: list | None, tolerance: floa
         assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
         assert entry.logprob == pytest.approx(same.logprob, abs=tolerance)
         assert entry.top == pytest.approx(same.top, abs=tolerance)
+
+
+def must_be_drawn_from(law: Mapping[tuple[int, ...], float], found: Counter) -> None:
+    """Counts of texts against their probabilities. Those expected fewer than five times are counted
+    together, with another one if all of them are so few."""
+    from scipy.stats import chisquare  # not above: it takes seconds
+
+    num_drawn = found.total()
+    likely = [tokens for tokens, share in law.items() if share * num_drawn >= 5]
+    counts, shares = [found[tokens] for tokens in likely], [law[tokens] for tokens in likely]
+    counts.append(num_drawn - sum(counts))
+    shares.append(max(1 - sum(shares), 0.0))
+    if shares[-1] * num_drawn < 5:
+        counts[-2:], shares[-2:] = [sum(counts[-2:])], [sum(shares[-2:])]
+    expected = [share / sum(shares) * num_drawn for share in shares]
+    assert chisquare(counts, expected).pvalue > 1e-4, found

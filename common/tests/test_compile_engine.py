@@ -14,11 +14,8 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, COMPILE_FROM_PARAMETERS
 from common.llm import LLM
 from common.models.regions import compiled_linear, compiled_regions
-from common.models.regions.compiled_regions import CompiledRegions
 from common.models.regions.regions import Regions
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
-from common.tests.equivalence import make_config, serve_combination, subject
-from common.tests.equivalence_axes import Combination
 from compiled_attention import HeadMajorKVCache
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from pool_connector import PoolConnector
@@ -26,48 +23,6 @@ from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
 
 CPU = torch.device("cpu")
-CHUNKS = "two_phase chunked_prefill=3 prefix_cache=hash block_size=3 preempt_every=5"
-COMBINATIONS = [
-    CHUNKS,
-    "two_phase chunked_prefill=False prefix_cache=radix block_size=16 preempt_every=2",
-    "two_phase chunked_prefill=True speculative=ngram prefix_cache=hash block_size=33",
-    "two_phase chunked_prefill=16 speculative=draft block_size=1 pool=just",
-    "prefill_first chunked_prefill=16 mixing=True prefix_cache=hash preempt_every=3",
-    "fcfs chunked_prefill=False block_size=3",
-    "two_phase chunked_prefill=3 block_size=3 preempt_every=3 adapters=mixed grammars=mixed",
-]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call of compiled attention."""
-    numbers: list[int] = []
-    real = decode_attention.CompiledRows.__call__
-
-    def counted(self, query, key_cache, value_cache, rows, *rest) -> None:
-        numbers.append(len(rows.tokens))
-        real(self, query, key_cache, value_cache, rows, *rest)
-
-    monkeypatch.setattr(decode_attention.CompiledRows, "__call__", counted)
-    return numbers
-
-
-def serve_compiled(text: str) -> None:
-    combination = Combination.parse([f"scheduler={text.split()[0]}", *text.split()[1:]])
-    which = subject("random")
-    config = replace(make_config(combination), compile=True)
-    tokenizer = which.tokenizer if combination.as_dict()["grammars"] else None
-    engine = LLMEngine(config, loaded=which.loaded, draft=which.draft, tokenizer=tokenizer)
-    assert isinstance(engine.kv_cache, HeadMajorKVCache)
-    assert isinstance(which.loaded.model.regions, CompiledRegions)
-    serve_combination(combination, engine)
-
-
-@needs_compiler
-@pytest.mark.parametrize("text", COMBINATIONS)
-def test_every_token_is_right(text: str, calls: list[int]) -> None:
-    serve_compiled(text)
-    assert max(calls) > 1
 
 
 @needs_compiler

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
@@ -19,7 +18,7 @@ from common.tests.engine_oracle import (
     greedy_params,
     serve,
 )
-from common.tests.every_kind import must_say_the_same
+from common.tests.every_kind import must_be_drawn_from, must_say_the_same
 from common.tests.scripted_proposer import SCRIPTS, ScriptedProposer
 from request import SamplingParams
 
@@ -190,13 +189,7 @@ def test_without_a_seed_the_law_is_the_targets(oracle, loaded, draft):
     stats = engine.stats()
     assert 0.3 < stats.num_accepted_tokens / stats.num_drafted_tokens < 0.95
     assert engine.speculation.proposer.proposer.num_computed_tokens > 0
-    likely = [tokens for tokens, p in law.items() if p * num_samples >= 5]
-    rest = 1 - sum(law[tokens] for tokens in likely)
-    counts = [seen[tokens] for tokens in likely] + [num_samples - sum(seen[t] for t in likely)]
-    expected = [law[tokens] * num_samples for tokens in likely] + [rest * num_samples]
-    if rest * num_samples < 5:
-        counts[-2:], expected[-2:] = [sum(counts[-2:])], [sum(expected[-2:])]
-    assert chisquare(counts, expected).pvalue > 1e-4
+    must_be_drawn_from(law, seen)
 
 
 def exact_law(oracle: Oracle, prompt: list[int], params: SamplingParams) -> dict:

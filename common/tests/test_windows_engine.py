@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import decode_attention
 from cached_kv_cache_manager import CachedKVCacheManager
 from common.engine import LLMEngine
 from common.engine_config import ATTENTION_BACKENDS, SHIPPED_CHECKPOINT, EngineConfig
@@ -34,7 +35,6 @@ from common.tests.engine_oracle import (
 from common.tests.film_runs import RecordedRun, check_film
 from common.tests.film_runs import serve as record_run
 from common.tests.small_models import WINDOWED, Subject, subject
-from common.tests.test_compile_engine import calls
 from compiled_attention import HeadMajorKVCache
 from paged_attention import TorchAttentionBackend
 from request import SamplingParams
@@ -44,7 +44,6 @@ from tiered_cache import KVTierConfig
 from window_attention import WindowBackend
 from workshop.watch.replay.film import Film
 
-__all__ = ["calls"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -91,6 +90,20 @@ def test_a_draft_model_guesses_what_it_says_alone(seed: int, which: Subject, tmp
     for known, tokens in longest[:10] + rng.sample(guesses, min(10, len(guesses))):
         logits = alone(torch.tensor([[*known, *tokens]])).logits[0]
         assert logits[len(known) - 1 : -1].argmax(-1).tolist() == list(tokens)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of compiled attention."""
+    numbers: list[int] = []
+    real = decode_attention.CompiledRows.__call__
+
+    def counted(self, query, key_cache, value_cache, rows, *rest) -> None:
+        numbers.append(len(rows.tokens))
+        real(self, query, key_cache, value_cache, rows, *rest)
+
+    monkeypatch.setattr(decode_attention.CompiledRows, "__call__", counted)
+    return numbers
 
 
 @needs_compiler
