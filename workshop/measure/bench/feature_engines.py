@@ -425,11 +425,12 @@ def overlapped_and_not(
 ) -> Iterator[Case]:
     kinds = {"plain": False, "overlapped": True}
     engines = {k: make_engine(loaded, n, overlap_scheduling=on) for k, on in kinds.items()}
-    runners = [engine.core.runner for engine in engines.values()]
-    for engine in engines.values():
+    cores: list[Any] = [engine.core for engine in engines.values()]
+    runners = [core.runner for core in cores]
+    for core in cores:
         if device_s is not None:
-            inner = getattr(engine.core.runner, "runner", engine.core.runner)  # without the thread
-            engine.core.runner = QueuedDevice(inner, device_s)
+            inner = getattr(core.runner, "runner", core.runner)  # without the thread
+            core.runner = QueuedDevice(inner, device_s)
 
     def run(engine: LLMEngine) -> dict[str, float]:
         _, decode = run_batch(engine, short_prompts(n, loaded), params)
@@ -437,8 +438,8 @@ def overlapped_and_not(
 
     settings = {kind: partial(run, engine) for kind, engine in engines.items()}
     yield Case(part, name, settings, round_factor=4 if part == "stops" else 1)
-    for engine, runner in zip(engines.values(), runners, strict=True):
-        engine.core.runner = runner
+    for engine, core, runner in zip(engines.values(), cores, runners, strict=True):
+        core.runner = runner
         engine.close()
 
 
