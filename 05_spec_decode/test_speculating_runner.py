@@ -319,8 +319,8 @@ class Adversary:
 
     num_spec_tokens = num_lookahead_tokens = K
 
-    def __init__(self, propose: Callable[[RunnerRequest, int], list[int]]) -> None:
-        self.propose = propose
+    def __init__(self, draft: Callable[[RunnerRequest, int], list[int]]) -> None:
+        self.draft = draft
         self.known: set[str] = set()
 
     def propose(self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]):
@@ -334,7 +334,7 @@ class Adversary:
                 assert num_uncomputed_tokens == 1 and num_outputs >= 1
                 assert num <= request.max_tokens - num_outputs - 1
             self.known.add(request.req_id)
-            drafts[request.req_id] = self.propose(request, num)
+            drafts[request.req_id] = self.draft(request, num)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
