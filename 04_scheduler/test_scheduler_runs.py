@@ -268,9 +268,9 @@ def random_load(
     """A pool of hardly more than one request's blocks, and requests that share beginnings."""
     block_size = rng.choice([1, 2, 4, 7])
     families = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 10))] for _ in range(3)]
-    num_needed = -(-(16 + 14) // block_size)
+    needed = -(-(16 + 14) // block_size)
     memory = make_memory(
-        cache, num_needed + rng.choice([*spare_blocks, num_needed, 4 * num_needed]), block_size
+        cache, needed + rng.choice([*spare_blocks, needed, 4 * needed]), block_size
     )
     longest = min(16, memory.capacity - 1)
     return memory, [random_request(rng, f"r{i}", families, longest) for i in range(14)]

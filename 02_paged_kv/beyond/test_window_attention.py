@@ -139,23 +139,16 @@ def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     (host,) = (
         compose_windows(compose_in_order, [window], state, queries, block_size).on(CPU).attention
     )
-    window_metadata = window_of_decodes(whole, window, block_size)
-    for found, expected in zip(
-        window_metadata.seq_lens.tolist(), host.seq_lens.tolist(), strict=True
-    ):
-        assert found == expected <= window_metadata.max_seq_len
-    for row, n in enumerate(window_metadata.seq_lens.tolist()):
+    shifted = window_of_decodes(whole, window, block_size)
+    for found, expected in zip(shifted.seq_lens.tolist(), host.seq_lens.tolist(), strict=True):
+        assert found == expected <= shifted.max_seq_len
+    for row, n in enumerate(shifted.seq_lens.tolist()):
         used = -(-n // block_size)
-        assert (
-            window_metadata.block_tables[row, :used].tolist()
-            == host.block_tables[row, :used].tolist()
-        )
+        assert shifted.block_tables[row, :used].tolist() == host.block_tables[row, :used].tolist()
     with pytest.raises(ValueError, match=r"seq_lens \(4 .*query_starts \(0 .*contradict"):
-        TorchAttentionBackend().plan(
-            window_metadata, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0]
-        )
-    no_requests = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
-    assert not window_of_decodes(no_requests, window, block_size).seq_lens.any()
+        TorchAttentionBackend().plan(shifted, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0])
+    idle = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
+    assert not window_of_decodes(idle, window, block_size).seq_lens.any()
 
 
 def check_backend(
@@ -198,14 +191,14 @@ def check_backend(
             values.append(whole[1])
         query = draw(len(batch.input_ids), 4, 8)
         output = plan.attend(query, *caches, 0.3)
-        for (query_len, seq_len), key, value, window_metadata in zip(
+        for (query_len, seq_len), key, value, shifted in zip(
             sequences, keys, values, query.split([n for n, _ in sequences]), strict=True
         ):
             for i in range(query_len):
                 end = seq_len - query_len + i + 1
                 begin = 0 if group == 0 else max(0, end - window)
                 seen = key[begin:end], value[begin:end]
-                rows.append(dense_attention(window_metadata[i], *seen, 0.3))
+                rows.append(dense_attention(shifted[i], *seen, 0.3))
         atol = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), torch.stack(rows), atol=atol, rtol=0)
     return batch
@@ -238,10 +231,10 @@ def test_a_batch_may_be_reordered():
     (found,) = batch.attention
     # First tokens at 16, 29 and 25 see from 14, 27 and 23 on: blocks that begin at 14, 26, 22.
     assert found.seq_lens.tolist() == [6, 4, 8]
-    expected_tables = [
+    tables = [
         state.groups[0].block_tables[row, [a, a + 1]].tolist() for row, a in ((2, 7), (1, 13))
     ]
-    assert [row[:2].tolist() for row in found.block_tables[:2]] == expected_tables
+    assert [row[:2].tolist() for row in found.block_tables[:2]] == tables
 
 
 def test_a_tile_reads_only_the_keys_it_sees_and_repeats_are_equal(monkeypatch):

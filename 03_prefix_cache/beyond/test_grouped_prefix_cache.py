@@ -206,9 +206,9 @@ def test_can_allocate_agrees_with_allocate_slots(num_found: int, num_new: int):
         assert not isinstance(computed, NotReady) and computed.num_tokens == 2 * num_found
         for freeing in (None, first):
             says = memory.can_allocate(request, num_new, computed, 0, freeing)
-            trial, copied, copied_victim = copy.deepcopy((memory, request, freeing))
-            if copied_victim is not None:
-                trial.free(copied_victim)
+            trial, copied, victim = copy.deepcopy((memory, request, freeing))
+            if victim is not None:
+                trial.free(victim)
             assert says == trial.allocate_slots(copied, num_new, 0, computed), (num_free, freeing)
             answers.add(says)
     assert answers == {False, True}

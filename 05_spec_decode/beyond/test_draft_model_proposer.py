@@ -89,12 +89,12 @@ class ScriptedModel:
         ):
             start = seq_len - (stop - first)
             assert first < stop and positions[first:stop].tolist() == list(range(start, seq_len))
-            slots_of_seq = [table[p // size] * size + p % size for p in range(seq_len)]
-            assert slots[first:stop] == slots_of_seq[start:]
-            assert min(slots_of_seq) >= size, "block 0 is never allocated"
-            read.update(slots_of_seq[:start])
-            kv = [before[slot] for slot in slots_of_seq[:start]]
-            for slot, token in zip(slots_of_seq[start:], ids[first:stop]):
+            owned = [table[p // size] * size + p % size for p in range(seq_len)]
+            assert slots[first:stop] == owned[start:]
+            assert min(owned) >= size, "block 0 is never allocated"
+            read.update(owned[:start])
+            kv = [before[slot] for slot in owned[:start]]
+            for slot, token in zip(owned[start:], ids[first:stop]):
                 kv.append(_mix(kv, token))
                 assert written.setdefault(slot, kv[-1]) == kv[-1], "two write one slot"
                 says.append(_mix(kv, -1) % VOCAB)

@@ -219,9 +219,7 @@ def test_a_policy_is_asked_once_with_any_number_of_recorders(random_loaded, tmp_
     assert {name: row["order_key"] for name, row in rows.items()} == dict(zip("abcd", "1234"))
 
 
-def test_a_recorder_that_starts_with_the_engine_needs_no_snapshot(
-    random_loaded, tmp_path: Path
-) -> None:
+def test_a_recorder_from_the_start_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     engine.watch(path)
     assert moments(path) == []
@@ -367,9 +365,7 @@ def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_
     assert [row["by"] for row in rows] == ["loads", "considered"]
 
 
-def test_the_last_memory_change_is_in_a_recorded_run_that_ends_there(
-    random_loaded, tmp_path: Path
-) -> None:
+def test_the_last_memory_change_is_recorded(random_loaded, tmp_path: Path) -> None:
     """An interrupt comes before the purpose of the change is known."""
     engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
     engine.watch(path)
@@ -380,9 +376,7 @@ def test_the_last_memory_change_is_in_a_recorded_run_that_ends_there(
     assert "a" not in Film.read(path).last_state()["tables"]
 
 
-def test_a_plan_in_flight_of_an_aborted_request_is_not_its_successors(
-    random_loaded, tmp_path: Path
-) -> None:
+def test_a_plan_of_an_aborted_request_is_not_its_successors(random_loaded, tmp_path: Path) -> None:
     """A new request may have the same name."""
     engine = make_engine(random_loaded, overlap_scheduling=True)
     for name in "ab":
@@ -504,8 +498,8 @@ class SuffixFreeCache(PrefixCache):
 
     def _remove_subtree(self, block: HasBlockId) -> list[Block]:
         keys, tokens = self._entry(block)
-        extending = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
-        return [self.entries.pop(e) for e in sorted(extending, key=lambda e: -len(e[1]))]
+        after = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
+        return [self.entries.pop(e) for e in sorted(after, key=lambda e: -len(e[1]))]
 
     @property
     def num_evictable_blocks(self) -> int:

@@ -280,9 +280,7 @@ def tokens(num: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("config", SCHEDULERS, ids=lambda config: config["scheduler"])
-def test_batch_slots_budget_and_blocks_are_different_reasons(
-    config: dict, random_loaded, tmp_path: Path
-) -> None:
+def test_slots_budget_and_blocks_are_reasons(config: dict, random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     three = {"a": tokens(20), "b": tokens(20, 1), "c": tokens(20, 2)}
     engine = make_engine(random_loaded, path, max_num_seqs=1, **config)
@@ -307,9 +305,7 @@ def test_a_request_that_waits_for_a_prefix_names_the_other_request(
     assert plan["requests"] == ["a", "c"], "it was skipped"
 
 
-def test_a_constraint_holds_back_one_request_and_not_the_next(
-    random_loaded, tmp_path: Path
-) -> None:
+def test_a_constraint_holds_back_only_one_request(random_loaded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(
         random_loaded, path, chunked_prefill=8, max_long_partial_prefills=1, num_blocks=60
@@ -433,9 +429,7 @@ def test_lost_and_cached_tokens_belong_to_the_request_and_the_step() -> None:
     assert (decisions["recomputed"], decisions["found"]) == ({}, {})
 
 
-def test_kinds_of_tokens_of_a_step_are_distinguished(
-    random_oracle, random_loaded, tmp_path: Path
-) -> None:
+def test_kinds_of_tokens_are_distinguished(random_oracle, random_loaded, tmp_path: Path) -> None:
     """Prompt, decode and draft tokens, and tokens lost by a preemption."""
     path = tmp_path / "run.jsonl"
     engine = make_engine(

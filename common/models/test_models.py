@@ -185,9 +185,7 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_unsupported_model_is_refused_before_a_weight_is_read(
-    case, sound, made_on, tmp_path, capsys
-):
+def test_an_unsupported_model_is_refused_before_its_weights(case, sound, made_on, tmp_path, capsys):
     change, message = CASES[case]
     path = shutil.copytree(sound, tmp_path / "model")
     change(path)

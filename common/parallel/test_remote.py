@@ -329,9 +329,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
-def test_drafts_are_counted_from_plans_and_outputs_as_at_the_proposer(
-    shipped_loaded, shipped_tokenizer
-) -> None:
+def test_drafts_are_counted_as_at_the_proposer(shipped_loaded, shipped_tokenizer) -> None:
     engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
     counting = remote.CountingRunner(engine.core.runner)
     engine.core.runner = counting

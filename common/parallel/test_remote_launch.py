@@ -206,9 +206,7 @@ def under_torchrun(monkeypatch) -> None:
     ],
 )
 @pytest.mark.parametrize("rank", range(2))
-def test_a_wrong_setting_under_torchrun_is_refused(
-    sizes, reason, rank, under_torchrun, monkeypatch
-) -> None:
+def test_wrong_settings_of_torchrun_fail(sizes, reason, rank, under_torchrun, monkeypatch) -> None:
     """By every process: none would wait for the others."""
     monkeypatch.setenv("RANK", str(rank))
     with pytest.raises(ValueError, match=reason):
@@ -272,9 +270,7 @@ def test_a_peer_without_the_secret_is_refused() -> None:
         (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size must"),
     ],
 )
-def test_impossible_settings_are_refused_before_any_process_starts(
-    wrong, error, reason, monkeypatch
-):
+def test_impossible_settings_are_refused_without_processes(wrong, error, reason, monkeypatch):
     monkeypatch.setattr(remote_launch, "start_process", None)
     with pytest.raises(error, match=reason):
         LLM(**wrong)

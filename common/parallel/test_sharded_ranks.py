@@ -96,13 +96,13 @@ def each_rank(ranks: list[dict]):
     for world, (first, tp_size, num_stages, cases) in WORLDS.items():
         for rank in range(tp_size * num_stages):
             for case in cases:
-                ranks_of_case, got = (
+                grid, got = (
                     Ranks(tp_size, num_stages, rank),
                     ranks[first + rank][world][case],
                 )
                 assert len(got) == (len(ITEMSIZES) if case in IN_EVERY_DTYPE else 1)
                 for kind, steps in got.items():
-                    yield world, ranks_of_case, case, kind, steps
+                    yield world, grid, case, kind, steps
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, context: tuple) -> None:
@@ -111,43 +111,39 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, conte
 
 
 def test_logits_are_those_of_one_process(ranks, one_process):
-    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
-        if ranks_of_case.is_last_stage and kind in BOUNDS:
+    for world, grid, case, kind, steps in each_rank(ranks):
+        if grid.is_last_stage and kind in BOUNDS:
             for step, expected in zip(steps, one_process[case], strict=True):
-                assert_near(
-                    step["output"], expected, BOUNDS[kind], (world, ranks_of_case, case, kind)
-                )
+                assert_near(step["output"], expected, BOUNDS[kind], (world, grid, case, kind))
 
 
 def test_every_rank_of_the_last_stage_has_the_same_bits(ranks):
     first: dict = {}
-    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
+    for world, grid, case, kind, steps in each_rank(ranks):
         for i, step in enumerate(steps):
-            if ranks_of_case.is_last_stage:
+            if grid.is_last_stage:
                 expected = first.setdefault((world, case, kind, i), step["output"])
-                assert torch.equal(step["output"], expected), (world, ranks_of_case, case, kind)
+                assert torch.equal(step["output"], expected), (world, grid, case, kind)
 
 
 def test_stages_alone_change_no_bit(ranks, one_process):
     """Stages compute the same numbers in the same order."""
-    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
-        is_alone = ranks_of_case.tensor_parallel_size == 1 and ranks_of_case.is_last_stage
+    for world, grid, case, kind, steps in each_rank(ranks):
+        is_alone = grid.tensor_parallel_size == 1 and grid.is_last_stage
         if is_alone and kind == "torch.float64":
             for step, expected in zip(steps, one_process[case], strict=True):
                 assert torch.equal(step["output"], expected), (world, case)
 
 
 def test_communication_follows_the_formula(ranks, folder):
-    for world, ranks_of_case, case, kind, steps in each_rank(ranks):
+    for world, grid, case, kind, steps in each_rank(ranks):
         fields = json.loads((folder / case / "config.json").read_text())
         config = ModelConfig.from_hf(fields)
         for (work, indices), step in zip(STEPS, steps, strict=True):
             num_tokens = sum(len(ids) for _, _, ids in work)
             num_rows = num_tokens if indices is None else len(indices)
-            expected = step_communication(
-                config, ranks_of_case, num_tokens, num_rows, ITEMSIZES[kind]
-            )
-            assert Communication(**step["said"]) == expected, (world, ranks_of_case, case, kind)
+            expected = step_communication(config, grid, num_tokens, num_rows, ITEMSIZES[kind])
+            assert Communication(**step["said"]) == expected, (world, grid, case, kind)
 
 
 def step_communication(
@@ -198,10 +194,10 @@ def test_adapters_on_more_ranks_than_kv_heads_equal_peft(ranks, folder, adapted)
             for path, ids in prompts.items()
         ]
         for rank, got in enumerate(ranks):
-            found, ranks_of_case = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
+            found, grid = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
             assert_near(found["output"], torch.cat(exact), 1e-11, (name, rank))
-            communication = step_communication(config, ranks_of_case, num_tokens, num_tokens, 8)
-            assert Communication(**found["said"]) == communication
+            traffic = step_communication(config, grid, num_tokens, num_tokens, 8)
+            assert Communication(**found["said"]) == traffic
 
 
 def test_the_least_is_that_of_all_stages(ranks):

@@ -156,7 +156,7 @@ def test_a_text_is_ruled_out_with_and_without_a_space(shipped_tokenizer: Tokeniz
     assert encode("self") != encode(" self")
 
 
-def test_a_text_is_encoded_without_the_tokens_that_begin_a_prompt(
+def test_a_text_is_encoded_without_a_prompts_prefix(
     shipped_tokenizer: Tokenizer,
 ) -> None:
     from tokenizers.processors import TemplateProcessing

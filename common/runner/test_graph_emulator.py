@@ -268,9 +268,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_an_operation_that_waits_for_the_device_cannot_be_captured(
-    name: str, random_loaded
-) -> None:
+def test_an_operation_that_waits_for_a_device_is_not_captured(name: str, random_loaded) -> None:
     with pytest.raises(CannotCapture, match=f"^{name}.*synchronizes with the device"):
         make(random_loaded, backend_of(partial(Waiting, WAITS[name])))
     longest = lambda metadata: metadata.seq_lens.max() + len(metadata.seq_lens)  # noqa: E731

@@ -460,6 +460,14 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     assert not probs[[0, 2]].isnan().any()
 
 
+def test_a_request_with_tokens_before_its_bad_row_fails_in_a_later_step() -> None:
+    """A bad row after accepted drafts is computed again, without drafts before it."""
+    logits = torch.tensor([[0.0, 1.0], [NEG_INF, NEG_INF]] * 2)
+    batch = make_batch([SamplingParams(temperature=0)] * 4, req_ids=["r", "r", "s", "t"])
+    output = Sampler(2).sample(logits, batch)
+    assert (output.token_ids, output.errors) == ({"r": [1], "s": [1]}, {"t": NO_FINITE_LOGITS})
+
+
 def test_rows_of_one_request_each_have_their_own_history() -> None:
     """Trap 37: a constraint applies at every draft position, not only at the last."""
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3, dtype=torch.float64)

@@ -97,7 +97,7 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
 
 @pytest.mark.sample(every=5)
 @pytest.mark.parametrize(
-    ("vocab_size", "max_candidates", "is_narrow", "has_top_k", "has_min_p"),
+    ("vocab_size", "limit", "is_narrow", "has_top_k", "has_min_p"),
     [
         (1, 0, False, False, True),
         (5, 4, True, True, False),
@@ -114,7 +114,7 @@ TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
 )
 def test_the_highest_are_those_of_the_specification(
     vocab_size: int,
-    max_candidates: int,
+    limit: int,
     is_narrow: bool,
     has_top_k: bool,
     has_min_p: bool,
@@ -127,19 +127,19 @@ def test_the_highest_are_those_of_the_specification(
     temperature = doubles(TEMPERATURES, device)
     k = torch.tensor(
         [
-            max_candidates,
+            limit,
             1,
-            max_candidates // 2 + 1,
-            max_candidates,
-            max_candidates // 3 + 1,
+            limit // 2 + 1,
+            limit,
+            limit // 3 + 1,
             3,
-            max_candidates,
+            limit,
             2,
         ],
         device=device,
     )
     min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
-    given = logits.amax(-1), temperature, k if has_top_k else None, max_candidates, is_narrow
+    given = logits.amax(-1), temperature, k if has_top_k else None, limit, is_narrow
     check_shape(logits, *given, min_p=min_p if has_min_p else None)
 
 
@@ -151,9 +151,9 @@ def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torc
     logits[3] = rows[3].to(dtype)  # with -inf
     highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
     k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
-    for top_k, max_candidates, is_narrow in ((None, 0, False), (k, 16, True)):
+    for top_k, limit, is_narrow in ((None, 0, False), (k, 16, True)):
         given, min_p = (
-            (highest, temperature, top_k, max_candidates, is_narrow),
+            (highest, temperature, top_k, limit, is_narrow),
             0.01 * temperature.clamp(max=1),
         )
         check_shape(logits, *given, min_p=min_p)

@@ -29,8 +29,8 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     one = make_sampling([DrawnSeedParams(seed=1)] * n, seeds=range(1, n + 1))
     names = [name for name in one.req_ids for _ in range(2)]
     rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
-    draft_token_ids = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
-    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, draft_token_ids)
+    drafts_of = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
+    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts_of)
     of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
     sampler = SpeculativeSampler(Sampler(3), lambda _: of_two)
     output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
@@ -39,10 +39,8 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     assert chisquare(first_counts, p.numpy() * n).pvalue > 1e-4, first_counts / n
     num_accepted = sum(len(ids) == 2 for ids in tokens)
     assert abs(num_accepted / n - 0.6) < 0.03  # sum of min(p, q)
-    second_counts = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
-    assert chisquare(second_counts, p.numpy() * num_accepted).pvalue > 1e-4, (
-        second_counts / num_accepted
-    )
+    counts = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
+    assert chisquare(counts, p.numpy() * num_accepted).pvalue > 1e-4, counts / num_accepted
 
 
 @pytest.mark.parametrize(

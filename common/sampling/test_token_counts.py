@@ -73,11 +73,11 @@ def count(
 def check(
     counts: TokenCounts,
     rows: Rows,
-    req_indices: list[int],
+    chosen: list[int],
     drafts: dict[int, list[int]],
     pending: Collection[int] = (),
 ) -> None:
-    batch = rows.batch(req_indices, drafts, pending)
+    batch = rows.batch(chosen, drafts, pending)
     is_known, output_counts = count(counts, batch)
     expected, known = [], []
     for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
@@ -95,10 +95,8 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
     rng = random.Random(seed)
     counts = TokenCounts()
 
-    def tokens(max_tokens: int) -> list[int]:
-        return [
-            rng.randrange(VOCAB + 2) for _ in range(rng.randint(0, max_tokens))
-        ]  # 2 are padding
+    def tokens(num_max: int) -> list[int]:
+        return [rng.randrange(VOCAB + 2) for _ in range(rng.randint(0, num_max))]  # 2 are padding
 
     rows = Rows(4)
     for row in range(4):
@@ -124,17 +122,17 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
                     output += tokens(2)
         if rng.random() < 0.2:
             rows.admit(len(rows.prompts), [0, *tokens(8)], [])
-        req_indices = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
+        chosen = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
         if rng.random() < 0.5:
             check(
                 counts,
                 rows,
-                req_indices,
-                {row: tokens(3) for row in req_indices if rng.random() < 0.5},
+                chosen,
+                {row: tokens(3) for row in chosen if rng.random() < 0.5},
             )
         else:  # with pending tokens there are no drafts
             some = [i for i, output in enumerate(rows.outputs) if output and output[-1] < VOCAB]
-            check(counts, rows, req_indices, {}, [row for row in some if rng.random() < 0.5])
+            check(counts, rows, chosen, {}, [row for row in some if rng.random() < 0.5])
 
 
 def test_another_vocabulary_starts_from_scratch() -> None:

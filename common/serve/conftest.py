@@ -24,6 +24,7 @@ import http.client
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.dependencies import models as fastapi_models
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
@@ -248,6 +249,7 @@ def running(
     **settings: Any,
 ) -> Iterator[Running]:
     with ExitStack() as stack:
+        stack.callback(forget_routes)
         llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
         stack.callback(llm.close)
         little = AsyncLLM(**(SMALL | little_settings(settings))) if has_little else None
@@ -259,6 +261,13 @@ def running(
         loop = make_event_loop()
         listener = stack.enter_context(in_thread(server, loop))
         yield Running(llm, listener.getsockname()[1], loop, app, listener)
+
+
+def forget_routes() -> None:
+    """Clear FastAPI's caches of functions: routes are methods, which keep an app and its engine."""
+    for value in vars(fastapi_models).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 @pytest.fixture(scope="package")

@@ -97,8 +97,8 @@ def test_a_chat_without_a_limit_may_use_the_room_that_is_left(template_server: R
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "temperature": 0},
     )
-    max_model_len = template_server.llm.max_model_len
-    assert answer["usage"]["total_tokens"] == max_model_len
+    longest = template_server.llm.max_model_len
+    assert answer["usage"]["total_tokens"] == longest
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
@@ -117,7 +117,7 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_ends_its_request(
+def test_a_disconnect_aborts(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when the collector comes by: `made` keeps what was not closed."""
@@ -149,9 +149,7 @@ def test_a_slow_reader_delays_no_other(server: Running) -> None:
     wait_for(server.is_idle, 20)
 
 
-def test_a_failed_step_is_reported_to_its_requests(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_step_ends_its_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """A runner that fails once: the requests in that step get a 500, the next one its answer."""
 
     before = server.stats().num_finished
@@ -269,31 +267,31 @@ def test_adapters_are_models() -> None:
 
 
 @contextmanager
-def running_server(*settings: str) -> Iterator[tuple[Forked, str]]:
+def serving(*settings: str) -> Iterator[tuple[Forked, str]]:
     """The command, when all is ready, and what it has said until then."""
     command = ["common.serve", "--port", "0", "--num-blocks", "300", *settings]
     process, stderr = start_program(*command, VLLM_API_KEY="")  # none
     try:
-        stderr_text = ""
-        while "curl" not in stderr_text:
-            stderr_text += stderr.readline()
-            assert process.poll() is None, stderr_text
-        assert "watch it" in stderr_text
-        yield process, stderr_text
+        log = ""
+        while "curl" not in log:
+            log += stderr.readline()
+            assert process.poll() is None, log
+        assert "watch it" in log
+        yield process, log
     finally:
         process.kill()
         stderr.close()
 
 
-def client_of(stderr_text: str) -> openai.OpenAI:
-    match = re.search(r"is served at (\S+)", stderr_text)
+def client_of(log: str) -> openai.OpenAI:
+    match = re.search(r"is served at (\S+)", log)
     assert match is not None
     return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
 
 
 def test_a_signal_lets_running_requests_finish() -> None:
-    with running_server("--drain-seconds", "60") as (process, stderr_text):
-        one = client_of(stderr_text)
+    with serving("--drain-seconds", "60") as (process, log):
+        one = client_of(log)
         stream = one.completions.create(model=MODEL, prompt="x", max_tokens=30, stream=True)
         chunks = iter(stream)
         next(chunks)
@@ -304,8 +302,8 @@ def test_a_signal_lets_running_requests_finish() -> None:
 
 
 def test_requests_beyond_the_drain_time_get_an_error() -> None:
-    with running_server("--drain-seconds", "2") as (process, stderr_text):
-        one = client_of(stderr_text)
+    with serving("--drain-seconds", "2") as (process, log):
+        one = client_of(log)
         fields: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
         streams = [
             iter(one.completions.create(model=MODEL, prompt=f"{i}", **fields)) for i in range(8)
@@ -366,12 +364,12 @@ def test_kv_events_of_a_server_are_heard() -> None:
     from common.serve.kv_listen import listen
 
     with (
-        running_server("--kv-events", "tcp://127.0.0.1:*") as (process, stderr_text),
+        serving("--kv-events", "tcp://127.0.0.1:*") as (process, log),
         ThreadPoolExecutor(1) as pool,
     ):
-        address = re.search(r"are at (\S+)", stderr_text)
+        address = re.search(r"are at (\S+)", log)
         assert address is not None
-        one, heard = client_of(stderr_text), listen(address[1])
+        one, heard = client_of(log), listen(address[1])
 
         def hear(kind: str) -> Event:
             number, event = next(one for one in heard if one[1]["type"] == kind)

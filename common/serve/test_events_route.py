@@ -103,8 +103,8 @@ def look(tight: Running) -> Iterator[Callable[..., Onlooker]]:
     """`look()`: another one. All leave when the test ends, and the engine is as it was."""
     onlookers: list[Onlooker] = []
 
-    def _look(server: Running = tight, **request_headers: Any) -> Onlooker:
-        onlooker = Onlooker(server, **request_headers)
+    def _look(server: Running = tight, **headers_of: Any) -> Onlooker:
+        onlooker = Onlooker(server, **headers_of)
         onlookers.append(onlooker)
         wait_for(lambda: onlooker.lines)
         return onlooker
@@ -255,11 +255,9 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     tight.call(lambda engine: engine.reset_prefix_cache())
     words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
     headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
-    prompts = {viewer_name: f"{STACK}    # {text}" for viewer_name, text in words.items()}
-    ids = {
-        viewer_name: tight.llm.tokenizer.encode(prompt) for viewer_name, prompt in prompts.items()
-    }
-    first = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
+    prompts = {viewer_id: f"{STACK}    # {text}" for viewer_id, text in words.items()}
+    ids = {viewer_id: tight.llm.tokenizer.encode(prompt) for viewer_id, prompt in prompts.items()}
+    first = {viewer_id: look(**headers[viewer_id]) for viewer_id in words}
     bodies = [EIGHT | {"prompt": [p, p], "n": 2, "max_tokens": 40} for p in prompts.values()]
     threads = [
         threading.Thread(target=tight.post, args=("/v1/completions", body), kwargs=header)
@@ -269,10 +267,10 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         for thread in threads:
             thread.start()
         wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
-        late = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
+        late = {viewer_id: look(**headers[viewer_id]) for viewer_id in words}
     for thread in threads:
         thread.join(60)
-    after = {viewer_name: look(**headers[viewer_name]) for viewer_name in words}
+    after = {viewer_id: look(**headers[viewer_id]) for viewer_id in words}
     assert '"prompt":' in late["mine"].lines[1], "it came too late"
 
     def free(viewer: Onlooker) -> list[int]:
@@ -281,19 +279,19 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         return state["free"]
 
     for viewers in (first, late, after):
-        for viewer_name, viewer in viewers.items():
+        for viewer_id, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
             received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
             assert film is not None
-            for other in words.keys() - {viewer_name}:
+            for other in words.keys() - {viewer_id}:
                 tail = ",".join(map(str, ids[other][-4:]))
                 assert tail not in received, "not anywhere in a line"
             for row in film.requests().values():
-                is_mine = viewer_name != "" and row["prompt"] == ids[viewer_name]
+                is_mine = viewer_id != "" and row["prompt"] == ids[viewer_id]
                 assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
-                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_name)) == is_mine
+                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_id)) == is_mine
                 num_mine += is_mine
-            assert viewers is not first or num_mine == (4 if viewer_name else 0)
+            assert viewers is not first or num_mine == (4 if viewer_id else 0)
 
 
 def test_with_the_key_and_no_token_everything_is_read() -> None:
@@ -375,7 +373,7 @@ def test_only_so_many_may_look(
     assert tight.request("GET", "/events")[0] == 429
 
 
-def test_a_recorded_run_of_another_recorder_is_not_taken(
+def test_the_run_of_another_recorder_is_kept(
     tight: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))

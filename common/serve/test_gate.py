@@ -43,8 +43,8 @@ class Asked:
             }
         return part
 
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
+    async def _send(self, reason: Any) -> None:
+        self.sent.append(reason)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "POST":
@@ -123,7 +123,7 @@ def test_a_body_is_read_here_and_again_by_the_application() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "body", "status"),
+    ("reason", "body", "status"),
     [
         ("10", b"x" * 10, 204),
         ("11", b"", 413),
@@ -133,10 +133,10 @@ def test_a_body_is_read_here_and_again_by_the_application() -> None:
         ("0", b"x" * 11, 413),
     ],
 )
-def test_a_body_has_its_limit(message: str, body: bytes, status: int) -> None:
+def test_a_body_has_its_limit(reason: str, body: bytes, status: int) -> None:
     parts = [bytes([byte]) for byte in body] or [b""]
     config = GateConfig(max_body_bytes=10)
-    assert Asked(config, JSON | {"content-length": message}, *parts).status == status
+    assert Asked(config, JSON | {"content-length": reason}, *parts).status == status
     many = GateConfig(max_body_bytes=320)
     assert Asked(many, JSON, b"," * 10).status == 204
     assert "commas" in Asked(many, JSON, b"," * 11).error["message"]

@@ -309,9 +309,7 @@ def has_all_blocks(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
     return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
 
 
-def test_a_late_reader_with_losses_has_every_block(
-    engine: LLMEngine, reader: Reader, oracle: Oracle
-) -> None:
+def test_a_late_reader_gets_every_block(engine: LLMEngine, reader: Reader, oracle: Oracle) -> None:
     rng = random.Random(3)
     serve(engine, oracle, [0, 1, 2], 4)
     reader.loses = lambda: rng.random() < 0.6

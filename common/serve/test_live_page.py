@@ -202,8 +202,8 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     shows_the_present(one, onlooker)
     shows_the_present(other, onlooker)
     wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
-    request_ids = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
-    assert request_ids[0] == request_ids[1] and len(request_ids[0]) == 8
+    ids = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
+    assert ids[0] == ids[1] and len(ids[0]) == 8
     # Trap 86: each reads its own requests; of the others it sees how long they are.
     prompts = """Watch.store.films[0].requests.map(({id}) =>
         Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
@@ -252,9 +252,7 @@ def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
     """A viewer of a finished run keeps it, and requests the next one."""
     live, begun = tight.app.state.server.live, list[Any]()
     begin, page_text = live._begin, live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
-    monkeypatch.setattr(
-        live, "_begin", lambda *arguments: begun.append(arguments) or begin(*arguments)
-    )
+    monkeypatch.setattr(live, "_begin", lambda *args: begun.append(args) or begin(*args))
     monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
     page = open_tab()
     notice, button = page.locator(".notice"), page.locator("button.live")
@@ -329,9 +327,7 @@ def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page
         page.context.close()
 
 
-def test_an_error_is_shown_and_a_schema_is_kept(
-    tight: Running, open_tab: Callable[..., Page]
-) -> None:
+def test_an_error_is_shown_a_schema_kept(tight: Running, open_tab: Callable[..., Page]) -> None:
     page = open_tab(may_be_refused=True)
     write(page, ["", *PROMPTS[:1], ""])
     until(page, "document.querySelector('.prompts .quiet').textContent.startsWith('1 prompt.')")
@@ -402,8 +398,8 @@ def test_a_card_shows_the_blocks_and_the_wait_reason_of_its_request(
             del loop._gather
             while len(loop._sources) < len(PROMPTS):
                 if not loop._new_requests:  # those that came together are added in 20 ms each time
-                    do, arguments = loop._inbox.get(timeout=30)
-                    do(*arguments)
+                    do, args = loop._inbox.get(timeout=30)
+                    do(*args)
                 loop._add_some()
 
         def execute(plan: SchedulerOutput) -> Any:
@@ -480,9 +476,7 @@ def test_the_page_invites_and_then_says_where_to_look(
     until(page, "Watch.store.films[0].run.num_blocks === 5000")
 
 
-def test_input_is_kept_and_an_invalid_number_is_reported(
-    tight: Running, open_tab: Callable[..., Page]
-) -> None:
+def test_input_is_kept_and_checked(tight: Running, open_tab: Callable[..., Page]) -> None:
     """Ctrl+Enter sends; a reload keeps."""
     page, before = open_tab(), tight.llm._num_requests
     write(page, ["1, 2, 3,"])

@@ -61,13 +61,13 @@ def test_joined_chunks_equal_the_whole(server: Running) -> None:
         {"logprobs": 2, "echo": True},
         {"echo": True, "max_tokens": 0, "logprobs": 1},
     ):
-        for choice, repeated in answered_twice(server, **fields):
-            assert "".join(c["text"] for c in repeated) == choice["text"], fields
-            reasons = [c["finish_reason"] for c in repeated]
+        for choice, again in answered_twice(server, **fields):
+            assert "".join(c["text"] for c in again) == choice["text"], fields
+            reasons = [c["finish_reason"] for c in again]
             assert reasons[-1] == choice["finish_reason"] and not any(reasons[:-1]), fields
             if choice["logprobs"] is not None:
                 for name, values in choice["logprobs"].items():
-                    joined = [value for c in repeated for value in c["logprobs"][name]]
+                    joined = [value for c in again for value in c["logprobs"][name]]
                     assert joined == values, (fields, name)
 
 
@@ -120,13 +120,13 @@ def test_half_a_character_is_never_sent(server: Running) -> None:
             data = b"".join(map(tokenizer.token_bytes, choice["token_ids"]))
             expected = data.decode(errors="replace").removesuffix("<|endoftext|>")
             if "stop" in fields:
-                stop_reason = choice["stop_reason"]
-                kept = stop_reason if "include_stop_str_in_output" in fields else ""
-                expected = expected[: expected.index(stop_reason)] + kept
+                stop = choice["stop_reason"]
+                kept = stop if "include_stop_str_in_output" in fields else ""
+                expected = expected[: expected.index(stop)] + kept
             assert choice["text"] == expected
             text, token_ids = "", []
-            for repeated in chunks:
-                text, token_ids = text + repeated["text"], token_ids + repeated["token_ids"]
+            for again in chunks:
+                text, token_ids = text + again["text"], token_ids + again["token_ids"]
                 assert expected.startswith(text), "nothing is taken back"
             assert (text, token_ids) == (expected, choice["token_ids"])
         if "stop" in fields:
@@ -180,13 +180,11 @@ def test_text_offset_is_where_the_token_begins_in_the_text(
     server: Running, shipped_tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
     """Whole and streamed. A token that cuts a character begins where the character does."""
-    request_body = {"logprobs": 1, "return_token_ids": True} | fields
-    for choice, repeated in answered_twice(server, **request_body):
+    sent = {"logprobs": 1, "return_token_ids": True} | fields
+    for choice, again in answered_twice(server, **sent):
         text, offsets = choice["text"], choice["logprobs"]["text_offset"]
         assert (
-            [o for c in repeated for o in c["logprobs"]["text_offset"]]
-            == offsets
-            == sorted(offsets)
+            [o for c in again for o in c["logprobs"]["text_offset"]] == offsets == sorted(offsets)
         )
         ids = choice["token_ids"]
         if "echo" in fields:
@@ -236,12 +234,10 @@ def test_the_template_is_given_documents_and_the_effort(
 ) -> None:
     chat = template_server.app.state.server.chat
     monkeypatch.setattr(chat, "_template", "{{ documents[0].title }} {{ reasoning_effort }}")
-    request_body = CHAT | {"documents": [{"title": "One"}], "reasoning_effort": "low"}
-    request_body["chat_template_kwargs"] = {
-        "reasoning_effort": "high"
-    }  # as at vLLM: the field counts
+    sent = CHAT | {"documents": [{"title": "One"}], "reasoning_effort": "low"}
+    sent["chat_template_kwargs"] = {"reasoning_effort": "high"}  # as at vLLM: the field counts
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
-        ids = template_server.post(path, request_body)[1][name]
+        ids = template_server.post(path, sent)[1][name]
         assert template_server.llm.tokenizer.decode(ids) == "One low", path
 
 
@@ -285,8 +281,8 @@ def test_many_tokens_do_not_hold_up_the_loop(
         turning = asyncio.ensure_future(turn())
 
         encode = server.llm.tokenizer.encode
-        recording = lambda *suffix: seen.append(turns) or encode(*suffix)  # noqa: E731
-        monkeypatch.setattr(server.llm.tokenizer, "encode", recording)
+        noting = lambda *suffix: seen.append(turns) or encode(*suffix)  # noqa: E731
+        monkeypatch.setattr(server.llm.tokenizer, "encode", noting)
         try:
             return [
                 await routes.render_completion(prompts),
@@ -319,9 +315,7 @@ def test_where_a_request_says_nothing_the_models_makers_do(
         assert make_app(template_server.llm, config)[0].state.server.defaults == expected
 
 
-def test_recommended_sampling_of_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sampling_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
     caplog.set_level("INFO")
@@ -345,9 +339,9 @@ def test_special_tokens_are_added_unless_not_wanted(
         (template_server, "/tokenize", {"messages": CHAT["messages"]}, False),
     ):
         encode, seen = one.llm.tokenizer.encode, list[bool]()
-        recording = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
+        noting = lambda text, adds: seen.append(adds) or encode(text, adds)  # noqa: E731
         with monkeypatch.context() as patch:
-            patch.setattr(one.llm.tokenizer, "encode", recording)
+            patch.setattr(one.llm.tokenizer, "encode", noting)
             for adds in (None, True, False):
                 sent = suffix | {"max_tokens": 1, "add_special_tokens": adds}
                 assert one.post(path, sent)[0] == 200
@@ -519,8 +513,6 @@ def test_log_probabilities_of_a_prompt(server: Running, alone: LLM) -> None:
     found = answer["choices"][0]["prompt_logprobs"]
     assert found[0] is None and len(found) == len(expected)
     for entries, entry in zip(found[1:], expected[1:], strict=True):
-        repeated = entries[str(entry.token_id)]
-        assert (
-            repeated["logprob"] == pytest.approx(entry.logprob) and repeated["rank"] == entry.rank
-        )
+        again = entries[str(entry.token_id)]
+        assert again["logprob"] == pytest.approx(entry.logprob) and again["rank"] == entry.rank
         assert len(entries) == 2 + (entry.token_id not in entry.top)

@@ -231,5 +231,8 @@ def names_in(path: Path) -> set[str]:
 @cache
 def _names_in(text: str) -> set[str]:
     tree = ast.parse(text)
-    named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for node in tree.body if isinstance(node, named)}
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }

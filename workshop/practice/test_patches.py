@@ -43,7 +43,7 @@ def test_unnoticed_bugs_are_listed_in_their_order() -> None:
     tries += [(NOTICED, (*NOTICED.tests, other), first_only) for first_only in (False, True)]
     not_noticed = f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"
     one_is_not = f"{NOTICED.name}: not noticed by {other}"
-    assert [message for _, message, _ in try_all(tries, jobs=2)] == [
+    assert [text for _, text, _ in try_all(tries, jobs=2)] == [
         not_noticed,
         "",
         one_is_not,
@@ -126,9 +126,9 @@ def test_lines_keep_their_distance_from_the_old_ones_and_an_empty_one_takes_the_
 
 
 def test_a_comment_that_is_said_goes_too(place) -> None:
-    message = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
+    text = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
     unsaid = place("Pool.free", "self.give(block, limit=LIMIT)", "pass").apply()
-    assert "pass\n" in message and "pass  # to whoever asks\n" in unsaid
+    assert "pass\n" in text and "pass  # to whoever asks\n" in unsaid
 
 
 def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
@@ -153,8 +153,8 @@ def test_a_patch_that_does_not_apply_names_its_search_text_and_the_nearest_lines
 ) -> None:
     with pytest.raises(PatchError) as caught:
         place(symbol, old, "").apply()
-    message = str(caught.value)
-    assert all(word in message for word in [f"block_pool {symbol}", old, *words]), message
+    text = str(caught.value)
+    assert all(word in text for word in [f"block_pool {symbol}", old, *words]), text
 
 
 def test_a_module_is_found_by_its_last_name_wherever_it_lies() -> None:

@@ -90,9 +90,7 @@ def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
         assert tokenizer.decode(of_test).startswith(f"\n\n\ndef test_{head.name}():\n    assert ")
 
 
-def test_training_lowers_the_loss_and_writes_an_adapter_that_an_engine_loads(
-    tokenizer, tmp_path
-) -> None:
+def test_training_lowers_the_loss_and_writes_a_loadable_adapter(tokenizer, tmp_path) -> None:
     documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
     config = AdapterTraining(num_steps=12, num_documents=2, rank=2, alpha=4)
     record = train(config, documents, documents, tmp_path)

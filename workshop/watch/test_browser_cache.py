@@ -195,9 +195,7 @@ def test_a_chosen_request_is_followed_through_the_cache(shown: Pages, open_page:
     assert sorted(int(b) for blocks in lit for b in blocks.split()) == sorted(on_path)
 
 
-def test_a_block_whose_parent_was_evicted_is_highlighted_alone(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_a_block_without_its_parent_is_highlighted(shown: Pages, open_page: OpenPage) -> None:
     """An engine with a fault may evict the head of a prompt before its tail."""
     film, number = shown["hash"], 8
     page = ready(open_page(film.page, **LARGE))

@@ -106,9 +106,7 @@ def test_labels_are_whole_and_do_not_overlap(
         check_labels(run, range(14, 15))
 
 
-def test_a_block_s_number_is_above_its_label_or_hidden(
-    open_run: OpenRun, default_run_text: str
-) -> None:
+def test_a_block_s_number_is_above_its_label(open_run: OpenRun, default_run_text: str) -> None:
     """The number is not a separate text, so the test of labels does not see it."""
     heights = """() => [...document.querySelectorAll(".pool-cell")].map((cell) => {
         const number = getComputedStyle(cell, "::before");

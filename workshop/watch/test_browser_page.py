@@ -44,9 +44,7 @@ def first_steps(film: Film, num_steps: int) -> list[dict[str, Any]]:
         ("zh", "这个引擎的 24 个函数里，有 17 个是你写的。 "),
     ],
 )
-def test_the_origin_of_the_functions_is_shown_first(
-    open_default: OpenDefault, language: str, said: str
-) -> None:
+def test_the_functions_origin_is_first(open_default: OpenDefault, language: str, said: str) -> None:
     plain = open_default(language=language).text(".head .about")
     run = open_default(settings={"mine": [17, 24]}, language=language)
     assert run.text(".head .about") == said + plain

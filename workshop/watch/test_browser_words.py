@@ -135,9 +135,7 @@ def differences(
     "name",  # chains of hashes and FCFS have no sentences of their own
     [pytest.param(n, marks=pytest.mark.slow) if n in ("hash", "fcfs") else n for n in NAMES],
 )
-def test_each_event_has_one_sentence_and_no_other_has(
-    name: str, shown: Pages, open_page: OpenPage
-) -> None:
+def test_each_event_has_one_sentence(name: str, shown: Pages, open_page: OpenPage) -> None:
     """With its numbers and its lines of source, and in both languages."""
     film = shown[name]
     page = ready(open_page(film.page))
@@ -305,9 +303,7 @@ def test_a_chip_among_the_tokens_can_be_clicked(shown: Pages, open_page: OpenPag
     page.wait_for_selector(f".words-tokens .tokens-row:not(.is-short)[data-request={name}]")
 
 
-def test_drafts_are_underlined_or_struck_out_by_verification(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_drafts_are_underlined_or_struck_out(shown: Pages, open_page: OpenPage) -> None:
     """All other tokens of a request are its text."""
     film = shown["drafts"]
     page = ready(open_page(film.page))
@@ -349,9 +345,7 @@ def test_drafts_are_underlined_or_struck_out_by_verification(
     assert verified["accepted"] and verified["rejected"], verified
 
 
-def test_a_prompt_chunk_is_highlighted_where_it_was_computed(
-    shown: Pages, open_page: OpenPage
-) -> None:
+def test_a_prompt_chunk_is_highlighted_in_its_step(shown: Pages, open_page: OpenPage) -> None:
     film = shown["preempted"]
     page = ready(open_page(film.page))
     num_chunks = 0

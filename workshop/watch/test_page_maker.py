@@ -152,7 +152,7 @@ def test_a_page_never_replaces_its_own_run(tmp_path: Path) -> None:
     assert run.read_text("utf-8") == RUN
 
 
-def test_the_command_names_files_that_are_not_runs(
+def test_files_that_are_not_runs_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(RUN + "what\n", encoding="utf-8")
@@ -165,9 +165,7 @@ def test_the_command_names_files_that_are_not_runs(
 
 
 @pytest.mark.parametrize("option", ["--film=3", "--mine"])
-def test_a_script_performed_now_takes_no_run(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_to_perform_takes_no_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run.jsonl", option])
     assert "give no run" in capsys.readouterr().err

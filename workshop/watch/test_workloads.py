@@ -114,9 +114,7 @@ def test_a_script_that_does_not_end_is_an_error(
         play(Script((Visit("a", 0, "def", 9),), SMALL))
 
 
-def test_a_recorded_run_that_starts_in_the_middle_knows_the_requests(
-    cast: Cast, tmp_path: Path
-) -> None:
+def test_a_run_recorded_from_the_middle_knows_the_requests(cast: Cast, tmp_path: Path) -> None:
     config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
     engine.load_adapter("tests", SHIPPED_ADAPTER)

@@ -130,14 +130,14 @@ class Ranks:
 
     def __init__(self, *answers: list[str | None]) -> None:
         self.answers, self.has_exited = list(answers), False
-        self.links, self.loading, self.messages = [0, 1], {}, []
+        self.links, self.loading, self.sent = [0, 1], {}, []
 
     def send(self, content: bytes) -> None:
         if self.has_exited:
             raise WorkerError("gone")
         kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
-        kind, messages = unpack(content, kinds | {"drop": ["digest"]})
-        self.messages.append((kind, *messages.values()))
+        kind, sent = unpack(content, kinds | {"drop": ["digest"]})
+        self.sent.append((kind, *sent.values()))
 
     def look(self, seconds: float) -> None:
         if self.has_exited:
@@ -164,7 +164,7 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     for reason in ("must be the same on all ranks", "half a file", "must be the same"):
         with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
-    assert [messages[1:] for messages in ranks.messages if messages[0] == "take"] == [
+    assert [sent[1:] for sent in ranks.sent if sent[0] == "take"] == [
         (1, True),
         (2, False),
         (3, False),
@@ -182,7 +182,7 @@ def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
     class Interrupting(Ranks):
         def send(self, content: bytes) -> None:
             super().send(content)
-            if self.messages[-1] == ("take", 2, True):
+            if self.sent[-1] == ("take", 2, True):
                 raise KeyboardInterrupt
 
     ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
@@ -191,7 +191,7 @@ def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
     with pytest.raises(KeyboardInterrupt):
         names.load("y", "y")
     names.load("y", "z")
-    assert [messages for messages in ranks.messages if messages[0] == "drop"] == [("drop", "b")]
+    assert [sent for sent in ranks.sent if sent[0] == "drop"] == [("drop", "b")]
     assert names.names == ["x", "y"] and names.digest_of("y") == "c"
 
 

@@ -151,7 +151,7 @@ def test_another_activation_is_the_plain_one() -> None:
     assert torch.equal(found, Regions().activate_and_multiply(gate_up, torch.relu))
 
 
-def test_a_model_uses_the_regions_set_last(
+def test_the_regions_set_last_apply(
     random_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions = Regions()

@@ -91,12 +91,8 @@ def test_the_command_describes_and_refuses(workshop: Workshop, tmp_path: Path, c
     film = Film.read(path)
     for step in range(film.num_steps):
         assert main([str(path), "--step", str(step)]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        "prompt" in printed
-        and "decode" in printed
-        and "waits: every batch slot is taken" in printed
-    )
+    out = capsys.readouterr().out
+    assert "prompt" in out and "decode" in out and "waits: every batch slot is taken" in out
     assert main([str(path), "--step", str(film.num_steps)]) == 2
     assert f"step must be from 0 to {film.num_steps - 1}" in capsys.readouterr().err
     assert main([str(tmp_path / "none.jsonl")]) == 2
