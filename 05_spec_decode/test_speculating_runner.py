@@ -314,8 +314,8 @@ def test_drafting_is_not_timed_when_skipped_or_when_a_model_caught_up():
 
 
 class Adversary:
-    """Says whatever `guess(request, num_drafts)` says, asked or not, and something for a stranger.
-    Complains if it is asked what it must not be."""
+    """Returns `draft(request, num_drafts)`, asked or not, and drafts for an unknown request.
+    Fails on a call that breaks the contract."""
 
     num_spec_tokens = num_lookahead_tokens = K
 
