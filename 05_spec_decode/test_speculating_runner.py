@@ -314,13 +314,13 @@ def test_drafting_is_not_timed_when_skipped_or_when_a_model_caught_up():
 
 
 class Adversary:
-    """Says whatever `guess(request, num_drafts)` says, asked or not, and something for a stranger.
-    Complains if it is asked what it must not be."""
+    """Returns `draft(request, num_drafts)`, asked or not, and drafts for an unknown request.
+    Fails on a call that breaks the contract."""
 
     num_spec_tokens = num_lookahead_tokens = K
 
-    def __init__(self, propose: Callable[[RunnerRequest, int], list[int]]) -> None:
-        self.propose = propose
+    def __init__(self, draft: Callable[[RunnerRequest, int], list[int]]) -> None:
+        self.draft = draft
         self.known: set[str] = set()
 
     def propose(self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]):
@@ -334,7 +334,7 @@ class Adversary:
                 assert num_uncomputed_tokens == 1 and num_outputs >= 1
                 assert num <= request.max_tokens - num_outputs - 1
             self.known.add(request.req_id)
-            drafts[request.req_id] = self.propose(request, num)
+            drafts[request.req_id] = self.draft(request, num)
         return drafts
 
     def draft_probs(self, request_id: str) -> None:
