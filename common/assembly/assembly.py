@@ -422,7 +422,7 @@ def make_state(local: LocalRunner) -> BatchState:
     context = PluginContext(
         local.tokenizer, local.loaded.path, limits.vocab_size, limits.eos_token_ids
     )
-    late = {name: partial(make_lazily, where, context) for name, where in LAZY_PLUGINS.items()}
+    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
     return BatchState(
         config.max_num_seqs,
         -(-limits.max_model_len // config.block_size),
@@ -433,8 +433,8 @@ def make_state(local: LocalRunner) -> BatchState:
     )
 
 
-def make_lazily(where: str, context: PluginContext) -> RunnerPlugin:
-    return resolve_name(where)(context)
+def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
+    return resolve_name(path)(context)
 
 
 def make_proposer(local: LocalRunner) -> Proposer | None:

@@ -47,7 +47,7 @@ def prompts(family_oracle) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def right() -> Callable[..., list[int]]:
-    """Of an adapter, a grammar and a prompt's place, by `peft`."""
+    """Return the tokens with an adapter, a grammar and a prompt's place, by `peft`."""
     return lambda kind, grammar, i: subject("family").within(kind, grammar, INDICES[i], NUM_TOKENS)
 
 

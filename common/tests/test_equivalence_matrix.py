@@ -86,7 +86,7 @@ def test_as_much_of_the_full_product_as_there_is_time() -> None:
 
 
 def handle_of(config: EngineConfig) -> Any:
-    """What the scheduler's side asks of a runner."""
+    """Return the fields of a `RunnerHandle` that the scheduler's side reads."""
     model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(layer_windows=()))
     return SimpleNamespace(
         model=model,
@@ -131,7 +131,7 @@ def product(request: pytest.FixtureRequest) -> list[dict[str, Value]]:
 
 @pytest.fixture(scope="module")
 def accepted(product: list[dict[str, Value]]) -> list[dict[str, Value]]:
-    """Those that the engine takes, with one setting of the free axes."""
+    """Combinations that the engine accepts, with one setting of the free axes."""
     return [tied for tied in product if refused_by_the_engine({**tied, **FREE}) is None]
 
 

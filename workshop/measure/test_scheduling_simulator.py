@@ -185,8 +185,8 @@ def test_every_computed_token_is_accounted_for(name: str) -> None:
     requests, scheduler = random_load(7), PREEMPTIVE[name]()
     run, stats = simulate(scheduler, requests, COST), scheduler.get_stats()
     assert stats.total_preempted == sum(step.num_preempted for step in run.steps) > 0
-    wanted = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
+    num_needed = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
     num_computed = sum(step.num_tokens for step in run.steps)
-    assert num_computed == wanted - stats.total_cached_tokens + stats.total_recomputed_tokens
+    assert num_computed == num_needed - stats.total_cached_tokens + stats.total_recomputed_tokens
     assert all(0 <= step.kv_blocks_in_use < NUM_BLOCKS for step in run.steps)
     assert max(step.kv_blocks_in_use for step in run.steps) > NUM_BLOCKS / 2

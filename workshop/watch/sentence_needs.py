@@ -95,12 +95,12 @@ def _preempted(seen: Seen, form: list[str], values: Values) -> bool:
     """Whether it is told for which request it was; for none, it was the debug switch or itself."""
     if not (row := seen.row("preempted")):
         return False
-    _, num_lost, taker = row
+    _, num_tokens, taker = row
     is_admitted = any(name == taker for name, *_ in seen.changes["admitted"])
     forms = {None: [["forced"]], seen.name: [[]]}.get(taker, [["for"], ["seat"]])
     is_named = len(forms) == 1 or taker == values["who"]
     is_right = form in forms and is_named and (form != ["seat"] or is_admitted)
-    return is_right and num_lost == values["lost"]
+    return is_right and num_tokens == values["lost"]
 
 
 def _taken(seen: Seen, form: list[str], values: Values) -> bool:
