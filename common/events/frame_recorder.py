@@ -75,7 +75,7 @@ class FrameRecorder(EnginePlugin):
         self._texts = self._new_texts()
         self._adapter_name = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.reasons = WaitReasons(parts.kv_memory, self._finished, self._checked)
-        self.memory = MemoryChanges(parts, self.reasons.matched, self._tenant_of)
+        self.memory = MemoryChanges(parts, self.reasons.matched)
         side, overlaps = parts.runner_handle, parts.in_flight_plans is not None
         self._num_blocks = side.kv_cache.num_blocks
         run = describe_run(config, side.model, self._num_blocks, overlaps, self.memory.windows)
@@ -169,11 +169,6 @@ class FrameRecorder(EnginePlugin):
             "grammar": source.split('"')[1] if source else "",
             "arrived_at": self._since_start(request.arrival_time),
         }
-
-    def _tenant_of(self, request_id: str) -> str:
-        request = self.base_scheduler.requests.get(request_id)
-        keys = () if request is None else normalise_extra_keys(extra_keys_of(request))
-        return label_of(keys)
 
     def _write(
         self,

@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 class MemoryChanges(LoadListener):
     """Blocks of one KV memory that changed since the last `take`."""
 
-    def __init__(
-        self,
-        parts: SchedulerParts,
-        found: Callable[[PrefixMatch], object],
-        tenant_of: Callable[[str], str],
-    ) -> None:
-        memory, self._tenant_of = parts.kv_memory, tenant_of
+    def __init__(self, parts: SchedulerParts, found: Callable[[PrefixMatch], object]) -> None:
+        memory = parts.kv_memory
         self.memory, self.pool, self.cache, self._found = memory, memory.pool, memory.cache, found
         self._connector = parts.connector
         self._is_grouped = isinstance(memory, GroupedKVMemory)
@@ -164,10 +159,7 @@ class MemoryChanges(LoadListener):
     def _published(self, kept: Block, group: int, chain: Any, index: int, block: Block) -> None:
         if kept is block:
             grouped: Any = self.cache
-            row = grouped_row(grouped._by_block_id[block.block_id])
-            if tenant := self._tenant_of(self.memory.current_req_id or ""):
-                row["tenant"] = tenant
-            self._enter(block, row)
+            self._enter(block, grouped_row(grouped._by_block_id[block.block_id]))
         self._tables[self.memory.current_req_id] = None
 
     @contextmanager

@@ -170,10 +170,11 @@ def test_a_film_that_begins_late_knows_what_can_be_found(
     engine.watch(recorded.path)
     recorded.look(engine)
     recorded_late = recorded.frame
-    for names in ("ab", "c"):  # the last publishes alone, step after step
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for names in ("ab", "c"):  # the last publishes alone, step after step, for another tenant
         for name in names:
-            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-            engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params)
+            tenant = {"cache_salt": "c"} if name == "c" else {}
+            engine.add_request(name, [*oracle.prompts[index], 1, 2, 3, 4], params, **tenant)
         while engine.has_unfinished_requests():
             engine.step()
             recorded.look(engine)
