@@ -609,7 +609,7 @@ class LLMEngine:
                 self.lock.release()
             if self.parts.connector is not None:
                 self.parts.connector.close()
-            for plugin in self._plugins.values():
+            for plugin in list(self._plugins.values()):  # another thread may be in a step
                 plugin.close()
             if self._close_runner is not None:
                 self._close_runner()

@@ -220,7 +220,8 @@ class GlobalKVPool:
     def read(self, block_hashes: Sequence[bytes], target_node_id: str) -> Iterator[KVBlock]:
         """Yield copies of these blocks for `target_node_id`, which are pinned from now on. The
         iteration may be slow, and raises at the first block that does not arrive intact. At its end
-        the blocks that arrived are kept on the target."""
+        the blocks that arrived are kept on the target, but not if it is stopped before: cancelled
+        or past its deadline."""
         with self._lock:
             target = self._node(target_node_id)
             sources = [self._sources(block_hash, target) for block_hash in block_hashes]

@@ -35,7 +35,7 @@ class GrammarsCompiled(SchedulerPlugin):
         self._waits: dict[str, Request] = {}
 
     def arrived(self, request: Request) -> None:
-        """Called when the scheduler has a new request. Does nothing without a grammar."""
+        """Called when the scheduler gets a new request. Does nothing without a grammar."""
         source = request.features.get(self.name)
         if source is not None:
             self._jobs[request.request_id] = self._compile(source)

@@ -104,6 +104,9 @@ class SchedulerParts:
         self.config, self.runner_handle = config, runner_handle
         self.max_model_len = runner_handle.max_model_len
 
+        # KV memory outside of this engine. It may refuse, so it comes before any thread.
+        self.connector, listener = make_connector(self)
+
         # Several steps in flight: a plugin keeps their plans, and a runner their order.
         self.in_flight_plans = make_in_flight_plugin(self)
         self.queued_runner: QueuedRunner | None = None
@@ -115,8 +118,7 @@ class SchedulerParts:
             self.queued_runner = kind(runner_handle.runner)
             self.wait_for_steps = self.queued_runner.wait_for_steps
 
-        # KV: the memory outside of this engine, then the blocks, with or without a prefix cache.
-        self.connector, listener = make_connector(self)
+        # KV blocks, with or without a prefix cache.
         self.kv_memory = make_kv_memory(self, listener)
 
         # The scheduler, and its plugins in the order in which it calls them.

@@ -17,7 +17,8 @@ class EnginePlugin:
         """The scheduler gets this request next, and may refuse it."""
 
     def on_finish(self, request: Request) -> None:
-        """The request has ended or was refused. Called again after an interrupt."""
+        """All samples of the request's group have ended, or it was refused. Called again after an
+        interrupt."""
 
     def failed_requests(self) -> Mapping[str, str]:
         """Requests that can never start, with the reason."""
@@ -29,7 +30,7 @@ class EnginePlugin:
         return False
 
     def between_steps(self) -> None:
-        """State was changed outside of a step."""
+        """State of requests was changed: in a step, or outside."""
 
     def flush(self) -> None:
         """A step has ended."""

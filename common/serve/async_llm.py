@@ -85,7 +85,7 @@ class AsyncLLM:
         self.max_unfinished = (
             None if max_waiting is None else self.config.max_num_seqs + max_waiting
         )
-        self._engine_loop = self._make_loop(max_waiting)
+        self._engine_loop = EngineLoop(self._make_engine, self._deliver, max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
@@ -93,9 +93,6 @@ class AsyncLLM:
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
-
-    def _make_loop(self, max_waiting: int | None) -> EngineLoop:
-        return EngineLoop(self._make_engine, self._deliver, max_waiting)
 
     def _make_engine(self) -> LLMEngine:
         """Create the engine. Runs in the engine's thread."""

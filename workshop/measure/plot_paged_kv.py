@@ -389,10 +389,9 @@ def plain_and_compiled(
     requests = make_requests(num_seqs, PROMPT_LENS, OUTPUT_LENS, config.vocab_size, seed=0)
     longest, engines, start_s = PROMPT_LENS[1] + OUTPUT_LENS[1], {}, {}
     for name, is_compiled in MODES.items():
-        for _ in range(2):  # the first puts its files on the disk
-            engines[name], start_s[name] = make_engine(
-                config, dtype, num_seqs, longest, is_compiled
-            )
+        settings = config, dtype, num_seqs, longest, is_compiled
+        make_engine(*settings)  # puts its files on the disk
+        engines[name], start_s[name] = make_engine(*settings)
         serve_engine(engines[name], requests[:2])
     return {
         "num_parameters": engines["plain"].num_parameters,

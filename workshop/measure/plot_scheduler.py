@@ -6,10 +6,11 @@
     rules      two rules of admission, each as here and as in vLLM
     control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
-All but `control` are simulated with the cost model of `lab`. One more command prints the parts of a
-decision with 1,024 running:
+All but `control` are simulated with the cost model of `lab`. Two more commands print the parts of a
+decision with 1,024 running, and the parts of the host's step:
 
     python -m workshop.plot_scheduler --profile
+    python -m workshop.plot_scheduler --host
 """
 
 from __future__ import annotations
@@ -499,14 +500,15 @@ def _milliseconds(first: str, rows: dict[str, dict[str, list[float]]], unit: str
     return table(first, rows, columns)
 
 
+def host_table(host_us: dict) -> str:
+    rows = {p: {size: by_part[p] for size, by_part in host_us.items()} for p in HOST_PARTS}
+    return _milliseconds("ms of a decode step", rows, "running")
+
+
 def tables_of_control(record: dict) -> dict[str, str]:
     waiting = {f"256 running, {policy}": by for policy, by in record["waiting_us"].items()}
-    host = {
-        part: {size: by_part[part] for size, by_part in record["host_us"].items()}
-        for part in HOST_PARTS
-    }
     return {
-        "host": _milliseconds("ms of a decode step", host, "running"),
+        "host": host_table(record["host_us"]),
         "control": _milliseconds("ms, schedule + update", record["running_us"], "running"),
         "waiting": _milliseconds("ms", waiting, "waiting"),
     }
@@ -568,5 +570,7 @@ PARTS = {
 if __name__ == "__main__":
     if sys.argv[1:] == ["--profile"]:
         profile()
+    elif sys.argv[1:] == ["--host"]:
+        print(host_table(measure_host(tiny=False)))
     else:
         run_lab(__file__, "04_scheduler", PARTS)
