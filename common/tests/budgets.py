@@ -48,15 +48,15 @@ BUDGETS = {
     "common": Amounts(code=1421, tests=409, words=4368),
     "common/assembly": Amounts(code=712),
     "common/checkpoints": Amounts(words=839),
-    "common/events": Amounts(code=1409, tests=1056, pages=5103, words=1756),
+    "common/events": Amounts(code=1396, tests=1056, pages=5103, words=1759),
     "common/features": Amounts(code=1177, tests=811),
     "common/models": Amounts(code=2724, tests=1975, words=5607),
     "common/parallel": Amounts(code=1526, tests=1606, words=6086),
     "common/requests": Amounts(code=819, tests=774),
     "common/runner": Amounts(code=1452, tests=1996),
     "common/sampling": Amounts(code=1497, tests=1291),
-    "common/serve": Amounts(code=3564, tests=5108, pages=629, words=8693),
-    "common/tests": Amounts(tests=10806),
+    "common/serve": Amounts(code=3562, tests=5108, pages=629, words=8693),
+    "common/tests": Amounts(tests=10812),
     "workshop": Amounts(code=2, tests=17),
     "workshop/book": Amounts(code=1620, tests=1354, tables=949),
     "workshop/measure": Amounts(code=7986, tests=1729, words=4374),
@@ -64,7 +64,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2030, tests=3332, pages=238, tables=660, words=964),
 }
-ALL_PYTHON_LINES = 134_398  # as `wc -l` counts them
+ALL_PYTHON_LINES = 134_396  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

@@ -137,8 +137,8 @@ class Claim:
         with engine_of(which, settings, ends, tokenizer) as engine:
             self.asks(Case(which, settings, number, rng, engine, ends))
             check_effects(settings, engine)
-            for name, least in self.happens.items():
-                assert COUNTS[name](engine) > least, f"too few {name} with {settings}"
+            for name, num in self.happens.items():
+                assert COUNTS[name](engine) > num, f"too few {name} with {settings}"
             assert engine.stats().kv_blocks_in_use == 0, "blocks leaked"
             assert engine.reset_prefix_cache() and engine.stats().kv_blocks_cached == 0
 
