@@ -64,7 +64,7 @@ def test_lengths_limits_and_priorities(name: str) -> None:
 
 
 def test_prompts_share_blocks_only_where_it_is_intended(name: str) -> None:
-    """Nor does a prompt have a token that the simulator samples: a block of outputs differs."""
+    """No prompt has a token that the simulator samples, so a block of outputs differs."""
     prompts = [tuple(request.prompt_token_ids) for request in made(name)]
     num_heads = 24 if name == "shared" else NUM_REQUESTS
     assert len({prompt[:16] for prompt in prompts}) == num_heads

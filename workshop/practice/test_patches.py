@@ -78,7 +78,7 @@ class Pool:
         """Free them."""
         for block in blocks:
             if block.ref_cnt == 0:
-                self.give(block, limit=LIMIT)  # to whoever asks
+                self.give(block, limit=LIMIT)  # to the caller
             else:
                 keep(
                     block,
@@ -128,7 +128,7 @@ def test_lines_keep_their_distance_from_the_old_ones_and_an_empty_one_takes_the_
 def test_a_comment_that_is_said_goes_too(place) -> None:
     text = place("Pool.free", "self.give(block, limit=LIMIT)  # to", "pass").apply()
     unsaid = place("Pool.free", "self.give(block, limit=LIMIT)", "pass").apply()
-    assert "pass\n" in text and "pass  # to whoever asks\n" in unsaid
+    assert "pass\n" in text and "pass  # to the caller\n" in unsaid
 
 
 def test_a_name_of_the_top_level_is_a_symbol(place) -> None:
