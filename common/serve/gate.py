@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.serve.errors import ApiError
 from common.serve.large_json import json_response
+from common.serve.streams import within
 
 logger = logging.getLogger(__name__)
 POLLED = ("/health", "/metrics")  # logged only if the status is not 200
@@ -165,8 +166,7 @@ class Gate:
         if not declared.isdecimal() or int(declared[:20]) > max_bytes:
             raise too_large
         try:
-            reading = _read(receive, max_bytes, too_large)
-            body = await asyncio.wait_for(reading, self.config.body_seconds)
+            body = await within(self.config.body_seconds, _read(receive, max_bytes, too_large))
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
         if body.count(b",") > max_bytes // BYTES_OF_A_VALUE:

@@ -40,7 +40,7 @@ from common.serve.answers import to_json
 from common.serve.async_llm import AsyncLLM
 from common.serve.errors import ApiError, bad
 from common.serve.gate import Gate
-from common.serve.streams import EventStream
+from common.serve.streams import EventStream, within
 
 if TYPE_CHECKING:
     from common.events.frame_recorder import FrameRecorder
@@ -95,7 +95,7 @@ class Viewer:
     async def take(self) -> list[str]:
         """Return the unread texts; [] if none arrived within `LOOK_S` seconds."""
         try:
-            await asyncio.wait_for(self._is_full.wait(), LOOK_S)
+            await within(LOOK_S, self._is_full.wait())
         except asyncio.TimeoutError:
             return []
         self._is_full.clear()

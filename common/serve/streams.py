@@ -24,6 +24,19 @@ async def listen_for_disconnect(receive: Receive) -> None:
         pass
 
 
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """Return the result of `awaitable`. Raises `asyncio.TimeoutError` after `seconds`. Before
+    Python 3.12, `asyncio.wait_for` ignores a cancellation that comes with the result
+    (python/cpython#86296); this does not."""
+    work = asyncio.ensure_future(awaitable)
+    try:
+        if not (await asyncio.wait({work}, timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return await work
+    finally:
+        await _end(work)
+
+
 async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
     """Return the result of `awaitable`. If the client disconnects first, cancel it and return
     None."""

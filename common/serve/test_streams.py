@@ -19,6 +19,7 @@ from common.serve.streams import (
     gathered,
     merged,
     unless_disconnected,
+    within,
 )
 
 
@@ -176,3 +177,19 @@ async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
     stream = EventStream(events(), 0.001, [source.deltas])
     await asyncio.wait_for(stream({}, never, send), 20)
     assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_cancellation_that_comes_with_the_result_is_not_ignored(num_turns: int) -> None:
+    """Else a viewer that leaves as an update arrives is watched for ever."""
+    has_result = asyncio.Event()
+    task = asyncio.ensure_future(within(60, has_result.wait()))
+    await asyncio.sleep(0.01)
+    has_result.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if task.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task is True and num_turns > 2
