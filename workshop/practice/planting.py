@@ -11,9 +11,12 @@ from an import hook.
 
 The record has the cases with their seconds, and for each mutant how many cases execute it
 (`num_reached`), how many of these run (`num_run`), and the numbers of those that fail (`kills`). A
-case is left out if it fails without a change, alone or after
-others, in a fork. A time limit of ten times a case's seconds, at least `MIN_LIMIT_S`, counts as a
-failure: run this on a quiet machine.
+case is left out if it fails without a change, alone or after others, in a fork. With
+`--plant-kills N` a mutant is tried until N test functions have noticed it, those first that earlier
+mutants needed: a function that is never needed notices nothing that N others do not.
+
+A time limit of ten times a case's seconds, at least `MIN_LIMIT_S`, counts as a failure: run this on
+a quiet machine.
 
 Not planted: the code of a module's top level and of class bodies."""
 
@@ -41,6 +44,7 @@ from workshop.practice.mutants import Mutant, planted_mutants
 from workshop.practice.named_tests import into
 
 MIN_LIMIT_S, LIMIT_FACTOR = 5.0, 10.0
+ALL = 10**9
 GRACE_S = 20.0  # after a case's time limit; then its process is killed
 NO_MODULES = ("__init__.py", "__main__.py", "conftest.py")
 # For processes that a case starts, as `sitecustomize.py`.
@@ -63,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--plant-record", default="planted.json", help="the file that is written")
     group.addoption("--plant-factor", type=float, default=1.0, help="times as many mutants")
     group.addoption("--plant-seconds", type=float, default=1e9, help="of cases, for one mutant")
-    group.addoption("--plant-kills", type=int, default=10**9, help="so many are enough")
+    group.addoption("--plant-kills", type=int, default=ALL, help="so many functions are enough")
     group.addoption("--plant-only", default="", help="mutants with this text in their keys")
 
 
@@ -134,6 +138,8 @@ class Planting:
         self, items: Sequence[pytest.Item], root: Path, options: Any, folder: Path
     ) -> None:
         self.items, self.root, self.options, self.folder = items, root, options, folder
+        self.functions = [item.nodeid.partition("[")[0] for item in items]
+        self.needed = set[str]()  # functions that noticed a mutant
         self.seconds: list[float] = []  # of each case
         self.cases_at: dict[tuple[str, int], set[int]] = {}  # by file and line
         self.rows: list[dict[str, Any]] = []
@@ -205,8 +211,13 @@ class Planting:
             if not candidates or spent_s <= self.options.plant_seconds:
                 candidates.append(case)
         max_kills, changed = self.options.plant_kills, mutant.apply(source)
-        results, problem = self.try_all(path, source, changed, sorted(candidates), max_kills)
+        if max_kills == ALL:
+            candidates.sort()
+        else:  # stable: of each kind the shortest first
+            candidates.sort(key=lambda case: self.functions[case] not in self.needed)
+        results, problem = self.try_all(path, source, changed, candidates, max_kills)
         kills = [case for case, is_failed in results if is_failed]
+        self.needed |= {self.functions[case] for case in kills}
         name = path.relative_to(self.root).as_posix()
         first = mutant.lines(source)[0]
         row = {"file": name, "line": first, "kind": mutant.kind, "mutant": mutant.key}
@@ -218,21 +229,23 @@ class Planting:
         return max(MIN_LIMIT_S, LIMIT_FACTOR * self.seconds[case])
 
     def try_all(
-        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int = 10**9
+        self, path: Path, old: str, new: str, cases: Sequence[int], max_kills: int = ALL
     ) -> tuple[list[tuple[int, bool]], str]:
-        """Return (case, failed) of the cases up to `max_failed` failures, and a problem or ""."""
+        """Return (case, failed) of the cases, up to failures in `max_kills` functions, and a
+        problem or ""."""
         results: list[tuple[int, bool]] = []
-        problem, num_failed = "", 0
-        while len(results) < len(cases) and not problem and num_failed < max_failed:
-            more, problem = self.try_some(
-                path, old, new, cases[len(results) :], max_failed - num_failed
-            )
+        problem, left, kills = "", list(cases), set[str]()
+        while left and not problem and len(kills) < max_kills:
+            more, problem = self.try_some(path, old, new, left, max_kills - len(kills))
             results += more
-            num_failed += sum(is_failed for _, is_failed in more)
+            kills |= {self.functions[case] for case, is_failed in more if is_failed}
+            left = left[left.index(more[-1][0]) + 1 :] if more else []
+            if max_kills != ALL:
+                left = [case for case in left if self.functions[case] not in kills]
         return results, problem
 
     def try_some(
-        self, path: Path, old: str, new: str, cases: Sequence[int], max_failed: int
+        self, path: Path, old: str, new: str, cases: Sequence[int], max_kills: int
     ) -> tuple[list[tuple[int, bool]], str]:
         """As `try_all`, in one process: up to a case that ends or blocks it, which has failed."""
         sys.stdout.flush()
@@ -240,34 +253,37 @@ class Planting:
         if (process := os.fork()) == 0:
             try:
                 os.close(read)
-                self._in_fork(path, old, new, cases, write)
+                self._in_fork(path, old, new, cases, write, max_kills != ALL)
             finally:
                 os._exit(0)
         os.close(write)
-        results: list[tuple[int, bool]] = []
-        problem, received, num_failed = "", b"", 0
-        while len(results) < len(cases) and not problem and num_failed < max_failed:
-            limit_s = self.limit_s(cases[len(results)]) + GRACE_S
+        outcomes: list[str] = []
+        problem, received, kills = "", b"", set[str]()
+        while len(outcomes) < len(cases) and not problem and len(kills) < max_kills:
+            limit_s = self.limit_s(cases[len(outcomes)]) + GRACE_S
             ready, _, _ = select.select([read], [], [], limit_s)
             if not ready or not (data := os.read(read, 1 << 16)):
+                outcomes.append("failed")
                 break
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                number, _, rest = line.decode().partition(" ")
-                if number == "problem":
+                outcome, _, rest = line.decode().partition(" ")
+                if outcome == "problem":
                     problem = rest
-                elif num_failed < max_failed:  # the process goes on until it is killed
-                    results.append((int(number), rest == "failed"))
-                    num_failed += rest == "failed"
+                elif len(kills) < max_kills:  # the process goes on until it is killed
+                    if outcome == "failed":
+                        kills.add(self.functions[cases[len(outcomes)]])
+                    outcomes.append(outcome)
         os.close(read)
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        if len(results) < len(cases) and not problem and num_failed < max_failed:
-            results.append((cases[len(results)], True))
-        return results, problem
+        found = [(c, o == "failed") for c, o in zip(cases, outcomes) if o != "skipped"]
+        return found, problem
 
-    def _in_fork(self, path: Path, old: str, new: str, cases: Sequence[int], write: int) -> None:
+    def _in_fork(
+        self, path: Path, old: str, new: str, cases: Sequence[int], write: int, one_is_enough: bool
+    ) -> None:
         os.setpgid(0, 0)
         with without_output():
             try:
@@ -276,7 +292,11 @@ class Planting:
             except Exception as error:
                 os.write(write, f"problem {error}\n".encode())
                 return
+            failed = set[str]()
             for place, case in enumerate(cases):
+                if one_is_enough and self.functions[case] in failed:
+                    os.write(write, b"skipped\n")
+                    continue
                 item = self.items[case]
                 item.own_markers = [m for m in item.own_markers if m.name != "timeout"]
                 item.add_marker(pytest.mark.timeout(self.limit_s(case), method="signal"), False)
@@ -286,4 +306,6 @@ class Planting:
                     is_failed = any(report.failed for report in reports)
                 except BaseException:  # what a case raises when pytest itself is changed, `exit()`
                     is_failed = True
-                os.write(write, f"{case} {'failed' if is_failed else 'passed'}\n".encode())
+                if is_failed:
+                    failed.add(self.functions[case])
+                os.write(write, b"failed\n" if is_failed else b"passed\n")

@@ -150,4 +150,4 @@ def test_a_small_project(tmp_path: Path) -> None:
     command += ["--plant-kills", "1", "--plant-only", "a < 3"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     (row,) = json.loads((tmp_path / "record.json").read_text())["mutants"]
-    assert len(row["kills"]) == row["num_run"] == 1
+    assert len(row["kills"]) == 1 and row["num_run"] < row["num_reached"]
