@@ -300,8 +300,9 @@ class Planting:
         os.setpgid(0, 0)
         with without_output():
             try:
-                swap_code(path, old, new)
-                hook_imports(self.folder, path, new)
+                if old != new:
+                    swap_code(path, old, new)
+                    hook_imports(self.folder, path, new)
             except Exception as error:
                 os.write(write, f"problem {error}\n".encode())
                 return
