@@ -4,9 +4,8 @@ A sentence is named by what happened ("admitted"), with a case ("finished:length
 to wait ("reason:budget"). Every sentence and every reason has a rule for every scheduler that
 can produce it, which a test checks. The rules are in one table, `source_places.txt`:
 
-    admitted scheduler=two_phase FILE FUNCTION STATEMENT    the sentence, when this rule fits, ...
-    computed overlaps=yes FILE FUNCTION STATEMENT           ... and where: see `Rule`
-    arrived FILE FUNCTION STATEMENT                         always
+    computed overlaps=yes FILE FUNCTION STATEMENT    the sentence, when this rule fits: see `Rule`
+    FILE FUNCTION STATEMENT                          the same sentence; always
 
 An indented line continues the one above, and `#` begins a remark."""
 
@@ -20,14 +19,16 @@ from typing import Any
 from workshop.watch.source_lines import Rule, SourcePlace
 
 TABLE = Path(__file__).with_name("source_places.txt")
-_LINE = re.compile(r"^(\S+) (?:(\w+)=(\S+) )?(\S+) (\S+) (.+)$")
+_LINE = re.compile(r"^(?:([\w:]+) )?(?:(\w+)=(\S+) )?(\S+\.py) (\S+) (.+)$")
 
 
 def read_rules(text: str) -> Iterator[Rule]:
     """Yield the rules. Raises `ValueError` for a line that is none."""
+    sentence = ""
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line and not line.startswith("#"):
-            [(sentence, word, value, *place)] = _LINE.findall(line)
+            [(name, word, value, *place)] = _LINE.findall(line)
+            sentence = name or sentence
             when: dict[str, Any] = {word: value == "yes" or value} if word else {}
             yield Rule(sentence, SourcePlace(*place), **when)
 
