@@ -12,29 +12,9 @@ import pytest
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
-from cache_words import Rig, as_word
-from kv_slots import PREFIX_CACHES
 from prefix_cache import MatchCursor
 from radix_cache import RadixCache
-
-
-class TreeRig(Rig):
-    def __init__(self, num_pages: int = 40, page_size: int = 4) -> None:
-        super().__init__(PREFIX_CACHES["radix"], num_pages, page_size)
-
-    def nodes(self) -> dict[str, int]:
-        """The tree, as the words of its nodes and their locks: `{"AB": 1, "AB.CD": 0}`."""
-        tree = self.cache.tree
-        return {
-            ".".join(
-                as_word(link.key, self.block_size) for link in tree.path_to(node)
-            ): node.lock_ref
-            for node in tree.nodes()
-            if not node.is_root
-        }
-
-    def found(self, letters: str) -> list[Block]:
-        return self.cache.match_prefix(self.spell(letters)).blocks
+from radix_words import TreeRig
 
 
 @pytest.fixture
