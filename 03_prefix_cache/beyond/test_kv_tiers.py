@@ -202,10 +202,11 @@ def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
         tier = DiskTier(path, 2, NBYTES)
         tier.put(link(1), content(1))
         tier.put(link(2), content(2))
-        offset = tier._offset(tier._slots[key(1)]) + place
+        offset, changes = tier._offset(tier._slots[key(1)]) + place, []
+        tier.on_change = lambda *change, changes=changes: changes.append(change)
         tier._map[offset] ^= 0x10
         assert read(tier, 1) is None, place
-        assert tier.num_corrupt == 1 and key(1) not in tier
+        assert tier.num_corrupt == 1 and changes == [(key(1), False)] and key(1) not in tier
         assert read(tier, 2) == content(2), "the neighbour is as it was"
         tier.check_invariants()
         tier.put(link(1), content(1))
