@@ -310,7 +310,7 @@ def test_blocks_that_the_victim_and_the_new_request_share_are_counted_once(make_
 
 @pytest.mark.parametrize("first_has", ["left early", "sampled", "sampled, and lost its KV"])
 def test_an_error_withdraws_blocks_with_which_no_request_has_sampled(make_cache, first_has):
-    """Another request that holds them runs on and publishes nothing more: none waits for it."""
+    """Others that hold them run on and publish nothing more: no request waits for them."""
     world, has_sampled = World(make_cache, 20, 2, checks=False), first_has == "sampled"
     first = world.submit("first", [1] * 7)
     assert world.admit("first", 7 if has_sampled else 6)
@@ -318,18 +318,19 @@ def test_an_error_withdraws_blocks_with_which_no_request_has_sampled(make_cache,
     if first_has == "sampled, and lost its KV":
         first.append_output_token(1)
     world.free("first")
-    for request_id, num_new in (("other", 1), ("wrong", 3)):
+    for request_id, num_new in (("other", 1), ("later", 1), ("wrong", 3)):
         world.submit(request_id, [*[1] * 5, *request_id.encode()])
         assert world.admit(request_id, num_new)
         world.step()
+    assert world.advance("other")
     world.running["wrong"].status = RequestStatus.FINISHED_ERROR
     world.free("wrong")
     assert world.cache.num_cached_blocks == (3 if has_sampled else 0)
-    assert world.advance("other")
-    probe = world.get_computed_blocks(world.submit("probe", [*[1] * 5, *b"other"]))
+    assert world.advance("later")
+    probe = world.get_computed_blocks(world.submit("probe", [*[1] * 5, *b"later"]))
     assert (probe is NotReady.IN_FLIGHT) == has_sampled
     world.step()
-    assert world.cache.num_cached_blocks == (6 if has_sampled else 0)
+    assert world.cache.num_cached_blocks == (9 if has_sampled else 0)
     world.manager.check_invariants(world.running.values())
 
 
