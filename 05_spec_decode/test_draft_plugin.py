@@ -72,9 +72,6 @@ class Loop(SchedulerLoop):
             assert self.outputs[request_id] == expected
 
 
-# -- planned, trimmed, taken back
-
-
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_drafts_are_planned_trimmed_and_taken_back(kind):
     loop = Loop(40, kind, max_num_batched_tokens=12)
@@ -171,9 +168,6 @@ def test_drafts_are_not_a_prompt_and_no_chunk_policy_chunks_them():
     assert scheduled_tokens(loop.step()) == {"a": 4}
 
 
-# -- memory
-
-
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_no_request_is_preempted_for_a_draft(kind):
     """Two blocks each, and all are held: a draft of `a` would need another one."""
@@ -218,9 +212,6 @@ def test_draft_slots_follow_a_steps_tokens_if_there_are_any_to_spare(lookahead, 
     tight.run()
 
 
-# -- dropped drafts
-
-
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_drafts_of_a_finished_request_or_a_partial_prompt_are_dropped(kind):
     """The runner proposes before the scheduler knows which requests end with this step."""
@@ -263,15 +254,10 @@ def test_drafts_of_a_finished_request_are_not_used_for_the_next_of_its_id(kind):
     scheduler.check_invariants()
 
 
-@pytest.mark.parametrize("num_lookahead_tokens", [-1, 1.5, True, None])
-def test_a_number_of_slots_that_makes_no_sense_is_named(num_lookahead_tokens):
-    with pytest.raises(
-        ValueError, match=f"^num_lookahead_tokens must be .*>= 0, got {num_lookahead_tokens}"
-    ):
-        DraftPlugin(num_lookahead_tokens)
-
-
-# -- whole runs
+@pytest.mark.parametrize("num_slots", [-1, 1.5, True, None])
+def test_a_number_of_slots_that_makes_no_sense_is_named(num_slots):
+    with pytest.raises(ValueError, match=f"^num_lookahead_tokens must .*>= 0, got {num_slots}"):
+        DraftPlugin(num_slots)
 
 
 class World(runs.World):

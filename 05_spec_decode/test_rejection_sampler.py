@@ -712,8 +712,5 @@ def test_arguments_stay_as_they_are(rules, is_certain):
     results = [verified.token_ids, verified.num_sampled, *matched]
     assert all(torch.equal(x, copy) for x, copy in zip(tensors, copies, strict=True))
     given_memory = {x.untyped_storage().data_ptr() for x in tensors}
-    assert not given_memory & {x.untyped_storage().data_ptr() for x in results}
-    before = [x.clone() for x in results[2:]]
-    for x in (*tensors, *results[:2]):
-        x.zero_()
-    assert all(torch.equal(x, copy) for x, copy in zip(results[2:], before, strict=True))
+    memory = [x.untyped_storage().data_ptr() for x in results]
+    assert not given_memory & set(memory) and not set(memory[:2]) & set(memory[2:])

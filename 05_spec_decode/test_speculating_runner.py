@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from adaptive_length import AdaptiveLength
+from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer
 from draft_plugin import DraftPlugin
 from engine_core import EngineCore
@@ -264,7 +265,7 @@ def test_drafting_is_not_timed_when_skipped_or_when_a_model_caught_up():
 # -- in the loop
 
 
-class Adversary:
+class Adversary(Proposer):
     """Returns `draft(request, num_drafts)`, asked or not, and drafts for an unknown request.
     Fails on a call that breaks the contract."""
 
@@ -287,9 +288,6 @@ class Adversary:
             self.known.add(request.req_id)
             drafts[request.req_id] = self.draft(request, num)
         return drafts
-
-    def draft_probs(self, request_id: str) -> None:
-        return None
 
     def remove_request(self, request_id: str) -> None:
         self.known.discard(request_id)
@@ -377,15 +375,10 @@ class Engine:
             if result.finish_reason:
                 self.finished.append(known[result.request_id])
 
-    def run(self, max_steps: int = 2000) -> None:
-        for _ in range(max_steps):
-            if not self.core.has_unfinished_requests():
-                self.core.step()
-                return
+    def run(self) -> None:
+        for _ in as_long_as(self.core.has_unfinished_requests, 2000):
             self.step()
-        pytest.fail(
-            f"not finished after {max_steps} steps: {list(self.scheduler.requests.values())}"
-        )
+        self.core.step()
 
     def check_counts(self) -> None:
         """Check the counts of a run in which no request was aborted or stopped early."""

@@ -32,7 +32,7 @@ from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 from scheduler_steps import make_scheduler
-from speculating_runner import SpeculatingRunner
+from speculating_runner import DraftLength, SpeculatingRunner
 from test_scheduler_runs import make_memory
 
 VOCAB = 50
@@ -204,8 +204,8 @@ class Checked:
             assert self._contents.setdefault(chain, content) == content, f"block {block_id}"
 
 
-class ScriptedLength:
-    """A `DraftLength`: `num_drafts` for every request, an int or a function of the request's id."""
+class ScriptedLength(DraftLength):
+    """`num_drafts` for every request, an int or a function of the request's id."""
 
     def __init__(self, num_drafts: int | Callable[[str], int]) -> None:
         self.num_drafts = num_drafts
@@ -214,15 +214,6 @@ class ScriptedLength:
         if callable(self.num_drafts):
             return [self.num_drafts(request_id) for request_id in request_ids]
         return [self.num_drafts] * len(request_ids)
-
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        pass
-
-    def observe_step(self, *times: float) -> None:
-        pass
-
-    def remove_request(self, request_id: str) -> None:
-        pass
 
 
 class World:
@@ -308,16 +299,11 @@ class World:
         self.step()
         return self.proposer.num_computed_tokens - before
 
-    def run(self, max_steps: int = 1000) -> None:
-        for _ in range(max_steps):
-            if not self.scheduler.has_unfinished_requests():
-                self.step()  # so that who finished last is forgotten
-                assert self.proposer._followers == {} and self.proposer._probs == {}
-                return
+    def run(self) -> None:
+        for _ in as_long_as(self.scheduler.has_unfinished_requests, 1000):
             self.step()
-        pytest.fail(
-            f"not finished after {max_steps} steps: {list(self.scheduler.requests.values())}"
-        )
+        self.step()  # so that who finished last is forgotten
+        assert self.proposer._followers == {} and self.proposer._probs == {}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
