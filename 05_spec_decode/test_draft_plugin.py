@@ -6,7 +6,7 @@ The model is fake and its KV is not: see chapter 4's fake_model.py. Whole runs a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -33,36 +33,32 @@ class DraftingRunner:
     """The fake model, which returns the drafts of a test after each step."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
-        self.runner = runner
-        self.state = runner.state
-        self.propose: Callable[[SchedulerOutput, Drafts], Drafts] = lambda plan, sampled: {}
+        self.runner, self.state = runner, runner.state
+        self.proposals: Drafts = {}
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         output = self.runner.execute(plan).wait()
-        proposals = self.propose(plan, output.token_ids)
-        output.draft_token_ids = {r: list(tokens) for r, tokens in proposals.items()}
+        output.draft_token_ids = {r: list(tokens) for r, tokens in self.proposals.items()}
         return FinishedStep(output)
 
 
 class Loop(SchedulerLoop):
-    """Block size 4, no cache, unless it is told otherwise."""
+    """Block size 4, no cache."""
 
-    def __init__(
-        self, num_blocks: int, kind: type = Scheduler, block_size: int = 4, **options
-    ) -> None:
+    def __init__(self, num_blocks: int, kind: type = Scheduler, **options) -> None:
         if kind is Scheduler:
             options.setdefault("watermark", 0.0)
         else:
             options.setdefault("init_new_token_ratio", 0.0)
             options.setdefault("min_new_token_ratio", 0.0)
         self.draft_plugin = DraftPlugin(options.pop("num_lookahead_tokens", 0))
-        memory = make_memory(None, num_blocks, block_size)
+        memory = make_memory(None, num_blocks, 4)
         super().__init__(kind(kv_memory=memory, plugins=[self.draft_plugin], **options))
         self.runner = DraftingRunner(self.runner)
 
     def step(self, proposals: Drafts | None = None) -> SchedulerOutput:
         """Run a step, after which the runner returns `proposals`."""
-        self.runner.propose = lambda *_: proposals or {}
+        self.runner.proposals = proposals or {}
         return super().step()
 
     def run(self, max_steps: int = 500) -> None:
@@ -225,7 +221,7 @@ def test_drafts_of_a_finished_request_or_a_partial_prompt_are_dropped(kind):
     plan = loop.scheduler.schedule()
     assert scheduled_tokens(plan) == {"a": 3, "b": 1, "c": 4}
     loop.scheduler.abort_request("b")
-    loop.runner.propose = lambda *_: {name: [1, 2] for name in "abcd"}
+    loop.runner.proposals = {name: [1, 2] for name in "abcd"}
     loop.update(plan)
     assert loop.draft_plugin.drafts == {}
     del loop.requests["b"]
@@ -264,8 +260,7 @@ class World(runs.World):
     """Chapter 4's world with drafts."""
 
     def __init__(self, memory, kind=Scheduler, num_lookahead_tokens: int = 0, **options) -> None:
-        self.draft_plugin = DraftPlugin(num_lookahead_tokens)
-        super().__init__(memory, kind, plugins=[self.draft_plugin], **options)
+        super().__init__(memory, kind, plugins=[DraftPlugin(num_lookahead_tokens)], **options)
         self.runner = DraftingRunner(self.runner)
 
 
@@ -277,16 +272,15 @@ class GuessingMachine(runs.SchedulerMachine):
     @initialize(**runs.SMALL_WORLDS, num_lookahead_tokens=st.integers(0, 3))
     def start(self, **options):
         super().start(**options)
-        self.proposals: Drafts = {}
 
     @precondition(lambda self: self.world.pending is not None)
     @rule(data=st.data())
     def update(self, data):
         drafts = st.lists(st.integers(0, runs.VOCAB), max_size=4)
-        proposals = {r: data.draw(drafts) for r in sorted(self.world.pending.num_scheduled_tokens)}
-        self.world.runner.propose = lambda *_: proposals
+        request_ids = sorted(self.world.pending.num_scheduled_tokens)
+        self.world.runner.proposals = {r: data.draw(drafts) for r in request_ids}
         self.world.update()
-        self.world.runner.propose = lambda *_: {}
+        self.world.runner.proposals = {}
 
 
 GuessingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
