@@ -1,4 +1,4 @@
-"""The systems that `workshop.bench` and `workshop.ladder` compare, each doing exactly the same work.
+"""The systems that `workshop.bench` and `workshop.ladder` compare, all doing the same work.
 
 Work is a list of requests (`bench_work.py`), which arrive at their times. A system is a context
 manager that sets itself up and yields a function `serve(requests) -> Served`; only that call is
