@@ -482,6 +482,7 @@ def draw_sweep(record: dict) -> Figure:
     for axis, (name, (label, color)) in zip(axes, shown.items()):
         runs = [[run[name] for run in own] for own in record["runs"].values()]
         plot_band(axis, range(len(names)), runs, color)
+        axis.lines[0].set_linewidth(2)
         axis.set(title=label, ylim=0)
         axis.set_xticks(range(len(names)), names, rotation=60)
         axis.grid()
