@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -45,6 +46,7 @@ from workshop.practice.named_tests import into
 
 MIN_LIMIT_S, LIMIT_FACTOR = 5.0, 10.0
 ALL = 10**9
+LRU_CACHE = type(lru_cache(len))
 GRACE_S = 20.0  # after a case's time limit; then its process is killed
 NO_MODULES = ("__init__.py", "__main__.py", "conftest.py")
 # For processes that a case starts, as `sitecustomize.py`.
@@ -103,9 +105,10 @@ def swap_code(path: Path, old: str, new: str) -> None:
     if [name for name, _ in before] != [name for name, _ in after]:
         raise ValueError("the functions must be the same")
     code_at = {(o.co_name, o.co_firstlineno): n for (_, o), (_, n) in zip(before, after)}
-    gc.unfreeze()  # conftest.py freezes what is loaded, and `get_objects` does not list that
     is_loaded = False
-    for function in [f for f in gc.get_objects() if isinstance(f, FunctionType)]:
+    for wrapper in caches_of([str(path)]):
+        wrapper.cache_clear()
+    for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
         code = function.__code__
         place = (code.co_name, code.co_firstlineno)
         if code.co_filename == str(path) and place in code_at:
@@ -116,6 +119,14 @@ def swap_code(path: Path, old: str, new: str) -> None:
     linecache.cache[str(path)] = (len(new), None, new.splitlines(keepends=True), str(path))
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
         interpreter.InterpretedFunction.rewritten_fn.clear()
+
+
+def caches_of(paths: Sequence[str]) -> list[Any]:
+    """Return the `lru_cache`s of functions of these files: they keep what the old code returned."""
+    gc.unfreeze()  # conftest.py freezes what is loaded, and `get_objects` does not list that
+    found = [one for one in gc.get_objects() if type(one) is LRU_CACHE]
+    codes = [getattr(one.__wrapped__, "__code__", None) for one in found]  # a builtin has none
+    return [one for one, code in zip(found, codes) if code and code.co_filename in paths]
 
 
 def hook_imports(folder: Path, path: Path, source: str) -> None:
@@ -184,9 +195,11 @@ class Planting:
         measured = [str(path) for path in self.files()]
         coverage = Coverage(data_file=None, include=measured, config_file=False)
         coverage.start()
-        good = []
+        good, caches = [], caches_of(measured)
         with without_output():
             for case, item in enumerate(self.items):
+                for wrapper in caches:
+                    wrapper.cache_clear()
                 coverage.switch_context(str(case))
                 start = time.perf_counter()
                 # After the last one, too, session fixtures are needed.

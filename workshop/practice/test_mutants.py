@@ -87,6 +87,9 @@ def test_lines_without_code_do_not_count() -> None:
 
 PROJECT = {
     "thing.py": """
+import functools
+
+@functools.cache
 def is_small(a):
     return a < 3
 
