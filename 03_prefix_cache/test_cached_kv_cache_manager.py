@@ -15,6 +15,7 @@ from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
 from kv_slots import make_request
 from kv_world import World
+from request import RequestStatus
 from scheduler_interface import BlockTableUpdate
 
 
@@ -113,6 +114,7 @@ def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world
     world.submit("e", [2, 2, 2, 2])
     assert world.admit("a")
     assert world.get_computed_blocks(world.waiting["b"]) is NotReady.IN_FLIGHT
+    assert world.manager.get_computed_blocks(world.waiting["b"], False) == ComputedBlocks()
     assert world.admit("c"), "another tenant"
     assert world.admit("d"), "its last token is computed anyway"
     assert world.admit("e"), "another prefix"
@@ -207,6 +209,8 @@ def test_wrong_collaborators_and_wrong_calls_are_errors(make_cache, make_world):
     world.serve("a", [1] * 5)
     with pytest.raises(ValueError, match="'a' already has a block table"):
         world.manager.get_computed_blocks(world.running["a"])
+    with pytest.raises(ValueError, match=r"num_new_tokens must be .*, got -1"):
+        world.manager.allocate_slots(world.running["a"], -1)
     world.manager.cache_blocks(make_request("never seen", [1, 2, 3]), 3)
     world.manager.free(make_request("never seen", [1, 2, 3]))
 
@@ -245,16 +249,9 @@ def test_a_decode_step_costs_the_cache_nothing_until_a_block_is_full(
         assert token_ids is request.all_token_ids, "a copy of the prompt"
         return insert(token_ids, blocks, extra_keys, start=start, cursor=cursor)
 
-    def check_nothing_touched(blocks):
-        assert not blocks
-
-    def never(*_):
-        raise AssertionError("asked for nothing")
-
     monkeypatch.setattr(cache, "insert", count_insert)
-    monkeypatch.setattr(cache, "touch", check_nothing_touched)
-    for name in ("match_prefix", "release", "cached_prefixes", "cached_block_ids"):
-        monkeypatch.setattr(cache, name, never)
+    for name in ("match_prefix", "touch", "release", "cached_prefixes", "cached_block_ids"):
+        monkeypatch.setattr(cache, name, None)  # not to be called
     for _ in range(1000):
         request.append_output_token(1)
         assert manager.allocate_slots(request, 1)
@@ -309,6 +306,40 @@ def test_blocks_that_the_victim_and_the_new_request_share_are_counted_once(make_
     world.preempt("v")
     assert world.admit("a")
     world.step()
+
+
+@pytest.mark.parametrize("first_has", ["left early", "sampled", "sampled, and lost its KV"])
+def test_an_error_withdraws_blocks_with_which_no_request_has_sampled(make_cache, first_has):
+    """Others that hold them run on and publish nothing more: no request waits for them."""
+    world, has_sampled = World(make_cache, 20, 2, checks=False), first_has == "sampled"
+    first = world.submit("first", [1] * 7)
+    assert world.admit("first", 7 if has_sampled else 6)
+    world.step()
+    if first_has == "sampled, and lost its KV":
+        first.append_output_token(1)
+    world.free("first")
+    for request_id, num_new in (("other", 1), ("later", 1), ("wrong", 3)):
+        world.submit(request_id, [*[1] * 5, *request_id.encode()])
+        assert world.admit(request_id, num_new)
+        world.step()
+    assert world.advance("other")
+    world.running["wrong"].status = RequestStatus.FINISHED_ERROR
+    world.free("wrong")
+    assert world.cache.num_cached_blocks == (3 if has_sampled else 0)
+    assert world.advance("later")
+    probe = world.get_computed_blocks(world.submit("probe", [*[1] * 5, *b"later"]))
+    assert (probe is NotReady.IN_FLIGHT) == has_sampled
+    world.step()
+    assert world.cache.num_cached_blocks == (9 if has_sampled else 0)
+    world.manager.check_invariants(world.running.values())
+
+
+def test_a_block_that_is_reallocated_is_no_longer_trusted(make_world):
+    world = make_world(3, 2)
+    world.warm("a", [1] * 6)
+    world.serve("b", [2] * 6).status = RequestStatus.FINISHED_ERROR
+    world.free("b")
+    assert world.cache.num_cached_blocks == 0
 
 
 @pytest.mark.sample(seed=2)
