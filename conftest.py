@@ -14,6 +14,7 @@ chosen here, before any test module is imported.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import sys
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -35,9 +37,13 @@ UNCHECKED = ("launch_configurations", "pipeline", "processor", "ranks", "sampler
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
 os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
+# OpenMP's threads sleep while they have no work, instead of taking time from the other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # `jsonschema` would compile its grammars of addresses, for seconds; no test here uses them.
 sys.modules["rfc3987_syntax"] = None
+
+next_collection = 1 << 30  # bytes of resident memory after a test
 
 no_clock = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("shrink", print_blob=True, **no_clock)
@@ -97,6 +103,19 @@ def engines_without_a_device() -> Iterator[None]:
 def is_checked(path: Path) -> bool:
     is_left = path.stem.removeprefix("test_") in UNCHECKED
     return any(path.match(each) for each in CHECKED) and not is_left
+
+
+def pytest_runtest_logfinish() -> None:
+    """Closed engines stay in cycles, and the C library keeps freed memory: after an hour a process
+    of tests would hold gigabytes. Collecting takes tenths of a second, so not after each test."""
+    global next_collection
+    memory = psutil.Process().memory_info
+    if memory().rss < next_collection:
+        return
+    gc.collect()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+    next_collection = max(next_collection, memory().rss + (200 << 20))
 
 
 # -- at the end, what was left out

@@ -6,7 +6,7 @@ import pytest
 
 from block_pool import BlockPool
 from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
-from prefix_cache import KeyedRequest, extra_keys_of
+from prefix_cache import KeyedRequest
 from request import Request, SamplingParams
 from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -14,24 +14,6 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
 
 # requests
-
-
-@pytest.mark.parametrize(
-    ("extra_keys", "expected"),
-    [
-        ((), ()),
-        ([("salt", "x"), ("lora", 7)], (("salt", "x"), ("lora", 7))),
-        (("lora", 1), (("lora", 1),)),
-    ],
-)
-def test_a_request_keeps_the_keys_that_its_kv_depends_on(extra_keys, expected):
-    request = KeyedRequest("a", [1, 2], PARAMS, priority=3, extra_keys=extra_keys)
-    assert request.extra_keys == extra_keys_of(request) == expected
-    assert request.prompt_token_ids == [1, 2] and request.priority == 3
-
-
-def test_a_plain_request_depends_on_its_tokens_alone():
-    assert extra_keys_of(Request("a", [1], PARAMS)) == ()
 
 
 @pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])

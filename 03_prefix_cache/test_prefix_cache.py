@@ -8,7 +8,6 @@ an exhaustive search drive `World`.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from hypothesis.stateful import (
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
+from cache_words import Rig, ids
 from kv_orders import run_machine
 from prefix_cache import (
     CacheStats,
@@ -39,10 +39,6 @@ from radix_cache import RadixCache
 pytestmark = pytest.mark.sample  # both caches, and each block size with one of them
 SALT = (("salt", "x"),)
 LORA = (("lora", "x"),)
-
-
-def ids(blocks: Sequence) -> list[int]:
-    return [block.block_id for block in blocks]
 
 
 # -- the naive model
@@ -191,7 +187,6 @@ class World:
         self.kv: dict[int, Prefix] = {}  # what is written in each block
         self.heard: dict[int, Prefix] = {}  # what is cached, from the listener's calls alone
         self.last_evicted: list[int] = []
-        self.log: list[tuple] = []  # hits and victims
 
     # the listener
 
@@ -226,7 +221,6 @@ class World:
         assert isinstance(match, PrefixMatch)
         assert ids(match.blocks) == self.model.match(tenant.tokens, tenant.keys)
         assert match.num_cached_tokens == len(match.blocks) * self.block_size
-        self.log.append(("hit", ids(match.blocks)))
         return list(match.blocks)
 
     def admit(self, tenant: Tenant, split: int = 0, num_kept: int | None = None) -> bool:
@@ -335,7 +329,6 @@ class World:
         num_evicted = self.cache.evict(num_blocks)
         assert self.last_evicted == self.model.evict(num_blocks)
         assert num_evicted == len(self.last_evicted)
-        self.log.append(("evicted", self.last_evicted))
 
     def invalidate(self, tenant: Tenant, index: int, tenants: Sequence[Tenant]) -> None:
         self.last_evicted = []
@@ -407,99 +400,14 @@ class World:
         assert all(self.kv[entry.block_id] == key for key, entry in entries.items())
         cached_ids = sorted(entry.block_id for entry in entries.values())
         assert sorted(self.cache.cached_block_ids()) == cached_ids
-        assert sorted(PrefixCache.cached_block_ids(self.cache)) == cached_ids  # what it stands for
         assert [b.block_id for b in self.pool.blocks if self.cache.owns(b)] == cached_ids
         for entry in entries.values():
             assert self.cache.num_users(self.pool.blocks[entry.block_id]) == entry.num_users
         assert self.cache.num_cached_blocks == len(entries)
         assert self.cache.num_evictable_blocks == self.model.num_evictable
-        self.check_conservation()
-
-    def check_conservation(self) -> None:
-        """Free + cached and unused + used = usable."""
-        num_used = sum(
-            block.ref_cnt > (1 if self.cache.owns(block) else 0) for block in self.pool.blocks
-        )
-        num_idle = self.pool.num_free_blocks + self.cache.num_evictable_blocks
-        assert num_idle + num_used == self.pool.num_usable_blocks
 
 
 # -- examples, with 26 different blocks named A .. Z
-
-
-def spell(letters: str, block_size: int, num_extra: int = 0) -> list[int]:
-    """`"AB"` in blocks of 4: `[6500, 6501, 6502, 6503, 6600, ...]`; then `num_more` others."""
-    tokens = [100 * ord(letter) + i for letter in letters for i in range(block_size)]
-    return tokens + list(range(num_extra))
-
-
-class Rig:
-    """A cache on a pool of `num_usable` blocks, and requests in words of blocks."""
-
-    def __init__(self, make_cache, num_usable: int, block_size: int) -> None:
-        self.pool = BlockPool(num_usable + 1)
-        self.cache: PrefixCache = make_cache(self.pool, block_size)
-        self.block_size = block_size
-
-    def spell(self, letters: str, num_extra: int = 0) -> list[int]:
-        return spell(letters, self.block_size, num_extra)
-
-    def hold(self, letters: str, keys: tuple | None = None) -> list[Block]:
-        """Cache the prefix, as a request that uses it from now on."""
-        tokens = self.spell(letters)
-        found = [self.pool.blocks[i] for i in ids(self.cache.match_prefix(tokens, keys).blocks)]
-        self.cache.touch(found)
-        num_new = len(letters) - len(found)
-        self.cache.evict(num_new - self.pool.num_free_blocks)
-        new = self.pool.allocate(num_new) if num_new else []
-        return found + self.cache.insert(tokens, new, keys, start=len(found)).blocks
-
-    def warm(self, letters: str, keys: tuple | None = None) -> list[int]:
-        """Cache the prefix and let go of it."""
-        blocks = self.hold(letters, keys)
-        self.cache.release(blocks)
-        return ids(blocks)
-
-    def hits(self, letters: str, keys: tuple | None = None, num_extra: int = 0) -> list[int]:
-        """The block ids that a request would hit. It changes the order of last use."""
-        match = self.cache.match_prefix(self.spell(letters, num_extra), keys)
-        assert match.num_cached_tokens == len(match.blocks) * self.block_size
-        return ids(match.blocks)
-
-    def names(self) -> set[str]:
-        """The cached blocks, spelt: `{"A", "AB", "C"}`."""
-        return {
-            "".join(chr(t // 100) for t in prefix.token_ids[:: self.block_size])
-            for prefix in self.cache.cached_prefixes()
-        }
-
-    def snapshot(self) -> tuple:
-        """All that anyone can see, and in which order the cache would evict."""
-        shown = [
-            (prefix.extra_keys, prefix.token_ids, prefix.block.block_id, prefix.num_users)
-            for prefix in self.cache.cached_prefixes()
-        ]
-        cache, self.cache.listener = self.cache.listener, None
-        twin = copy.deepcopy(self.cache)
-        self.cache.listener = cache
-        free_ids = ids(twin.pool.free_order())
-        for _ in as_long_as(lambda: twin.evict(1)):
-            pass
-        order = ids(twin.pool.free_order())[len(free_ids) :]
-        refs = [block.ref_cnt for block in self.pool.blocks]
-        return sorted(shown), free_ids, order, refs, self.cache.num_evictable_blocks
-
-    def check(self) -> None:
-        self.cache.check_invariants()
-        self.pool.check_invariants()
-
-    def refused(self, match: str | None, call, *args, **kwargs) -> None:
-        """The call raises `ValueError` and has changed nothing."""
-        before = self.snapshot()
-        with pytest.raises(ValueError, match=match):
-            call(*args, **kwargs)
-        assert self.snapshot() == before
-        self.check()
 
 
 @pytest.fixture(params=[1, 3, 4, 16])
@@ -570,14 +478,6 @@ def test_a_way_that_is_remembered_is_right_when_the_prompt_has_grown(rig):
     assert len(rig.cache.match_prefix([*tokens, last], None, cursor).blocks) == 2
 
 
-def test_a_difference_in_any_token_of_a_block_is_a_miss(rig):
-    rig.warm("AB")
-    for position in range(2 * rig.block_size):
-        tokens = rig.spell("AB")
-        tokens[position] += 1
-        assert len(rig.cache.match_prefix(tokens).blocks) == position // rig.block_size
-
-
 # keys
 
 
@@ -624,43 +524,17 @@ def test_an_index_reports_its_block_names_and_splits(rig):
     assert len(splits) == is_tree
 
 
-def test_the_order_of_extra_keys_does_not_matter_and_none_is_empty(rig):
-    both = rig.warm("AB", (("lora", 1), ("salt", "x")))
-    assert rig.hits("AB", [("salt", "x"), ("lora", 1)]) == both
-    assert rig.warm("AB", None) == rig.hits("AB", ()) == rig.hits("AB", [])
-
-
-def test_extra_keys_hold_in_the_middle_of_a_chain(rig):
-    """A request with a salt continues its own prefix, not the equal tokens of another."""
-    plain = rig.warm("AB")
-    salted = rig.warm("A", SALT)
-    assert rig.hits("AB", SALT) == salted
-    salted = rig.warm("ABC", SALT)
-    assert rig.hits("ABC") == plain and rig.hits("ABC", SALT) == salted
-    assert not set(plain) & set(salted)
-    new = rig.pool.allocate(1)
-    for keys in (LORA, (("salt", "y"),)):
-        rig.refused("not cached", rig.cache.insert, rig.spell("AC"), new, keys, start=1)
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        ["x"],
         [("salt",)],
         [("salt", "x", "y")],
         [["salt", "x"]],
-        [("salt", None)],
-        [(None, "x")],
         [(1, "x")],
         [("salt", True)],
-        [("salt", 1.0)],
-        [("salt", "x"), ("salt", "y")],
         [("lora", "x"), ("salt", b"x")],
+        [("salt", "x"), ("salt", "y")],
         ("lora",),
-        ("lora", 1, 2),
-        ("lora", None),
-        ("lora", True),
     ],
 )
 def test_a_bad_extra_key_is_an_error(make_cache, keys):
@@ -676,32 +550,10 @@ def test_normal_extra_keys_carry_tag_and_type():
         ("lora", "int:7"),
         ("salt", "str:x"),
     )
-    assert len({normalise_extra_keys(keys) for keys in ALL_KEYS}) == len(ALL_KEYS)
-
-
-def test_a_single_extra_key_is_allowed(rig):
-    """As the posts write it: a flat tuple is one tag, in a look-up and in an insertion."""
-    assert normalise_extra_keys(("lora", 1)) == normalise_extra_keys([("lora", 1)])
-    assert normalise_extra_keys(("lora", "x")) == normalise_extra_keys((("lora", "x"),))
-    blocks = rig.warm("AB", ("lora", 1))
-    assert rig.hits("AB", (("lora", 1),)) == rig.hits("AB", ("lora", 1)) == blocks
-    assert rig.hits("AB", ("lora", 2)) == rig.hits("AB") == []
+    assert normalise_extra_keys(("lora", 7)) == (("lora", "int:7"),)  # one, as the posts write it
 
 
 # insert
-
-
-def test_inserted_blocks_belong_to_the_cache_and_are_used_by_the_caller(rig):
-    new = rig.pool.allocate(3)
-    result = rig.cache.insert(rig.spell("ABC", 2), new)
-    assert result.blocks == result.owned == new and result.duplicates == []
-    assert [block.ref_cnt for block in new] == [2, 2, 2]
-    assert all(rig.cache.owns(block) and rig.cache.num_users(block) == 1 for block in new)
-    assert not any(rig.cache.owns(block) for block in rig.pool.free_order())
-    assert (rig.cache.num_cached_blocks, rig.cache.num_evictable_blocks) == (3, 0)
-    rig.cache.release(new)
-    assert [rig.cache.num_users(block) for block in new] == [0, 0, 0]
-    assert rig.cache.num_evictable_blocks == 3
 
 
 def test_the_reference_to_a_duplicate_moves_to_the_block_that_is_cached(rig):
@@ -722,55 +574,7 @@ def test_the_reference_to_a_duplicate_moves_to_the_block_that_is_cached(rig):
     assert rig.hits("ABCD") == ids(result.blocks) and set(second[:3]) <= set(recycled)
 
 
-def test_a_duplicate_that_others_hold_stays_with_them(rig):
-    """A fork holds the block too: it only loses the caller's reference."""
-    canonical = rig.warm("A")
-    (shared,) = rig.pool.allocate(1)
-    rig.pool.touch([shared])
-    result = rig.cache.insert(rig.spell("A"), [shared])
-    assert ids(result.blocks) == canonical and result.duplicates == [shared]
-    assert shared.ref_cnt == 1 and not rig.cache.owns(shared)
-    assert shared not in rig.pool.free_order()
-    again = rig.cache.insert(rig.spell("A"), [shared])  # now the fork publishes
-    assert ids(again.blocks) == canonical and shared.ref_cnt == 0
-    assert rig.cache.num_users(rig.pool.blocks[canonical[0]]) == 2
-
-
-def test_all_holders_of_an_inserted_block_are_its_users(rig):
-    new = rig.pool.allocate(2)
-    rig.pool.touch(new)
-    rig.cache.insert(rig.spell("AB"), new)
-    assert [rig.cache.num_users(block) for block in new] == [2, 2]
-    rig.cache.release(new)
-    assert rig.cache.num_evictable_blocks == 0
-    rig.cache.release(new)
-    assert rig.cache.num_evictable_blocks == 2
-
-
-def test_inserting_no_blocks_does_nothing(rig):
-    blocks = rig.hold("AB")
-    for _ in range(2):  # after a used block, and after an unused one
-        before = rig.snapshot()
-        for start in (0, 1, 2):
-            result = rig.cache.insert(rig.spell("AB"), [], start=start)
-            assert result.blocks == result.owned == result.duplicates == []
-        if rig.cache.num_evictable_blocks == 0:
-            assert rig.snapshot() == before
-            rig.cache.release(blocks)
-    assert rig.names() == {"A", "AB"}
-
-
-def test_blocks_may_come_in_any_sequence(rig):
-    rig.warm("A")
-    new = rig.pool.allocate(2)
-    result = rig.cache.insert(tuple(rig.spell("AB")), tuple(new))
-    assert result.blocks[1:] == result.owned == new[1:] and result.duplicates == new[:1]
-    rig.cache.release(tuple(result.blocks))
-    rig.cache.touch(tuple(result.blocks[:1]))
-    assert rig.cache.num_evictable_blocks == 1
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("with_cursor", [False, True])
 def test_chunk_by_chunk_is_the_same_as_all_at_once(rig, chunk, with_cursor):
     """Trap 15: what a chunked request has computed may be shared while it computes the rest."""
@@ -908,16 +712,6 @@ def test_a_release_is_a_use(rig):
     assert rig.names() == {"A"}
 
 
-def test_a_touch_is_no_use_by_itself(rig):
-    """A touch ends with a release, which counts as a use."""
-    a = rig.hold("A")
-    rig.cache.touch(a)
-    rig.cache.release(a), rig.cache.release(a)
-    rig.warm("B")
-    rig.cache.touch(a)
-    assert rig.cache.evict(2) == 1 and rig.names() == {"A"}
-
-
 def test_only_the_matched_part_of_a_prefix_is_refreshed(rig):
     """Trap 6: a match that ends in the middle of a tree node keeps its half, and only that."""
     rig.warm("ABCD"), rig.warm("XY")
@@ -929,16 +723,6 @@ def test_only_the_matched_part_of_a_prefix_is_refreshed(rig):
     assert rig.names() == {"A", "AB"}
     rig.cache.evict(1)
     assert rig.names() == {"A"}
-
-
-def test_a_shared_head_is_as_young_as_its_youngest_branch(rig):
-    rig.warm("ABC"), rig.warm("XY"), rig.warm("ABD")
-    order = []
-    for _ in as_long_as(lambda: rig.cache.num_cached_blocks):
-        before = rig.names()
-        rig.cache.evict(1)
-        order += before - rig.names()
-    assert order == ["ABC", "XY", "X", "ABD", "AB", "A"]
 
 
 def test_a_used_block_is_never_evicted(rig):
@@ -981,9 +765,9 @@ def test_release_of_a_block_that_nobody_uses_is_an_error(rig):
     """Trap 10, in two calls: the second would free what the cache still keeps."""
     blocks = rig.hold("AB")
     rig.cache.release(blocks)
-    rig.refused(None, rig.cache.release, blocks)
+    rig.refused("no request uses it", rig.cache.release, blocks)
     rig.cache.touch(blocks[:1])
-    rig.refused(None, rig.cache.release, blocks)
+    rig.refused("no request uses it", rig.cache.release, blocks)
     rig.cache.release(blocks[:1])
     assert rig.hits("AB") == ids(blocks)
 
@@ -997,14 +781,6 @@ def test_a_block_named_twice_in_one_call_is_an_error(rig):
     (new,) = rig.pool.allocate(1)
     rig.pool.touch([new])
     rig.refused("must be unique", rig.cache.insert, rig.spell("XY"), [new, new])
-
-
-def test_an_evicted_block_can_not_be_touched(rig):
-    """A matched block is unused until it is touched."""
-    rig.warm("AB")
-    found = rig.cache.match_prefix(rig.spell("AB")).blocks
-    rig.cache.evict(1)
-    rig.refused("not cached", rig.cache.touch, found)
 
 
 def test_insert_refuses_blocks_that_are_free_or_cached(rig):
@@ -1029,50 +805,19 @@ def test_insert_refuses_too_few_tokens(rig):
     rig.refused("token_ids", rig.cache.insert, rig.spell("AB")[:-1], [], start=2)
 
 
-def test_insert_refuses_a_start_after_uncached_blocks(rig):
-    rig.hold("AB")
+def test_insert_refuses_a_start_after_blocks_that_are_not_cached_or_not_used(rig):
+    """After an unused block, the new block would be used, and the one before it evicted."""
+    held = rig.hold("AB")
     new = rig.pool.allocate(2)
-    for letters, start in (("ABXY", 3), ("AXCD", 2), ("XBCD", 2), ("XYZ", 1), ("BCD", 1)):
+    for letters, start in (("ABXY", 3), ("AXCD", 2), ("XYZ", 1), ("BCD", 1)):
         blocks = new[: len(letters) - start]
-        for cursor in (None, MatchCursor()):
-            rig.refused(
-                "not cached",
-                rig.cache.insert,
-                rig.spell(letters),
-                blocks,
-                start=start,
-                cursor=cursor,
-            )
-
-
-def test_insert_refuses_a_start_after_an_unused_block(rig):
-    """The new block would be used, and the one before it could be evicted."""
-    head = [rig.pool.blocks[block_id] for block_id in rig.warm("AB")]
-    (new,) = rig.pool.allocate(1)
-    rig.refused("is unused", rig.cache.insert, rig.spell("ABC"), [new], start=2)
-    rig.cache.touch(head[:1])
-    rig.refused("is unused", rig.cache.insert, rig.spell("ABC"), [new], start=2)
-    rig.cache.touch(head[1:])
-    assert rig.cache.insert(rig.spell("ABC"), [new], start=2).owned == [new]
+        rig.refused("not cached", rig.cache.insert, rig.spell(letters), blocks, start=start)
+    rig.refused("not cached", rig.cache.insert, rig.spell("AC"), new[:1], SALT, start=1)
+    rig.cache.release(held[1:])
+    rig.refused("is unused", rig.cache.insert, rig.spell("ABC"), new[:1], start=2)
 
 
 # the rest of the contract
-
-
-def test_reset_forgets_everything_but_not_while_a_block_is_used(rig):
-    rig.warm("ABC"), rig.warm("AB", SALT)
-    used = rig.hold("A")
-    rig.cache.stats.record(10, 5)
-    before = rig.snapshot()
-    assert rig.cache.reset() is False
-    assert rig.snapshot() == before
-    rig.cache.release(used)
-    assert rig.cache.reset() is True
-    assert rig.cache.num_cached_blocks == 0 and rig.pool.num_free_blocks == 12
-    assert rig.hits("ABC") == rig.hits("AB", SALT) == []
-    assert rig.cache.stats == CacheStats(1, 10, 5)
-    assert rig.cache.reset() is True
-    assert len(rig.warm("ABC")) == 3
 
 
 def test_hit_rate_is_tokens_hit_over_tokens_looked_up(rig):
@@ -1095,77 +840,15 @@ def test_a_block_size_below_one_is_an_error(make_cache):
             make_cache(BlockPool(3), block_size)
 
 
-class Notes:
-    """A listener that writes down what it hears, in words."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
-        self.heard: list[tuple] = []
-
-    def block_cached(self, block, parent, token_ids, extra_keys) -> None:
-        assert self.cache.owns(block)
-        parent_id = None if parent is None else parent.block_id
-        self.heard.append(("cached", block.block_id, parent_id, token_ids, extra_keys))
-
-    def blocks_evicted(self, blocks) -> None:
-        assert all(block.ref_cnt == 1 for block in blocks), "they hold their content still"
-        self.heard.append(("evicted", ids(blocks)))
-
-    def blocks_invalidated(self, blocks) -> None:
-        assert all(block.ref_cnt >= 1 for block in blocks), "they hold their content still"
-        self.heard.append(("withdrawn", ids(blocks)))
-
-
-def test_the_listener_hears_of_every_block_in_order(rig):
-    notes = rig.cache.listener = Notes(rig.cache)
-    a, b = rig.warm("AB", SALT)
-    _, _, c = rig.warm("ABC", SALT)  # a and b are there: nothing to hear
-    keys = normalise_extra_keys(SALT)
-    word = [tuple(rig.spell(letter)) for letter in "ABC"]
-    assert notes.heard == [
-        ("cached", a, None, word[0], keys),
-        ("cached", b, a, word[1], keys),
-        ("cached", c, b, word[2], keys),
-    ]
-    assert all(type(note[3]) is tuple for note in notes.heard)
-    notes.heard.clear()
-    rig.cache.evict(2)
-    assert notes.heard == [("evicted", [c, b])]
-    notes.heard.clear()
-    rig.cache.evict(0), rig.hits("A"), rig.cache.touch([]), rig.cache.evict(-1)
-    assert notes.heard == []
-    rig.cache.reset()
-    assert notes.heard == [("evicted", [a])]
-    rig.cache.evict(1), rig.cache.reset()
-    assert len(notes.heard) == 1  # of nothing, nothing is heard
-
-
 def test_invalidated_blocks_leave_with_their_successors_and_stay_with_their_users(rig):
     """A B C and A B D, where a request uses A B D; and A E, which is unused."""
-    a, b, c = rig.warm("ABC")
-    d = rig.hold("ABD")[2].block_id
-    (e,) = rig.warm("AE")[1:]
-    other = rig.warm("F")
-    notes = rig.cache.listener = Notes(rig.cache)
-    rig.cache.invalidate(rig.pool.blocks[b])
-    ((kind, removed),) = notes.heard
-    assert kind == "withdrawn" and sorted(removed) == sorted([b, c, d]) and removed[-1] == b
-    assert rig.names() == {"A", "AE", "F"} and rig.hits("ABD") == [a]
-    assert [rig.pool.blocks[i].ref_cnt for i in (a, b, c, d)] == [2, 1, 0, 1]
-    assert rig.cache.num_evictable_blocks == 2
-    rig.check()
-    rig.pool.free([rig.pool.blocks[i] for i in (d, b)])
-    rig.cache.release([rig.pool.blocks[a]])
-    rig.cache.invalidate(rig.pool.blocks[a])
-    assert rig.names() == {"F"} and not rig.cache.owns(rig.pool.blocks[e])
-    assert rig.hits("ABC") == [] and rig.hits("F") == other
-    rig.refused("not cached", rig.cache.invalidate, rig.pool.blocks[a])
-
-
-def test_blocks_before_an_invalidated_block_can_be_evicted(rig):
-    _, b = rig.warm("AB")
-    rig.cache.invalidate(rig.pool.blocks[b])
-    assert rig.cache.evict(9) == 1 and rig.names() == set()
+    _, _, c = rig.warm("ABC")
+    a, b, d = rig.hold("ABD")
+    rig.warm("AE")
+    rig.cache.invalidate(b)
+    assert rig.names() == {"A", "AE"}
+    assert [block.ref_cnt for block in (a, b, rig.pool.blocks[c], d)] == [2, 1, 0, 1]
+    rig.refused("not cached", rig.cache.invalidate, b)
 
 
 def test_a_path_does_not_lead_to_an_invalidated_block(rig):
@@ -1178,13 +861,6 @@ def test_a_path_does_not_lead_to_an_invalidated_block(rig):
     again = rig.hold("A")
     assert ids(rig.cache.match_prefix(rig.spell("ABC"), None, cursor).blocks) == ids(again)
     rig.cache.release(again)
-
-
-def test_the_listener_gets_the_parent_of_a_block_after_a_duplicate(rig):
-    (a,) = rig.warm("A")
-    notes = rig.cache.listener = Notes(rig.cache)
-    _, b = rig.cache.insert(rig.spell("AB"), rig.pool.allocate(2)).blocks
-    assert [note[:3] for note in notes.heard] == [("cached", b.block_id, a)]
 
 
 def test_recycled_content_is_no_hit_for_another_prefix(rig):
@@ -1205,51 +881,7 @@ def test_recycled_content_is_no_hit_for_another_prefix(rig):
     assert rig.hits("T") == []
 
 
-def test_the_check_notices_changes_to_cached_blocks_from_outside(make_cache):
-    """A reference more or less than the cache knows of, and a block that was taken from it."""
-    for damage in (BlockPool.touch, BlockPool.free):
-        for is_used in (False, True):
-            rig = Rig(make_cache, 12, 4)
-            blocks = rig.hold("AB")
-            if not is_used:
-                rig.cache.release(blocks)
-            rig.check()
-            damage(rig.pool, blocks[1:])
-            rig.pool.check_invariants()
-            with pytest.raises(AssertionError):
-                rig.cache.check_invariants()
-
-
 # cache_computed_blocks: a cache on its own
-
-
-def test_computed_blocks_are_cached_and_unused(rig):
-    path = rig.cache.cache_computed_blocks(rig.spell("ABC", rig.block_size - 1))
-    assert len(path) == 3 and rig.hits("ABC") == ids(path)
-    assert rig.cache.num_evictable_blocks == 3
-    assert ids(rig.cache.cache_computed_blocks(rig.spell("AB"))) == ids(path[:2])
-    assert ids(rig.cache.cache_computed_blocks(rig.spell("ABD")))[:2] == ids(path[:2])
-    assert rig.cache.num_cached_blocks == 4
-    assert rig.cache.cache_computed_blocks(rig.spell("A", 0)[:-1]) == []
-    rig.cache.touch(path), rig.cache.release(path)
-    with pytest.raises(ValueError, match="block"):
-        rig.cache.release(path)
-
-
-def test_a_pool_that_is_too_small_caches_the_front(make_cache):
-    rig = Rig(make_cache, 3, 2)
-    path = rig.cache.cache_computed_blocks(rig.spell("ABCDE"))
-    assert len(path) == 3 and rig.names() == {"A", "AB", "ABC"}
-    rig.cache.cache_computed_blocks(rig.spell("ABXYZ"))  # C makes room, A and B do not
-    assert rig.names() == {"A", "AB", "ABX"}
-    used = rig.cache.match_prefix(rig.spell("AB")).blocks
-    rig.cache.touch(used)
-    rig.cache.cache_computed_blocks(rig.spell("UVW"))
-    assert rig.names() == {"A", "AB", "U"}
-    rig.cache.touch(rig.cache.match_prefix(rig.spell("U")).blocks)
-    assert rig.cache.cache_computed_blocks(rig.spell("VW")) == []
-    assert len(rig.cache.cache_computed_blocks(rig.spell("ABC"))) == 2
-    rig.check()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3])
@@ -1370,65 +1002,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
     run_machine(lambda: CacheMachine(make_cache), max_examples=25, num_steps=25)
-
-
-def random_run(make_cache, seed: int, num_steps: int, num_usable: int, block_size: int) -> World:
-    """A random walk with more and longer requests than the state machine has."""
-    rng = random.Random(seed)
-    world = World(make_cache, num_usable + 1, block_size)
-    running: list[Tenant] = []
-    stems = [[rng.randrange(3) for _ in range(8 * block_size)] for _ in range(3)]
-
-    def new_tenant() -> Tenant:
-        tokens = rng.choice(stems)[: rng.randrange(8 * block_size)]
-        tokens = tokens + [rng.randrange(3) for _ in range(rng.randrange(block_size + 1))]
-        return Tenant(tokens, KEYS[rng.random() < 0.2], rng.choice([None, MatchCursor()]))
-
-    for step in range(num_steps):
-        action = rng.random()
-        if action < 0.35 or not running:
-            tenant = new_tenant()
-            if world.admit(tenant, rng.randrange(3), rng.choice([None, None, rng.randrange(5)])):
-                running.append(tenant)
-        elif action < 0.55:
-            tenant = rng.choice(running)
-            num_full = tenant.num_full(block_size)
-            upto = rng.randint(min(tenant.num_published, num_full), num_full)
-            world.publish(tenant, upto, with_cursor=rng.random() < 0.7)
-        elif action < 0.65:
-            world.grow(rng.choice(running), rng.randrange(3))
-        elif action < 0.68:
-            running.append(world.fork(rng.choice(running)))
-        elif action < 0.75:
-            tenant = rng.choice(running)
-            world.give_up(tenant, rng.randint(0, len(tenant.table)), rng.randrange(3))
-        elif action < 0.95:
-            tenant = running.pop(rng.randrange(len(running)))
-            world.publish(tenant, tenant.num_full(block_size))
-            world.finish(tenant, rng.randrange(3))
-        elif action < 0.98:
-            (world.cache_computed if rng.random() < 0.5 else world.get_computed)(new_tenant())
-        else:
-            world.evict(rng.randrange(4))
-        if step % 10 == 0:
-            world.check()
-    for tenant in running:
-        world.finish(tenant)
-    world.evict_all_one_by_one()
-    return world
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(4))
-def test_both_caches_hit_and_evict_the_very_same_blocks(make_caches, seed):
-    """4,000 steps: each also agrees with the model."""
-    block_size, num_usable = 1 + seed % 3, 12 + 8 * seed
-    logs = [
-        random_run(make, seed, 1000, num_usable, block_size).log for make in make_caches.values()
-    ]
-    assert all(log == logs[0] for log in logs), f"seed {seed}"
-    assert sum(kind == "hit" and len(found) > 1 for kind, found in logs[0]) > 100
-    assert sum(kind == "evicted" and len(victims) > 0 for kind, victims in logs[0]) > 80
 
 
 LIFE = (  # of a request: what it does, one step after the other

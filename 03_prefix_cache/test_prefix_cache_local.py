@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_pool import Block, BlockPool
-from prefix_cache import MatchCursor
 from prefix_cache_local import (
     BLOCK_SIZE,
     PrefixCacheLocal,
@@ -108,30 +107,6 @@ def test_a_block_is_hashed_as_the_posts_call_it():
             compute_block_hash(parent, (4, 5, 6))
 
 
-def test_a_system_prompt_is_found_by_every_question_after_it():
-    """The story of the posts, in their block size: 32 shared tokens, and 48 of each one's own."""
-    cache = PrefixCacheLocal(max_cached_blocks=20)
-    system = list(range(32))
-    first, second = system + list(range(100, 148)), system + list(range(200, 248))
-    assert cache.match_prefix(first) == ([], 0)
-    assert len(cache.compute_hash_chain(first[:33])) == 2, "the last token fills no block"
-    assert cache.compute_hash_chain(first[16:])[0][0] != cache.compute_hash_chain(first)[1][0]
-    cache.cache_computed_blocks(first)
-    assert cache.match_prefix(first).num_cached_tokens == 80
-    blocks, num_cached_tokens = cache.match_prefix(second)
-    assert num_cached_tokens == 32 and [block.token_ids for block in blocks] == [
-        tuple(range(16)),
-        tuple(range(16, 32)),
-    ]
-    for num_users in (1, 2):
-        cache.touch(blocks)
-        assert [block.num_users for block in blocks] == [num_users] * 2
-    for num_users in (1, 0):
-        cache.release(blocks)
-        assert [block.num_users for block in blocks] == [num_users] * 2
-    assert [cache.pool.blocks[block.block_id].ref_cnt for block in blocks] == [1, 1], "the cache's"
-
-
 def test_a_full_cache_stays_full_and_keeps_what_is_used():
     cache = PrefixCacheLocal(max_cached_blocks=3)
     for start in (0, 16):
@@ -160,27 +135,6 @@ def test_its_own_pool_or_a_given_one():
     pool = BlockPool(4)
     assert PrefixCacheLocal(pool=pool).pool is pool
     assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
-
-
-class CountingDict(dict):
-    """Counts the look-ups."""
-
-    num_gets = 0
-
-    def get(self, key, default=None):
-        CountingDict.num_gets += 1
-        return super().get(key, default)
-
-
-def test_with_a_path_an_insertion_looks_up_its_parent_and_the_new_blocks():
-    cache = PrefixCacheLocal(50, block_size=2)
-    tokens, cursor, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
-    cache._by_hash = CountingDict()
-    for index, block in enumerate(blocks):
-        CountingDict.num_gets = 0
-        cache.insert(tokens, [block], start=index, cursor=cursor)
-        assert CountingDict.num_gets == min(index, 1) + 1
-    cache.check_invariants()
 
 
 def _turn(evictable: OrderedDict) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import pytest
 
 from block_pool import Block
+from cache_words import as_word, ids, spell
 from radix_tree import RadixTree, TreeNode
-
-
-def spell(letters: str, page_size: int) -> list[int]:
-    """`"AB"` in pages of 2: `[6500, 6501, 6600, 6601]`."""
-    return [100 * ord(letter) + i for letter in letters for i in range(page_size)]
 
 
 class Grove:
@@ -43,20 +38,13 @@ class Grove:
         assert page == len(word)
         return node
 
-    def word(self, node: TreeNode) -> str:
-        return "".join(chr(token // 100) for token in node.key[:: self.page_size])
-
     def words(self) -> list[list[str]]:
         """Every path from a root to a leaf, node by node."""
         leaves = [node for node in self.tree.nodes() if not node.children]
-        return sorted([self.word(link) for link in self.tree.path_to(leaf)] for leaf in leaves)
-
-
-def ids(blocks: list[Block]) -> list[int]:
-    return [block.block_id for block in blocks]
-
-
-# paths
+        return sorted(
+            [as_word(link.key, self.page_size) for link in self.tree.path_to(leaf)]
+            for leaf in leaves
+        )
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16])
@@ -74,43 +62,12 @@ def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
     assert grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 3)[1] == 3
 
 
-def test_equal_pages_from_the_front_are_counted_as_by_hand():
-    rng = random.Random(0)
-    for _ in range(300):
-        size, num_pages = rng.randint(1, 5), rng.randint(1, 9)
-        key = [rng.randrange(2) for _ in range(size * num_pages)]
-        given = key[: size * rng.randint(1, num_pages)]
-        for _ in range(rng.randrange(3)):
-            place = rng.randrange(len(given))
-            given[place] = given[place] if place < size else rng.randrange(2)
-        expected = 0
-        while expected * size < len(given) and (
-            key[expected * size : (expected + 1) * size]
-            == given[expected * size : (expected + 1) * size]
-        ):
-            expected += 1
-        found = RadixTree(size)._num_common_pages(key, given)
-        assert found == expected, (size, key, given)
-
-
 def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():
     grove = Grove("ABCD", "ABXY", "Q")
     assert grove.words() == [["AB", "CD"], ["AB", "XY"], ["Q"]]
     assert ids(grove.tree.blocks_up_to(grove.end_of("ABXY"))) == [1, 2, 5, 6]
     assert len(list(grove.tree.nodes())) == 5  # and the root
     grove.tree.check_invariants()
-
-
-def test_trees_of_other_keys_are_apart():
-    grove = Grove("AB")
-    salted = grove.tree.root((("salt", "str:x"),))
-    assert grove.tree.descend(salted, spell("AB", 2), 2) == (salted, 0)
-    grove.tree.append(salted, spell("AC", 2), [Block(8, 1), Block(9, 1)], 0)
-    assert sorted(grove.words()) == [["AB"], ["AC"]] and len(grove.tree.roots) == 2
-    grove.tree.check_invariants()
-
-
-# cuts
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
@@ -120,7 +77,7 @@ def test_a_cut_leaves_the_old_object_as_the_lower_part(page_size):
     child = grove.grow("ABCDEFG", lock_ref=1)
     node.lock_ref, node.last_access = 3, 7
     upper = grove.tree.split_node(node, 2)
-    assert (grove.word(upper), grove.word(node)) == ("AB", "CDEF")
+    assert (as_word(upper.key, page_size), as_word(node.key, page_size)) == ("AB", "CDEF")
     assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 6)
     assert (upper.lock_ref, upper.last_access) == (node.lock_ref, node.last_access) == (3, 7)
     assert upper.parent.is_root and node.parent is upper and child.parent is node
@@ -137,28 +94,6 @@ def test_a_cut_at_the_end_of_a_node_is_none():
     assert grove.tree.split_node(root, 0) is root
 
 
-# growth
-
-
-def test_a_leaf_with_the_same_users_grows_in_place():
-    grove = Grove()
-    node = grove.grow("A", lock_ref=1)
-    assert grove.grow("AB", lock_ref=1) is node and grove.grow("ABCD", lock_ref=1) is node
-    assert (node.start, node.end) == (0, 4) and grove.words() == [["ABCD"]]
-    assert all(grove.tree.node_of[i] is node for i in (1, 2, 3, 4))
-    grove.tree.check_invariants()
-
-
-def test_other_users_or_another_branch_begin_a_new_node():
-    grove = Grove()
-    grove.grow("A", lock_ref=2)
-    grove.grow("AB", lock_ref=1)
-    assert grove.words() == [["A", "B"]]
-    grove.grow("AX", lock_ref=2)  # as many users as A, but B hangs there
-    assert grove.words() == [["A", "B"], ["A", "X"]]
-    grove.tree.check_invariants()
-
-
 def test_the_tree_copies_its_arguments():
     """Trap 9: tokens and blocks are in lists that the caller changes afterwards."""
     tree = RadixTree(2)
@@ -168,53 +103,6 @@ def test_the_tree_copies_its_arguments():
     tree.check_invariants()
     assert node.key == spell("AB", 2) and ids(node.blocks) == [1, 2]
     assert tree.blocks_up_to(node) is not node.blocks
-
-
-# trimming
-
-
-def test_trimming_takes_the_deepest_pages_first():
-    grove = Grove("ABCDE")
-    node = grove.end_of("ABCDE")
-    assert ids(grove.tree.trim(node, 2)) == [5, 4]
-    assert grove.words() == [["ABC"]] and node.end == 3
-    assert ids(grove.tree.trim(node, 3)) == [3, 2, 1]
-    assert grove.words() == [] and grove.tree.roots == {}
-
-
-def test_a_root_is_forgotten_with_its_last_child():
-    """A server that salts every tenant's prompts would otherwise keep a root for each."""
-    grove = Grove("A", "B")
-    grove.tree.trim(grove.end_of("A"), 1)
-    assert len(grove.tree.roots) == 1 and grove.words() == [["B"]]
-    grove.tree.trim(grove.end_of("B"), 1)
-    assert grove.tree.roots == {}
-
-
-# bookmarks
-
-
-def test_a_bookmark_leads_back_to_the_end_of_its_path():
-    grove = Grove("ABCD")
-    node, root = grove.end_of("ABCD"), grove.tree.root(())
-    mark = grove.tree.bookmark(node)
-    assert grove.tree.resume(mark, root, 4) is node
-    upper = grove.tree.split_node(node, 2)  # a request matched A B
-    assert grove.tree.resume(mark, root, 4) is node
-    assert grove.tree.resume(mark, root, 9) is node
-    assert grove.tree.resume(mark, root, 3) is upper
-    assert grove.tree.resume(mark, root, 2) is upper
-    assert grove.tree.resume(mark, root, 1) is root
-    assert grove.tree.resume(None, root, 4) is root
-    assert grove.tree.bookmark(root) is None  # it may not be in the forest
-
-
-def test_a_bookmark_does_not_cover_pages_that_grew_after_it():
-    grove = Grove("AB")
-    node, root = grove.end_of("AB"), grove.tree.root(())
-    mark = grove.tree.bookmark(node)
-    assert grove.grow("ABXY") is node
-    assert grove.tree.resume(mark, root, 4) is root  # X Y need not be this request's
 
 
 def test_a_bookmark_is_void_once_pages_have_left_by_the_end():
@@ -229,9 +117,6 @@ def test_a_bookmark_is_void_once_pages_have_left_by_the_end():
     assert grove.tree.resume(mark, root, 4) is node
     grove.tree.trim(node, 4)
     assert grove.tree.resume(mark, grove.tree.root(()), 4).is_root
-
-
-# pages to nodes
 
 
 def test_pages_are_found_and_cut_out_at_both_ends():
@@ -270,63 +155,36 @@ def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):
     assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
 
 
-# checks
-
-
-def _lose_a_token(grove):
-    grove.end_of("ABCD").key.pop()
-
-
-def _lose_a_block(grove):
-    del grove.tree.node_of[4]
-
-
-def _leave_an_orphaned_block(grove):
-    grove.tree.node_of[99] = grove.end_of("ABCD")
-
-
-def _name_the_wrong_node(grove):
-    grove.tree.node_of[1] = grove.end_of("ABCD")
-
-
-def _shift_a_node(grove):
-    grove.end_of("ABCD").end += 1
-
-
-def _mistake_the_first_page(grove):
-    node = grove.end_of("AB")
-    node.parent.children[(1, 2)] = node.parent.children.pop((6500, 6501))
-
-
-def _forget_the_parent(grove):
-    grove.end_of("ABX").parent = grove.tree.root(())
-
-
-def _keep_an_empty_root(grove):
+def _keep_an_empty_root(grove: Grove) -> None:
     grove.tree.roots[(("salt", "str:x"),)] = TreeNode(extra_keys=(("salt", "str:x"),))
 
 
-def _keep_an_empty_node(grove):
+def _keep_an_empty_node(grove: Grove) -> None:
     grove.end_of("ABX").children[()] = TreeNode(grove.end_of("ABX"), end=3)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _lose_a_token,
-        _lose_a_block,
-        _leave_an_orphaned_block,
-        _name_the_wrong_node,
-        _shift_a_node,
-        _mistake_the_first_page,
-        _forget_the_parent,
-        _keep_an_empty_root,
-        _keep_an_empty_node,
-    ],
-)
-def test_damage_is_noticed(damage):
+def _mistake_the_first_page(grove: Grove) -> None:
+    children = grove.end_of("AB").above.children
+    children[(1, 2)] = children.pop((6500, 6501))
+
+
+DAMAGE = {
+    "a token lost": lambda grove: grove.end_of("ABCD").key.pop(),
+    "a block lost": lambda grove: grove.tree.node_of.pop(4),
+    "a block of no node": lambda grove: grove.tree.node_of.update({99: grove.end_of("ABCD")}),
+    "a block of another node": lambda grove: grove.tree.node_of.update({1: grove.end_of("ABCD")}),
+    "a shifted node": lambda grove: setattr(grove.end_of("ABCD"), "end", 5),
+    "another parent": lambda grove: setattr(grove.end_of("ABX"), "parent", grove.tree.root(())),
+    "another first page": _mistake_the_first_page,
+    "an empty root": _keep_an_empty_root,
+    "an empty node": _keep_an_empty_node,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_noticed(name):
     grove = Grove("ABCD", "ABX")
     grove.tree.check_invariants()
-    damage(grove)
+    DAMAGE[name](grove)
     with pytest.raises(AssertionError):
         grove.tree.check_invariants()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -248,40 +247,7 @@ TestQueueAgainstNaiveQueue.settings = settings(
 )
 
 
-@pytest.mark.parametrize("name", ["priority", "lof", "live"])
-def test_a_long_queue_equals_the_naive_one(name):
-    """Many ages and many ranks at the same time: requests that age in the middle of an iteration,
-    and requests that the policy names after they were returned already."""
-    for seed in range(60):
-        rng = random.Random(seed)
-        policy, max_overtakes = LivePolicy() if name == "live" else name, rng.randrange(1, 40)
-        queue = create_queue(policy, max_overtakes=max_overtakes)
-        queue.policy.max_requests_to_sort = 1000
-        model = NaiveQueue(queue.policy, max_overtakes)
-        for i in range(100):
-            rank = rng.randrange(10)
-            request = make(str(i), rank, 0.0, 1 + rank)
-            queue.add_request(request)
-            model.enqueue(request, is_preempted=False)
-            if name == "live":
-                policy.ranks[str(i)] = rank
-            if rng.random() < 0.1:  # many leave at the same time: new ones are much younger
-                for entry in rng.sample(model.entries, len(model.entries) * 2 // 3):
-                    queue.remove_request(entry.request)
-                    model.remove(entry.request)
-        assert ids(queue) == ids(model.in_order()), f"seed {seed}"
-
-
 # the three parts of the line
-
-
-def test_a_preempted_request_is_in_front_the_last_one_first():
-    queue = create_queue("lof")
-    a, b, *_ = fill(queue, "abcd")
-    queue.remove_request(a), queue.remove_request(b)
-    queue.prepend_request(a), queue.prepend_request(b)
-    assert ids(queue) == ["b", "a", "c", "d"]
-    assert [queue.is_aged(request) for request in queue] == [True, True, False, False]
 
 
 def test_with_priorities_a_preempted_request_goes_to_its_place_before_its_equals():
@@ -346,29 +312,6 @@ def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
 # policies that are asked at every step
 
 
-class RecordingPolicy(LivePolicy):
-    max_requests_to_sort = 128
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries: list[list[str]] = []
-
-    def order(self, requests: Sequence[Request]) -> list[Request]:
-        self.queries.append(ids(requests))
-        return list(reversed(requests))
-
-
-def test_the_order_is_recomputed_each_time_from_the_order_of_arrival():
-    policy = RecordingPolicy()
-    queue = PolicyQueue(policy)
-    a, b, *_ = fill(queue, "abcd")
-    assert ids(queue) == ["d", "c", "b", "a"]
-    queue.remove_request(a), queue.remove_request(b)
-    queue.add_request(b), queue.prepend_request(a)
-    assert ids(queue) == ["a", "b", "d", "c"]
-    assert policy.queries == [["a", "b", "c", "d"], ["c", "d", "b"]]
-
-
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
 @pytest.mark.parametrize("limit", [0, 5, 128])
 def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
@@ -402,76 +345,6 @@ def test_a_policy_that_loses_or_doubles_requests_is_an_error(wrong):
     fill(queue, "abc")
     with pytest.raises(ValueError, match="'Wrong': order must return each request once"):
         queue.peek_request()
-
-
-# No request starves. That the bound is kept whatever happens, the machine above shows
-
-
-class Adversary:
-    """Makes requests that a policy likes less, and newcomers that it prefers to them."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.paths: dict[str, list[int]] = {}
-        self.num_made = 0
-        self.queue = create_queue(name, lambda request: self.paths[request.request_id])
-        # "random": the ids with the highest draws are unlucky, all others are preferred to them.
-        draw = POLICIES["random"]().key
-        self.draws = sorted((str(i) for i in range(600)), key=lambda name: -draw(make(name)))
-
-    def make(self, is_preferred: bool) -> Request:
-        self.num_made += 1
-        better = self.num_made if is_preferred else 0
-        request_id = self.draws[self.num_made] if self.name == "random" else str(self.num_made)
-        request = make(request_id, -better, 0.0, 1 + better)
-        self.paths[request_id] = list(range(better))
-        return request
-
-
-def waits(adversary: Adversary, num_ahead: int, num_a_step: int, num_steps: int) -> list[str]:
-    """The requests that are served before the victim: "ahead" or "newcomer". Each step serves
-    `num_a_step`, and as many newcomers arrive before it."""
-    queue = adversary.queue
-    kinds = {}
-    for _ in range(num_ahead):
-        request = adversary.make(is_preferred=False)
-        kinds[request.request_id] = "ahead"
-        queue.add_request(request)
-    victim = adversary.make(is_preferred=False)
-    queue.add_request(victim)
-    served: list[str] = []
-    for _ in range(num_steps):
-        for _ in range(num_a_step):
-            request = adversary.make(is_preferred=True)
-            kinds[request.request_id] = "newcomer"
-            queue.add_request(request)
-        step = [request for request, _ in zip(queue, range(num_a_step))]
-        for request in step:
-            queue.remove_request(request)
-            if request is victim:
-                return served
-            served.append(kinds[request.request_id])
-    return [*served, "never"]
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "fcfs"])
-def test_without_ageing_a_stream_of_preferred_requests_starves_another(name):
-    """So the adversary is effective. Under fcfs no request is preferred."""
-    adversary = Adversary(name)
-    adversary.queue.max_overtakes = None
-    assert waits(adversary, 3, 2, 200) == ["newcomer"] * 400 + ["never"]
-
-
-@pytest.mark.parametrize("num_a_step", [1, 3, 7])
-@pytest.mark.parametrize("max_overtakes", [0, 1, 10, 50])
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_bound_is_kept_and_reached_by_every_policy(name, max_overtakes, num_a_step):
-    """Exactly `max_overtakes` newcomers and the five who were there: the bound cannot be lower."""
-    adversary = Adversary(name)
-    adversary.queue.max_overtakes = max_overtakes
-    served = waits(adversary, 5, num_a_step, 400)
-    num_overtakes = 0 if name == "fcfs" else max_overtakes
-    assert served == ["newcomer"] * num_overtakes + ["ahead"] * 5
 
 
 # the price
@@ -579,6 +452,7 @@ def test_adding_and_taking_out_cost_a_logarithm(counted, length):
         assert num_compared <= 4 * log2(length) + 8, (name, num_compared)
         assert num_steps <= 2, (name, num_steps)  # the oldest, and the first of the policy
     assert queue.policy.num_asked == length + 1  # once a request; not in front
+    assert cost_of(lambda: sorted(queue._sorted))[0] >= len(queue) - 1, "it does count"
 
 
 @pytest.mark.parametrize("num_aged", [0, 1000])
@@ -597,39 +471,18 @@ def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_
         assert num <= num_steps <= 3 * num + 3, (num, num_steps)
 
 
-@pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
-def test_above_the_limit_a_cache_aware_policy_costs_a_bounded_number_of_lookups(counted, kind):
-    queue = PolicyQueue(kind(lambda request: pytest.fail("looked up")))
-    fill(queue, [str(i) for i in range(5000)])
-    assert cost_of(lambda: first(queue, 10))[1] <= 3 * 10 + 3
-
-
-def test_the_counters_count_a_search_and_a_rebuild(counted):
-    """The counts of the tests above in a queue that goes through every request."""
-    queue = PolicyQueue(CountingPolicy())
-    fill(queue, [str(i) for i in range(1000)])
-    assert cost_of(lambda: sorted(queue._sorted))[0] >= 999
-    assert cost_of(lambda: list(queue._sorted))[1] == 1000
-    assert cost_of(lambda: list(queue._entries))[1] == 1000
-    assert cost_of(lambda: list(queue._entries.values()))[1] == 1000
-
-
 # policies by name
 
 
-def test_a_queue_is_created_by_name():
-    find = list
+def test_a_policy_is_made_by_name():
+    assert list(POLICIES) == ["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"]
     for name, kind in POLICIES.items():
-        queue = create_queue(name, find, block_size=8, seed=5, max_overtakes=7)
-        assert type(queue.policy) is kind and queue.max_overtakes == 7
-        if queue.policy.is_cache_aware:
-            assert queue.policy.find_cached_blocks is find and queue.policy.block_size == 8
-    assert create_queue("random", seed=5).policy.seed == 5
-    assert create_queue("fcfs").max_overtakes == 1000
-    assert isinstance(create_queue(SchedulingPolicy.FCFS).policy, FCFSPolicy)  # chapter 1's name
-    policy = FCFSPolicy()
-    queue = create_queue(policy, max_overtakes=3)
-    assert queue.policy is policy and queue.max_overtakes == 3
+        policy = make_policy(name, list, block_size=8, seed=5)
+        assert type(policy) is kind and policy.name == name
+        if policy.is_cache_aware:
+            assert policy.find_cached_blocks is list and policy.block_size == 8
+    assert make_policy("random", seed=5).seed == 5
+    assert isinstance(make_policy(SchedulingPolicy.FCFS), FCFSPolicy)  # chapter 1's name
 
 
 @pytest.mark.parametrize("policy", ["lifo", "", "FCFS", None, 3, ["fcfs"], FCFSPolicy])
@@ -647,19 +500,11 @@ def test_a_policy_that_looks_at_the_cache_needs_one(policy):
 @pytest.mark.parametrize("max_overtakes", [-1, 1.5, True, "9"])
 def test_a_bound_that_is_no_bound_is_an_error(max_overtakes):
     with pytest.raises(ValueError, match="max_overtakes must be None or >= 0"):
-        create_queue("fcfs", max_overtakes=max_overtakes)
-    with pytest.raises(ValueError, match="max_overtakes"):
         PolicyQueue(FCFSPolicy(), max_overtakes)
 
 
 def test_a_policy_that_fails_leaves_the_queue_as_it_was():
-    class Picky(SchedulePolicy):
-        name = "picky"
-
-        def key(self, request: Request) -> int:
-            return int(request.request_id)
-
-    queue = PolicyQueue(Picky())
+    queue = PolicyQueue(CountingPolicy())
     fill(queue, "21")
     with pytest.raises(ValueError, match="invalid literal"):
         queue.add_request(make("x"))
@@ -687,13 +532,3 @@ def test_a_queue_that_contradicts_itself_is_found_out(damage):
     damage(queue)
     with pytest.raises(AssertionError):
         queue.check_invariants()
-
-
-def test_both_orders_have_one_content_after_a_call_that_was_interrupted():
-    queue = PolicyQueue(FCFSPolicy())
-    for name in "ab":
-        queue.add_request(make(name))
-    queue._entries.pop("a")  # where `remove_request` or `add_request` stops half-way
-    queue.clear()
-    queue.check_invariants()
-    assert [request.request_id for request in queue] == ["b"]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from adapter_limit import MaxLoRAs
 from base_scheduler import SchedulerPlugin
 from bounded_loops import as_long_as
 from fake_model import continuation
-from kv_memory import KeyedRequest
+from forced_preemption import ForcedPreemption
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request, RequestStatus
-from scheduler import MAX_SKIPPED, Scheduler, SimpleBlockManager, make_kv_memory
+from scheduler import (
+    MAX_SKIPPED,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SimpleBlockManager,
+    make_kv_memory,
+)
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     SchedulerLoop,
@@ -76,14 +84,6 @@ def test_the_names_of_the_reading_material_work_as_typed():
     assert scheduler.kv_memory.reset_prefix_cache()
 
 
-def test_everything_that_the_reading_material_imports_is_in_one_file():
-    names: dict[str, type] = {}
-    exec("from scheduler import Scheduler, Request, RequestStatus, SimpleBlockManager", names)
-    assert names["Request"] is Request and names["RequestStatus"] is RequestStatus
-    request = names["Request"].from_tokens("a", [1, 2, 3])
-    assert request.status is names["RequestStatus"].WAITING
-
-
 def test_a_request_made_as_in_the_reading_material_is_refused_with_the_right_call():
     with pytest.raises(ValueError, match=r"sampling_params must .*Request\.from_tokens\(") as error:
         Request("a", [1, 2, 3], 10)
@@ -107,16 +107,6 @@ def test_the_reading_materials_block_manager_counts_blocks():
     manager.free("a")
     manager.free("nobody")
     assert manager.get_num_free_blocks() == 2
-
-
-def test_usage_and_counts_while_it_runs():
-    loop = Loop(10, max_num_seqs=1)
-    loop.add("a", 8)
-    loop.add("b", 8)
-    loop.step()
-    stats = loop.scheduler.get_stats()
-    assert (stats.num_running, stats.num_waiting, stats.total_admitted) == (1, 1, 1)
-    assert stats.kv_cache_usage == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -179,16 +169,6 @@ def test_who_takes_a_seat_and_who_is_held_back_too_long_end_admission_too():
     assert output.admission_stop == ("constraint", "b") and scheduled_tokens(output) == {"a": 4}
 
 
-def test_running_requests_come_first_and_waiting_ones_get_the_remaining_budget():
-    loop = Loop(100, max_num_batched_tokens=10)
-    loop.add("a", 6)
-    assert scheduled_tokens(loop.step()) == {"a": 6}
-    loop.add("b", 9)
-    loop.add("c", 5)
-    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 9}
-    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 5}
-
-
 def test_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it():
     loop = Loop(100, max_num_batched_tokens=10)
     loop.add("a", 6)
@@ -232,6 +212,7 @@ def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
     assert second.num_preemptions == 1 and second.num_output_tokens == 2
     stats = loop.scheduler.get_stats()
     assert (stats.num_preempted, stats.total_preempted, output.num_kv_blocks_in_use) == (1, 1, 3)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (1, 1, 0.75)
     loop.run()
     for request in (first, second):
         expected = continuation(request.prompt_token_ids, 8)
@@ -390,12 +371,16 @@ def test_a_pinned_request_gets_everything_at_admission():
 # -- admission control
 
 
-def test_the_watermark_is_left_free_for_running_requests():
+def test_the_watermark_is_left_free_for_running_requests_if_there_are_any():
     loop = Loop(10, watermark=0.2)
     loop.add("a", 16)
     loop.add("b", 16)  # 4 + 4 blocks: 2 are left
     loop.add("c", 4)  # 1 would be left
     assert list(scheduled_tokens(loop.step())) == ["a", "b"]
+    loop = Loop(10, watermark=0.5)
+    loop.add("a", 39, 2)
+    loop.run()
+    assert loop.reasons == {"a": "length"}
 
 
 @pytest.mark.parametrize("rule, admitted", [("every", ["a", "b"]), ("own", ["a", "b", "c"])])
@@ -421,26 +406,6 @@ def test_a_prompt_that_is_cut_needs_no_more_blocks_than_it_has():
     loop.step()
     loop.add("b", 10)
     assert loop.schedule().num_scheduled_tokens == {"a": 1, "b": 5}
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_prefix_that_is_being_computed_is_waited_for_or_computed_again(waits):
-    loop = Loop(20, cache="hash", defer_on_shared_prefix=waits)
-    prompt = list(range(10))
-    for name in "ab":
-        loop.take(KeyedRequest.from_tokens(name, prompt, 4))
-    assert loop.step().num_scheduled_tokens == ({"a": 10} if waits else {"a": 10, "b": 10})
-    loop.step()
-    assert loop.requests["b"].num_cached_tokens == (8 if waits else 0)
-    loop.run()
-    assert loop.outputs["a"] == loop.outputs["b"] == continuation(prompt, 4)
-
-
-def test_the_watermark_does_not_apply_when_no_request_runs():
-    loop = Loop(10, watermark=0.5)
-    loop.add("a", 39, 2)
-    loop.run()
-    assert loop.reasons == {"a": "length"}
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -533,17 +498,6 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
     assert set(scheduled_tokens(loop.step())) == {"urgent"}, "when a and b have ended"
 
 
-@pytest.mark.parametrize("cache", [None, "hash"])
-def test_a_new_request_gets_the_free_blocks_and_those_of_its_victim(cache):
-    """The same 8 blocks, and a newcomer that wants all of the 4 that are free or b's."""
-    loop = full_batch(8, (13, 4), (5, 4), cache=cache)
-    loop.add("urgent", 16, 1, priority=0)
-    output = loop.step()
-    assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1, "urgent": 16}
-    loop.run()
-    assert set(loop.reasons) == {"a", "b", "urgent"}
-
-
 def test_shared_blocks_of_the_victim_are_not_counted_as_freed():
     """7 blocks: a and b share 2, have 1 each of their own, and 3 are free."""
     loop = Loop(7, max_num_seqs=2, policy="priority", cache="hash")
@@ -611,8 +565,10 @@ def test_as_many_positions_get_room_as_are_asked_for():
     loop = Loop(20)
     request = loop.add("a", 7, 20)
     loop.step()
-    assert loop.scheduler._allocate_or_preempt(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
-    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
+    for num_tokens, num_blocks in ((1, 2), (2, 3), (6, 4)):  # of 4 positions, for 7 and these
+        step = StepPlan(6, lambda one: 6)
+        assert loop.scheduler._allocate_or_preempt(request, num_tokens, 0, step) == num_tokens
+        assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
 
 
 # -- a cache. Equal prompts: `test_scheduler_runs.py`
@@ -702,17 +658,6 @@ def test_so_many_are_passed_over_and_no_more():
 # -- from outside
 
 
-def test_several_requests_end_in_one_call():
-    loop = Loop(100)
-    for name in "abc":
-        loop.add(name, 4, 8)
-    loop.step()
-    loop.scheduler.finish_requests(["a", "nobody", "c"], RequestStatus.FINISHED_STOPPED)
-    assert list(loop.scheduler.requests) == ["b"]
-    assert loop.scheduler.get_stats().total_finished == 2
-    assert loop.step().finished_req_ids == {"a", "c"}
-
-
 def test_the_runner_forgets_who_was_preempted_and_then_aborted():
     loop = Loop(4)
     loop.add("a", 7, 8)
@@ -729,17 +674,11 @@ def test_a_full_batch_does_not_ask_the_policy():
     memory = make_kv_memory(101, 4)
     policy = policy_over(memory, "lpm")
     loop = Loop(100, max_num_seqs=1, policy=policy, kv_memory=memory)
-    loop.add("a", 4, 5)
-    loop.add("b", 4, 5)
+    for name in "ab":
+        loop.add(name, 4, 5)
     loop.step()
-    queries = []
-    loop.scheduler.waiting.policy.find_cached_blocks = lambda r: queries.append(r) or []
-    output = loop.scheduler.schedule()
-    assert not queries
-    loop.scheduler.update_from_output(output, loop.runner.execute(output).wait())
-    loop.scheduler.abort_request("a")
-    loop.scheduler.schedule()
-    assert [request.request_id for request in queries] == ["b"]
+    policy.find_cached_blocks = lambda request: pytest.fail("it was asked")
+    loop.schedule()
 
 
 def test_the_memory_is_asked_once_a_block():
@@ -753,21 +692,6 @@ def test_the_memory_is_asked_once_a_block():
     )
     loop.run()
     assert queries == [8, 16, 24, 32]
-
-
-def test_a_hundred_thousand_that_wait_cost_nothing():
-    """The requests that a step looks at do not grow in number with the queue."""
-    loop = Loop(100, max_num_seqs=2)
-    for i in range(2000):
-        loop.add(f"r{i}", 4, 3)
-    queries = []
-    get_computed_blocks = loop.scheduler.get_computed_blocks
-    loop.scheduler.get_computed_blocks = lambda request: (
-        queries.append(request) or get_computed_blocks(request)
-    )
-    loop.step()
-    loop.step()
-    assert len(queries) == 2
 
 
 # -- plugins
@@ -801,41 +725,31 @@ def test_a_request_that_skips_a_step_is_not_planned_even_on_the_fast_path():
     assert len(loop.outputs["a"]) == len(loop.outputs["b"]) == 7
 
 
-class ThreeSlotsBehind(PreemptionPlugin):
+class SlotsUpToTen(PreemptionPlugin):
     def num_optional_slots(self, request: Request, end: int) -> int:
-        return 3
+        return 10 - end
 
 
 def test_a_plugin_may_ask_for_slots_alone():
-    loop = Loop(20, plugins=[ThreeSlotsBehind()])
+    loop = Loop(20, plugins=[SlotsUpToTen()])
     loop.add("a", 6)
     loop.step()
     loop.step()
     assert len(loop.memory.get_block_ids("a")) == 3, "7 tokens in 2 blocks of 4, and 3 slots more"
 
 
-@pytest.mark.parametrize("cut_at", ["free", "on_finish", "delta"])
-def test_an_interrupted_removal_of_a_request_is_repeated(cut_at, monkeypatch):
-    class Ended(SchedulerPlugin):
-        def on_finish(self, request: Request) -> None:
-            pass
-
-    loop = Loop(20, plugins=[plugin := Ended()])
+@pytest.mark.parametrize("name", ["free", "on_finish", "remove_request"])
+def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
+    loop = Loop(20, plugins=[plugin := ForcedPreemption(100)])
     loop.add("a", 6)
     loop.step()
-    owner = {"free": loop.memory, "on_finish": plugin, "delta": loop.scheduler.delta}[cut_at]
-    name = {"delta": "remove_request"}.get(cut_at, cut_at)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(owner), name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loop.scheduler.abort_request("a")
+    owners = {"free": loop.memory, "on_finish": plugin, "remove_request": loop.scheduler.delta}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(owners[name]), name, Mock(side_effect=KeyboardInterrupt))
+        loop.scheduler.abort_request("a")
     loop.scheduler.abort_request("a")
     loop.scheduler.check_invariants()
     assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
-
-
-def interrupted(self, request) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_queue_that_an_interrupt_has_torn_is_one_again():

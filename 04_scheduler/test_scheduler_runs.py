@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,16 +39,21 @@ CACHES = (None, "hash", "radix")
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 
 
-class _AnswersAreChecked:
+class AnswersAreChecked:
     """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
+
+    max_step_tokens = sys.maxsize
+    checks_all = False  # without: only answers about a victim; the scheduler asserts the others
 
     def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None):
         answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, freeing)
-        if freeing is None:
-            return answer  # the scheduler itself asserts that a yes is true
+        if freeing is None and not self.checks_all:
+            return answer
         memory, request, computed, freeing = copy.deepcopy((self, request, computed, freeing))
-        memory.free(freeing)
-        is_room = memory.allocate_slots(request, num_tokens, 0, computed)
+        if freeing is not None:
+            memory.free(freeing)
+        num_new = min(num_tokens, self.max_step_tokens)
+        is_room = memory.allocate_slots(request, num_new, num_tokens - num_new, computed)
         num_free = memory.pool.num_usable_blocks - memory.num_blocks_in_use
         assert answer == (is_room and num_free >= num_watermark_blocks), (
             request,
@@ -57,11 +63,11 @@ class _AnswersAreChecked:
         return answer
 
 
-class CheckedMemory(_AnswersAreChecked, UncachedKVCacheManager):
+class CheckedMemory(AnswersAreChecked, UncachedKVCacheManager):
     pass
 
 
-class CheckedCachedMemory(_AnswersAreChecked, CachedKVCacheManager):
+class CheckedCachedMemory(AnswersAreChecked, CachedKVCacheManager):
     pass
 
 
@@ -594,7 +600,7 @@ def test_every_interleaving_with_a_new_request_that_displaces_another(cache, mon
     """Trap 60. The third is the most urgent and finds two running: in every state in which the
     memory is asked whether it can replace one, the answer is tried, and both answers occur."""
     answers: Counter[bool] = Counter()
-    checked = _AnswersAreChecked.can_allocate
+    checked = AnswersAreChecked.can_allocate
 
     def counted(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None) -> bool:
         answer = checked(self, request, num_tokens, computed, num_watermark_blocks, freeing)
@@ -602,7 +608,7 @@ def test_every_interleaving_with_a_new_request_that_displaces_another(cache, mon
             answers[answer] += 1
         return answer
 
-    monkeypatch.setattr(_AnswersAreChecked, "can_allocate", counted)
+    monkeypatch.setattr(AnswersAreChecked, "can_allocate", counted)
     prompts = [([0, 1, 1], 4, 1), ([2, 3, 2], 3, 2), ([1, 0, 0, 1, 1], 1, 0)]
     memory = make_memory(cache, 5, 2)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 7, "max_preemptions": 2}

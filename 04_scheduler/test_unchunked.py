@@ -70,7 +70,7 @@ def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
     num_uncomputed_tokens, budget, has_begun
 ):
     request = make("a", 30)
-    request.num_computed_tokens = 3 if has_begun else 0
+    request.num_computed_tokens = int(has_begun)
     given = Unchunked().num_tokens_to_schedule(
         request, num_uncomputed_tokens, budget, max_step_tokens=8
     )
@@ -118,23 +118,6 @@ def test_a_held_back_request_is_skipped_and_keeps_nothing(kind):
     assert scheduler.requests["x"].num_computed_tokens == 0
     policy.held_back.clear()
     assert step(scheduler) == {"x": 2}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_admission_stops_at_a_request_held_back_too_long(kind):
-    policy = AtMost(50, held_back="x")
-    options = {"chunk_policy": policy, "max_num_batched_tokens": 64, "max_overtakes": 2}
-    scheduler = kind(**options)
-    scheduler.add_request(make("x", 5))
-    for i in range(4):
-        scheduler.add_request(make(f"y{i}", 5, 1))
-    served = {name for _ in range(4) for name in step(scheduler)}
-    # It ages when others leave the queue, which is after they were asked, all in one step here.
-    assert served <= {"y0", "y1", "y2", "y3"}
-    scheduler.add_request(make("late", 5, 1))
-    assert step(scheduler) == {}
-    policy.held_back.clear()
-    assert set(step(scheduler)) == {"x", "late"}
 
 
 def test_a_chunk_leaves_a_token_for_each_decode_after_it():
@@ -189,6 +172,7 @@ def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
     assert step(scheduler) == {"long": 8}
     scheduler.add_request(Request.from_tokens("b", list(range(100, 116)), max_new_tokens=1))
     assert step(scheduler) == {"long": 8}  # ten of the twelve are promised
+    assert memory.num_blocks_in_use == 4
     scheduler.add_request(Request.from_tokens("c", list(range(120, 127)), max_new_tokens=1))
     assert [step(scheduler).get("b") for _ in range(6)] == [None, None, None, None, 8, 8]
     assert scheduler.get_stats().total_preempted == 0

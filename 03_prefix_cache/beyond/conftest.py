@@ -22,24 +22,15 @@ Started = TypeVar("Started")
 
 @dataclass
 class MooncakeStore:
-    """A master to use, with two clients and an unused one, and a master to kill. All are being
-    started."""
+    """A master to use, with a client, and a master to kill. All are being started."""
 
     master: Future[MooncakeMaster]
     doomed: Future[MooncakeMaster]
     near: Future[MooncakePool]
-    far: Future[MooncakePool]
-    cold: Future[MooncakePool]
-
-
-def drop(pool: MooncakePool) -> None:
-    """Close a pool without the second that an orderly exit from a store takes."""
-    pool._client.process.kill()
-    pool.close()
 
 
 def needs_mooncake(item: pytest.Item) -> bool:
-    names = {"master", "doomed", "near", "far", "cold"} & set(getattr(item, "fixturenames", ()))
+    names = {"master", "doomed", "near"} & set(getattr(item, "fixturenames", ()))
     row = getattr(item, "callspec", None) and item.callspec.params.get("shared_store")
     return bool(names) or row == "mooncake"
 
@@ -53,17 +44,15 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
     with ThreadPoolExecutor() as threads:
         master, doomed = threads.submit(MooncakeMaster), threads.submit(MooncakeMaster)
 
-        def join(segment_nbytes: int) -> MooncakePool:
-            return MooncakePool(master.result().address, segment_nbytes, "127.0.0.1", WAIT_S)
+        def join() -> MooncakePool:
+            return MooncakePool(master.result().address, 64 << 20, "127.0.0.1", WAIT_S)
 
-        # All memory of the store is the near client's, so data that `far` reads has crossed
-        # processes.
-        near, far, cold = [threads.submit(join, nbytes) for nbytes in (64 << 20, 0, 0)]
-        store = MooncakeStore(master, doomed, near, far, cold)
-        yield store
-    for pool in (store.near, store.far, store.cold):
-        if pool.exception() is None:
-            drop(pool.result())
+        near = threads.submit(join)
+        yield MooncakeStore(master, doomed, near)
+    if near.exception() is None:
+        # Without the second that an orderly exit from a store takes.
+        near.result()._client.process.kill()
+        near.result().close()
     for each in (master, doomed):
         if each.exception() is None:
             each.result().process.kill()
@@ -71,10 +60,10 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
 
 
 @pytest.fixture
-def real_clients_started(mooncake_store: MooncakeStore | None) -> None:
-    """For a test that changes the environment: a client started later would find its library."""
+def real_client_started(mooncake_store: MooncakeStore | None) -> None:
+    """For tests that change the environment: a client that starts later finds their library."""
     if mooncake_store is not None:
-        wait([mooncake_store.near, mooncake_store.far, mooncake_store.cold])
+        wait([mooncake_store.near])
 
 
 def result_or_skip(process: Future[Started]) -> Started:
@@ -99,17 +88,6 @@ def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
 @pytest.fixture
 def near(mooncake_store: MooncakeStore) -> MooncakePool:
     return result_or_skip(mooncake_store.near)
-
-
-@pytest.fixture
-def far(mooncake_store: MooncakeStore) -> MooncakePool:
-    return result_or_skip(mooncake_store.far)
-
-
-@pytest.fixture
-def cold(mooncake_store: MooncakeStore) -> MooncakePool:
-    """A client for one test alone, which may close it."""
-    return result_or_skip(mooncake_store.cold)
 
 
 @pytest.fixture(params=[*STORES, "mooncake"])

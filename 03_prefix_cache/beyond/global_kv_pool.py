@@ -79,13 +79,6 @@ def copy_in_process(block: KVBlock) -> bytes:
     return block.kv_data
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    node_id: str
-    blocks: LRUBlocks[KVBlock] = field(default_factory=LRUBlocks)
-    is_alive: bool = True
-
-
 class GlobalKVPool:
     """A pool of KV blocks within one process. Every method can be called from any thread.
 
@@ -115,7 +108,7 @@ class GlobalKVPool:
         self.num_transfer_threads = num_transfer_threads
         self._transfers = Loads[KVBlock](transfer_timeout_s, num_transfer_threads)
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, LRUBlocks[KVBlock]] = {}
         self._copies: dict[bytes, dict[str, KVBlock]] = {}  # hash -> node id, earliest first
         self._is_closed = False
 
@@ -151,7 +144,7 @@ class GlobalKVPool:
         with self._lock:
             if self._has(block_hash, node_id, block.token_ids):
                 return False
-            self._store(self._node(node_id), block)
+            self._store(block)
         return True
 
     def invalidate(self, block_hashes: Sequence[bytes]) -> None:
@@ -160,25 +153,13 @@ class GlobalKVPool:
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._copies.pop(block_hash, {}):
-                    del self._nodes[node_id].blocks[block_hash]
-
-    def remove_node(self, node_id: str) -> int:
-        """Remove the blocks of a machine that is gone, and fail the copies from it that are in
-        flight. Returns how many blocks it had. It can rejoin, empty, under the same name."""
-        with self._lock:
-            node = self._nodes.pop(node_id, None)
-            if node is None:
-                return 0
-            node.is_alive = False
-            for block_hash in node.blocks:
-                self._drop_copy(block_hash, node_id)
-            return len(node.blocks)
+                    del self._nodes[node_id][block_hash]
 
     @property
     def total_cached_blocks(self) -> int:
         """Blocks on all nodes together, counting each copy."""
         with self._lock:
-            return sum(len(node.blocks) for node in self._nodes.values())
+            return sum(map(len, self._nodes.values()))
 
     def _has(self, block_hash: bytes, node_id: str, token_ids: tuple[int, ...]) -> bool:
         if self._is_closed:
@@ -192,24 +173,19 @@ class GlobalKVPool:
         self._use([copies[node_id]])
         return True
 
-    def _node(self, node_id: str) -> _Node:
-        return self._nodes.setdefault(node_id, _Node(node_id))
-
     def _use(self, blocks: Sequence[KVBlock]) -> None:
         for block in reversed(blocks):
-            self._nodes[block.node_id].blocks.move_to_end(block.block_hash)
+            self._nodes[block.node_id].move_to_end(block.block_hash)
 
-    def _store(self, node: _Node, block: KVBlock) -> None:
-        if len(node.blocks) == self.max_blocks_per_node:
-            dropped, _ = node.blocks.pop_oldest()
-            self._drop_copy(dropped, node.node_id)
-        node.blocks[block.block_hash] = block
-        self._copies.setdefault(block.block_hash, {})[node.node_id] = block
-
-    def _drop_copy(self, block_hash: bytes, node_id: str) -> None:
-        del self._copies[block_hash][node_id]
-        if not self._copies[block_hash]:
-            del self._copies[block_hash]
+    def _store(self, block: KVBlock) -> None:
+        blocks = self._nodes.setdefault(block.node_id, LRUBlocks())
+        if len(blocks) == self.max_blocks_per_node:
+            dropped, _ = blocks.pop_oldest()
+            del self._copies[dropped][block.node_id]
+            if not self._copies[dropped]:
+                del self._copies[dropped]
+        blocks[block.block_hash] = block
+        self._copies.setdefault(block.block_hash, {})[block.node_id] = block
 
     # -- copies
 
@@ -223,11 +199,10 @@ class GlobalKVPool:
         the blocks that arrived are kept on the target, but not if it is stopped before: cancelled
         or past its deadline."""
         with self._lock:
-            target = self._node(target_node_id)
-            sources = [self._sources(block_hash, target) for block_hash in block_hashes]
+            sources = [self._sources(block_hash, target_node_id) for block_hash in block_hashes]
             num_found = sources.index([]) if [] in sources else len(sources)
-            self._use([copies[0][1] for copies in sources[:num_found]])
-        return self._fetch_all(sources, target)
+            self._use([copies[0] for copies in sources[:num_found]])
+        return self._fetch_all(sources, target_node_id)
 
     def async_transfer(
         self, request_id: str, block_hashes: Sequence[bytes], target_node_id: str
@@ -247,53 +222,48 @@ class GlobalKVPool:
         blocks, error = self._transfers.take(request_id)
         return TransferResult(tuple(blocks), error)
 
-    def _sources(self, block_hash: bytes, target: _Node) -> list[tuple[_Node, KVBlock]]:
-        """Every copy with its node, the target's own first. Copies stay readable when evicted."""
+    def _sources(self, block_hash: bytes, target_node_id: str) -> list[KVBlock]:
+        """Every copy, the target's own first. Copies stay readable when evicted."""
         copies = self._copies.get(block_hash, {}).values()
-        target_first = sorted(copies, key=lambda block: block.node_id != target.node_id)
-        return [(self._nodes[block.node_id], block) for block in target_first]
+        return sorted(copies, key=lambda block: block.node_id != target_node_id)
 
-    def _fetch_all(
-        self, sources: list[list[tuple[_Node, KVBlock]]], target: _Node
-    ) -> Iterator[KVBlock]:
+    def _fetch_all(self, sources: list[list[KVBlock]], target_node_id: str) -> Iterator[KVBlock]:
         """Runs in a transfer's thread, without the lock."""
         arrived: list[KVBlock] = []
         try:
             for index, copies in enumerate(sources):
                 if not copies:
                     raise LookupError(f"cannot transfer block {index}: not in the pool")
-                arrived.append(self._fetch(copies, target))
+                arrived.append(self._fetch(copies, target_node_id))
                 yield arrived[-1]
         except Exception:  # not `GeneratorExit`: cancelled, or the reader rejects a block
-            self._keep(target, arrived)
+            self._keep(arrived)
             raise
-        self._keep(target, arrived)
+        self._keep(arrived)
 
-    def _fetch(self, copies: Sequence[tuple[_Node, KVBlock]], target: _Node) -> KVBlock:
+    def _fetch(self, copies: Sequence[KVBlock], target_node_id: str) -> KVBlock:
         """Return the first copy that arrives intact."""
         errors = []
-        for node, block in copies:
+        for block in copies:
             try:
-                kv_data = block.kv_data if node is target else bytes(self._transport(block))
+                is_here = block.node_id == target_node_id
+                kv_data = block.kv_data if is_here else bytes(self._transport(block))
             except Exception as failure:
-                errors.append(f"node {node.node_id!r}: {failure!r}")
+                errors.append(f"node {block.node_id!r}: {failure!r}")
                 continue
-            arrived = replace(block, node_id=target.node_id, kv_data=kv_data)
-            if not node.is_alive:
-                errors.append(f"node {node.node_id!r} has left the pool")
-            elif not arrived.is_intact:
-                errors.append(f"node {node.node_id!r}: wrong checksum")
-            else:
+            arrived = replace(block, node_id=target_node_id, kv_data=kv_data)
+            if arrived.is_intact:
                 return arrived
+            errors.append(f"node {block.node_id!r}: wrong checksum")
         raise ConnectionError("; ".join(errors))
 
-    def _keep(self, target: _Node, arrived: Sequence[KVBlock]) -> None:
+    def _keep(self, arrived: Sequence[KVBlock]) -> None:
         with self._lock:
-            if self._is_closed or not target.is_alive:
+            if self._is_closed:
                 return
             for block in reversed(arrived):
-                if not self._has(block.block_hash, target.node_id, block.token_ids):
-                    self._store(target, block)
+                if not self._has(block.block_hash, block.node_id, block.token_ids):
+                    self._store(block)
 
     def close(self) -> None:
         """Stop. An `async_transfer` in flight ends with an error. Can be called again."""
@@ -308,14 +278,13 @@ class GlobalKVPool:
         """Raise `AssertionError` if the pool is inconsistent. O(bytes held)."""
         with self._lock:
             num_copies = 0
-            for node_id, node in self._nodes.items():
-                assert node.is_alive and node.node_id == node_id, node_id
-                assert len(node.blocks) <= self.max_blocks_per_node, node_id
-                for block_hash, block in node.blocks.items():
+            for node_id, blocks in self._nodes.items():
+                assert len(blocks) <= self.max_blocks_per_node, node_id
+                for block_hash, block in blocks.items():
                     assert (block.block_hash, block.node_id) == (block_hash, node_id), block
                     assert self._copies[block_hash][node_id] is block, block
                     assert block.is_intact, block
-                num_copies += len(node.blocks)
+                num_copies += len(blocks)
             assert num_copies == sum(map(len, self._copies.values())), "a copy is not on any node"
             for copies in self._copies.values():
                 assert len({block.token_ids for block in copies.values()}) == 1, copies

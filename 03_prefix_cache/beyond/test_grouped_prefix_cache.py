@@ -227,6 +227,7 @@ def test_a_request_that_skips_the_cache_finds_nothing_and_is_not_counted():
     assert compute(memory, reader) == 8
     leave(memory, reader)
     assert len(memory.find_cached_blocks(reader)) == 4
+    assert len(memory.find_cached_blocks(Request.from_tokens("d", list(range(8)), 1))) == 3
 
 
 def test_requests_with_one_prefix_keep_its_tokens_once():
@@ -252,8 +253,9 @@ def test_a_duplicate_is_freed_in_its_group():
         compute(memory, request, 3)
     memory.check_invariants([one, two])
     assert memory.get_tables("a") == memory.get_tables("b") and memory.num_blocks_in_use == 4
-    moves = memory.pop_table_updates()
     tables = memory.get_tables("a")
+    leave(memory, one)
+    moves = memory.pop_table_updates()
     assert moves == [BlockTableUpdate("b", i, tables[g][i], g) for g in (0, 1) for i in (0, 1)]
     assert memory.pop_table_updates() == []
 
@@ -282,8 +284,9 @@ def test_a_request_with_reserved_blocks_keeps_its_duplicate(has_reserved: bool):
 
 def test_slots_for_draft_tokens_are_not_a_reservation():
     """Draft slots are allocated after admission, so a request with drafts shares its window's
-    blocks."""
+    blocks, whatever a third one has reserved."""
     memory = make_memory(60)
+    assert memory.allocate_slots(Request.from_tokens("c", [5] * 3, 9), 3, 4)
     one, two = (Request.from_tokens(name, list(range(9)), 9) for name in "ab")
     compute(memory, one)
     assert memory.allocate_slots(one, 1, 3)
@@ -329,7 +332,7 @@ def test_blocks_that_may_have_caused_an_error_are_invalidated_in_all_groups(firs
     publishing."""
     memory, has_sampled = make_memory(60), first_has == "sampled"
     first = Request.from_tokens("a", [*range(8), 60, 61, 62], 9)
-    compute(memory, first, 11 if has_sampled else 8)
+    compute(memory, first, 11 if has_sampled else 10)
     if first_has != "left early":
         first.output_token_ids.append(8)
         first.all_token_ids.append(8)

@@ -87,13 +87,6 @@ def test_nothing_to_load_chooses_no_connector():
     assert not chain._chosen
 
 
-def test_an_empty_chain_has_nothing():
-    chain, _ = make()
-    assert chain.get_num_new_matched_tokens(request(), 0) == (0, False)
-    chain.cancel_load("a"), chain.request_finished(request(), [1]), chain.wait_for_load(1.0)
-    chain.close()
-
-
 def test_the_end_of_a_request_reaches_every_connector_that_was_asked():
     chain, connectors = make(4, 8)
     chain.get_num_new_matched_tokens(request(), 0)

@@ -65,9 +65,6 @@ def test_blocks_of_several_kinds_of_use_in_the_order_of_their_use() -> None:
     assert blocks.pop_oldest()[0] == LINKS[0][0]
 
 
-# -- records
-
-
 def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
     """Every byte changed, every length cut, a longer one; another hash, and other tokens (Trap
     1)."""

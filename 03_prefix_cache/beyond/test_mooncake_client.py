@@ -65,7 +65,7 @@ class MooncakeDistributedStore:
 
 @pytest.fixture
 def address(
-    real_clients_started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real_client_started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MooncakeAddress]:
     """Where something listens; and the client's process finds the scripted library."""
     (tmp_path / "mooncake").mkdir()
@@ -92,25 +92,11 @@ def client(address: MooncakeAddress) -> Iterator[MooncakeClient]:
     client.close()
 
 
-def test_values_come_back_as_they_were_put(client: MooncakeClient) -> None:
-    value = os.urandom(3_000_007)
-    assert client.put("big", value)
-    assert client.put("none", b"")  # an empty value is as good as none
-    assert client.get("big") == value
-    assert client.get("none") is None and client.get("unknown") is None
-    client.remove("big")
-    client.remove("big")
-    assert client.get("big") is None
-    assert client.down_reason is None
-
-
 def test_keys_are_located_up_to_the_first_that_is_missing(client: MooncakeClient) -> None:
-    for key in ("a", "b", "c", "gone"):
+    for key in ("a", "b", "gone"):
         client.put(key, b"value")
-    assert client.locate([]) == []
-    assert client.locate(["a", "b", "c"]) == ["somebody"] * 3
-    assert client.locate(["a", "unknown", "c"]) == ["somebody"]
-    assert client.locate(["unknown", "a"]) == []
+    assert client.locate([]) == client.locate(["unknown", "a"]) == []
+    assert client.locate(["a", "b", "unknown", "a"]) == ["somebody"] * 2
     # Taken out of the store between the two questions that it takes.
     assert client.locate(["a", "gone", "b"]) == ["somebody"]
 
@@ -238,9 +224,6 @@ def test_the_library_is_not_sent_through_a_proxy(
     environment = bytes(client.get("environment")).decode()
     client.close()
     assert "proxy" not in environment.lower() and "PYTHONPATH" in environment
-
-
-# -- what is not there is said, with what to do
 
 
 @pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc"])

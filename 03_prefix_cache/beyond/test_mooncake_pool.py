@@ -75,64 +75,6 @@ def elapsed_s(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
-# -- the store
-
-
-def test_a_published_block_is_found_and_read_bit_for_bit_by_another_client(
-    near: MooncakePool, far: MooncakePool
-) -> None:
-    chain = make_chain("one", 5, kv_nbytes=300_000)
-    num_before = far.total_cached_blocks
-    assert far.has(links_of(chain)) == 0
-    assert publish(near, chain) == [True] * 5
-    assert far.has(links_of(chain)) == 5
-    assert far.total_cached_blocks == num_before + 5
-    assert publish(far, [(chain[0][0], b"other bytes")]) == [False]
-    assert load(far, chain) == (chain, None)
-    chain[2:2] = make_chain("missing", 1)
-    assert far.has(links_of(chain)) == 2
-    arrived, error = load(far, chain)
-    assert arrived == chain[:2] and "not in the store" in error
-
-
-def test_a_value_without_room_is_refused_and_the_store_goes_on(near: MooncakePool) -> None:
-    link, _ = make_chain("huge", 1)[0]
-    assert not near.put(link, bytes(80 << 20))
-    assert near.down_reason is None and near.has([link]) == 0
-    assert publish(near, make_chain("after huge", 1)) == [True]
-
-
-def test_a_pool_that_is_closed_has_no_process(cold: MooncakePool) -> None:
-    cold.close()
-    assert cold._client.process.poll() is not None
-
-
-def test_many_threads_of_two_processes_at_once(near: MooncakePool, far: MooncakePool) -> None:
-    chains = [make_chain(f"thread {index}", 6) for index in range(8)]
-    results: dict[int, tuple[Chain, str | None]] = {}
-    failures: list[BaseException] = []
-
-    def work(index: int) -> None:
-        try:
-            chain, pool = chains[index], (near, far)[index % 2]
-            publish(pool, chain)
-            publish(pool, chains[index - 1])  # which its owner is publishing
-            assert pool.has(links_of(chain)) == 6
-            results[index] = load((far, near)[index % 2], chain)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=work, args=[index]) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not failures
-    assert [results[index] for index in range(8)] == [(chain, None) for chain in chains]
-
-
-# -- two engines' processes
-
 PUBLISHER = """
 import sys
 from mooncake_master import MooncakeAddress
@@ -220,9 +162,6 @@ def test_an_engine_loads_blocks_published_by_another_process(
     assert connector.stats.num_tokens_loaded == 0 and not io.data
     pool._client.process.kill()  # without the second that leaving in good order takes
     pool.close()
-
-
-# -- a master that fails
 
 
 def test_a_killed_store_is_an_empty_one(

@@ -107,19 +107,6 @@ def test_what_arrived_before_the_deadline_is_the_result_and_what_comes_late_is_n
     assert arrived == PARTS[:1] and gate.num_begun == 2
 
 
-def test_a_wait_ends_at_the_first_deadline(gate, now):
-    loads = Loads[bytes](2 * WAIT_S, clock=lambda: now[0])
-    for name, now[0] in (("a", 0.0), ("b", WAIT_S)):
-        loads.start(name, gate.parts())
-    now[0] = 2 * WAIT_S
-    start = time.monotonic()
-    loads.wait(WAIT_S)
-    assert time.monotonic() - start < WAIT_S / 2
-    assert [loads.has_ended(name) for name in "ab"] == [True, False]
-    loads.close()
-    gate.open.release(3)
-
-
 def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
     for name in "ab":
         loads.start(name, gate.parts())
@@ -129,17 +116,6 @@ def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
     gate.open.release()
     run(loads, iter(()))
     assert gate.num_begun == 1, "a load that was taken is not begun"
-
-
-def test_no_further_part_is_read_for_a_cancelled_load(loads, gate):
-    loads.start("a", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
-    loads.cancel("a")
-    loads.start("a", iter(PARTS[:1]))  # the name is free, and the old load does not end the new one
-    assert not loads.has_ended("a")
-    gate.open.release()
-    assert finish(loads) == (PARTS[:1], None) and gate.num_begun == 1
-    loads.cancel("never heard of")
 
 
 @pytest.mark.parametrize("end", ["cancel", "take", "close"])
@@ -156,21 +132,6 @@ def test_a_load_that_is_over_before_it_begins_holds_no_block(end, loads, gate, n
     assert pinned() is None
 
 
-def test_loads_begin_in_the_order_of_their_starts(loads, gate):
-    order: list[str] = []
-
-    def parts(name: str) -> Iterator[bytes]:
-        order.append(name)
-        yield b""
-
-    loads.start("first", gate.parts())
-    for name in "abc":
-        loads.start(name, parts(name))
-    loads.cancel("b")
-    gate.open.release(3)
-    assert finish(loads, "c") == ([b""], None) and order == ["a", "c"]
-
-
 def test_a_load_that_ended_before_does_not_cut_a_wait_short(loads, gate):
     loads.start("before", iter(PARTS))
     loads.start("a", gate.parts())
@@ -179,19 +140,6 @@ def test_a_load_that_ended_before_does_not_cut_a_wait_short(loads, gate):
     start = time.monotonic()
     loads.wait(0.02)
     assert time.monotonic() - start >= 0.02
-
-
-def test_one_that_hangs_leaves_the_other_threads_to_others(gate):
-    loads = Loads[bytes](WAIT_S, num_threads=2)
-    loads.start("hangs", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
-    for _ in range(3):
-        assert run(loads, iter(PARTS)) == (PARTS, None)
-    assert not loads.has_ended("hangs")
-    gate.open.release(3)
-    assert finish(loads, "hangs") == (PARTS, None)
-    loads.wait(WAIT_S)  # returns immediately: nothing is loaded
-    loads.close()
 
 
 def test_a_close_ends_loads_and_threads_and_waits_for_none(gate):

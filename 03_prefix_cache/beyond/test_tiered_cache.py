@@ -22,11 +22,6 @@ BLOCK_SIZE = 2
 NAMESPACE = (("model", "test"),)
 
 
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match=f"disk_path must be a file.*{tmp_path.name}"):
-        KVTierConfig(host_blocks=1, disk_path=tmp_path)
-
-
 class Engine(ByteEngine):
     """With tiers below a cache of 8 blocks."""
 
@@ -64,12 +59,6 @@ def test_an_evicted_block_is_loaded_again(make_engine, write_policy, tmp_path):
     assert [engine.serve(prompt) for prompt in prompts] == [0, 0, 0, 0]
     assert [engine.serve(prompt) for prompt in prompts] == [14, 14, 14, 14]
     assert engine.tiers.stats.num_disk_hits > 0
-
-
-def test_without_a_tier_they_are_computed_again(make_engine):
-    engine = make_engine(KVTierConfig(host_blocks=1))
-    prompts = [[n] * 16 for n in range(4)]
-    assert [engine.serve(prompt) for prompt in prompts * 2] == [0] * 8
 
 
 @pytest.mark.sample(seed=4)
@@ -231,6 +220,7 @@ def test_nothing_is_kept_of_a_request_that_never_published_a_block(is_found, mak
         {"host_blocks": 1, "write_policy": "never"},
         {"host_blocks": 1, "load_timeout_s": 0},
         {"host_blocks": 1, "disk_path": 3},
+        {"host_blocks": 1, "disk_path": Path(__file__).parent},
     ],
 )
 def test_wrong_configurations_are_named(wrong):

@@ -3,7 +3,6 @@ looks at what it reads in each group."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from itertools import pairwise
 from typing import ClassVar
@@ -18,32 +17,18 @@ from kv_memory import ComputedBlocks, SharingRunnerState
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from test_scheduler_runs import VOCAB, World, _explore
+from test_scheduler_runs import VOCAB, AnswersAreChecked, World, _explore
 from unchunked import ChunkToBudget
 
 
-class Checked(GroupedKVMemory):
-    """`can_allocate` says what freeing one and seating the other would come to, tried on a copy."""
-
-    def can_allocate(self, request, num_tokens, computed, num_watermark_blocks=0, freeing=None):
-        answer = super().can_allocate(request, num_tokens, computed, num_watermark_blocks, freeing)
-        memory, request, freeing = copy.deepcopy((self, request, freeing))
-        if freeing is not None:
-            memory.free(freeing)
-        num_new = min(num_tokens, self.max_step_tokens)
-        is_room = memory.allocate_slots(request, num_new, num_tokens - num_new, computed)
-        num_free = memory.pool.num_free_blocks
-        assert answer == (is_room and num_free >= num_watermark_blocks), (
-            request,
-            num_tokens,
-            freeing,
-        )
-        return answer
+class Checked(AnswersAreChecked, GroupedKVMemory):
+    checks_all = True
 
 
-class CheckedCache(Checked, CachedGroupedMemory):
+class CheckedCache(AnswersAreChecked, CachedGroupedMemory):
     """And every hit is the longest that brute force finds."""
 
+    checks_all = True
     hits: ClassVar[Counter[str]] = Counter()  # of all copies
 
     def get_computed_blocks(self, request, wait_for_others=True):

@@ -79,12 +79,6 @@ def test_an_example_by_hand():
     assert memory.allocations == [("a", 6), ("d", 14)]
 
 
-def test_the_result_is_about_the_next_request():
-    adder = Memory(100).adder(10)
-    assert adder.add_one_req(waiting("a", 10), False) is OTHER
-    assert len(adder.can_run_list) == 1
-
-
 @pytest.mark.parametrize(
     "num_outputs, max_new_tokens, expected",
     [(0, 100, 100), (99, 100, 1), (5, 10**6, CLIP_MAX_NEW_TOKENS)],
@@ -95,15 +89,6 @@ def test_the_decode_budget_is_a_share_of_what_may_still_come(num_outputs, max_ne
     for ratio in (0.0, 0.25, 1.0):
         adder = memory.adder(running=running, new_token_ratio=ratio)
         assert adder.rem_total_tokens == 20_000 - expected * ratio
-
-
-def test_pages_of_the_next_decode_are_set_aside():
-    memory = Memory(10)
-    running = [decoding(str(i), 4, 11, 1) for i in range(5)]
-    adder = memory.adder(running=running, new_token_ratio=0.1, num_next_decode_tokens=20)
-    assert adder.rem_total_tokens == 40 - 20, "and not 40 - 5"
-    adder = memory.adder(running=running, new_token_ratio=0.9, num_next_decode_tokens=20)
-    assert adder.rem_total_tokens == 40 - 45
 
 
 def test_memory_is_counted_in_pages_and_compute_is_not():
@@ -119,32 +104,11 @@ def test_memory_is_counted_in_pages_and_compute_is_not():
     assert len(adder.can_run_list) == 4
 
 
-def test_a_request_that_runs_alone_needs_only_its_own_pages():
-    """10 + 30 tokens do not fit 16. It runs, and may end before it needs so much."""
-    alone = Memory(4).adder()
-    assert alone.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
-    assert [r.request_id for r in alone.can_run_list] == ["a"]
-    not_alone = Memory(4).adder(running=[decoding("r", 1, 2, 1)], new_token_ratio=0.0)
-    assert not_alone.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
-    assert not_alone.can_run_list == []
-    second = Memory(4).adder()
-    second.add_one_req(waiting("a", 2, 2), False)
-    assert second.add_one_req(waiting("b", 10, 30), False) is NO_TOKEN
-    assert [r.request_id for r in second.can_run_list] == ["a"]
-
-
-def test_the_memory_has_the_last_word():
-    adder = Memory(2).adder()
-    assert adder.add_one_req(waiting("a", 9, 1), False) is NO_TOKEN
-    assert adder.can_run_list == [] and adder.num_tokens == {}
-    assert adder.rem_input_tokens == 1000 and adder.log_input_tokens == 0
-
-
 # -- what the cache has
 
 
-def cached_memory(num_pages: int, num_cached: int) -> tuple[CachedKVCacheManager, list[int]]:
-    """A cache that has `num_cached` unused pages of the returned prompt."""
+def add_cached(num_pages: int, num_cached: int, max_new_tokens: int) -> PrefillAdder:
+    """Add a request of `num_cached` unused cached pages and two tokens, while another decodes."""
     pool = BlockPool(num_pages + 1)
     memory = CachedKVCacheManager(pool, 4, PrefixCacheLocal(pool=pool, block_size=4))
     prompt = list(range(4 * num_cached))
@@ -153,20 +117,19 @@ def cached_memory(num_pages: int, num_cached: int) -> tuple[CachedKVCacheManager
     past.num_computed_tokens = len(prompt)
     memory.cache_blocks(past, len(prompt))
     memory.free(past)
-    return memory, prompt
-
-
-def test_work_is_what_the_cache_does_not_have():
-    memory, prompt = cached_memory(10, 3)
-    request = Request.from_tokens("a", [*prompt, 7, 7], 5)
-    computed = memory.get_computed_blocks(request)
 
     def allocate(request, computed, num_tokens):
         return memory.allocate_slots(request, num_tokens, 0, computed)
 
     adder = PrefillAdder(memory, allocate, [decoding("r", 1, 2, 1)], 0.0, 100)
-    assert adder.rem_total_tokens == 40
-    adder.add_one_req(request, False, computed)
+    assert adder.rem_total_tokens == 4 * num_pages
+    request = Request.from_tokens("a", [*prompt, 7, 7], max_new_tokens)
+    adder.add_one_req(request, False, memory.get_computed_blocks(request))
+    return adder
+
+
+def test_work_is_what_the_cache_does_not_have():
+    adder = add_cached(10, 3, max_new_tokens=5)
     assert adder.num_tokens == {"a": 2}
     assert (adder.log_hit_tokens, adder.log_input_tokens) == (12, 2)
     # 3 cached pages that no other request may evict now, and 2 pages for 2 + 5 tokens.
@@ -175,17 +138,8 @@ def test_work_is_what_the_cache_does_not_have():
 
 def test_unused_cached_pages_count_as_needed():
     """Five pages count as free, two of them are its own prefix: 3 + 2 pages fit, 4 + 2 do not."""
-    for max_new_tokens, is_in in ((10, True), (11, False)):
-        memory, prompt = cached_memory(5, 2)
-        request = Request.from_tokens("a", [*prompt, 7, 7], max_new_tokens)
-        computed = memory.get_computed_blocks(request)
-
-        def allocate(request, computed, num_tokens, memory=memory):
-            return memory.allocate_slots(request, num_tokens, 0, computed)
-
-        adder = PrefillAdder(memory, allocate, [decoding("r", 1, 2, 1)], 0.0, 100)
-        adder.add_one_req(request, False, computed)
-        assert bool(adder.can_run_list) == is_in
+    assert add_cached(5, 2, max_new_tokens=10).can_run_list
+    assert not add_cached(5, 2, max_new_tokens=11).can_run_list
 
 
 # -- chunks
@@ -226,28 +180,6 @@ def test_the_chunked_slot_has_one_owner():
     assert adder.add_one_req(second, True) is OTHER and adder.can_run_list == []
     assert adder.add_one_req(second, False) is OTHER
     assert adder.new_chunked_req is second and adder.num_tokens == {"b": 2048}
-
-
-def test_a_chunk_that_the_memory_refuses_keeps_the_slot():
-    memory = Memory(2)
-    request = waiting("a", 16)
-    adder = memory.adder(100, 8)
-    adder.add_one_req(request, False)
-    request.num_computed_tokens = 8
-    adder = memory.adder(100, 8)
-    assert adder.add_chunked_req(request) is request
-    assert adder.can_run_list == [] and adder.rem_chunk_tokens == 8
-
-
-def test_whole_prompts_are_cut_only_if_no_step_could_take_them():
-    """A request that was preempted may come back longer than any prompt that is admitted."""
-    adder = Memory(100).adder(10, max_input_tokens=20)
-    assert adder.add_one_req(waiting("a", 20), False) is OTHER
-    assert adder.can_run_list == [], "it waits for an empty step"
-    resumed = decoding("b", 15, 20, 10)
-    resumed.num_computed_tokens = 0
-    assert adder.add_one_req(resumed, False) is OTHER
-    assert adder.num_tokens == {"b": 8} and adder.new_chunked_req is resumed
 
 
 def test_steps_smaller_than_a_page():
@@ -354,18 +286,6 @@ def test_the_batch_of_a_naive_recomputation(
 # -- the share
 
 
-def test_the_share_falls_evenly_and_not_below_its_minimum():
-    ratio = NewTokenRatio(0.7, 0.1, 3)
-    values = []
-    for _ in range(5):
-        ratio.decay()
-        values.append(ratio.value)
-    assert values == pytest.approx([0.5, 0.3, 0.1, 0.1, 0.1])
-    assert values[-1] == 0.1, "exactly"
-    ratio.reset()
-    assert ratio.value == 0.7
-
-
 def test_the_share_is_raised_to_the_observed_one():
     ratio = NewTokenRatio(0.7, 0.1, 1)
     ratio.decay()
@@ -376,23 +296,6 @@ def test_the_share_is_raised_to_the_observed_one():
     ratio.raise_for([decoding("a", 3, 10, 9)])
     assert ratio.value == 1.0
     ratio.raise_for([])
-
-
-@pytest.mark.parametrize(
-    "arguments, name",
-    [
-        ((1.1, 0.1, 3), "init_new_token_ratio"),
-        ((-0.1, -0.2, 3), "init_new_token_ratio"),
-        ((0.5, 0.6, 3), "min_new_token_ratio"),
-        ((0.5, -0.1, 3), "min_new_token_ratio"),
-        ((0.5, 0.1, 0), "new_token_ratio_decay_steps"),
-        ((0.5, 0.1, 2.5), "new_token_ratio_decay_steps"),
-        ((0.5, 0.1, None), "new_token_ratio_decay_steps"),
-    ],
-)
-def test_shares_that_make_no_sense_are_named(arguments, name):
-    with pytest.raises(ValueError, match=name):
-        NewTokenRatio(*arguments)
 
 
 def test_a_ratio_that_was_raised_falls_again_wherever_it_began():

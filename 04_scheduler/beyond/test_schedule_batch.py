@@ -1,11 +1,11 @@
-"""A batch by itself: its requests, the needs of its next decode, and its victims."""
+"""A batch by itself: the needs of its next decode, and its victims."""
 
 from __future__ import annotations
 
 from block_pool import BlockPool
 from kv_memory import UncachedKVCacheManager
 from request import Request, RequestStatus
-from schedule_batch import ForwardMode, ScheduleBatch
+from schedule_batch import ScheduleBatch
 
 
 def memory_of(num_pages: int) -> UncachedKVCacheManager:
@@ -31,40 +31,6 @@ def decoding(
 
 def names(requests: list[Request]) -> str:
     return "".join(request.request_id for request in requests)
-
-
-class Retract:
-    """A scheduler's treatment of a victim, as far as a batch sees it."""
-
-    def __init__(self, memory: UncachedKVCacheManager) -> None:
-        self.memory = memory
-
-    def __call__(self, request: Request) -> None:
-        self.memory.free(request)
-        request.num_computed_tokens = 0
-        request.status = RequestStatus.PREEMPTED
-
-
-def none_pinned(request: Request) -> bool:
-    return False
-
-
-def test_batches_are_merged_mixed_and_filtered():
-    memory = memory_of(20)
-    a, b, c, d = (decoding(memory, name, 3) for name in "abcd")
-    prefill = ScheduleBatch(memory, [a, b], ForwardMode.EXTEND)
-    running = ScheduleBatch(memory, [c, d])
-    prefill.mix_with_running(ScheduleBatch(memory))
-    assert prefill.forward_mode is ForwardMode.EXTEND
-    prefill.mix_with_running(running)
-    assert (names(prefill.reqs), running.reqs) == ("abcd", [])
-    assert prefill.forward_mode is ForwardMode.MIXED
-    b.status, c.status = RequestStatus.FINISHED_STOPPED, RequestStatus.PREEMPTED
-    prefill.filter_batch(chunked_req_to_exclude=a)
-    assert names(prefill.reqs) == "d"
-    running.merge_batch(prefill)
-    assert (names(running.reqs), prefill.reqs) == ("d", [])
-    assert running.forward_mode is ForwardMode.DECODE
 
 
 def test_a_page_is_needed_where_one_begins():
@@ -96,48 +62,11 @@ def test_fewest_outputs_go_first_and_of_those_the_longest_input():
     requests = [decoding(memory, name, *sizes[name]) for name in "abcde"]
     batch = ScheduleBatch(memory, requests)
     assert memory.pool.num_free_blocks == 0 and batch.new_page_count_next_decode() == 5
-    retracted = batch.retract_decode(Retract(memory), none_pinned)
+
+    def retract(request: Request) -> None:
+        memory.free(request)
+        request.status = RequestStatus.PREEMPTED
+
+    retracted = batch.retract_decode(retract, lambda request: False)
     assert names(retracted) == "da", "12, then 8 prompt tokens; no more than it takes"
     assert names(batch.reqs) == "bce"
-    assert all(r.status is RequestStatus.PREEMPTED for r in retracted)
-
-
-def test_no_request_is_retracted_if_memory_suffices_and_never_a_pinned_one():
-    memory = memory_of(5)
-    batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
-    assert batch.retract_decode(Retract(memory), none_pinned) == []
-    batch.reqs.append(decoding(memory, "c", 4, 1))
-    for request in batch.reqs:
-        request.append_output_token(0)
-        request.num_computed_tokens += 4  # as if three more had been generated and computed
-        request.all_token_ids += [0, 0, 0]
-    retracted = batch.retract_decode(Retract(memory), lambda r: r.request_id in "ac")
-    assert names(retracted) == "b" and names(batch.reqs) == "ac"
-
-
-def test_one_request_always_keeps_its_memory():
-    memory = memory_of(3)
-    batch = ScheduleBatch(memory, [decoding(memory, name, 4) for name in "ab"])
-    other = Request.from_tokens("waits", [1])
-    assert memory.allocate_slots(other, 4), "a load, say"
-    assert names(batch.retract_decode(Retract(memory), none_pinned)) == "b", "the later"
-    memory = memory_of(2)
-    alone = ScheduleBatch(memory, [decoding(memory, "a", 4)])
-    assert memory.allocate_slots(other, 4)
-    assert alone.retract_decode(Retract(memory), none_pinned) == []
-    assert names(alone.reqs) == "a"
-
-
-def test_a_prompt_between_two_chunks_makes_way_in_its_turn():
-    memory = memory_of(3)
-    batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
-    chunked = decoding(memory, "c", 8, 0)
-    retract = Retract(memory)
-    assert batch.retract_decode(retract, none_pinned, chunked) == [chunked]
-    assert names(batch.reqs) == "a"
-    memory = memory_of(3)
-    batch = ScheduleBatch(memory, [decoding(memory, "a", 4)])
-    resumed = decoding(memory, "c", 4, 4)
-    first = batch.reqs[0]
-    assert batch.retract_decode(Retract(memory), none_pinned, resumed) == [first]
-    assert batch.reqs == [] and resumed.status is RequestStatus.RUNNING

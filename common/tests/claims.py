@@ -489,7 +489,7 @@ WAYS = [
     ("draft", dict(speculative=DRAFT_3, block_size=3), NOW, SLOW),
     ("draft, preempted", dict(speculative={"method": "draft"}, preempt_every=2), NOT, NOW),
     ("graphs", GRAPHS | dict(max_num_seqs=7, shuffle_batch=True), NOW, SLOW),
-    ("graphs, ahead", GRAPHS | OVERLAP, NOT, NOW),
+    ("graphs, ahead", GRAPHS | OVERLAP | dict(max_num_seqs=20), NOT, NOW),
     ("graphs, ahead, token by token", GRAPHS | AHEAD | ROWS_OF_PROMPTS, SLOW, NOT),
 ]
 

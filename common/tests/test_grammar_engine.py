@@ -217,7 +217,7 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, ex
 
 @pytest.mark.parametrize(
     "config",
-    [{}, AHEAD, dict(speculative=DRAFT_3, block_size=3), GRAPHS | OVERLAP],
+    [{}, AHEAD, dict(speculative=DRAFT_3, block_size=3), GRAPHS | OVERLAP | dict(max_num_seqs=5)],
     ids=["as it is", "ahead", "draft", "graphs, ahead"],
 )
 def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(

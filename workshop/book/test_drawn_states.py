@@ -37,7 +37,7 @@ from mixed_batch import MixedMetadata, compose
 from prefill_first_scheduler import PrefillFirstScheduler
 from prefix_cache_local import compute_hash_chain
 from radix_cache import RadixCache
-from radix_words import Rig
+from radix_words import TreeRig
 from rejection_sampler import rejection_sample
 from request import Request, RequestStatus
 from scheduler import Scheduler
@@ -186,7 +186,7 @@ def test_groups_hit() -> None:
 
 def test_radix_split() -> None:
     """A letter is a page, as in `radix_words.py`."""
-    picture, rig = Picture("radix_split"), Rig(num_pages=7)
+    picture, rig = Picture("radix_split"), TreeRig(num_pages=7)
     key = picture.key()
 
     def compare(number: int, lost: dict[str, str]) -> None:

@@ -1,7 +1,8 @@
 """Tables of prose: a row is several lines, and each line begins with a word that names its field.
 
-A blank line ends a row, an indented line continues the one above, and `#` begins a remark. Text
-from such a table is printed in Chinese if the terminal's language is Chinese (`is_chinese`)."""
+The first names the row; without it, a row is named as the one above. A blank line ends a row, an
+indented line continues the one above, and `#` begins a remark. Text from such a table is printed
+in Chinese if the terminal's language is Chinese (`is_chinese`)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _CONTINUED = re.compile(r"\n {4,}")
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    head: str  # the first line
+    head: str  # its name, the first line
     said: defaultdict[str, list[str]]  # word -> the texts after it, line by line
 
     def text(self, word: str, between: str = "\n") -> str:
@@ -25,17 +26,20 @@ class TextRow:
 
 def read_rows(text: str, words: str) -> Iterator[TextRow]:
     """Yield the rows. Raises `ValueError` for a line that begins with none of `words`."""
+    head = ""
     for row in re.split(r"\n\s*\n", text.strip()):
         lines = [x for x in _CONTINUED.sub(" ", row).split("\n") if not x.startswith("#")]
         if not lines:
             continue
+        if lines[0].partition(" ")[0] not in words.split():
+            head = lines.pop(0)
         said: defaultdict[str, list[str]] = defaultdict(list)
-        for line in lines[1:]:
+        for line in lines:
             word, _, rest = line.partition(" ")
             if word not in words.split():
-                raise ValueError(f"{line!r} of {lines[0]!r} must begin with a known word")
+                raise ValueError(f"{line!r} of {head!r} must begin with a known word")
             said[word].append(rest)
-        yield TextRow(lines[0], said)
+        yield TextRow(head, said)
 
 
 def is_chinese() -> bool:

@@ -22,7 +22,6 @@ from workshop.practice.tasks import reading
 from workshop.practice.tasks.answer import answer_to
 from workshop.practice.tasks.blank import filled
 from workshop.practice.tasks.course import (
-    DIFFICULTIES,
     EVENINGS,
     TASKS,
     Task,
@@ -285,9 +284,8 @@ def list_tasks(bench: Workbench) -> str:
 def _rows(evening: int, bench: Workbench) -> Iterator[str]:
     for task in tasks_of_evening(evening):
         mark = "x" if task.number in bench.progress.passed else " "
-        level = DIFFICULTIES[task.difficulty]
         title = task.words.text("title")
-        yield f" [{mark}] {task.number}  {task.minutes:2} min  {level:6}  {title}"
+        yield f" [{mark}] {task.number}  {task.minutes:2} min  {task.difficulty:6}  {title}"
 
 
 def _open_tasks(bench: Workbench, among: Sequence[Task]) -> list[Task]:
@@ -320,8 +318,8 @@ def _again(task: Task, bench: Workbench) -> int:
 
 
 def _begin(task: Task, bench: Workbench, told: list[str]) -> int:
-    level, words = DIFFICULTIES[task.difficulty], task.words
-    _say(f"Task {task.number}. {words.text('title')} ({task.minutes} minutes, {level})")
+    words = task.words
+    _say(f"Task {task.number}. {words.text('title')} ({task.minutes} minutes, {task.difficulty})")
     _say("\n".join(told))
     where = f"{bench.name(bench.file(task))}{_line_of_hole(task, bench)}"
     _say(f"Write in {where}, in {task.place}, in the place of `raise`:")

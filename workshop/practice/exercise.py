@@ -1,12 +1,11 @@
 """Exercises: exhibits of the museum and tasks of the course, from one format.
 
-    1.1                                          how it is named; an exhibit: its English title
+    1.1 The title                                a task's number, and the title; see `exhibits.py`
     example examples_batching endings            a module of `examples/`, and a function in it
-    ...                                          see `exhibits.py` and `course.py`
-    en 50a411deedc2                              the digest of the English texts when ...
-    zh_title ...                                 ... they were translated: as `title`, in Chinese
+    zh 50a411deedc2 ...                          the digest of the English texts when they were
+    zh_symptom ...                               translated, the title, and the others in Chinese
 
-The example is a small function that uses our module as a caller would and returns the result in a
+The example is a small function that uses our module as a caller would and yields the result in a
 few lines of text. It imports everything when it is called, so that it gets the swapped module.
 Each task has one. A recorded run shows most exhibits, and an example the others.
 
@@ -21,6 +20,7 @@ Chinese (`LANGUAGE=zh` sets that anywhere). `text_rows.py` reads such tables.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,15 +55,19 @@ class Exercise:
         return sha256(repr(said).encode()).hexdigest()[:12]
 
     @property
-    def example(self) -> Callable[[], str]:
+    def example(self) -> Callable[[], Iterator[str]]:
         module, _, function = self.english.text("example").partition(" ")
         return getattr(import_module(f"workshop.practice.examples.{module}"), function)
 
 
 def read_exercises(table: Path, words: str) -> Iterator[tuple[TextRow, TextRow]]:
-    """Yield each row of the table, and its Chinese texts. An exhibit's title is its head."""
+    """Yield each row of the table, and its Chinese texts."""
     chinese = " ".join(f"zh_{word}" for word in TEXTS)
-    for row in read_rows(table.read_text(encoding="utf-8"), f"{words} en {chinese}"):
-        row.said["title"] = row.said["title"] or [row.head]
+    for row in read_rows(table.read_text(encoding="utf-8"), f"{words} zh {chinese}"):
+        digest, _, title = row.text("zh").partition(" ")
+        row.said.update(title=[re.sub(r"^\d\.\d ", "", row.head)], en=[digest], zh_title=[title])
+        for word in ("write", "zh_write"):  # a blank line between two, unless both are indented
+            text = "\n\n".join(row.said[word])
+            row.said[word] = re.sub(r"(?m)^( .*\n)\n(?= )", r"\1", text).splitlines()
         texts = {word: row.said[f"zh_{word}"] for word in TEXTS}
         yield row, TextRow(row.head, defaultdict(list, texts))

@@ -9,7 +9,8 @@
     task 1.2 The running requests are not counted.          a typical mistake in that task
     museum The title                                        the exhibit with that title
 
-`text_rows.py` reads such tables. A mistake is noticed by the tests of its task."""
+`text_rows.py` reads such tables: without its first line, a row is of the symbol above. A mistake is
+noticed by the tests of its task."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def test_a_report_names_no_temporary_folder() -> None:
 
 def test_a_row_is_read_with_its_continuation_lines() -> None:
     code, tests = "m C.f\n- a\n-     b\n+ c\n", "test t::u\ntest t::v\n"
-    (bug,) = read_bugs(f"# 1\n\n{code}{tests}line So\n    long.\ntask 1.2 Not\n    so.\n")
+    words = "line So\n    long.\ntask 1.2 Not\n    so.\n"
+    bug, same_place = read_bugs(f"# 1\n\n{code}{tests}{words}\n- d\n")
+    assert (same_place.name, same_place.old) == ("m C.f", "d")
     assert (bug.module, bug.symbol, bug.old, bug.new) == ("m", "C.f", "a\n    b", "c")
     assert (bug.named_tests, bug.line) == (("t::u", "t::v"), "So long.")
     assert (bug.task, bug.message, bug.exhibit) == ("1.2", "Not so.", "")

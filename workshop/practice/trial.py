@@ -48,7 +48,7 @@ def broken_copy(patch: Patch) -> contextlib.AbstractContextManager[ModuleSwap]:
 
 
 def said_by(
-    work: Callable[[], str], swap: ModuleSwap | None = None, limit_s: float = LIMIT_S
+    work: Callable[[], Iterable[str]], swap: ModuleSwap | None = None, limit_s: float = LIMIT_S
 ) -> str:
     """Return the function's output. An exception, or the end of the process, is one line of it."""
     try:
@@ -58,11 +58,11 @@ def said_by(
     return NEVER_ENDS if said is None else said
 
 
-def say(work: Callable[[], str]) -> str:
-    """Return the function's output, or its exception in one line. Printed text is dropped."""
+def say(work: Callable[[], Iterable[str]]) -> str:
+    """Return the function's lines, or its exception in one line. Printed text is dropped."""
     with tempfile.TemporaryFile("w+") as file, into(file.fileno()):
         try:
-            return work()
+            return "\n".join(work())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

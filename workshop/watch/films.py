@@ -8,21 +8,19 @@ A caption names steps, requests and blocks that are read from the events of its 
 
 The texts are in `films.txt`, in two languages, a row for a film and then its moments:
 
-    film 3                                  its name: a chapter's number, or another word
-    folder, title, label, caption, note     see `ChapterFilm`; in Chinese `title_zh`, ...
-    scripts PREFIXES                        of `film_scripts.py`
-    facts shared_prefix                     of `film_facts.py`
+    film 3 03_prefix_cache                  a chapter's number or another name, and the folder
+    title, label, caption, note             see `ChapterFilm`; in Chinese `title_zh`, ...
+    facts shared_prefix PREFIXES            of `film_facts.py`, and scripts of `film_scripts.py`
     scenes grid words cache                 open scenes, in this order; the others on demand
     columns time                            grid columns as wide as a step took; or all equal
     knob num_blocks=18 {"num_blocks": 18}   the last script again with this change; one line each
 
-    moment step                             the name of a fact
-    request b                               the name of a fact: the request to select
+    moment step b                           names of facts: the step, the request to select or none
     words                                   what the moment shows
     ask                                     what to point at, in the step before it
     answer request b                        or "block", and the name of a fact
     why                                     the reason for the answer, in whole sentences
-    still cache 255                         a scene and its height; can be repeated"""
+    still pool 250 cache 186                scenes and their heights"""
 
 from __future__ import annotations
 
@@ -214,20 +212,21 @@ def _ms_of(step: list[str]) -> float:
 def read_films(text: str) -> Iterator[ChapterFilm]:
     words = "title label caption note rule words ask why"
     in_chinese = " ".join(f"{word}_zh" for word in words.split())
-    others = "folder scripts facts scenes columns knob request answer still"
+    others = "facts scenes columns knob answer still"
     rows = list(read_rows(text, f"{others} {words} {in_chinese}"))
     starts = [i for i, row in enumerate(rows) if row.head.startswith("film ")]
     for start, end in pairwise([*starts, len(rows)]):
         row, *moments = rows[start:end]
         labels = tuple(zip(row.said["label"], row.said["label_zh"]))
-        name = row.head.partition(" ")[2]
+        _, name, *folder = row.head.split()
+        facts, *scripts = row.text("facts").split()
         yield ChapterFilm(
             name=name,
             chapter=int(name) if name.isdigit() else 0,
-            folder=row.text("folder"),
+            folder="".join(folder),
             title=_both(row, "title"),
-            scripts=tuple(getattr(film_scripts, name) for name in row.text("scripts").split()),
-            facts=getattr(film_facts, row.text("facts")),
+            scripts=tuple(getattr(film_scripts, name) for name in scripts),
+            facts=getattr(film_facts, facts),
             caption=_both(row, "caption"),
             moments=tuple(map(_moment, moments)),
             scenes=tuple(row.text("scenes").split()),
@@ -245,11 +244,11 @@ def _setting(line: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _moment(row: TextRow) -> Moment:
-    scenes = [scene.split() for scene in row.said["still"]]
-    still = tuple((name, int(height)) for name, height in scenes)
-    step = row.head.partition(" ")[2]
+    scenes = row.text("still").split()
+    still = tuple(zip(scenes[::2], map(int, scenes[1::2])))
+    _, step, *request = row.head.split()
     asked = _both(row, "ask"), row.text("answer"), _both(row, "why")
-    return Moment(step, _both(row, "words"), row.text("request") or None, *asked, still)
+    return Moment(step, _both(row, "words"), "".join(request) or None, *asked, still)
 
 
 def _both(row: TextRow, word: str) -> Both:

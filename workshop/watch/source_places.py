@@ -4,35 +4,33 @@ A sentence is named by what happened ("admitted"), with a case ("finished:length
 to wait ("reason:budget"). Every sentence and every reason has a rule for every scheduler that
 can produce it, which a test checks. The rules are in one table, `source_places.txt`:
 
-    admitted                            the sentence
-    scheduler two_phase FILE FUNCTION STATEMENT     where, and when this rule fits: see `Rule`
-    overlaps yes FILE FUNCTION STATEMENT
-    always FILE FUNCTION STATEMENT
+    computed overlaps=yes FILE FUNCTION STATEMENT    the sentence, when this rule fits: see `Rule`
+    FILE FUNCTION STATEMENT                          the same sentence; always
 
-`workshop/book/text_rows.py` reads such tables."""
+An indented line continues the one above, and `#` begins a remark."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workshop.book.text_rows import read_rows
 from workshop.watch.source_lines import Rule, SourcePlace
 
 TABLE = Path(__file__).with_name("source_places.txt")
+_LINE = re.compile(r"^(?:([\w:]+) )?(?:(\w+)=(\S+) )?(\S+\.py) (\S+) (.+)$")
 
 
 def read_rules(text: str) -> Iterator[Rule]:
-    for row in read_rows(text, "scheduler prefix_cache policy setting overlaps windows always"):
-        for word, lines in row.said.items():
-            for line in lines:
-                when: dict[str, Any] = {}
-                if word != "always":
-                    value, _, line = line.partition(" ")
-                    is_switch = word in ("overlaps", "windows")
-                    when = {word: value == "yes" if is_switch else value}
-                yield Rule(row.head, SourcePlace(*line.split(" ", 2)), **when)
+    """Yield the rules. Raises `ValueError` for a line that is none."""
+    sentence = ""
+    for line in re.sub(r"\n +", " ", text).splitlines():
+        if line and not line.startswith("#"):
+            [(name, word, value, *place)] = _LINE.findall(line)
+            sentence = name or sentence
+            when: dict[str, Any] = {word: value == "yes" or value} if word else {}
+            yield Rule(sentence, SourcePlace(*place), **when)
 
 
 RULES = list(read_rules(TABLE.read_text(encoding="utf-8")))

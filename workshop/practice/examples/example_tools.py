@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+Lines = Iterator[str]  # of what an example shows
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
 # Always four draft tokens, because the adaptive number depends on times, which vary.
 GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}

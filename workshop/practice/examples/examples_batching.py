@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from workshop.practice.examples.example_tools import request, steps
+from workshop.practice.examples.example_tools import Lines, request, steps
 
 
-def endings() -> str:
+def endings() -> Lines:
     from request import Request, SamplingParams
 
     cases = (
@@ -15,18 +15,16 @@ def endings() -> str:
         ("a stop token in the last place", [5, 6, 9], 1),
         ("a stop token, and min_tokens is 2", [9, 5], 2),
     )
-    lines = []
     for name, tokens, least in cases:
         params = SamplingParams(max_tokens=3, min_tokens=least, stop_token_ids=[9])
         one = Request("r", [1, 2], params, eos_token_ids=[8])
         for token in tokens:
             one.append_output_token(token)
         ended = f"{one.finish_reason} (stop_reason {one.stop_reason})"
-        lines.append(f"{name}: {ended}, {one.num_tokens} tokens, {one.num_output_tokens} outputs")
-    return "\n".join(lines)
+        yield f"{name}: {ended}, {one.num_tokens} tokens, {one.num_output_tokens} outputs"
 
 
-def admissions() -> str:
+def admissions() -> Lines:
     from fcfs_scheduler import FCFSScheduler
 
     cases = (
@@ -34,43 +32,39 @@ def admissions() -> str:
         ("10 tokens a step, prompts of 4, 9 and 3", 8, {"a": 4, "b": 9, "c": 3}),
         ("2 slots, prompts of 1, 1 and 1", 2, {"a": 1, "b": 1, "c": 1}),
     )
-    lines = []
     for name, num_seats, prompts in cases:
         scheduler = FCFSScheduler(num_seats, 10)
         for request_id, num_tokens in prompts.items():
             scheduler.add_request(request(request_id, num_tokens, max_tokens=9))
         (first,) = steps(scheduler, most=1)
         left = [waiting.request_id for waiting in scheduler.waiting]
-        lines.append(f"{name}: the first step computes {first}, waiting {left}")
+        yield f"{name}: the first step computes {first}, waiting {left}"
     for name, told in (("can_start", "held back by a feature"), ("_allocate", "without room")):
         scheduler = FCFSScheduler(8, 10)
         scheduler.add_request(request("r", 4))
         setattr(scheduler, name, lambda request: False)
-        lines.append(f"{told}: the first step computes {next(steps(scheduler, most=1))}")
+        yield f"{told}: the first step computes {next(steps(scheduler, most=1))}"
     scheduler, asked = FCFSScheduler(8, 10), []
     setattr(scheduler, "_allocate", lambda request: not asked.append(request.request_id))  # noqa: B010
     for request_id, num_tokens in cases[1][2].items():
         scheduler.add_request(request(request_id, num_tokens))
     next(steps(scheduler, most=1))
-    lines.append(f"prompts of 4, 9 and 3: room is asked for {asked}")
-    return "\n".join(lines)
+    yield f"prompts of 4, 9 and 3: room is asked for {asked}"
 
 
-def rectangles() -> str:
+def rectangles() -> Lines:
     from input_batch import InputBatch
 
     batch = InputBatch(["new", "old"], [[6, 7, 8], [12]], [0, 3], [True, False], [3, 2])
-    lines = []
     for time in ("first", "second"):
         ids, mask, positions = batch.to_tensors("cpu", pad_token_id=99)
-        lines.append(f"{time} call: ids {ids.tolist()}")
-        lines.append(f"   mask {mask.tolist()}, positions {positions.tolist()}")
+        yield f"{time} call: ids {ids.tolist()}"
+        yield f"   mask {mask.tolist()}, positions {positions.tolist()}"
     shapes = [tuple(t.shape) for t in InputBatch([], [], [], [], []).to_tensors("cpu")]
-    lines.append(f"all of {ids.dtype}, {mask.dtype}, {positions.dtype}; of no requests {shapes}")
-    return "\n".join(lines)
+    yield f"all of {ids.dtype}, {mask.dtype}, {positions.dtype}; of no requests {shapes}"
 
 
-def messages() -> str:
+def messages() -> Lines:
     from base_scheduler import DeltaEncoder
     from fcfs_scheduler import FCFSScheduler
     from scheduler_interface import SchedulerOutput, StepOutput
@@ -79,14 +73,13 @@ def messages() -> str:
     scheduler = FCFSScheduler(max_num_seqs=2)
     scheduler.add_request(request("a", 3, max_tokens=2))
     scheduler.add_request(request("b", 2, max_tokens=4))
-    lines = []
     for number in range(1, 5):
         plan = scheduler.schedule()
         new = {entry.req_id: entry.prompt_token_ids for entry in plan.scheduled_new_reqs}
         cached = plan.scheduled_cached_reqs
         known = dict(zip(cached.req_ids, cached.new_token_ids))
         gone = sorted(plan.finished_req_ids)
-        lines.append(f"step {number}: new {new}, more of {known}, finished {gone}")
+        yield f"step {number}: new {new}, more of {known}, finished {gone}"
         scheduler.update_from_output(
             plan, StepOutput({r.request_id: [7] for r in plan.scheduled_requests})
         )
@@ -97,39 +90,36 @@ def messages() -> str:
         delta.encode(plan := SchedulerOutput(scheduled_requests=[one]))
         cached = plan.scheduled_cached_reqs
         told = f"{cached.new_token_ids}, outputs {cached.num_output_tokens}"
-        lines.append(f"c has {count} tokens more: new {len(plan.scheduled_new_reqs)}, {told}")
-    return "\n".join(lines)
+        yield f"c has {count} tokens more: new {len(plan.scheduled_new_reqs)}, {told}"
 
 
 # -- exhibits
 
 
-def a_second_end() -> str:
+def a_second_end() -> Lines:
     from request import Request, SamplingParams
 
     answer = Request("r", [1, 2], SamplingParams(max_tokens=6), eos_token_ids=[100, 101])
     for token in (7, 8, 101, 9, 9, 9):  # 101: end of turn
         if not answer.is_finished:
             answer.append_output_token(token)
-    return (
+    yield (
         f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
     )
 
 
-def greedy_is_asked_for() -> str:
+def greedy_is_asked_for() -> Lines:
     from request import SamplingParams
 
-    return f"temperature=0 is greedy: {SamplingParams(temperature=0).is_greedy}"
+    yield f"temperature=0 is greedy: {SamplingParams(temperature=0).is_greedy}"
 
 
-def two_engines() -> str:
+def two_engines() -> Lines:
     from fcfs_scheduler import FCFSScheduler
 
     one, other = FCFSScheduler(), FCFSScheduler()
-    lines = []
     for name, scheduler in (("first", one), ("second", other)):
         scheduler.add_request(request("a", 5))
         plan = scheduler.schedule()
         prompts = [len(new.prompt_token_ids) for new in plan.scheduled_new_reqs]
-        lines.append(f"{name} engine, request `a`: prompts sent to its runner: {prompts}")
-    return "\n".join(lines)
+        yield f"{name} engine, request `a`: prompts sent to its runner: {prompts}"

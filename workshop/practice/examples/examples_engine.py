@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from workshop.practice.examples.example_tools import GUESS, SONG, say
+from workshop.practice.examples.example_tools import GUESS, SONG, Lines, say
 
 
-def a_lane_that_is_no_token() -> str:
+def a_lane_that_is_no_token() -> Lines:
     import torch
 
     from common.sampling.sampler import Sampler
@@ -14,10 +14,10 @@ def a_lane_that_is_no_token() -> str:
     logits[0, 6] = 9.0  # the matrix was padded from 6 to 8 rows
     logits[0, 2] = 1.0
     token = int(Sampler(vocab_size=6).raw_logits(logits).argmax())
-    return f"a vocabulary of 6 tokens in a matrix of 8 rows: token {token} wins"
+    yield f"a vocabulary of 6 tokens in a matrix of 8 rows: token {token} wins"
 
 
-def one_bad_row() -> str:
+def one_bad_row() -> Lines:
     from dataclasses import dataclass
 
     import torch
@@ -35,10 +35,10 @@ def one_bad_row() -> str:
 
     batch = Batch(make_sampling([SamplingParams(temperature=0)] * 3))
     output = Sampler(2).sample(logits, batch)
-    return f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
+    yield f"three requests, one with NaN logits; served: {sorted(output.token_ids)}"
 
 
-def a_fraction_of_its_strength() -> str:
+def a_fraction_of_its_strength() -> Lines:
     import json
     from pathlib import Path
     from tempfile import TemporaryDirectory
@@ -58,12 +58,12 @@ def a_fraction_of_its_strength() -> str:
         adapter = read_adapter(folder, {name: (4, 4)}, rank, torch.float32)
     matrix = adapter.matrices[name]
     added = (matrix.b @ matrix.a)[0, 0].item()
-    return f"rank 16, alpha 16, rsLoRA: A and B of ones add {added} to a row of one 1"
+    yield f"rank 16, alpha 16, rsLoRA: A and B of ones add {added} to a row of one 1"
 
 
-def constraints_on_the_last_row() -> str:
+def constraints_on_the_last_row() -> Lines:
     from common.llm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=2.0)
     plain, guessed = say([SONG], params), say([SONG], params, speculative=GUESS)
-    return f"plain:        {plain[0]}\nwith drafts:  {guessed[0]}"
+    yield f"plain:        {plain[0]}\nwith drafts:  {guessed[0]}"

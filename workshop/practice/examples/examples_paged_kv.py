@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from workshop.practice.examples.example_tools import request, say
+from workshop.practice.examples.example_tools import Lines, request, say
 
 
-def slots() -> str:
+def slots() -> Lines:
     from block_pool import BlockPool
     from kv_cache_manager import BlockTable, KVCacheManager
 
     manager = KVCacheManager(BlockPool(9), block_size=4)
     table = manager._tables["r"] = BlockTable()
     table.append(manager.pool.blocks[block_id] for block_id in (7, 2, 5))
-    lines = ["blocks of 4, table [7, 2, 5]"]
+    yield "blocks of 4, table [7, 2, 5]"
     for start, stop in ((5, 10), (0, 12), (11, 13), (-1, 1), (6, 3)):
         try:
             shown = str(manager.slot_mapping("r", start, stop))
         except ValueError:
             shown = "refused"
-        lines.append(f"positions [{start}, {stop}): {shown}")
-    return "\n".join(lines)
+        yield f"positions [{start}, {stop}): {shown}"
 
 
-def free_order() -> str:
+def free_order() -> Lines:
     from block_pool import BlockPool
 
     pool = BlockPool(6)
@@ -30,10 +29,10 @@ def free_order() -> str:
     pool.touch([two])
     pool.free([three, two, one])
     order = [block.block_id for block in pool.free_order()]
-    lines = [f"1, 2, 3 are held, 2 by two tables; free([3, 2, 1]): free are {order}"]
+    yield f"1, 2, 3 are held, 2 by two tables; free([3, 2, 1]): free are {order}"
     pool.free([two])
     order = [block.block_id for block in pool.free_order()]
-    lines.append(f"free([2]): free are {order}")
+    yield f"free([2]): free are {order}"
     pool.reclaim([three])
     try:
         pool.free([three, two])
@@ -42,31 +41,29 @@ def free_order() -> str:
         shown = "refused"
     order = [block.block_id for block in pool.free_order()]
     counts = f"ref_cnt of 3 is {three.ref_cnt}, of 2 {two.ref_cnt}"
-    lines.append(f"3 is held again; free([3, 2]): {shown}, free are {order}, {counts}")
-    return "\n".join(lines)
+    yield f"3 is held again; free([3, 2]): {shown}, free are {order}, {counts}"
 
 
-def growing_tables() -> str:
+def growing_tables() -> Lines:
     from block_pool import BlockPool
     from kv_cache_manager import KVCacheManager
 
     manager = KVCacheManager(BlockPool(5), block_size=4)
     one, other = request("one", 5), request("other", 20)
-    lines = ["4 blocks of 4 positions"]
+    yield "4 blocks of 4 positions"
     for asks, computed, num_new in ((one, 0, 5), (one, 5, 3), (one, 8, 1), (other, 0, 12)):
         asks.num_computed_tokens = computed
         answer = manager.allocate_slots(asks, num_new)
         table = list(manager.get_block_ids(asks.request_id))
-        lines.append(
+        yield (
             f"{asks.request_id} has {computed}, wants {num_new} more: {answer}, table {table}, "
             f"{manager.pool.num_free_blocks} free"
         )
     known = f"there are tables of {sorted(manager._tables)}"
-    lines.append(f"tables that have grown: {sorted(manager.req_ids_with_new_blocks)}; {known}")
-    return "\n".join(lines)
+    yield f"tables that have grown: {sorted(manager.req_ids_with_new_blocks)}; {known}"
 
 
-def layout() -> str:
+def layout() -> Lines:
     import numpy as np
     import torch
 
@@ -81,7 +78,7 @@ def layout() -> str:
     rows = np.array([state.row_of["a"], state.row_of["b"]])
     columns = rows, np.array([1, 0]), np.array([3, 1]), np.array([1, 1])
     batch = compose_in_order(state, Queries(*columns), 2).on(torch.device("cpu"))
-    return (
+    yield (
         "blocks of 2; a computes 1 to 3, table [3, 6]; b computes 0, table [5]\n"
         f"positions {batch.positions.tolist()}\n"
         f"tokens {batch.input_ids.tolist()}\n"
@@ -92,7 +89,7 @@ def layout() -> str:
 # -- exhibits
 
 
-def freed_twice() -> str:
+def freed_twice() -> Lines:
     from block_pool import BlockPool
 
     pool = BlockPool(5)
@@ -104,12 +101,12 @@ def freed_twice() -> str:
     except ValueError:
         error = "refused"
     given = [block.block_id for block in pool.allocate(pool.num_free_blocks) or []]
-    return (
+    yield (
         f"releasing a block twice in one call: {error}\n"
         f"block {shared.block_id} is still read by another request; free for others: {given}"
     )
 
 
-def one_counter_for_the_batch() -> str:
+def one_counter_for_the_batch() -> Lines:
     first, second = say(["Once upon a time", "def fibonacci(n):"])
-    return f"first  of the batch: {first}\nsecond of the batch: {second}"
+    yield f"first  of the batch: {first}\nsecond of the batch: {second}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from workshop.practice.examples.example_tools import steps
+from workshop.practice.examples.example_tools import Lines, steps
 
 
-def chains() -> str:
+def chains() -> Lines:
     from prefix_cache_local import compute_block_hash, compute_hash_chain
 
     tokens = list(range(14))
@@ -18,7 +18,7 @@ def chains() -> str:
     first = compute_block_hash(None, tokens[:4])
     behind = compute_block_hash(salted[0][0], tokens[4:8])
     third = compute_block_hash(chain[1][0], tokens[8:12])
-    return (
+    yield (
         f"14 tokens in blocks of 4: {[list(tokens) for _, tokens in chain]}\n"
         f"8 tokens in blocks of 4: {len(compute_hash_chain(tokens[:8], 4))} blocks\n"
         f"the first hash is that of its block: {chain[0][0] == first}\n"
@@ -29,7 +29,7 @@ def chains() -> str:
     )
 
 
-def matches() -> str:
+def matches() -> Lines:
     from prefix_cache import MatchCursor
     from prefix_cache_local import PrefixCacheLocal
 
@@ -37,27 +37,25 @@ def matches() -> str:
     a, b = list(range(8)), list(range(100, 108))
     cache.cache_computed_blocks(a)
     cache.cache_computed_blocks(b)
-    lines = []
     for name, tokens in (("8", a), ("7", a[:7]), ("12", [*a, 1, 2, 3, 4])):
         match = cache.match_prefix(tokens)
         shown = f"{len(match.blocks)} blocks, {match.num_cached_tokens} tokens"
-        lines.append(f"a prompt of {name} tokens, 8 of them are cached: {shown}")
-    lines.append(f"under another salt: {cache.match_prefix(a, [('salt', 'x')]).num_cached_tokens}")
+        yield f"a prompt of {name} tokens, 8 of them are cached: {shown}"
+    yield f"under another salt: {cache.match_prefix(a, [('salt', 'x')]).num_cached_tokens}"
     cursor = MatchCursor()
     found = [len(cache.match_prefix(a[:n], None, cursor).blocks) for n in (7, 8)]
     known = "is remembered" if cursor.state else "is not remembered"
-    lines.append(f"7 tokens, then 8, with one cursor: {found} blocks; its place {known}")
+    yield f"7 tokens, then 8, with one cursor: {found} blocks; its place {known}"
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
     for tokens in (a, b):
         cache.cache_computed_blocks(tokens)
     cache.match_prefix(a)
     cache.evict(2)
     left = [cache.match_prefix(tokens).num_cached_tokens for tokens in (a, b)]
-    lines.append(f"a was cached before b and matched after it; 2 blocks go: {left} tokens are left")
-    return "\n".join(lines)
+    yield f"a was cached before b and matched after it; 2 blocks go: {left} tokens are left"
 
 
-def evictions() -> str:
+def evictions() -> Lines:
     from prefix_cache_local import PrefixCacheLocal
 
     cache = PrefixCacheLocal(max_cached_blocks=8, block_size=4)
@@ -67,28 +65,27 @@ def evictions() -> str:
     cache.touch(path)
     cache.touch(path)
     cache.release(path)
-    lines = [f"a has 2 users, one goes: {cache.num_evictable_blocks} of 5 can be evicted"]
+    yield f"a has 2 users, one goes: {cache.num_evictable_blocks} of 5 can be evicted"
     cache.release(path)
-    lines.append(f"the other goes: {cache.num_evictable_blocks} of 5 can be evicted")
+    yield f"the other goes: {cache.num_evictable_blocks} of 5 can be evicted"
     try:
         cache.release(other)
-        lines.append("a release of an unused block: accepted")
+        yield "a release of an unused block: accepted"
     except ValueError:
-        lines.append("a release of an unused block: refused")
+        yield "a release of an unused block: refused"
     cache.touch(path[:1])
     with contextlib.suppress(ValueError):
         cache.release(path)
-    lines.append(f"its head is used and all is released: {cache.num_evictable_blocks} of 5")
+    yield f"its head is used and all is released: {cache.num_evictable_blocks} of 5"
     cache.release(path[:1])
     for _ in range(3):
         cache.evict(1)
         left = {name: sum(map(cache.owns, blocks)) for name, blocks in (("a", path), ("b", other))}
         heads = [name for name, blocks in (("a", path), ("b", other)) if cache.owns(blocks[0])]
-        lines.append(f"one block is evicted: left are {left}, with their heads {heads}")
-    return "\n".join(lines)
+        yield f"one block is evicted: left are {left}, with their heads {heads}"
 
 
-def cuts() -> str:
+def cuts() -> Lines:
     from block_pool import Block
     from radix_tree import RadixTree
 
@@ -98,32 +95,31 @@ def cuts() -> str:
     node = tree.append(root, [10, 11, 20, 21, 30, 31], blocks, lock_ref=1)
     node.last_access = 5
     upper = tree.split_node(node, 1)
-    lines = ["three pages of 2 tokens, one user; cut behind the first"]
+    yield "three pages of 2 tokens, one user; cut behind the first"
     for name, part in (("upper", upper), ("lower", node)):
         ids = [block.block_id for block in part.blocks]
-        lines.append(
+        yield (
             f"{name}: tokens {part.key}, blocks {ids}, pages {part.start} to {part.end - 1}, "
             f"{part.lock_ref} users, last used {part.last_access}"
         )
     names = {id(upper): "upper", id(node): "lower", id(root): "root"}
-    lines.append(f"blocks are in {[names[id(tree.node_of[n])] for n in (1, 2, 3)]}")
-    lines.append(f"below the root: {[names[id(child)] for child in root.children.values()]}")
-    lines.append(f"below the upper: {[names[id(child)] for child in upper.children.values()]}")
-    lines.append(f"the parent of the lower: {names[id(node.parent)]}")
-    lines.append(f"a cut at its end: {names[id(tree.split_node(node, 3))]}")
+    yield f"blocks are in {[names[id(tree.node_of[n])] for n in (1, 2, 3)]}"
+    yield f"below the root: {[names[id(child)] for child in root.children.values()]}"
+    yield f"below the upper: {[names[id(child)] for child in upper.children.values()]}"
+    yield f"the parent of the lower: {names[id(node.parent)]}"
+    yield f"a cut at its end: {names[id(tree.split_node(node, 3))]}"
     part = tree.split_node(node, 2)
-    lines.append(f"the lower, cut after page 2: {part.key} and {node.key}")
-    return "\n".join(lines)
+    yield f"the lower, cut after page 2: {part.key} and {node.key}"
 
 
-def longest_hits() -> str:
+def longest_hits() -> Lines:
     from block_pool import BlockPool
     from grouped_prefix_cache import GroupedPrefixCache
     from prefix_cache_local import compute_hash_chain
 
     windows = (None, 10, 6, 1)
     chain = compute_hash_chain(list(range(16)), 4)
-    lines = ["4 blocks of 4 tokens, x is there; blocks of the longest prefix that holds"]
+    yield "4 blocks of 4 tokens, x is there; blocks of the longest prefix that holds"
     for there in ("xxxx", "xxx-", "x-xx", "xx-x", "-xxx", "-x-x", "x---"):
         cache = GroupedPrefixCache(BlockPool(17), 4, windows)
         blocks = iter(cache.pool.blocks[1:])
@@ -133,10 +129,9 @@ def longest_hits() -> str:
                     cache.publish(group, chain, index, next(blocks))
         hashes = [name for name, _ in chain]
         everything, *others = (cache._longest_in(group, hashes) for group in range(len(windows)))
-        lines.append(
+        yield (
             f"{there[::-1]}, all is seen: {everything}    {there}, windows of 10, 6 and 1: {others}"
         )
-    return "\n".join(lines)
 
 
 # -- exhibits
@@ -153,7 +148,7 @@ def _groups(*windows: int | None) -> Any:
     return CachedGroupedMemory(BlockPool(20), 2, windows, 8)
 
 
-def a_view_of_the_row() -> str:
+def a_view_of_the_row() -> Lines:
     from radix_cache import RadixCache
 
     cache: Any = RadixCache(page_size=4, num_pages=20)
@@ -161,30 +156,30 @@ def a_view_of_the_row() -> str:
     cache.insert(row, cache.pool.allocate(2))
     row[:] = C + D  # the next request gets the row
     found = [cache.match_prefix(p).num_cached_tokens for p in (A + D, A + B)]
-    return (
+    yield (
         f"computed: A B; then its row is overwritten; found of A D: {found[0]}, of A B: {found[1]}"
     )
 
 
-def crafted_prompts() -> str:
+def crafted_prompts() -> Lines:
     from prefix_cache_local import PrefixCacheLocal
 
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
     cache.cache_computed_blocks([-1] * 8)
     num_cached = cache.match_prefix([-2] * 8).num_cached_tokens
-    return f"a new prompt, made to collide: {num_cached} of 8 tokens are served"
+    yield f"a new prompt, made to collide: {num_cached} of 8 tokens are served"
 
 
-def an_adapter_and_a_salt() -> str:
+def an_adapter_and_a_salt() -> Lines:
     from prefix_cache_local import PrefixCacheLocal
 
     cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
     cache.cache_computed_blocks(A + B, (("lora", "X"),))
     num_cached = cache.match_prefix(A + B, (("salt", "X"),)).num_cached_tokens
-    return f"computed with adapter X; found by tenant X without it: {num_cached} of 8 tokens"
+    yield f"computed with adapter X; found by tenant X without it: {num_cached} of 8 tokens"
 
 
-def two_models_alike() -> str:
+def two_models_alike() -> Lines:
     import torch
 
     from weights_digest import weights_digest
@@ -193,10 +188,10 @@ def two_models_alike() -> str:
     other = embedding.clone()
     other[4000] = 1.0  # another checkpoint: one row of a large matrix differs
     names = {weights_digest([("embedding", weight)]) for weight in (embedding, other)}
-    return f"two checkpoints, different in one row: names for their KV: {len(names)}"
+    yield f"two checkpoints, different in one row: names for their KV: {len(names)}"
 
 
-def the_block_that_is_computed_anyway() -> str:
+def the_block_that_is_computed_anyway() -> Lines:
     from prefix_cache_local import compute_hash_chain
     from request import Request
 
@@ -208,13 +203,13 @@ def the_block_that_is_computed_anyway() -> str:
     end = memory.get_computed_blocks(Request.from_tokens("a", tokens, 3)).num_tokens
     there = {known.index for known in memory.cache.cached_prefixes() if known.group == 1}
     missing = [p for p in range(max(0, end - 3), end) if p // 2 not in there]
-    return (
+    yield (
         f"of 8 cached tokens 2 and 3 are evicted in the window group; found: {end}\n"
         f"token {end} comes next; missing in its window: {missing}"
     )
 
 
-def a_step_under_way() -> str:
+def a_step_under_way() -> Lines:
     from request import Request
 
     memory, request = _groups(4), Request.from_tokens("a", list(range(20)), 3)
@@ -225,13 +220,13 @@ def a_step_under_way() -> str:
     free = [block.block_id for block in first if block.ref_cnt == 0]
     memory.cache_blocks(request, 6)
     cached = {known.index: known.block.block_id for known in memory.cache.cached_prefixes()}
-    return (
+    yield (
         f"tokens 0-5 are being computed, 6-11 are planned; their free blocks: {free}\n"
         f"tokens 0-5 are computed; 0 and 1 are cached in block {cached[0]}"
     )
 
 
-def a_warm_and_full_pool() -> str:
+def a_warm_and_full_pool() -> Lines:
     from block_pool import BlockPool
     from cached_kv_cache_manager import CachedKVCacheManager
     from caching_fcfs_scheduler import CachingFCFSScheduler
@@ -246,4 +241,4 @@ def a_warm_and_full_pool() -> str:
         scheduler.add_request(again)
         list(steps(scheduler))
         hits.append(again.num_cached_tokens)
-    return f"the same 16 tokens sent four times, cached: {hits}"
+    yield f"the same 16 tokens sent four times, cached: {hits}"

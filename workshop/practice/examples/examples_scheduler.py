@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workshop.practice.examples.example_tools import request, steps
+from workshop.practice.examples.example_tools import Lines, request, steps
 
 # Two of the demo's prompts and their answers do not fit into it: one must be preempted.
 
@@ -18,7 +18,7 @@ def _scheduler(num_blocks: int, **options: Any) -> Any:
     return Scheduler(kv_memory=memory, watermark=0.0, **options)
 
 
-def turns() -> str:
+def turns() -> Lines:
     from kv_memory import KeyedRequest
     from own_policy import TakeTurns
     from request import SamplingParams
@@ -31,15 +31,13 @@ def turns() -> str:
             KeyedRequest(name, [1] * num_tokens, params, extra_keys=[("salt", tenant)])
         )
     served = [name for plan in steps(scheduler, most=9) for name in plan]
-    return f"three of the tenant big arrive, then one of small; served: {', '.join(served)}"
+    yield f"three of the tenant big arrive, then one of small; served: {', '.join(served)}"
 
 
-def victims() -> str:
+def victims() -> Lines:
     row = "{:10}{:17}{:9}{:20}{}".format
-    lines = [
-        "a, b and c were admitted in this order; c had arrived before b",
-        row("policy", "priority a b c", "victim", "if it is excluded", "if it is pinned"),
-    ]
+    yield "a, b and c were admitted in this order; c had arrived before b"
+    yield row("policy", "priority a b c", "victim", "if it is excluded", "if it is pinned")
     for policy, priorities in (
         ("fcfs", (0, 0, 0)),
         ("priority", (9, 1, 9)),
@@ -59,40 +57,35 @@ def victims() -> str:
         chosen[0].num_preemptions = scheduler.max_preemptions
         chosen.append(scheduler._choose_victim())
         names = [str(one and one.request_id) for one in chosen]
-        lines.append(row(policy, " ".join(map(str, priorities)), *names))
-    lines.append(f"if all are excluded: {scheduler._choose_victim(made)}")
-    return "\n".join(lines)
+        yield row(policy, " ".join(map(str, priorities)), *names)
+    yield f"if all are excluded: {scheduler._choose_victim(made)}"
 
 
-def room() -> str:
+def room() -> Lines:
     from step_plan import StepPlan
 
-    lines = []
     for num_blocks, prompts in ((4, {"a": 5, "b": 7}), (6, {"a": 7, "b": 7, "c": 7})):
         scheduler = _scheduler(num_blocks)
         for name, num_tokens in prompts.items():
             scheduler.add_request(request(name, num_tokens, max_tokens=8))
-        lines.append(f"{num_blocks} blocks of 4, prompts {prompts}")
+        yield f"{num_blocks} blocks of 4, prompts {prompts}"
         for number, plan in enumerate(steps(scheduler, most=4), 1):
             tables = {r: len(scheduler.kv_memory.get_block_ids(r)) for r in scheduler.running}
-            lines.append(f"  step {number}: {plan}, blocks of who runs: {tables}")
+            yield f"  step {number}: {plan}, blocks of who runs: {tables}"
             try:
                 scheduler.check_invariants()
             except AssertionError:
-                lines.append("  the scheduler's books do not add up")
+                yield "  the scheduler's books do not add up"
                 break
     scheduler = _scheduler(9)
     scheduler.add_request(one := request("a", 7, max_tokens=8))
     scheduler.schedule()
     given = scheduler._allocate_or_preempt(one, 6, 0, StepPlan(6, lambda one: 6))
     held = len(scheduler.kv_memory.get_block_ids("a"))
-    lines.append(
-        f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks"
-    )
-    return "\n".join(lines)
+    yield (f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks")
 
 
-def a_preempted_one() -> str:
+def a_preempted_one() -> Lines:
     scheduler = _scheduler(4)
     one, other = request("a", 7, max_tokens=8), request("b", 7, max_tokens=8)
     late = request("late", 1)
@@ -102,7 +95,7 @@ def a_preempted_one() -> str:
     scheduler.add_request(late)
     scheduler.schedule()
     waiting = [r.request_id for r in scheduler.waiting]
-    return (
+    yield (
         f"b was preempted: {other.status.name}, {other.num_computed_tokens} computed, "
         f"{other.num_output_tokens} outputs, preempted {other.num_preemptions} times\n"
         f"its blocks {list(scheduler.kv_memory.get_block_ids('b'))}, running "
@@ -112,7 +105,7 @@ def a_preempted_one() -> str:
     )
 
 
-def adapters() -> str:
+def adapters() -> Lines:
     from adapter_limit import MaxLoRAs
     from kv_memory import KeyedRequest
     from request import SamplingParams
@@ -121,23 +114,22 @@ def adapters() -> str:
         keys = [] if adapter is None else [("lora", adapter)]
         return KeyedRequest(name, [1], SamplingParams(), extra_keys=keys)
 
-    lines = ["room for two adapters; who may start?"]
+    yield "room for two adapters; who may start?"
     for running in ((), ("x",), ("x", "x"), ("x", "y"), ("x", None)):
         plugin = MaxLoRAs(2)
         for i, adapter in enumerate(running):
             plugin.on_start(asks(str(i), adapter))
         may = {name: plugin.can_start(asks("new", name)) for name in (None, "x", "z")}
-        lines.append(f"adapters that run: {running}; a new one with: {may}")
-    return "\n".join(lines)
+        yield f"adapters that run: {running}; a new one with: {may}"
 
 
-def allowed_tokens() -> str:
+def allowed_tokens() -> Lines:
     import torch
 
     from common.sampling.sampling_constraints import forbid
 
     bits = torch.tensor([[0b10110, 1], [-(2**31), 0]], dtype=torch.int32)
-    lines = ["row 2 may have tokens 1, 2, 4 and 32; row 0 token 31; row 1 has no grammar"]
+    yield "row 2 may have tokens 1, 2, 4 and 32; row 0 token 31; row 1 has no grammar"
     for vocab_size in (34, 70):
         logits = torch.arange(-3.0, 3 * vocab_size - 3).view(3, vocab_size)
         given = logits.clone()
@@ -146,6 +138,5 @@ def allowed_tokens() -> str:
             left = torch.isfinite(changed[row]).nonzero().flatten().tolist()
             shown = left if len(left) < 9 else f"{len(left)} of them"
             kept = bool((changed[row, left] == given[row, left]).all())
-            lines.append(f"{vocab_size} tokens, row {row}: left {shown}, as they were: {kept}")
-        lines.append(f"the logits that were given are as they were: {torch.equal(logits, given)}")
-    return "\n".join(lines)
+            yield f"{vocab_size} tokens, row {row}: left {shown}, as they were: {kept}"
+        yield f"the logits that were given are as they were: {torch.equal(logits, given)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from workshop.practice.examples.example_tools import served
+from workshop.practice.examples.example_tools import Lines, served
 
 
-def a_reader_that_left() -> str:
+def a_reader_that_left() -> Lines:
     from common.llm import SamplingParams
 
     async def leave(llm: Any) -> str:
@@ -18,10 +18,10 @@ def a_reader_that_left() -> str:
         counts = await llm.call(lambda engine: engine.core.get_request_counts())
         return f"the only client disconnected; requests in the engine: {sum(counts)}"
 
-    return served(leave)
+    yield served(leave)
 
 
-def a_prompt_that_never_fits() -> str:
+def a_prompt_that_never_fits() -> Lines:
     async def ask(llm: Any) -> str:
         try:
             await asyncio.wait_for(anext(llm.generate([5] * 9_999)), 1)
@@ -31,17 +31,17 @@ def a_prompt_that_never_fits() -> str:
             return "a prompt of 9,999 tokens: no answer, and no refusal"
         return "a prompt of 9,999 tokens: accepted"
 
-    return served(ask)
+    yield served(ask)
 
 
-def a_reason() -> str:
+def a_reason() -> Lines:
     reasons = [choice["finish_reason"] for choice in _choices("completion")]
-    return f"an answer cut off after two tokens; finish_reason of its deltas: {reasons}"
+    yield f"an answer cut off after two tokens; finish_reason of its deltas: {reasons}"
 
 
-def a_role() -> str:
+def a_role() -> Lines:
     role = "".join(choice["delta"].get("role", "") for choice in _choices("chat"))
-    return f"the deltas of a chat, concatenated; role: {role}"
+    yield f"the deltas of a chat, concatenated; role: {role}"
 
 
 def _choices(kind: str) -> list[dict[str, Any]]:
@@ -60,17 +60,17 @@ def _choices(kind: str) -> list[dict[str, Any]]:
     return [piece["choices"][0] for piece in pieces]
 
 
-def a_number_that_json_has_not() -> str:
+def a_number_that_json_has_not() -> Lines:
     from common.serve.answers import finite, to_json
 
     try:
         sent = to_json({"logprob": finite(float("-inf"))}).decode()
     except ValueError as error:
         sent = f"status 500, {type(error).__name__}"
-    return f"a token that is forbidden: {sent}"
+    yield f"a token that is forbidden: {sent}"
 
 
-def forty_milliseconds() -> str:
+def forty_milliseconds() -> Lines:
     import socket
 
     from common.serve.ports import open_port
@@ -89,4 +89,4 @@ def forty_milliseconds() -> str:
             writer.close()
             return await found
 
-    return f"TCP_NODELAY of a connection: {asyncio.run(connect()) > 0}"
+    yield f"TCP_NODELAY of a connection: {asyncio.run(connect()) > 0}"

@@ -1,13 +1,14 @@
 """The museum: bugs that real engines shipped, put back into our code. From `stories.txt`.
 
     The title                       see `exercise.py`; an exhibit's number is its position, from 1
-    trap, origin                    see `Exhibit`, as for all words not explained here
+    trap 10 vLLM #42571             and the origin: see `Exhibit`, as for words not explained here
     symptom, cause, lesson
     room                            the chapter, if it is not that of the patched module
     limit_s 2                       if the symptom is that it does not end
     watch, parts                    the sentence that says what to look at; see `Workload`
-    request {"name": "a", ...}      the prompt: text, SONG or CODE of `example_tools.py`, or the
-                                    letters of `blocks` and the text `then`
+    request a b:2 {"prompt": ...}   two equal ones, a at step 0 and b at step 2. The prompt: text,
+                                    SONG or CODE of `example_tools.py`, or the letters of `blocks`
+                                    and the text `then`
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
 
@@ -36,7 +37,7 @@ from workshop.practice.patch_table import Bug, bug_of_exhibit
 from workshop.practice.trial import LIMIT_S, said_by
 
 STORIES = Path(__file__).with_name("stories.txt")
-_WORDS = """trap origin symptom cause lesson room limit_s watch parts request config scheduler
+_WORDS = """trap symptom cause lesson room limit_s watch parts request config scheduler
 nothing example wrong right"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
 
@@ -88,11 +89,12 @@ class Exhibit(Exercise):
 def read_exhibits(table: Path) -> Iterator[Exhibit]:
     for row, chinese in read_exercises(table, _WORDS):
         patch = bug_of_exhibit(row.head)
+        trap, _, origin = row.text("trap").partition(" ")
         yield Exhibit(
             row,
             chinese,
-            trap=int(row.text("trap")),
-            origin=row.text("origin"),
+            trap=int(trap),
+            origin=origin,
             patch=patch,
             watch=None if row.said["nothing"] else _workload(row),
             wrong=row.text("wrong"),
@@ -103,14 +105,18 @@ def read_exhibits(table: Path) -> Iterator[Exhibit]:
 
 
 def _workload(row: TextRow) -> Workload:
-    requests = tuple(_request(**json.loads(text)) for text in row.said["request"])
+    requests = tuple(request for line in row.said["request"] for request in _requests(line))
     config: dict[str, Any] = json.loads(row.text("config") or "{}")
     return Workload(row.text("parts"), requests, config, row.text("scheduler") == "chapter 2")
 
 
-def _request(name: str, **said: Any) -> Arrival:
+def _requests(line: str) -> Iterator[Arrival]:
+    names, brace, rest = line.partition("{")
+    said = json.loads(brace + rest)
     letters, then, prompt = said.pop("blocks", ""), said.pop("then", ""), said.pop("prompt", "")
-    return Arrival(name, _PROMPTS.get(prompt, prompt) or blocks(letters, then), **said)
+    prompt = _PROMPTS.get(prompt, prompt) or blocks(letters, then)
+    for name, _, step in (part.partition(":") for part in names.split()):
+        yield Arrival(name, prompt, step=int(step or 0), **said)
 
 
 EXHIBITS = tuple(read_exhibits(STORIES))

@@ -1,12 +1,13 @@
 """The course: functions of ours with the body taken out, for a reader to write. From `tasks.txt`.
 
-    1.1                              see `exercise.py`; the first task of the first evening
-    minutes, difficulty, module, place, test_module      see `Task`, as for title and example
-    write                            a line of the instructions, or an empty line
+    1.1 The title                    the first task of the first evening; see `exercise.py`
+    minutes 10 easy                  and the difficulty
+    place block_pool BlockPool.free  the module, and the function in it
+    write                            a paragraph of the instructions, or a line of a drawing
     hint                             from vague to precise
-    test                             the simplest first
+    test MODULE NAME NAME            the simplest first
     names                            bound by the statements to write; none: the whole body
-    engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module; null: none
+    engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module, if any do
 
 Common wrong answers, each with the lesson in it, are in `patches.txt`; `zh_mistake` is the lesson
 in Chinese. If a reader's answer fails the tests, and the example's output is that of a typical
@@ -22,22 +23,20 @@ from typing import Any
 
 from workshop.practice.exercise import Exercise, read_exercises
 from workshop.practice.patch_table import Bug, mistakes_of_task, path_of_test
-from workshop.practice.source_patch import ROOT, file_of, module_files
+from workshop.practice.source_patch import ROOT, file_of
 from workshop.practice.tasks.blank import Blank, make_blank, with_holes
 
 TABLE = Path(__file__).with_name("tasks.txt")
-_WORDS = "example title minutes difficulty module place write hint test_module test names engine"
-DIFFICULTIES = {1: "easy", 2: "medium", 3: "hard"}
+_WORDS = "example minutes place write hint test names engine"
 
 
 @dataclass(frozen=True, slots=True)
 class Task(Exercise):
     minutes: int
-    difficulty: int  # a key of DIFFICULTIES
+    difficulty: str  # "easy", "medium" or "hard"
     module: str  # of ours
     place: str  # the function in it: `BlockPool.free`
-    test_module: str
-    tests: tuple[str, ...]  # names within `test_module`, or module::name; the simplest first
+    tests: tuple[str, ...]  # module::name; the simplest first
     mistakes: tuple[Bug, ...]
     # Not the whole body: the statements, one after the other, that bind these names.
     names: tuple[str, ...]
@@ -46,7 +45,7 @@ class Task(Exercise):
 
     @property
     def number(self) -> str:
-        return self.english.head
+        return self.english.head.partition(" ")[0]
 
     @property
     def evening(self) -> int:
@@ -63,11 +62,7 @@ class Task(Exercise):
 
     @property
     def test_ids(self) -> tuple[str, ...]:
-        names = (
-            n if n.partition("::")[0] in module_files() else f"{self.test_module}::{n}"
-            for n in self.tests
-        )
-        return tuple(map(path_of_test, names))
+        return tuple(map(path_of_test, self.tests))
 
     def source(self) -> str:
         return self.path.read_text(encoding="utf-8")
@@ -75,20 +70,22 @@ class Task(Exercise):
 
 def read_tasks(table: Path) -> Iterator[Task]:
     for row, chinese in read_exercises(table, _WORDS):
-        mistakes = mistakes_of_task(row.head)
+        minutes, difficulty = row.text("minutes").split()
+        module, place = row.text("place").split()
+        tests = (line.split() for line in row.said["test"])
+        mistakes = mistakes_of_task(row.head.partition(" ")[0])
         row.said["mistake"] = [mistake.message for mistake in mistakes]
         yield Task(
             row,
             chinese,
-            minutes=int(row.text("minutes")),
-            difficulty=int(row.text("difficulty")),
-            module=row.text("module"),
-            place=row.text("place"),
-            test_module=row.text("test_module"),
-            tests=tuple(row.said["test"]),
+            minutes=int(minutes),
+            difficulty=difficulty,
+            module=module,
+            place=place,
+            tests=tuple(f"{file}::{name}" for file, *names in tests for name in names),
             mistakes=mistakes,
             names=tuple(row.text("names").split()),
-            engine=json.loads(row.text("engine") or "{}"),
+            engine=json.loads(row.text("engine") or "null"),
         )
 
 

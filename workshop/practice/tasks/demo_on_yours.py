@@ -41,10 +41,11 @@ def main() -> int:
         swap.check()
         if task.engine is None:
             print(f"The engine does not run {task.place}. A small example, with your lines:\n")
-            print(textwrap.indent(task.example(), "    "))
+        else:
+            print(f"A small example, with your {task.place}:\n")
+        print(textwrap.indent("\n".join(task.example()), "    "))
+        if task.engine is None:
             return 0
-        print(f"A small example, with your {task.place}:\n")
-        print(textwrap.indent(task.example(), "    "))
         print("\nThe engine, with the same lines:")
         llm, run = engine_on(task.engine)
     except Exception as error:

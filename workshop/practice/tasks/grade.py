@@ -262,11 +262,8 @@ def _told(failure: Failure, trial: _Trial) -> str:
     case = f" (case {parameters.rstrip(']')})" if parameters else ""
     lines = [textwrap.fill(f'Not yet. What does not hold: "{words}"{case}.', 96)]
     if failure.message.startswith(("Failed: Timeout", "Timeout")):
-        at = (
-            ""
-            if failure.swapped_line is None
-            else f" It was at {trial.place(failure.swapped_line)}"
-        )
+        line = failure.swapped_line
+        at = "" if line is None else f" It was at {trial.place(line)}"
         lines.append(f"The test was stopped: it did not end. Does a loop never stop?{at}")
     else:
         raised_in = Path(os.path.join(ROOT, failure.path)).resolve()

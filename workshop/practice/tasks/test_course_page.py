@@ -9,7 +9,7 @@ import pytest
 
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks.course import DIFFICULTIES, EVENINGS, TASKS, task_numbered
+from workshop.practice.tasks.course import EVENINGS, TASKS, task_numbered
 from workshop.practice.tasks.reading import PAGES, counted, lines_of, sums
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def test_an_evening_has_its_tasks_as_they_are(number: int) -> None:
         task = task_numbered(name)
         assert task is not None
         assert (title, place, int(minutes)) == (task.title, task.place, task.minutes)
-        assert level == DIFFICULTIES[task.difficulty]
+        assert level == task.difficulty
     (chapter,) = ROOT.glob(f"0{number}_*/README.md")
     listed = re.findall(CHAPTER_ROW, chapter.read_text(encoding="utf-8"), re.MULTILINE)
     assert listed == [(name, title, minutes, level) for name, title, _, minutes, level in rows]

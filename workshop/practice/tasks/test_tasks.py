@@ -41,7 +41,7 @@ def test_eighteen_tasks_and_more_over_six_evenings_each_from_easy_to_hard() -> N
     for evening, found in numbers.items():
         assert found == [f"{evening}.{i + 1}" for i in range(len(found))] and len(found) >= 3
         first = task_numbered(f"{evening}.1")
-        assert first is not None and first.difficulty == 1
+        assert first is not None and first.difficulty == "easy"
     assert len({task.title for task in TASKS}) == len(TASKS)
 
 
