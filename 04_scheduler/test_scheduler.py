@@ -565,8 +565,10 @@ def test_as_many_positions_get_room_as_are_asked_for():
     loop = Loop(20)
     request = loop.add("a", 7, 20)
     loop.step()
-    assert loop.scheduler._allocate_or_preempt(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
-    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
+    for num_tokens, num_blocks in ((1, 2), (2, 3), (6, 4)):  # of 4 positions, for 7 and these
+        step = StepPlan(6, lambda one: 6)
+        assert loop.scheduler._allocate_or_preempt(request, num_tokens, 0, step) == num_tokens
+        assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
 
 
 # -- a cache. Equal prompts: `test_scheduler_runs.py`
