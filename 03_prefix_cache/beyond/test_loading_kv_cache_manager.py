@@ -180,12 +180,6 @@ def world_of() -> type[World]:
     return LoadingWorld
 
 
-def offer_after_a_cached_prefix(world: LoadingWorld) -> None:
-    """Let the connector offer a's three full blocks, two of which are cached."""
-    world.warm("x", [1, 2, 3, 4, 5])
-    world.offer("a", [1, 2, 3, 4, 5, 6, 7], 3)
-
-
 def test_blocks_of_a_load_are_freed_deepest_first(make_world):
     """Trap 11: of one that did not come, of one that came in part."""
     world = make_world(6, 2)
@@ -392,8 +386,8 @@ def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
 @pytest.mark.parametrize("invalidated", ["prefix", "arrived"])
 def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_world, invalidated):
     world = make_world(20, 2)
-    offer_after_a_cached_prefix(world)
-    world.get_computed_blocks(world.waiting["a"])
+    world.warm("x", [1, 2, 3, 4, 5])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     load, loads = world.manager.loads._loads["a"], world.manager.loads
     if invalidated == "arrived":
         world.connector.finish("a", 1)
