@@ -81,16 +81,6 @@ class Gate:
         return block.kv_data
 
 
-def test_a_full_node_drops_its_least_recently_used_block_and_no_other_nodes():
-    with make_pool(max_blocks_per_node=2) as pool:
-        publish(pool, "b", 0)
-        publish(pool, "a", 0, 1)
-        pool.query([HASHES[1]])
-        publish(pool, "a", 2)
-        assert (on_node(pool, "a"), on_node(pool, "b")) == ([1, 2], [0])
-        assert pool.query(HASHES) == (2 + 3 + 2, ["b", "a", "a"])
-
-
 def test_the_tail_of_a_chain_is_dropped_before_its_head():
     """Trap 11: without its head nothing of a chain can be found."""
     with make_pool(max_blocks_per_node=3) as pool:
