@@ -850,6 +850,12 @@ def test_invalidated_blocks_leave_with_their_successors_and_stay_with_their_user
     rig.refused("not cached", rig.cache.invalidate, b)
 
 
+def test_blocks_before_an_invalidated_block_can_be_evicted(rig):
+    _, b = rig.warm("AB")
+    rig.cache.invalidate(rig.pool.blocks[b])
+    assert rig.cache.evict(9) == 1 and rig.names() == set()
+
+
 def test_a_path_does_not_lead_to_an_invalidated_block(rig):
     cursor = MatchCursor()
     blocks = rig.hold("AB")
