@@ -113,8 +113,8 @@ def pytest_runtest_logfinish() -> None:
     if memory().rss < next_collection:
         return
     gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
-        trim(0)
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
     next_collection = max(next_collection, memory().rss + (200 << 20))
 
 

@@ -133,31 +133,6 @@ def test_an_abort_from_within_a_step_drops_its_token():
     assert b.output_token_ids == SCRIPT[:5]
 
 
-def test_a_step_that_is_not_finished_is_waited_for_once():
-    """`execute` begins a step, `wait` ends it: nothing of the answer is looked at before."""
-    events = []
-
-    class SlowRunner:
-        def execute(self, plan):
-            events.append(("execute", list(plan.num_scheduled_tokens)))
-            return self
-
-        def wait(self):
-            events.append("wait")
-            return StepOutput({"a": [5]})
-
-    class Watching(FCFSScheduler):
-        def update_from_output(self, plan, output):
-            events.append(("update", output.token_ids))
-            return super().update_from_output(plan, output)
-
-    engine = EngineCore(Watching(), SlowRunner())
-    engine.add_request(make("a", [1], max_tokens=2))
-    (result,) = engine.step()
-    assert result.new_token_ids == [5]
-    assert events == [("execute", ["a"]), "wait", ("update", {"a": [5]})]
-
-
 class Answers:
     """A runner that has one answer for every plan."""
 

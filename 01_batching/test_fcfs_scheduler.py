@@ -514,10 +514,11 @@ def test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes():
     assert (result.finish_reason, result.stop_reason) == ("stop", 5)
 
 
-def test_the_invariants_notice_a_request_that_lags():
+@pytest.mark.parametrize(("name", "value"), [("num_computed_tokens", 1), ("prompt_token_ids", [])])
+def test_the_invariants_notice_a_request_that_lags_or_is_damaged(name, value):
     scheduler = scheduler_with(make("a", 2), make("b", 2))
     step(scheduler)
-    scheduler.running["a"].num_computed_tokens -= 1
+    setattr(scheduler.running["a"], name, value)
     with pytest.raises(AssertionError):
         scheduler.check_invariants()
 
@@ -551,6 +552,7 @@ def test_limits_are_integers_from_one_on(value):
         message = f"{name} must"
         with pytest.raises(ValueError, match=re.escape(message)):
             FCFSScheduler(**{name: value})
+    assert FCFSScheduler(1, 1, 1).max_model_len == 1
 
 
 def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends():
@@ -600,14 +602,14 @@ def test_what_a_lost_plan_said_is_said_again(lost_in):
 
 
 def test_a_delivered_plan_is_not_sent_again():
-    scheduler = FCFSScheduler()
-    for name in "ab":
-        scheduler.add_request(make(name, 3))
-        plan = scheduler.schedule()
-        scheduler.update_from_output(plan, StepOutput({name: [7] for name in plan.starts()}))
-        scheduler.abort_request(name)
-    scheduler.clear()
-    assert scheduler.schedule().finished_req_ids == {"b"}
+    delta = DeltaEncoder()
+    plans = [SchedulerOutput(scheduled_requests=[make(name, 3)]) for name in "abc"]
+    for plan in plans:
+        delta.encode(plan)
+    delta.ack(plans[1])
+    assert [request.request_id for request in delta.rollback_unacked()] == ["c"]
+    delta.encode(plan := SchedulerOutput())
+    assert plan.finished_req_ids == {"c"}
 
 
 def test_clear_keeps_waiting_requests():

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_type_hints
 
-import pytest
-
-from fcfs_scheduler import FCFSScheduler
-from hf_model_runner import HFModelRunner
 from request import SamplingParams
 from scheduler_interface import (
-    BlockTableUpdate,
     CachedRequestData,
-    FinishedStep,
-    ModelRunner,
     NewRequestData,
-    SchedulerInterface,
     SchedulerOutput,
-    StepHandle,
     StepOutput,
     StepTimer,
 )
@@ -58,18 +48,6 @@ def test_cached_data_counts_its_requests():
     assert data.num_reqs == 2
 
 
-def test_a_block_move_is_a_value():
-    move = BlockTableUpdate("a", block_index=1, block_id=3)
-    assert move == BlockTableUpdate("a", 1, 3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        move.block_id = 4
-
-
-def test_a_finished_step_has_its_answer():
-    output = StepOutput({"a": [5]})
-    assert FinishedStep(output).wait() is output
-
-
 def test_a_lap_is_the_time_since_the_last_one(monkeypatch):
     now = iter([10.0, 10.5, 10.75])
     monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: next(now))
@@ -77,28 +55,3 @@ def test_a_lap_is_the_time_since_the_last_one(monkeypatch):
     clock.lap("a_ms")
     clock.lap("b_ms")
     assert (clock.start_time, clock.ms) == (10.0, {"a_ms": 500.0, "b_ms": 250.0})
-
-
-def methods(protocol: type) -> set[str]:
-    return {name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"}
-
-
-@pytest.mark.parametrize(
-    ("implementation", "protocol", "num_methods"),
-    [
-        (FCFSScheduler, SchedulerInterface, 10),
-        (HFModelRunner, ModelRunner, 1),
-        (FinishedStep, StepHandle, 1),
-    ],
-)
-def test_an_implementation_has_every_method_with_the_same_types(
-    implementation, protocol, num_methods
-):
-    assert len(methods(protocol)) == num_methods
-    for name in methods(protocol):
-        promised = get_type_hints(getattr(protocol, name))
-        given = get_type_hints(getattr(implementation, name))
-        given.setdefault("return", promised.get("return"))
-        if protocol is ModelRunner:  # which of the handles it returns is its own affair
-            assert given.pop("return") is FinishedStep and promised.pop("return") is StepHandle
-        assert given == promised, name

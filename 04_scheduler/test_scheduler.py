@@ -565,8 +565,10 @@ def test_as_many_positions_get_room_as_are_asked_for():
     loop = Loop(20)
     request = loop.add("a", 7, 20)
     loop.step()
-    assert loop.scheduler._allocate_or_preempt(request, 6, 0, StepPlan(6, lambda one: 6)) == 6
-    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 4  # of 4 positions, for 7 + 6
+    for num_tokens, num_blocks in ((1, 2), (2, 3), (6, 4)):  # of 4 positions, for 7 and these
+        step = StepPlan(6, lambda one: 6)
+        assert loop.scheduler._allocate_or_preempt(request, num_tokens, 0, step) == num_tokens
+        assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
 
 
 # -- a cache. Equal prompts: `test_scheduler_runs.py`
@@ -623,7 +625,8 @@ def test_preemption_gives_the_adapter_back():
         MaxLoRAs(0)
 
 
-def test_so_many_are_passed_over_and_no_more():
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_so_many_are_passed_over_and_no_more(kind):
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun(SchedulerPlugin):
@@ -634,13 +637,13 @@ def test_so_many_are_passed_over_and_no_more():
             return not request.request_id.startswith("held")
 
     constraint = NobodyMayRun()
-    loop = Loop(100, plugins=[constraint], max_overtakes=None)
+    loop = Loop(100, kind, plugins=[constraint], max_overtakes=None)
     for i in range(MAX_SKIPPED + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
     assert scheduled_tokens(loop.step()) == {} and constraint.queries == MAX_SKIPPED
     num_equals = MAX_SKIPPED + 10
-    loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
+    loop = Loop(2000, kind, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
         loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
     queries = []
@@ -665,6 +668,8 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
     loop.scheduler.abort_request("b")
     assert loop.step().finished_req_ids == {"b"}
     assert set(loop.runner.state.requests) == {"a"}
+    loop.add("b", 3, 1)
+    assert not loop.step().scheduled_cached_reqs.resumed_req_ids, "it is another one"
 
 
 def test_a_full_batch_does_not_ask_the_policy():
@@ -750,8 +755,9 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
     assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
 
 
-def test_a_queue_that_an_interrupt_has_torn_is_one_again():
-    scheduler = Loop(20).scheduler
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_queue_that_an_interrupt_has_torn_is_one_again(kind):
+    scheduler = Loop(20, kind).scheduler
     for name in "ab":
         scheduler.add_request(Request.from_tokens(name, [1, 2, 3], 2))
     del scheduler.waiting._entries["a"]

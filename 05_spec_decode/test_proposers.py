@@ -1,6 +1,4 @@
-"""Look-ups in the history, against a search through all of it.
-
-The draft model's proposer has its own file."""
+"""Look-ups in the history, against a search through all of it."""
 
 from __future__ import annotations
 
@@ -35,16 +33,13 @@ def propose(proposer: NgramProposer, request: Request, num_drafts: int = 99) -> 
     return drafts.get(request.request_id, [])
 
 
-def search(
-    tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int
-) -> tuple[int, list[int]]:
-    """`(size of the suffix that was found, drafts)`: the longest suffix that stands somewhere else,
-    where it did so first."""
+def search(tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int) -> list[int]:
+    """What followed the longest suffix that stands somewhere else, where it did so first."""
     for n in range(max_ngram, min_ngram - 1, -1):
         for start in range(len(tokens) - n):  # the suffix itself starts at len(tokens) - n
             if tokens[start : start + n] == tokens[len(tokens) - n :]:
-                return n, tokens[start + n :][:num_drafts]
-    return 0, []
+                return tokens[start + n :][:num_drafts]
+    return []
 
 
 def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int, ...]]:
@@ -63,9 +58,6 @@ def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int
     history = proposer._histories[request_id]
     history.first = {n: Counting(first) for n, first in history.first.items()}
     return inserted
-
-
-# -- by hand
 
 
 @pytest.mark.parametrize(
@@ -119,40 +111,15 @@ def test_a_request_without_drafts_is_indexed_too():
     assert len(inserted) == 2 * 3  # for two tokens, 2- to 4-grams
 
 
-def test_it_writes_no_kv_and_is_certain():
-    proposer = NgramProposer(3)
-    assert proposer.num_lookahead_tokens == 0 and proposer.num_spec_tokens == 3
-    propose(proposer, make_request([1, 2, 3, 1, 2]))
-    assert proposer.draft_probs("a") is None and proposer.draft_probs("nobody") is None
-
-
-# -- several requests
-
-
-def test_requests_know_nothing_of_each_other():
-    proposer = NgramProposer(2)
-    first, second = make_request([1, 2, 3, 1, 2], "a"), make_request([5, 6, 7, 1, 2], "b")
-    third = make_request([1, 2, 4, 1, 2], "c")
-    assert proposer.propose(follow(first, second, third), [2, 2, 1]) == {"a": [3, 1], "c": [4]}
-    for token in (5, 6):
-        second.append_output_token(token)
-    assert proposer.propose(follow(second, first), [2, 0]) == {"b": [7, 1]}
-    assert proposer.propose([], []) == {}
-    with pytest.raises(ValueError):
-        proposer.propose(follow(first, second), [2])
-
-
 def test_a_reused_id_has_no_past():
     proposer = NgramProposer(2)
     assert propose(proposer, make_request([1, 2, 3, 1, 2])) == [3, 1]
+    assert proposer.draft_probs("a") is None, "a lookup is deterministic"
     for name in ("a", "a", "nobody"):
         proposer.remove_request(name)
     assert proposer._histories == {}, "what is forgotten takes no memory"
     assert propose(proposer, make_request([8, 9, 1, 2])) == []
     assert propose(proposer, make_request([8, 9, 1, 2, 8, 9])) == [1, 2]
-
-
-# -- against the search
 
 
 tokens_of_few_kinds = st.integers(1, 4).flatmap(
@@ -188,17 +155,9 @@ def test_it_finds_what_a_search_through_everything_finds(
         expected = {}
         for request in requests:
             tokens = request.all_token_ids
-            _, drafts = search(tokens, min(num_drafts, num_spec_tokens), *sizes)
-            if drafts:
+            if drafts := search(tokens, min(num_drafts, num_spec_tokens), *sizes):
                 expected[request.request_id] = drafts
         assert proposer.propose(follow(*requests), [num_drafts] * len(requests)) == expected
-
-
-def test_the_search_that_it_is_compared_with_finds_all_sizes():
-    """Else the comparison would say little."""
-    tokens = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1]
-    found = {search(tokens[:length], 3, 4, 2)[0] for length in range(len(tokens) + 1)}
-    assert found == {0, 2, 3, 4}
 
 
 @pytest.mark.parametrize("num_old", [10, 100, 1000])
@@ -216,9 +175,6 @@ def test_a_step_indexes_new_tokens_only(num_old):
         assert len(inserted) == 4 * num_new
         propose(proposer, request)
         assert len(inserted) == 4 * num_new, "nothing is new"
-
-
-# -- bad input
 
 
 @pytest.mark.parametrize(

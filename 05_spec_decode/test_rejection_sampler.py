@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from bounded_loops import as_long_as
 from common.sampling.sampling_rules import SAMPLING_RULES
 from common.tests.sampling_cases import RECIPES, make_sampling, sampling_probs
 from draft_acceptance import acceptance_probability
@@ -34,7 +33,6 @@ from exact_law import (
     plain_laws,
     step_laws,
 )
-from inverse_cdf import draw
 from rejection_sampler import (
     PADDING,
     VerifiedTokens,
@@ -146,35 +144,6 @@ def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
     assert law.keys() <= expected.keys(), "the target gives these no chance"
 
 
-@pytest.mark.parametrize("kind", ("random", "zeros", "mixed"))
-def test_probabilities_in_float32_change_the_law_by_their_rounding(kind):
-    """As a model gives them. 2**-24 a probability, and few of them meet in a run."""
-
-    def in_float32(p, drafts, q, *rest) -> VerifiedTokens:
-        return rejection_sample(p.float(), drafts, q.float(), *rest)
-
-    p, q = models(4, kind, seed=10)
-    plainly = plain(p, 4, 3)
-    laws = plainly | step_laws(in_float32, p, q, [()], 2)
-    assert distance(continuation(laws, 3), continuation(plainly, 3)) < 2.0**-22
-
-
-@pytest.mark.parametrize("kind", ("random", "close", "mixed"))
-@pytest.mark.parametrize("num_drafts", [(3, 2, 1), (1, 1, 1), (2, 0, 3)])
-def test_the_tokens_of_several_steps_have_the_law_of_the_target(num_drafts, kind):
-    """The first two and three tokens, each step where the one before it ended; `num_drafts` of a
-    step by how many tokens came before."""
-    p, q = models(3, kind, seed=1)
-    laws = {}
-    for n, k in enumerate(num_drafts):
-        laws |= step_laws(rejection_sample, p, q, histories(3, n), k)
-    plainly = plain(p, 3, 3)
-    for num_tokens in (1, 2, 3):
-        law = continuation(laws, num_tokens)
-        assert distance(law, continuation(plainly, num_tokens)) < EXACT
-        assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-
-
 @pytest.mark.parametrize("kind", ("random", "zeros", "one-hot", "mixed"))
 def test_certain_drafts_need_no_probabilities(kind):
     """Given none, the rule does what it does for a one-hot q, and that is exact."""
@@ -186,16 +155,7 @@ def test_certain_drafts_need_no_probabilities(kind):
     assert distance(laws[()], step_laws(rejection_sample, p, q, [()], 3)[()]) < EXACT
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "mixed"))
-def test_no_rule_accepts_more_often(kind):
-    """The chance of the first draft is sum(min(p, q)): no two tokens with these laws agree more."""
-    p, q = models(4, kind, seed=3)
-    accepted = acceptance(step_laws(rejection_sample, p, q, [()], 2)[()])
-    assert accepted == pytest.approx(worked_out(p, q, "rejection"), abs=EXACT)
-
-
 def worked_out(p: Model, q: Model, rule: str) -> float:
-    """By the formula of the chapter's page."""
     return float(acceptance_probability(p((), ()), q((), ()), rule))
 
 
@@ -241,19 +201,6 @@ def test_each_number_decides_one_thing(kind):
             assert run[: int(verified.num_sampled[i])] == [*drafts, last]
             lengths_seen.add(len(predicted))
     assert lengths_seen == {1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("kind", ("random", "mixed"))
-def test_forgetting_the_draft_probabilities_is_exact_and_accepts_less(kind):
-    """Taken for certain, a draft is accepted with probability p(d), and else the token is another:
-    p, whatever d was. What q buys is acceptance."""
-    p, q = models(4, kind, seed=6)
-    plainly = plain(p, 4, 3)
-    law = step_laws(rejection_sample_certain, p, q, [()], 2)
-    assert distance(continuation(plainly | law, 3), continuation(plainly, 3)) < EXACT
-    matched = matching_laws(p, q, [()], 2)
-    assert distance(law[()], matched[()]) < EXACT, "run by run the law of the matching rule"
-    assert acceptance(law[()]) < acceptance(step_laws(rejection_sample, p, q, [()], 2)[()]) - 1e-3
 
 
 def test_a_law_that_is_wrong_is_seen():
@@ -347,30 +294,19 @@ def constrained_error(name: str, p: Model) -> float:
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraints_give_the_law_of_plain_decoding_under_them(name):
-    """Traps 37, 45. At each position the constraint and its history, drafts before it included."""
-    assert constrained_error(name, ConstrainedModel(CONSTRAINTS[name], seed=7)) < EXACT
-
-
-@pytest.mark.parametrize("name", CONSTRAINTS)
-def test_a_constraint_on_the_bonus_token_alone_gives_another_law(name):
-    """Trap 37: the mistake is visible to the test above."""
+    """Traps 37, 45. At each position the constraint and its history, drafts before it included. A
+    constraint on the bonus token alone gives another law, and so does a history without drafts."""
     free = ConstrainedModel(SamplingParams(), seed=7)
     bound = ConstrainedModel(CONSTRAINTS[name], seed=7)
 
-    def p(outputs: Tokens, drafts: Tokens) -> torch.Tensor:
+    def bound_at_bonus(outputs: Tokens, drafts: Tokens) -> torch.Tensor:
         is_bonus = len(outputs) + len(drafts) == 2  # the steps above all end there
         return (bound if is_bonus else free)(outputs, drafts)
 
-    assert constrained_error(name, p) > 1e-3
-
-
-@pytest.mark.parametrize("name", SEES_DRAFTS)
-def test_a_history_without_the_drafts_gives_another_law(name):
-    """Trap 37."""
-    assert (
-        constrained_error(name, ConstrainedModel(CONSTRAINTS[name], seed=7, sees_drafts=False))
-        > 1e-3
-    )
+    assert constrained_error(name, bound) < EXACT
+    assert constrained_error(name, bound_at_bonus) > 1e-3
+    if name in SEES_DRAFTS:
+        assert constrained_error(name, replace(bound, sees_drafts=False)) > 1e-3
 
 
 # -- the matching rule
@@ -378,48 +314,17 @@ def test_a_history_without_the_drafts_gives_another_law(name):
 
 @pytest.mark.parametrize("kind", (*KINDS, "mixed"))
 def test_matching_accepts_less_and_for_certain_drafts_the_same(kind):
+    """By the formulas of the chapter's page. No rule accepts more often than rejection does."""
     p, q = models(4, kind, seed=3)
     matched = acceptance(matching_laws(p, q, [()], 1)[()])
     assert matched == pytest.approx(worked_out(p, q, "matching"), abs=EXACT)
-    assert matched <= acceptance(step_laws(rejection_sample, p, q, [()], 1)[()]) + EXACT
+    accepted = acceptance(step_laws(rejection_sample, p, q, [()], 1)[()])
+    assert accepted == pytest.approx(worked_out(p, q, "rejection"), abs=EXACT)
+    assert matched <= accepted + EXACT
     likeliest = worked_out(p, q, "argmax")
     q = certain(q)
     for laws in (matching_laws(p, q, [()], 1), step_laws(rejection_sample, p, q, [()], 1)):
         assert acceptance(laws[()]) == pytest.approx(likeliest, abs=EXACT)
-
-
-def plain_decoding(p: Model, u: torch.Tensor) -> list[int]:
-    """One token for each number."""
-    tokens: list[int] = []
-    for number in u:
-        tokens.append(int(draw(p(tuple(tokens), ())[None], number[None])[0]))
-    return tokens
-
-
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(seed=st.integers(0, 2**32), data=st.data())
-def test_matching_gives_the_tokens_of_plain_decoding(seed, data):
-    """The same number draws a position's token with and without drafts: then it is the same token,
-    whatever the drafts are. They are made half right, so that runs of all lengths occur."""
-    p, _ = models(3, "mixed", seed=9)
-    u = torch.rand(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    expected = plain_decoding(p, u)
-    tokens: list[int] = []
-    for _ in as_long_as(lambda: len(tokens) < len(u)):
-        num_remaining = len(u) - len(tokens)
-        num_right = data.draw(st.integers(0, num_remaining - 1))
-        wrong_drafts = data.draw(st.lists(st.integers(0, 2), max_size=2))
-        start = len(tokens)
-        drafts = (expected[start : start + num_right] + wrong_drafts)[: num_remaining - 1]
-        k = len(drafts)
-        rows = torch.stack([p((*tokens, *drafts[:j]), ()) for j in range(k + 1)])
-        sampled, _ = draw(rows, u[start : start + k + 1])
-        run, num_sampled = rejection_sampling_batched(
-            sampled, torch.tensor(drafts, dtype=torch.int64), torch.tensor([0, k + 1]), k
-        )
-        assert int(num_sampled) > min(num_right, k)
-        tokens += run[0, : int(num_sampled)].tolist()
-    assert tokens == expected
 
 
 def match_one(sampled: list[int], drafts: list[int]) -> list[int]:
@@ -766,10 +671,6 @@ def test_the_bonus_token_comes_only_behind_all_drafts(rules):
         assert [t for t in tokens[0].tolist() if t != PADDING] == expected
 
 
-def test_padding_is_no_token():
-    assert PADDING == -1
-
-
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p(rules, is_certain):
     """As a placeholder (Trap 40). Beside the rows lie numbers that would accept it, and -1 is also
@@ -811,8 +712,5 @@ def test_arguments_stay_as_they_are(rules, is_certain):
     results = [verified.token_ids, verified.num_sampled, *matched]
     assert all(torch.equal(x, copy) for x, copy in zip(tensors, copies, strict=True))
     given_memory = {x.untyped_storage().data_ptr() for x in tensors}
-    assert not given_memory & {x.untyped_storage().data_ptr() for x in results}
-    before = [x.clone() for x in results[2:]]
-    for x in (*tensors, *results[:2]):
-        x.zero_()
-    assert all(torch.equal(x, copy) for x, copy in zip(results[2:], before, strict=True))
+    memory = [x.untyped_storage().data_ptr() for x in results]
+    assert not given_memory & set(memory) and not set(memory[:2]) & set(memory[2:])

@@ -8,16 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
 import rejection_sampler
-import spec_decode
-from acceptance import SpecDecodeStats
-from bounded_loops import as_long_as
 from draft_acceptance import (
     RULES,
     acceptance_probability,
@@ -26,7 +22,6 @@ from draft_acceptance import (
 )
 from inverse_cdf import draw
 from spec_decode import (
-    LanguageModel,
     SimpleLM,
     draft_generate,
     sample_token,
@@ -36,8 +31,11 @@ from spec_decode import (
 )
 from toy_generation import plain_generate, speculative_generate
 
-TINY_P_VALUE = 1e-6
 CONTEXT = [1, 0, 2]
+
+
+def peaked(tokens: Sequence[int], vocab_size: int = 10) -> torch.Tensor:
+    return 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(tokens)]
 
 
 class ScriptedLM:
@@ -45,36 +43,12 @@ class ScriptedLM:
     certainty."""
 
     def __init__(self, answers: Sequence[int], vocab_size: int = 10) -> None:
-        self.logits = 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(answers)]
+        self.logits = peaked(answers, vocab_size)
         self.num_passes = 0
 
     def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         self.num_passes += 1
         return self.logits[: len(token_ids)]
-
-
-class ConstantLM:
-    """The same distribution at every place."""
-
-    def __init__(self, probs: Sequence[float]) -> None:
-        self.row = torch.tensor(probs, dtype=torch.float64).log()
-
-    def get_logits(self, token_ids: Sequence[int], *_: object) -> torch.Tensor:
-        return self.row.expand(len(token_ids), -1)
-
-
-class RememberingLM:
-    """Asks another model only what it has not asked before: for tests with thousands of steps."""
-
-    def __init__(self, model: SimpleLM) -> None:
-        self.model = model
-        self.answers: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def get_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        key = tuple(token_ids)
-        if key not in self.answers:
-            self.answers[key] = self.model.get_logits(token_ids)
-        return self.answers[key]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -83,21 +57,6 @@ def seeded(seed: int) -> torch.Generator:
 
 def random_tokens(num: int, vocab_size: int, seed: int) -> list[int]:
     return torch.randint(vocab_size, (num,), generator=seeded(seed)).tolist()
-
-
-def p_value(outcomes: Sequence[object], law: dict[object, float]) -> float:
-    """The p-value of `outcomes` under `law`; 0 if one of them has no chance at all."""
-    counts = Counter(outcomes)
-    if not counts.keys() <= law.keys():
-        return 0.0
-    expected = [len(outcomes) * chance for chance in law.values()]
-    return float(chisquare([counts[outcome] for outcome in law], expected).pvalue)
-
-
-def test_the_names_of_the_reading_material():
-    assert spec_decode.rejection_sampling_batched is rejection_sampler.rejection_sampling_batched
-    assert "rejection_sampling_batched" in spec_decode.__all__
-    assert all(hasattr(spec_decode, name) for name in spec_decode.__all__)
 
 
 # -- the toy model
@@ -115,14 +74,6 @@ def test_a_row_depends_on_every_token_before_it_and_on_none_after():
         assert difference[j:].min() > 1e-3, f"token {j} is not seen by all behind it"
 
 
-def test_a_row_does_not_depend_on_how_much_is_read_with_it():
-    model = SimpleLM(32)
-    ids = random_tokens(12, 32, seed=2)
-    logits = model.get_logits(ids)
-    for length in range(1, 13):
-        torch.testing.assert_close(model.get_logits(ids[:length]), logits[:length])
-
-
 def test_the_order_of_earlier_tokens_matters():
     model = SimpleLM(32)
     difference = model.get_logits([3, 4, 5])[-1] - model.get_logits([4, 3, 5])[-1]
@@ -133,7 +84,7 @@ def test_models_are_made_by_their_seeds():
     logits = SimpleLM(32, seed=5).get_logits([1, 2])
     assert torch.equal(SimpleLM(32, seed=5).get_logits([1, 2]), logits)
     assert not torch.equal(SimpleLM(32, seed=6).get_logits([1, 2]), logits)
-    assert SimpleLM(7, hidden_size=5).get_logits([1, 2]).shape == (2, 7)
+    assert SimpleLM(7, hidden_size=1).get_logits([1, 2]).shape == (2, 7)
 
 
 def test_a_noisy_copy_agrees_from_always_to_hardly_ever():
@@ -156,18 +107,16 @@ def test_a_noisy_copy_agrees_from_always_to_hardly_ever():
 # -- sampling
 
 
-def test_greedy_takes_the_lowest_id_of_equals():
-    assert sample_token(torch.tensor([1.0, 3.0, 3.0, 2.0]), temperature=0) == 1
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_a_token_is_sampled_with_its_probability(temperature):
     logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     law = {t: w / sum(weights) for t, w in enumerate(weights) if w > 0}
     generator = seeded(4)
-    tokens = [sample_token(logits, temperature, generator) for _ in range(2000)]
-    assert p_value(tokens, law) > TINY_P_VALUE
+    counts = Counter(sample_token(logits, temperature, generator) for _ in range(2000))
+    assert counts.keys() == law.keys()
+    expected = [2000 * chance for chance in law.values()]
+    assert chisquare([counts[token] for token in law], expected).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-306])
@@ -175,6 +124,7 @@ def test_next_to_no_temperature_is_greedy_and_not_nan(temperature):
     logits = torch.tensor([0.0, 2000.0, 1999.0, -torch.inf])
     assert token_probs(logits, temperature).tolist() == [0, 1, 0, 0]
     assert sample_token(logits, temperature, seeded(0)) == 1
+    assert sample_token(torch.tensor([1.0, 3.0, 3.0, 2.0]), temperature=0) == 1, "the lowest id"
 
 
 # -- drafting
@@ -186,10 +136,7 @@ def test_drafts_are_the_draft_models_tokens_with_their_logits(temperature):
     drafts, draft_logits = draft_generate(model, CONTEXT, 5, temperature, seeded(1))
     assert drafts == plain_generate(model, CONTEXT, 5, temperature, seeded(1))
     torch.testing.assert_close(draft_logits, model.get_logits([*CONTEXT, *drafts])[2:7])
-
-
-def test_no_drafts_are_no_rows():
-    drafts, draft_logits = draft_generate(SimpleLM(32), CONTEXT, 0)
+    drafts, draft_logits = draft_generate(model, CONTEXT, 0, temperature)
     assert drafts == [] and draft_logits.shape == (0, 32)
 
 
@@ -200,10 +147,6 @@ HOW = [
     pytest.param({"rule": "rejection"}, id="rejection"),
     pytest.param({"rule": "matching"}, id="matching"),
 ]
-
-
-def peaked(tokens: Sequence[int], vocab_size: int = 10) -> torch.Tensor:
-    return 100.0 * torch.eye(vocab_size, dtype=torch.float64)[list(tokens)]
 
 
 @pytest.mark.parametrize("settings", HOW)
@@ -285,17 +228,6 @@ def test_greedy_tokens_are_those_of_plain_decoding(num_drafts, noise):
         assert stats.num_accepted < stats.num_drafted
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_a_perfect_draft_model_is_always_accepted_by_rejection_and_not_by_matching(num_drafts):
-    target = SimpleLM(20)
-    run = (target, target, CONTEXT, 40, num_drafts)
-    _, stats = speculative_generate(*run, generator=seeded(1))
-    assert stats.acceptance_rate == 1
-    assert stats.tokens_per_pass == pytest.approx(40 / math.ceil(40 / (num_drafts + 1)))
-    _, stats = speculative_generate(*run, generator=seeded(1), rule="matching")
-    assert 0 < stats.acceptance_rate < 0.8
-
-
 @pytest.mark.parametrize("num_tokens", range(8))
 def test_exactly_the_tokens_asked_for_are_made_and_no_draft_is_made_for_nothing(num_tokens):
     target = SimpleLM(20)
@@ -319,49 +251,14 @@ def test_the_same_seed_gives_the_same_run():
 # -- the same law
 
 
-LAW_TARGET = SimpleLM(3, seed=2)
-LAW_MODELS = RememberingLM(LAW_TARGET), RememberingLM(LAW_TARGET.noisy_copy(0.7))
-
-
-def two_token_law(target: LanguageModel, temperature: float) -> dict[tuple[int, int], float]:
-    law = {}
-    for a, b in product(range(3), repeat=2):
-        rows = token_probs(target.get_logits([*CONTEXT, a]), temperature)[-2:]
-        law[a, b] = float(rows[0, a] * rows[1, b])
-    return law
-
-
-@pytest.mark.parametrize(
-    ("rule", "num_drafts", "temperature"),
-    [
-        ("rejection", 3, 1.0),
-        ("matching", 1, 2.0),
-        pytest.param("rejection", 1, 2.0, marks=pytest.mark.slow),
-        pytest.param("matching", 3, 1.0, marks=pytest.mark.slow),
-    ],
-)
-def test_two_sampled_tokens_have_the_law_of_the_target(rule, num_drafts, temperature):
-    target, draft = LAW_MODELS
-    generator = seeded(11)
-
-    def two_tokens() -> tuple[int, ...]:
-        tokens: list[int] = []
-        for _ in as_long_as(lambda: len(tokens) < 2):
-            step = target, draft, [*CONTEXT, *tokens], num_drafts, temperature, generator
-            tokens += speculative_decode_step(*step, rule=rule)[0]
-        return tuple(tokens[:2])
-
-    outcomes = [two_tokens() for _ in range(600)]
-    assert p_value(outcomes, two_token_law(target, temperature)) > TINY_P_VALUE
-
-
 @pytest.mark.parametrize("has_logits", [True, False])
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
     temperature, has_logits
 ):
     """With the laws of the rules themselves, which are proved elsewhere, this is exact."""
-    target, draft = LAW_MODELS
+    target = SimpleLM(3, seed=2)
+    draft = target.noisy_copy(0.7)
     p_logits = target.get_logits([*CONTEXT, 2, 0, 1])[2:]
     q_logits = draft.get_logits([*CONTEXT, 2, 0])[2:] if has_logits else None
     p = (p_logits / temperature).softmax(-1)
@@ -377,17 +274,12 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
         settings = {"draft_logits": q_logits, "rule": "matching"}
         tokens, _ = verify_and_sample(*args, seeded(seed), **settings)
         assert tokens == plain_generate(target, CONTEXT, len(tokens), temperature, seeded(seed))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_law_of_the_draft_model_would_be_noticed(temperature):
-    """And by as few samples as above."""
-    target, draft = LAW_MODELS
-    law, generator = two_token_law(target, temperature), seeded(13)
-    outcomes = [
-        tuple(plain_generate(draft, CONTEXT, 2, temperature, generator)) for _ in range(600)
-    ]
-    assert p_value(outcomes, law) < TINY_P_VALUE
+        # A step draws its drafts first, at the same temperature.
+        run, generator = (target, draft, CONTEXT, 3, temperature), seeded(seed)
+        sampled, logits = draft_generate(*run[1:], generator)
+        options = {"draft_logits": logits, "rule": "rejection" if has_logits else "matching"}
+        tokens, _ = verify_and_sample(target, CONTEXT, sampled, temperature, generator, **options)
+        assert speculative_decode_step(*run, seeded(seed), rule=options["rule"])[0] == tokens
 
 
 # -- how often drafts are accepted; the rules of acceptance: `test_rejection_sampler.py`
@@ -418,21 +310,6 @@ def test_acceptance_by_hand():
         assert float(acceptance_probability(p, q, rule)) == pytest.approx(chance)
 
 
-def test_which_way_accepts_more():
-    p, q = torch.rand(2, 500, 6, generator=seeded(5), dtype=torch.float64).pow(3)
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    rates = {rule: acceptance_probability(p, q, rule) for rule in RULES}
-    assert all(rate.shape == (500,) for rate in rates.values())
-    assert (rates["rejection"] >= rates["shared"] - 1e-12).all()
-    assert (rates["rejection"] >= rates["matching"] - 1e-12).all()
-    for above, below in [("argmax", "rejection"), ("matching", "shared"), ("matching", "argmax")]:
-        # Neither is always above the other.
-        assert 0 < (rates[above] > rates[below]).sum() < 500
-    equal = acceptance_probability(p, p)
-    torch.testing.assert_close(equal, torch.ones_like(equal))
-    torch.testing.assert_close(acceptance_probability(p, p, "shared"), equal)
-
-
 # -- what it is worth
 
 
@@ -446,22 +323,6 @@ def test_expected_tokens_are_the_formula(acceptance, num_drafts):
     assert expected_tokens_per_pass(acceptance, num_drafts) == pytest.approx(formula)
 
 
-def test_the_run_that_is_accepted_is_geometric_and_its_mean_is_the_formula():
-    target, draft = ConstantLM([0.5, 0.3, 0.2]), ConstantLM([0.3, 0.3, 0.4])
-    num_accepted = {n: 0.8**n * 0.2 for n in range(4)} | {4: 0.8**4}
-    generator, total = seeded(31), SpecDecodeStats()
-    counts = []
-    for _ in range(600):
-        _, step = speculative_decode_step(target, draft, [0], 4, generator=generator)
-        counts.append(step.num_accepted)
-        total += step
-    assert p_value(counts, num_accepted) > TINY_P_VALUE
-    assert (total.num_drafted, total.num_accepted, total.num_passes) == (2400, sum(counts), 600)
-    assert total.tokens_per_pass == 1 + sum(counts) / 600
-    mean = sum((n + 1) * chance for n, chance in num_accepted.items())
-    assert expected_tokens_per_pass(0.8, 4) == pytest.approx(mean)
-
-
 def test_speedup_by_hand():
     # 1 + 0.5 + 0.25 tokens, in the time of 1 + 2 * 0.1 passes.
     assert expected_speedup(0.5, 2, 0.1) == pytest.approx(1.75 / 1.2)
@@ -469,15 +330,6 @@ def test_speedup_by_hand():
     assert expected_speedup(0.7, 0, 0.1) == 1
     assert expected_speedup(0.0, 4, 0.1) == pytest.approx(1 / 1.4)  # it loses
     assert expected_speedup(1.0, 4, 0.0) == 5
-
-
-def test_the_best_number_of_drafts_grows_with_acceptance_and_falls_with_their_cost():
-    def best(acceptance: float, draft_cost: float) -> int:
-        return max(range(20), key=lambda k: expected_speedup(acceptance, k, draft_cost))
-
-    assert best(0.3, 0.1) < best(0.6, 0.1) < best(0.9, 0.1)
-    assert best(0.8, 0.3) < best(0.8, 0.1) < best(0.8, 0.02)
-    assert best(0.3, 0.4) == 0  # one draft pays only if its acceptance is above its cost
 
 
 # -- bad input
@@ -498,10 +350,8 @@ MODEL = SimpleLM(8)
         (lambda: sample_token(torch.zeros(3), math.inf), "temperature must"),
         (lambda: draft_generate(MODEL, [], 2), "context_ids must"),
         (lambda: draft_generate(MODEL, [1], -1), "num_speculative_tokens must"),
-        (lambda: draft_generate(MODEL, [1], 2, -0.5), "temperature must"),
         (lambda: verify_and_sample(MODEL, [], [1]), "context_ids must"),
         (lambda: verify_and_sample(MODEL, [1], [1], rule="best"), "rule must"),
-        (lambda: verify_and_sample(MODEL, [1], [1], temperature=-1), "temperature must"),
         (
             lambda: verify_and_sample(MODEL, [1], [1, 2], draft_logits=torch.zeros(1, 8)),
             "shape of draft_logits must",
@@ -512,17 +362,12 @@ MODEL = SimpleLM(8)
         ),
         (lambda: verify_and_sample(ScriptedLM([1, 1]), [1], [-1]), "draft token must"),
         (lambda: verify_and_sample(ScriptedLM([1, 1]), [1], [10]), "draft token must"),
-        (lambda: speculative_decode_step(MODEL, MODEL, [], 2), "context_ids must"),
-        (lambda: speculative_decode_step(MODEL, MODEL, [1], -2), "num_speculative_tokens must"),
-        (lambda: speculative_generate(MODEL, MODEL, [1], 5, -2), "num_speculative_tokens must"),
         (lambda: speculative_generate(MODEL, MODEL, [1], -5), "num_tokens must"),
         (lambda: plain_generate(MODEL, [], 5), "context_ids must"),
         (lambda: plain_generate(MODEL, [1], -5), "num_tokens must"),
         (lambda: acceptance_probability(torch.ones(1), torch.ones(1), "x"), "rule must"),
         (lambda: expected_tokens_per_pass(1.1, 2), "acceptance must"),
-        (lambda: expected_tokens_per_pass(math.nan, 2), "acceptance must"),
         (lambda: expected_tokens_per_pass(0.5, -1), "num_drafts must"),
-        (lambda: expected_speedup(-0.1, 2, 0.1), "acceptance must"),
         (lambda: expected_speedup(0.5, 2, -0.1), "draft_cost must"),
         (lambda: expected_speedup(0.5, 2, 0.1, 0.0), "verify_cost must"),
     ],

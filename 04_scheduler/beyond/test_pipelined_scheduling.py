@@ -17,7 +17,6 @@ from hypothesis.stateful import initialize
 
 import test_overlapped_scheduling as overlapped
 import test_scheduler_runs as runs
-from bounded_loops import as_long_as
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner
 from pipeline_plugin import PipelinePlugin
@@ -280,19 +279,6 @@ def test_a_step_in_flight_does_not_publish_the_new_block_of_a_preempted_request(
     world.schedule()
     assert world.plans[-1].start_positions == [0]
     world.run()
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_nothing_is_planned_after_a_stop_token(kind) -> None:
-    """Unlike an overlapped loop, which sees it one step late."""
-    right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
-    stop = next(token for i, token in enumerate(right) if i >= 2 and token not in right[:i])
-    world = make_world(kind)
-    world.add(request := make_request(stop_token_ids=[stop]))
-    for _ in as_long_as(lambda: not request.is_finished, 20):
-        world.step()
-    assert request.output_token_ids == right[: right.index(stop) + 1]
-    assert not world.in_flight and world.plugin.num_discarded_tokens == 0
 
 
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only() -> None:

@@ -159,14 +159,6 @@ def test_options_of_this_school_that_make_no_sense_are_named(options):
         PrefillFirstScheduler(**options)
 
 
-def test_with_chunks_a_prompt_may_be_longer_than_a_step():
-    loop = Loop(10, max_num_batched_tokens=16, chunked_prefill_size=8)
-    loop.add("a", 38, 3)
-    assert loop.scheduler.requests.keys() == {"a"}
-    loop.run()
-    loop.must_be_right()
-
-
 # -- prefill or decode
 
 
@@ -265,6 +257,8 @@ def test_decodes_take_their_share_of_a_mixed_chunk():
     loop.add("c", 30)
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}, "16 - 2, down to whole pages"
     assert loop.scheduler.chunked_req is loop.requests["c"] and loop.mode is MIXED
+    mixed, running = loop.scheduler.last_batch, loop.scheduler.running_batch
+    assert ([r.request_id for r in mixed.reqs], running.reqs) == (["c", "a", "b"], [])
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 6}
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE
@@ -293,18 +287,6 @@ def test_no_more_run_than_a_step_has_tokens():
     assert len(scheduled_tokens(loop.step())) == 4
     loop.run()
     loop.must_be_right()
-
-
-def test_a_prompt_between_two_chunks_counts_as_running():
-    loop = Loop(100, max_num_seqs=2, chunked_prefill_size=8)
-    loop.add("a", 3)
-    loop.step()
-    loop.add("b", 20)
-    loop.add("c", 3)
-    assert scheduled_tokens(loop.step()) == {"b": 8}
-    assert scheduled_tokens(loop.step()) == {"b": 8}
-    assert scheduled_tokens(loop.step()) == {"b": 4}
-    assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1}
 
 
 # -- chunks
@@ -453,18 +435,6 @@ def test_the_share_falls_without_retractions_and_restarts_when_none_run():
     assert loop.scheduler.new_token_ratio == 0.5
 
 
-def test_a_larger_share_admits_fewer():
-    admitted = []
-    for share in (0.0, 0.5, 1.0):
-        loop = Loop(20, init_new_token_ratio=share, min_new_token_ratio=0.0)
-        loop.add("a", 4, 41)
-        loop.step()
-        for number in range(30):
-            loop.add(f"{number:02}", 3, 1)
-        admitted.append(len(scheduled_tokens(loop.step())))
-    assert admitted == [18, 14, 9], "a holds a page, and 1, 5 or 10 are set aside for it"
-
-
 def test_no_request_is_admitted_into_the_pages_of_the_next_decode():
     """Four requests need a page each for their next token. An average would have set aside less,
     and the new request would cost another its KV."""
@@ -552,18 +522,6 @@ def test_the_policy_orders_waiting_requests_and_priorities_displace_none():
         assert scheduled_tokens(loop.step()) == {"a": 1}
     assert scheduled_tokens(loop.step()) == {"c": 3}
     loop.run()
-
-
-def test_requests_with_one_prefix_are_computed_one_step_apart():
-    loop = Loop(100, cache="hash")
-    prompt = list(range(20))
-    for name in "ab":
-        loop.take(Request.from_tokens(name, [*prompt, ord(name)], 4))
-    loop.add("c", 5)
-    assert scheduled_tokens(loop.step()) == {"a": 21, "c": 5}, "b is passed over"
-    assert scheduled_tokens(loop.step()) == {"b": 1}
-    loop.run()
-    loop.must_be_right()
 
 
 # -- KV from outside

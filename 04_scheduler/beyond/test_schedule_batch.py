@@ -1,11 +1,11 @@
-"""A batch by itself: its requests, the needs of its next decode, and its victims."""
+"""A batch by itself: the needs of its next decode, and its victims."""
 
 from __future__ import annotations
 
 from block_pool import BlockPool
 from kv_memory import UncachedKVCacheManager
 from request import Request, RequestStatus
-from schedule_batch import ForwardMode, ScheduleBatch
+from schedule_batch import ScheduleBatch
 
 
 def memory_of(num_pages: int) -> UncachedKVCacheManager:
@@ -31,24 +31,6 @@ def decoding(
 
 def names(requests: list[Request]) -> str:
     return "".join(request.request_id for request in requests)
-
-
-def test_batches_are_merged_mixed_and_filtered():
-    memory = memory_of(20)
-    a, b, c, d = (decoding(memory, name, 3) for name in "abcd")
-    prefill = ScheduleBatch(memory, [a, b], ForwardMode.EXTEND)
-    running = ScheduleBatch(memory, [c, d])
-    prefill.mix_with_running(ScheduleBatch(memory))
-    assert prefill.forward_mode is ForwardMode.EXTEND
-    prefill.mix_with_running(running)
-    assert (names(prefill.reqs), running.reqs) == ("abcd", [])
-    assert prefill.forward_mode is ForwardMode.MIXED
-    b.status, c.status = RequestStatus.FINISHED_STOPPED, RequestStatus.PREEMPTED
-    prefill.filter_batch(chunked_req_to_exclude=a)
-    assert names(prefill.reqs) == "d"
-    running.merge_batch(prefill)
-    assert (names(running.reqs), prefill.reqs) == ("d", [])
-    assert running.forward_mode is ForwardMode.DECODE
 
 
 def test_a_page_is_needed_where_one_begins():

@@ -191,13 +191,6 @@ def test_the_tokens_are_those_of_pytorch(vocab_size, dtype, device):
     check(random_arguments(1, [0, 1, 3], vocab_size, dtype, is_certain=True), device)
 
 
-@pytest.mark.parametrize("is_certain", [False, True])
-def test_all_lengths_of_runs_occur(is_certain, device):
-    lengths = [3] * 8 + [0, 2, 0]
-    verified = check(random_arguments(24, lengths, 50, is_certain=is_certain, num_extra=2), device)
-    assert verified.num_sampled[:8].unique().tolist() == [1, 2, 3, 4]
-
-
 BORDERS = [TILE - 1, TILE, 2 * TILE - 1, 2 * TILE + 3]  # the first three at the ends of tiles
 
 
@@ -230,43 +223,11 @@ def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, d
     assert runs == [token for token in BORDERS for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("weights", "u", "token"),
-    [
-        ([2.0**-52, 1], 0.0, 0),  # the smallest weight that can be drawn
-        ([1.9 * 2.0**-53, 1], 0.0, 1),
-        ([0.5 + 2.0**-40, 0.5 - 2.0**-40], 0.5, 0),  # float32 knows only 0.5
-    ],
-)
-def test_weights_are_integers_of_52_bits(weights, u, token, device):
-    arguments = make_arguments([weights], [], None, [0], [], [u], torch.float64)
-    assert check(arguments, device).token_ids.tolist() == [[token]]
-
-
 def test_the_residual_is_rounded_as_p_is(device):
     """In float32, 0.5 - 2**-27 is 0.5; in a wider format, token 0 would end below this number."""
     p, q = [0.5, 0.5, 0.0], [2.0**-27, 0.0, 1.0]
     arguments = make_arguments([p] * 2, [2], [q], [1], [0.0], [0.5 - 2.0**-40, 0.0])
     assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
-
-
-def test_the_remainder_after_rounding_of_several_tiles_is_drawn_from_p(device):
-    """Nothing at all, or less than an integer: the second walk ends in the last tile."""
-    p = torch.zeros(4, TILE + 3)
-    q = torch.zeros(4, TILE + 3)
-    p[:, 1], q[:, 1] = 0.99999994, 1.0
-    p[2:, TILE], q[2:, TILE] = 0.5, 0.5
-    p[2:, 1], q[2:, 1] = 0.5, 0.50000006
-    p[1::2, 7] = 1e-20
-    arguments = make_arguments(
-        p.repeat_interleave(2, dim=0), [1] * 4, q, [1] * 4, [LAST] * 4, [0.75] * 8
-    )
-    verified = check(arguments, device)
-    assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
-    assert (
-        check(replace(arguments, draft_probs=None), device).token_ids[:2].tolist()
-        == [[1, PADDING]] * 2
-    )
 
 
 # -- shapes and layouts
@@ -334,33 +295,6 @@ def test_rows_after_a_rejected_draft_are_never_read(device):
     arguments = make_arguments(p, [1, 0, 2], q, [3], [0.5, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
     assert check(arguments, device).token_ids.tolist() == [[1, 2, PADDING, PADDING]]
     assert check(replace(arguments, draft_probs=None, accept_u=arguments.accept_u * 0.5), device)
-
-
-@pytest.mark.sample(seed=2)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("is_certain", [False, True])
-def test_ids_that_are_no_tokens_anywhere_in_a_batch(is_certain, seed, device):
-    """A run ends in front of the first; the tokens before it are those that it has without it."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 6, size=24).tolist()
-    whole = random_arguments(seed, lengths, 7, is_certain=is_certain)
-    whole = replace(whole, accept_u=whole.accept_u * 0.3)  # longer runs
-    drafts = whole.draft_token_ids.clone()
-    is_bad = torch.from_numpy(rng.random(len(drafts)) < 0.3)
-    bad = torch.from_numpy(rng.choice([-1, -5, 7, 8, 1000, -(2**40)], size=len(drafts)))
-    broken = check(replace(whole, draft_token_ids=torch.where(is_bad, bad, drafts)), device)
-    assert ((broken.token_ids >= PADDING) & (broken.token_ids < 7)).all()
-    expected = rejection_sample(*whole.values())
-    ends_early = 0
-    for i, start in enumerate(whole.cu_num_logits[:-1].tolist()):
-        is_bad_draft = is_bad[start - i : start - i + lengths[i]].tolist()
-        first_bad = is_bad_draft.index(True) if any(is_bad_draft) else lengths[i] + 1
-        num_before = min(int(expected.num_sampled[i]), first_bad)
-        before = broken.token_ids[i, :num_before]
-        assert torch.equal(before, expected.token_ids[i, :num_before])
-        assert broken.num_sampled[i] == min(int(expected.num_sampled[i]), first_bad + 1)
-        ends_early += int(expected.num_sampled[i]) > first_bad
-    assert ends_early > 2
 
 
 # -- the matching rule

@@ -70,18 +70,16 @@ class AdaptiveChunks(ChunkedPrefill):
         start = request.num_tokens - num_uncomputed_tokens
         num_tokens = min(num_tokens, self._fitting(start))
         self._planned += count_work([start], [num_tokens])
-        self._has_chunk = self._has_chunk or num_tokens > 0
+        self._has_chunk = True
         return num_tokens
 
     def _fitting(self, start: int) -> int:
         min_tokens = 0 if self._has_chunk else self.min_chunk
         max_tokens = max(self.min_chunk, 2 * self._largest_kept)
-        num_fitting = max(0, max_tokens - self._planned.num_tokens)
+        num_fitting = max_tokens - self._planned.num_tokens
         if self.cost.is_known:
-            num_fitting = min(
-                num_fitting,
-                self.cost.largest_chunk(self.target_step_ms, self._planned, start),
-            )
+            largest = self.cost.largest_chunk(self.target_step_ms, self._planned, start)
+            num_fitting = min(num_fitting, largest)
         return max(min_tokens, num_fitting)
 
     def observe_step(

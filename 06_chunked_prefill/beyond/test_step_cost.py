@@ -39,14 +39,6 @@ def test_pairs_are_counted_as_one_by_one(spans):
     assert work.num_keys_read == sum(s + n for s, n in spans)
 
 
-@given(SPANS, SPANS)
-def test_work_adds_up(some, more):
-    def count(spans) -> StepWork:
-        return count_work([s for s, _ in spans], [n for _, n in spans])
-
-    assert count(some) + count(more) == count(some + more)
-
-
 def test_the_table_of_the_docstring():
     assert count_work([999], [1]) == StepWork(1, 1000, 0, 1000)
     assert count_work([1000], [100]) == StepWork(100, 0, 105_050, 1100)

@@ -16,12 +16,13 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 
 matplotlib.use("svg")
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workshop.book.figure_file import save
@@ -30,11 +31,14 @@ from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
     made_on,
+    percentiles,
     read_record,
     replace_between_markers,
     table_of,
     write_record,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +46,23 @@ class Measurement:
     """The arguments of a part's `measure`."""
 
     tiny: bool  # almost no work: to see that everything runs
-    trace: Path | None  # a published one
-    records: dict[str, dict]  # of the parts that were measured before
+    trace: Path | None = None  # a published one
+    records: dict[str, dict] = field(default_factory=dict)  # of the parts measured before
+
+    def of(self, few: T, many: T) -> T:
+        """Return an amount of work."""
+        return few if self.tiny else many
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`measure` returns a record with its "config"; time, machine and command are added.
+    """`measure` returns a record with its "config"; machine, command and `clock` are added.
     `measure` raises `ValueError` or `OSError` for wrong options."""
 
     measure: Callable[[Measurement], dict]
     figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
     tables: Callable[[dict], dict[str, str]] = lambda record: {}
+    clock: str | None = None  # of a part that times
 
 
 def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..., object]]) -> str:
@@ -66,15 +75,21 @@ def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..
     )
 
 
-def timed(measure: Callable[..., dict], clock: str) -> Callable[[Measurement], dict]:
-    """Make `Part.measure` from a `measure(tiny=...)` that times: its record names the clock."""
-
-    def run(measurement: Measurement) -> dict:
-        record = measure(tiny=measurement.tiny)
-        record["config"]["clock"] = clock
-        return record
-
-    return run
+def plot_band(
+    axis: Axes,
+    xs: Sequence[float],
+    runs: Sequence[Sequence[float]],
+    color: str,
+    form: str = "o-",
+    shown: tuple[float, float] = (0, 100),
+    **area: Any,
+) -> list[float]:
+    """Draw the median of each of `runs` over an area between two percentiles. Returns the
+    medians."""
+    low, middle, high = zip(*(percentiles(run, [shown[0], 50, shown[1]]) for run in runs))
+    axis.fill_between(xs, low, high, color=color, **{"alpha": 0.2, **area})
+    axis.plot(xs, middle, form, color=color)
+    return list(middle)
 
 
 def run_lab(
@@ -104,6 +119,8 @@ def run_lab(
             raise SystemExit(f"--record {part}: {error}") from error
         command = f"python -m workshop.{path.stem} --record {part}"
         head = {"command": command, "environment": environment}
+        if (clock := parts[part].clock) is not None:
+            measured["config"]["clock"] = clock
         records[part] = {**head, **measured}  # a record may describe its command in more detail
         write_record(paths[part], records[part])
     drawn = {

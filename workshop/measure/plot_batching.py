@@ -22,7 +22,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
@@ -40,8 +40,10 @@ from workshop.book.palette import (
     add_key,
     label_line,
 )
+from workshop.measure.bench.bench_models import make_twin
 from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record
-from workshop.measure.lab_frame import Measurement, Part, run_lab, table
+from workshop.measure.bench.random_weights import random_model, shape_of
+from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.rounds import time_in_turn
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
@@ -107,23 +109,8 @@ def tiny_model(
     layers: int = 1, width: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
     """Build a Qwen3 with random weights. Its text is noise; its tensors have the right shapes."""
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    return model.to(dtype).eval()  # pyright: ignore[reportArgumentType]
+    shape = shape_of(layers, width, 2 * width, 2, 1, head_dim, vocab=64)
+    return make_twin(random_model(shape, SEED, dtype))
 
 
 # -- runs
@@ -288,8 +275,8 @@ def measure_time(lengths: Lengths, repeats: int) -> dict[str, dict[str, list[flo
 
 def measure(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats = 1 if measurement.tiny else 5
-    max_prompt, max_output = (8, 8) if measurement.tiny else (MAX_PROMPT, MAX_OUTPUT)
+    repeats = measurement.of(1, 5)
+    max_prompt, max_output = measurement.of((8, 8), (MAX_PROMPT, MAX_OUTPUT))
     functions = stdlib_functions(NUM_REQUESTS, SEED)
     lengths = [(min(p, max_prompt), min(o, max_output)) for p, o in functions]
     config = {
@@ -353,9 +340,7 @@ def draw_spread(record: dict) -> Figure:
         runs = [
             [100 * run[name]["utilisation"] for run in row] for row in record["counted"]["spread"]
         ]
-        middle = [statistics.median(row) for row in runs]
-        axis.plot(spreads, middle, "o-", color=color)
-        axis.fill_between(spreads, [*map(min, runs)], [*map(max, runs)], color=color, alpha=0.25)
+        middle = plot_band(axis, spreads, runs, color, alpha=0.25)
         label_line(axis, spreads[-1], middle[-1], name, color, offset=(10, 0))
     axis.set_xticks(spreads, [f"±{spread:.0%}" for spread in spreads])
     axis.set(xlabel="spread of output lengths about their mean", ylabel="% of slot-steps used")

@@ -49,7 +49,7 @@ from workshop.book.palette import DECODE, INK, PAPER, PROMPT, shade
 from workshop.measure.bench.bench_record import percentile, percentiles
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
-from workshop.measure.lab_frame import Measurement, Part, run_lab, table, timed
+from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
 from workshop.measure.rounds import median_of, ratios, run_in_turn, spread, time_in_turn
 
@@ -92,13 +92,8 @@ def describe(steps: list[StepRecord], arrival: float) -> dict:
         end = step.start_time + step.step_ms / 1e3
         for name, tokens in step.new_token_ids.items():
             times.setdefault(name, []).extend([end] * len(tokens))
-    gaps = [
-        1e3 * (b - a)
-        for name, own in times.items()
-        if name != "long"
-        for a, b in pairwise(own)
-        if b > arrival
-    ]
+    pairs = [pair for name in times if name != "long" for pair in pairwise(times[name])]
+    gaps = [1e3 * (b - a) for a, b in pairs if b > arrival]
     seconds = max(map(max, times.values())) - start
     chunks = [step for step in steps if step.num_scheduled_tokens.get("long", 0) > 1]
     p50, p99 = percentiles(gaps, [50, 99])
@@ -145,24 +140,24 @@ def measure_systems(systems: dict[str, dict], num_rounds: int, num_warm_ups: int
     return {"config": config | {"num_threads": torch.get_num_threads()}, "runs": runs}
 
 
-def measure_stall(*, tiny: bool) -> dict:
-    return measure_systems(SYSTEMS, 1 if tiny else 7)
+def measure_stall(measurement: Measurement) -> dict:
+    return measure_systems(SYSTEMS, measurement.of(1, 7))
 
 
-def measure_sweep(*, tiny: bool) -> dict:
-    sizes = SIZES[3:5] if tiny else SIZES
+def measure_sweep(measurement: Measurement) -> dict:
+    sizes = measurement.of(SIZES[3:5], SIZES)
     systems = {str(size or "whole"): {"chunked_prefill": size} for size in sizes}
-    record = measure_systems(systems, 1 if tiny else 5)
+    record = measure_systems(systems, measurement.of(1, 5))
     for own in record["runs"].values():
         del own[-1]["timeline"]
     return record
 
 
-def measure_adaptive(*, tiny: bool) -> dict:
+def measure_adaptive(measurement: Measurement) -> dict:
     """The policy learns in the first round, which is kept."""
-    targets = TARGETS_MS[1:2] if tiny else TARGETS_MS
+    targets = measurement.of(TARGETS_MS[1:2], TARGETS_MS)
     systems = {f"{ms:g} ms": {"target_step_ms": ms} for ms in targets}
-    record = measure_systems(systems, 2 if tiny else 6, num_warm_ups=0)
+    record = measure_systems(systems, measurement.of(2, 6), num_warm_ups=0)
     record["config"]["targets_ms"] = list(targets)
     return record
 
@@ -172,10 +167,10 @@ def measure_adaptive(*, tiny: bool) -> dict:
 NUM_LAYERS = 6
 
 
-def measure_attention(*, tiny: bool) -> dict:
+def measure_attention(measurement: Measurement) -> dict:
     """Milliseconds of one layer's attention, both ways, for several mixes; the shape is that of the
     shipped checkpoint."""
-    num_rounds = 2 if tiny else 15
+    num_rounds = measurement.of(2, 15)
     num_heads, num_kv_heads, head_dim, block_size = 4, 2, 64, 16
     backends = {"chapter 2": TorchAttentionBackend(), "chapter 6": MixedAttentionBackend()}
     mixes = {
@@ -221,17 +216,9 @@ def measure_attention(*, tiny: bool) -> dict:
                 {kind: partial(attend, backend) for kind, backend in backends.items()}, num_rounds
             ).items()
         }
-    return {
-        "config": {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
-            "num_rounds": num_rounds,
-            "num_threads": torch.get_num_threads(),
-        },
-        "layer_ms": result,
-    }
+    config = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    config |= {"block_size": block_size, "num_rounds": num_rounds}
+    return {"config": config | {"num_threads": torch.get_num_threads()}, "layer_ms": result}
 
 
 # -- the cost of batch invariance
@@ -256,10 +243,10 @@ def answers_of(
     return [output.outputs[0].token_ids for output in outputs.values()]
 
 
-def measure_model(name: str, *, tiny: bool) -> list[dict]:
+def measure_model(name: str, measurement: Measurement) -> list[dict]:
     """Serve all requests of a cell at the same time, and then the first ones alone."""
     dtypes, sizes, lengths, num_outputs, repeats = CELLS[name]
-    if tiny:
+    if measurement.tiny:
         dtypes, sizes, num_outputs, repeats = dtypes[:1], (2,), 2, 1
     rng, cells = random.Random(0), []
     prompts = [
@@ -292,24 +279,16 @@ def measure_model(name: str, *, tiny: bool) -> list[dict]:
                 )
                 for mode, engine in engines.items()
             }
-            cells.append(
-                {
-                    "model": name,
-                    "dtype": dtype,
-                    "num_requests": size,
-                    "num_outputs": num_outputs,
-                    "seconds": seconds,
-                    "num_alone": len(few),
-                    "num_other_tokens": other,
-                }
-            )
+            cell = {"model": name, "dtype": dtype, "num_requests": size, "seconds": seconds}
+            cell |= {"num_outputs": num_outputs, "num_alone": len(few), "num_other_tokens": other}
+            cells.append(cell)
     return cells
 
 
 def measure_invariance(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    models = ["tiny"] if measurement.tiny else CELLS
-    cells = [cell for name in models for cell in measure_model(name, tiny=measurement.tiny)]
+    models = measurement.of(["tiny"], list(CELLS))
+    cells = [cell for name in models for cell in measure_model(name, measurement)]
     config = {"threads": 1, "clock": "processor time", "seed": 0, "compile": "auto"}
     return {"config": config, "cells": cells}
 
@@ -323,7 +302,7 @@ WEIGHED_ROWS = (1, 32, 512)
 
 def measure_calls(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats, cells = 1 if measurement.tiny else 15, []
+    repeats, cells = measurement.of(1, 15), []
     dtypes = [d for d in DTYPES if reason_not_packed(DTYPES[d], CPU) is None]
     for dtype, (name, shapes) in itertools.product(dtypes, LAYERS.items()):
         weights = [torch.randn(shape).to(DTYPES[dtype]) for shape in shapes]
@@ -365,13 +344,14 @@ def times_as(values: Iterable[float], base: Iterable[float], unit: str = "") -> 
 def note_of_stall(record: dict) -> str:
     """Compare chunks with whole prompts, round by round."""
     pairs = list(zip(record["runs"]["whole prompts"], record["runs"]["chunks of 128"], strict=True))
-    gaps = statistics.median(a["gap_ms_p99"] / b["gap_ms_p99"] for a, b in pairs)
-    speed = statistics.median(b["output_tokens_per_s"] / a["output_tokens_per_s"] for a, b in pairs)
-    wait = statistics.median(b["long_ttft_ms"] / a["long_ttft_ms"] for a, b in pairs)
+    gaps, speed, wait = (
+        statistics.median(b[name] / a[name] for a, b in pairs)
+        for name in ("gap_ms_p99", "output_tokens_per_s", "long_ttft_ms")
+    )
     return (
         "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
-        f"**{gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and the "
-        f"long prompt's first token takes {wait:.1f} times as long."
+        f"**{1 / gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and "
+        f"the long prompt's first token takes {wait:.1f} times as long."
     )
 
 
@@ -480,16 +460,9 @@ def draw_stall(record: dict) -> Figure:
             (True, PROMPT, "with a chunk of the long prompt"),
         ):
             steps = [(t, ms) for t, ms, _, chunk in timeline if (chunk > 1) == has_chunk]
-            axis.bar(
-                [t for t, _ in steps],
-                [ms for _, ms in steps],
-                [ms for _, ms in steps],
-                align="edge",
-                color=color,
-                edgecolor=PAPER,
-                linewidth=0.2,
-                label=label,
-            )
+            starts, ms = zip(*steps)
+            look = {"color": color, "edgecolor": PAPER, "linewidth": 0.2, "label": label}
+            axis.bar(starts, ms, ms, align="edge", **look)
         axis.set(title=system)
         axis.grid()
     figure.supylabel("a step takes, ms", fontsize=14)
@@ -507,11 +480,9 @@ def draw_sweep(record: dict) -> Figure:
         "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
     }
     for axis, (name, (label, color)) in zip(axes, shown.items()):
-        middle = [median_of(record["runs"][size], name) for size in names]
-        low = [min(run[name] for run in record["runs"][size]) for size in names]
-        high = [max(run[name] for run in record["runs"][size]) for size in names]
-        axis.fill_between(range(len(names)), low, high, color=color, alpha=0.2)
-        axis.plot(range(len(names)), middle, "o-", color=color, linewidth=2)
+        values = [[run[name] for run in runs] for runs in record["runs"].values()]
+        plot_band(axis, range(len(names)), values, color)
+        axis.lines[0].set_linewidth(2)
         axis.set(title=label, ylim=0)
         axis.set_xticks(range(len(names)), names, rotation=60)
         axis.grid()
@@ -521,10 +492,10 @@ def draw_sweep(record: dict) -> Figure:
 
 CLOCK = "time.perf_counter and time.monotonic"
 PARTS = {
-    "stall": Part(timed(measure_stall, CLOCK), {"stall": draw_stall}, tables_of_stall),
-    "sweep": Part(timed(measure_sweep, CLOCK), {"sweep": draw_sweep}, tables_of_sweep),
-    "adaptive": Part(timed(measure_adaptive, CLOCK), tables=tables_of_adaptive),
-    "attention": Part(timed(measure_attention, CLOCK), tables=tables_of_attention),
+    "stall": Part(measure_stall, {"stall": draw_stall}, tables_of_stall, CLOCK),
+    "sweep": Part(measure_sweep, {"sweep": draw_sweep}, tables_of_sweep, CLOCK),
+    "adaptive": Part(measure_adaptive, tables=tables_of_adaptive, clock=CLOCK),
+    "attention": Part(measure_attention, tables=tables_of_attention, clock=CLOCK),
     "batch_invariance": Part(measure_invariance, tables=tables_of_invariance),
     "calls": Part(measure_calls, tables=tables_of_calls),
 }

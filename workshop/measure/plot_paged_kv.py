@@ -51,7 +51,7 @@ from workshop.measure.bench.bench_models import choose_dtype
 from workshop.measure.bench.bench_record import markdown_table, read_record, table_of
 from workshop.measure.bench.bench_table import times_the_floor
 from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests
-from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import random_model, shape_of
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.plot_batching import BENCH_RECORD, stdlib_functions
 from workshop.measure.rounds import run_in_turn, time_in_turn
@@ -320,16 +320,10 @@ def measure_time(repeats: int) -> dict:
 
 def measure_paged_kv(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats = 1 if measurement.tiny else 9
+    repeats = measurement.of(1, 9)
     jobs = stdlib_jobs()
-    config = {
-        "seed": SEED,
-        "num_slots": NUM_SLOTS,
-        "max_model_len": MAX_MODEL_LEN,
-        "threads": 1,
-        "clock": "processor time",
-        "repeats": repeats,
-    }
+    config = {"seed": SEED, "num_slots": NUM_SLOTS, "max_model_len": MAX_MODEL_LEN}
+    config |= {"threads": 1, "repeats": repeats}
     return {
         "config": config,
         "jobs": [[job.prompt_len, job.output_len, job.max_tokens] for job in jobs],
@@ -355,15 +349,6 @@ MODES = {"plain": False, "compiled": True}
 THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576")
 NUM_TOGETHER, NUM_THREADS = (1, 16), (1, 2)
 SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
-
-
-def config_of(shape: Sequence[int]) -> ModelConfig:
-    layers, hidden, inner, heads, kv_heads, head_dim, vocab = shape
-    return replace(
-        QWEN3_0_6B, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        vocab_size=vocab, eos_token_ids=(),
-    )  # fmt: skip
 
 
 def make_engine(
@@ -402,15 +387,15 @@ def plain_and_compiled(
 
 
 def measure_border(measurement: Measurement) -> dict:
-    tiny, dtype = measurement.tiny, choose_dtype("auto")
+    dtype, shapes = choose_dtype("auto"), measurement.of(TINY_SHAPES, SHAPES)
     torch.set_num_threads(2)
-    repeats, num_seqs = (1, 2) if tiny else (3, 32)
+    repeats, num_seqs = measurement.of((1, 2), (3, 32))
     sizes = {
-        name: plain_and_compiled(config_of(shape), dtype, num_seqs, repeats)
-        for name, shape in (TINY_SHAPES if tiny else SHAPES).items()
+        name: plain_and_compiled(shape_of(*shape), dtype, num_seqs, repeats)
+        for name, shape in shapes.items()
     }
     config = {
-        "threads": 2, "repeats": repeats, "seed": 0, "clock": "wall",
+        "threads": 2, "repeats": repeats, "seed": 0,
         "dtype": str(dtype).removeprefix("torch."), "num_requests": num_seqs,
         "prompt_lens": PROMPT_LENS, "output_lens": OUTPUT_LENS,
     }  # fmt: skip
@@ -418,13 +403,13 @@ def measure_border(measurement: Measurement) -> dict:
 
 
 def measure_threads(measurement: Measurement) -> dict:
-    dtype, repeats = choose_dtype("auto"), 1 if measurement.tiny else 3
-    shapes = TINY_SHAPES if measurement.tiny else {name: SHAPES[name] for name in THREAD_SIZES}
+    dtype, repeats = choose_dtype("auto"), measurement.of(1, 3)
+    shapes = measurement.of(TINY_SHAPES, {name: SHAPES[name] for name in THREAD_SIZES})
     config = {
-        "compile": False, "seed": 0, "clock": "wall", "dtype": str(dtype).removeprefix("torch."),
+        "compile": False, "seed": 0, "dtype": str(dtype).removeprefix("torch."),
         "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
     }  # fmt: skip
-    sizes = {name: threads_of(config_of(s), dtype, repeats) for name, s in shapes.items()}
+    sizes = {name: threads_of(shape_of(*s), dtype, repeats) for name, s in shapes.items()}
     return {"config": config, "sizes": sizes}
 
 
@@ -547,30 +532,18 @@ def _floor_table(bench: dict) -> str:
     matrices_ms = statistics.median(roofline["prefill"]["ms"])
     bandwidth = statistics.median(roofline["bandwidth"]["matvec_gb_per_s"])
     took = statistics.median(run["seconds"] for run in bench["systems"]["paged"]["runs"])
-    rows = [
-        [
-            f"{floor['num_prompt_tokens']:,} prompt tokens; {num_rows:,} rows take "
-            f"{matrices_ms:,.0f} ms",
-            f"{floor['prompts_s']:.1f}",
-        ],
-        [
-            f"{floor['num_decode_steps']} decode steps; the matrices alone",
-            f"{floor['decodes_s']:.1f}",
-        ],
-        [
-            f"KV read once in each; {roofline['kv_bytes_per_token']:,} bytes a token at "
-            f"{bandwidth:.1f} GB/s",
-            f"{floor['kv_s']:.1f}",
-        ],
-        ["the floor", f"{floor['seconds']:.1f}"],
-        [
-            f"measured: **{times_the_floor(bench, 'paged'):.2f} times the floor**",
-            f"{took:.1f}",
-        ],
-    ]
+    seconds = {
+        f"{floor['num_prompt_tokens']:,} prompt tokens; {num_rows:,} rows take "
+        f"{matrices_ms:,.0f} ms": floor["prompts_s"],
+        f"{floor['num_decode_steps']} decode steps; the matrices alone": floor["decodes_s"],
+        f"KV read once in each; {roofline['kv_bytes_per_token']:,} bytes a token at "
+        f"{bandwidth:.1f} GB/s": floor["kv_s"],
+        "the floor": floor["seconds"],
+        f"measured: **{times_the_floor(bench, 'paged'):.2f} times the floor**": took,
+    }
     machine = bench["environment"]
     return (
-        markdown_table(["part", "seconds"], rows)
+        table("part", seconds, {"seconds": "{:.1f}".format})
         + f"\n\n<sub>`workshop/measure/bench/records/bench_qwen3-0.6b.json`, {machine['cpu']}, "
         f"{machine['cores']} cores, commit `{machine['commit'][:10]}`: `{bench['command']}`</sub>"
     )
@@ -693,10 +666,13 @@ def tables_of_threads(record: dict) -> dict[str, str]:
 
 PARTS = {
     "paged_kv": Part(
-        measure_paged_kv, {"memory_map": draw_memory_map, "block_size": draw_block_size}, tables
+        measure_paged_kv,
+        {"memory_map": draw_memory_map, "block_size": draw_block_size},
+        tables,
+        "processor time",
     ),
-    "compile_border": Part(measure_border, tables=tables_of_border),
-    "threads": Part(measure_threads, tables=tables_of_threads),
+    "compile_border": Part(measure_border, tables=tables_of_border, clock="wall"),
+    "threads": Part(measure_threads, tables=tables_of_threads, clock="wall"),
 }
 
 

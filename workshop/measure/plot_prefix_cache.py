@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from block_pool import BlockPool
+from block_pool import Block, BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -47,9 +48,9 @@ from kv_slots import PREFIX_CACHES
 from prefix_cache import MatchCursor, PrefixCache
 from request import Request
 from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
-from workshop.measure.bench.bench_record import markdown_table, percentiles
+from workshop.measure.bench.bench_record import percentiles
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.lab_frame import Measurement, Part, run_lab, table
+from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.prefix_workloads import (
     TRACE_BLOCK_SIZE,
     PlannedRequest,
@@ -252,6 +253,28 @@ def blake2b_64(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
+def hold(
+    cache: PrefixCache, prompt: list[int], answer: Sequence[int] = ()
+) -> tuple[list[Block], int, int]:
+    """Look up a prompt and cache the rest, then its answer. Returns the blocks, which are in use,
+    and the numbers of tokens found and of blocks evicted."""
+    size, cursor = cache.block_size, MatchCursor()
+    held, num_cached = cache.match_prefix(prompt, cursor=cursor)
+    cache.touch(held)
+    token_ids = [*prompt, *answer] if answer else prompt
+    num_new = len(token_ids) // size - len(held)
+    if num_new == 0:
+        return held, num_cached, 0
+    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
+    blocks = cache.pool.allocate(num_new)
+    assert blocks is not None, "the pool is too small"
+    num_first = len(prompt) // size - len(held)  # published when the prompt is computed
+    for tokens, new in ((prompt, blocks[:num_first]), (token_ids, blocks[num_first:])):
+        if new:
+            held = held + cache.insert(tokens, new, start=len(held), cursor=cursor).blocks
+    return held, num_cached, num_evicted
+
+
 class PromptTimer:
     """Admission of a prompt: look up its cached blocks, then cache the rest. Then its end."""
 
@@ -259,16 +282,7 @@ class PromptTimer:
         self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
 
     def take(self, prompt: list[int]) -> list:
-        cache, cursor = self.cache, MatchCursor()
-        found = cache.match_prefix(prompt, cursor=cursor).blocks
-        cache.touch(found)
-        num_new = PROMPT_BLOCKS - len(found)
-        if num_new == 0:
-            return found
-        cache.evict(num_new - cache.pool.num_free_blocks)
-        blocks = cache.pool.allocate(num_new)
-        assert blocks is not None, "the pool is too small"
-        return found + cache.insert(prompt, blocks, start=len(found), cursor=cursor).blocks
+        return hold(self.cache, prompt)[0]
 
     def give_back(self, taken: list) -> None:
         self.cache.release(taken)
@@ -323,16 +337,29 @@ def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
     return workload.arrive(sessions)
 
 
-def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
-    """Serve requests one after the other, by an engine's calls. Returns microseconds for each."""
+def with_answers(
+    requests: Sequence[PlannedRequest], vocab_size: int
+) -> Iterator[tuple[PlannedRequest, list[int], list[int]]]:
+    """Yield each request with its prompt and an answer, which later prompts contain."""
     source, answers = random.Random(5), {}
-    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
     for request in requests:
         prompt = request.prompt(answers)
-        answer = answers[request.request_id] = source.choices(
-            range(VOCAB_SIZE), k=request.output_len
-        )
-        time_us, (num_cached, evicted) = cpu_us(lambda: _serve(cache, prompt, answer))  # noqa: B023
+        answer = source.choices(range(vocab_size), k=request.output_len)
+        answers[request.request_id] = answer
+        yield request, prompt, answer
+
+
+def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
+    """Serve requests one after the other, by an engine's calls. Returns microseconds for each."""
+    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
+
+    def serve(prompt: list[int], answer: list[int]) -> tuple[int, int]:
+        held, num_cached, num_evicted = hold(cache, prompt, answer)
+        cache.release(held)
+        return num_cached, num_evicted
+
+    for _, prompt, answer in with_answers(requests, VOCAB_SIZE):
+        time_us, (num_cached, evicted) = cpu_us(partial(serve, prompt, answer))
         us.append(time_us)
         num_hit += num_cached
         num_looked_up += len(prompt)
@@ -342,24 +369,6 @@ def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) 
         "hit_rate": num_hit / num_looked_up,
         "num_evicted_tokens": num_evicted * cache.block_size,
     }
-
-
-def _serve(cache: PrefixCache, prompt: list[int], answer: list[int]) -> tuple[int, int]:
-    size, cursor = cache.block_size, MatchCursor()
-    found, num_cached = cache.match_prefix(prompt, cursor=cursor)
-    cache.touch(found)
-    token_ids = prompt + answer
-    num_new = len(token_ids) // size - len(found)
-    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
-    blocks = cache.pool.allocate(num_new)
-    assert blocks is not None, "the pool is too small"
-    num_prompt_blocks = len(prompt) // size - len(found)  # published when the prompt is computed
-    first = cache.insert(prompt, blocks[:num_prompt_blocks], start=len(found), cursor=cursor)
-    held = found + first.blocks
-    rest = blocks[num_prompt_blocks:]
-    held += cache.insert(token_ids, rest, start=len(held), cursor=cursor).blocks
-    cache.release(held)
-    return num_cached, num_evicted
 
 
 def measure_workload(repeats: int, num_tokens: int = 48_000) -> dict:
@@ -384,20 +393,15 @@ def measure_workload(repeats: int, num_tokens: int = 48_000) -> dict:
 
 
 def measure_ops(measurement: Measurement) -> dict:
-    repeats = 5 if measurement.tiny else 50
-    num_prompts = NUM_PROMPTS[: 2 if measurement.tiny else None]
+    repeats = measurement.of(5, 50)
+    num_prompts = NUM_PROMPTS[: measurement.of(2, None)]
+    config = {"repeats": repeats, "prompt_len": PROMPT_LEN, "block_size": BLOCK_SIZE}
     return {
-        "config": {
-            "repeats": repeats,
-            "prompt_len": PROMPT_LEN,
-            "block_size": BLOCK_SIZE,
-            "clock": "processor time",
-            "xxhash": None if xxhash is None else xxhash.VERSION,
-        },
+        "config": config | {"xxhash": None if xxhash is None else xxhash.VERSION},
         "sizes": measure_sizes(num_prompts, repeats),
         "depths": measure_depths(DEPTHS, repeats),
         "prompts": measure_prompts(num_prompts[1], repeats),
-        "workload": measure_workload(3 if measurement.tiny else 5),
+        "workload": measure_workload(measurement.of(3, 5)),
     }
 
 
@@ -486,7 +490,9 @@ def measure_families(loaded: LoadedModel, repeats: int, scale: int) -> dict:
         for round_number in range(repeats):
             answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
             for place, request in enumerate(requests):
-                kept = families.setdefault(request.family, _empty_family())
+                zeros = {"num_prompt": 0, "num_computed": dict.fromkeys(ENGINES, 0)}
+                empty = {"ttft_ms": {name: [] for name in ENGINES}}
+                kept = families.setdefault(request.family, zeros | empty)
                 for name in rotated(engines, place + round_number):
                     prompt = request.prompt(answers[name])
                     served = serve(engines[name], request.request_id, prompt, request.output_len)
@@ -495,20 +501,10 @@ def measure_families(loaded: LoadedModel, repeats: int, scale: int) -> dict:
                     if round_number == 0:
                         kept["num_computed"][name] += served.num_computed
                         kept["num_prompt"] += len(prompt) if name == "off" else 0
-                        kept["num_requests"] += name == "off"
             num_different += sum(answers[name] != answers["off"] for name in engines)
             for engine in engines.values():
                 engine.reset_prefix_cache()
     return {"families": families, "runs_with_other_tokens": num_different}
-
-
-def _empty_family() -> dict:
-    return {
-        "num_requests": 0,
-        "num_prompt": 0,
-        "num_computed": dict.fromkeys(ENGINES, 0),
-        "ttft_ms": {name: [] for name in ENGINES},
-    }
 
 
 # -- time to first token against the length of the shared prefix
@@ -550,7 +546,7 @@ def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence
 def measure_loss(measurement: Measurement) -> dict:
     """Processor time of unique prompts, each served by all engines in turn. The memory holds three
     of them, so a cache also evicts at every request."""
-    loaded, num_prompts = load(), 4 if measurement.tiny else 80
+    loaded, num_prompts = load(), measurement.of(4, 80)
     num_blocks = 3 * (UNIQUE_LEN + UNIQUE_OUTPUT_LEN) // BLOCK_SIZE + 1
     engines = make_engines(loaded, num_blocks)
     sessions = PrefixWorkload(ENGINE_VOCAB_SIZE, seed=29).unique_prompts(
@@ -566,7 +562,7 @@ def measure_loss(measurement: Measurement) -> dict:
                 if place >= 4:  # by then the memory is full
                     first[name].append(round(served.first_cpu_ms, 3))
                     whole[name].append(round(served.cpu_ms, 3))
-    config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN, "clock": "processor time"}
+    config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN}
     return {"config": describe(loaded) | config, "first_token_ms": first, "whole_ms": whole}
 
 
@@ -580,11 +576,11 @@ def describe(loaded: LoadedModel) -> dict:
 
 
 def measure_engine(measurement: Measurement) -> dict:
-    loaded, repeats = load(), 1 if measurement.tiny else 4
-    shared_lens = SHARED_LENS[:: 4 if measurement.tiny else 1]
+    loaded, repeats = load(), measurement.of(1, 4)
+    shared_lens = SHARED_LENS[:: measurement.of(4, 1)]
     return {
         "config": {**describe(loaded), "repeats": repeats, "prompt_len": SHARED_PROMPT_LEN},
-        **measure_families(loaded, repeats, scale=1 if measurement.tiny else 3),
+        **measure_families(loaded, repeats, scale=measurement.of(1, 3)),
         "shared_ms": measure_shared_lens(loaded, repeats, shared_lens),
     }
 
@@ -609,7 +605,7 @@ def measure_store(measurement: Measurement) -> dict:
     from mooncake_master import MooncakeMaster
     from mooncake_pool import MooncakePool
 
-    kv_nbytes, repeats = 1_000_000, 3 if measurement.tiny else 50
+    kv_nbytes, repeats = 1_000_000, measurement.of(3, 50)
     kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
     tokens = tuple(range(BLOCK_SIZE))
     links = {i: (i.to_bytes(32, "big", signed=True), tokens) for i in range(-2, repeats)}
@@ -628,7 +624,7 @@ def measure_store(measurement: Measurement) -> dict:
         times = {name: _times_ms(call, repeats) for name, call in operations.items()}
         near.close()
         far.close()
-    return {"config": {"kv_nbytes": kv_nbytes, "clock": "time.perf_counter"}, "ms": times}
+    return {"config": {"kv_nbytes": kv_nbytes}, "ms": times}
 
 
 # -- windows: six groups of layers, as Gemma 3's, in the same memory as without windows
@@ -659,11 +655,7 @@ def serve_windows(
     prompt tokens that is found, in memory for `capacity` tokens of all layers."""
     pool = BlockPool(1 + len(windows) * capacity // BLOCK_SIZE)
     memory = CachedGroupedMemory(pool, BLOCK_SIZE, windows, STEP)
-    source, answers = random.Random(5), {}
-    for planned in requests:
-        prompt = planned.prompt(answers)
-        answer = source.choices(range(GROUPS_VOCAB_SIZE), k=planned.output_len)
-        answers[planned.request_id] = answer
+    for planned, prompt, answer in with_answers(requests, GROUPS_VOCAB_SIZE):
         request = Request.from_tokens(planned.request_id, prompt, planned.output_len)
         found = memory.get_computed_blocks(request)
         assert not isinstance(found, NotReady)
@@ -684,8 +676,8 @@ def serve_windows(
 
 
 def measure_groups(measurement: Measurement) -> dict:
-    requests = conversations(1 if measurement.tiny else 3)
-    capacities = CAPACITIES[-1:] if measurement.tiny else CAPACITIES
+    requests = conversations(measurement.of(1, 3))
+    capacities = measurement.of(CAPACITIES[-1:], CAPACITIES)
     limit = serve_windows([None], 10**6, requests)
     held = {
         kind: [max_blocks(n, BLOCK_SIZE, windows, 1) for n in LENGTHS]
@@ -694,12 +686,8 @@ def measure_groups(measurement: Measurement) -> dict:
     found = {
         kind: [serve_windows(w, n, requests) for n in capacities] for kind, w in WINDOWS.items()
     }
-    config = {
-        "block_size": BLOCK_SIZE,
-        "window": WINDOW,
-        "step": STEP,
-        "num_requests": len(requests),
-    }
+    config = {"block_size": BLOCK_SIZE, "window": WINDOW, "step": STEP}
+    config["num_requests"] = len(requests)
     record = {"lengths": LENGTHS, "held": held, "capacities": capacities, "found": found}
     return {"config": config, **record, "limit": limit}
 
@@ -720,10 +708,8 @@ def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> dict[str, int]:
         cache.cache_computed_blocks(request.hash_ids)
     return {
         "capacity": cache.pool.num_usable_blocks,
-        "num_requests": cache.stats.num_requests,
         "num_tokens": cache.stats.num_tokens_looked_up,
         "num_tokens_hit": cache.stats.num_tokens_hit,
-        "num_blocks": sum(len(request.hash_ids) for request in trace),
         "num_blocks_hit": num_blocks_hit,
         "num_cached_at_end": cache.num_cached_blocks,
     }
@@ -738,7 +724,7 @@ def measure_trace(measurement: Measurement) -> dict:
     path = measurement.trace
     if path is None:
         raise ValueError("--record trace needs --trace FILE")
-    trace = read_trace(path)[: 200 if measurement.tiny else None]
+    trace = read_trace(path)[: measurement.of(200, None)]
     limit = num_distinct_blocks(trace)
     capacities = [*(c for c in TRACE_CAPACITIES if c < limit), limit]
     return {
@@ -870,18 +856,15 @@ def tables_of_groups(record: dict) -> dict[str, str]:
 
 
 def tables_of_trace(record: dict) -> dict[str, str]:
-    rows = [
-        [
-            f"{a['capacity']:,}",
-            f"{a['capacity'] * TRACE_BLOCK_SIZE / 1e6:.2f}",
-            _percent(hit_rate(a)),
-            _percent(hit_rate(b)),
-        ]
-        for a, b in zip(record["hash"], record["radix"], strict=True)
-    ]
-    rows[-1][0] += ", nothing evicted"
-    head = ["capacity, blocks of 512", "million tokens", "hash chain hits", "radix tree hits"]
-    return {"trace": markdown_table(head, rows)}
+    rows = {f"{a['capacity']:,}": (a, b) for a, b in zip(record["hash"], record["radix"])}
+    last, both = rows.popitem()
+    columns = {
+        "million tokens": lambda both: f"{both[0]['capacity'] * TRACE_BLOCK_SIZE / 1e6:.2f}",
+        "hash chain hits": lambda both: _percent(hit_rate(both[0])),
+        "radix tree hits": lambda both: _percent(hit_rate(both[1])),
+    }
+    rows[f"{last}, nothing evicted"] = both
+    return {"trace": table("capacity, blocks of 512", rows, columns)}
 
 
 # -- figures
@@ -894,12 +877,8 @@ def draw_hit_rate(record: dict) -> Figure:
     for cache, marker, dashes in zip(CACHES, ("o", "x"), ("-", ":")):
         capacities = [run["capacity"] for run in record[cache]]
         rates = [100 * hit_rate(run) for run in record[cache]]
-        style: dict[str, Any] = {
-            "color": COLORS[cache],
-            "marker": marker,
-            "label": NAMES[cache],
-        }
-        axis.plot(capacities, rates, dashes, **style)
+        form, color = f"{marker}{dashes}", COLORS[cache]
+        axis.plot(capacities, rates, form, color=color, label=NAMES[cache])
     limit = 100 * hit_rate(record["hash"][-1])
     axis.axhline(limit, color=BASELINE)
     label = f"nothing is evicted: {limit:.1f} %"
@@ -922,10 +901,9 @@ def draw_shared(record: dict) -> Figure:
     places = {"off": (4, "left", -16), "hash": (1, "right", -26), "radix": (1, "right", -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), "os^"):
         lengths, color = [int(length) for length in times], COLORS[name]
-        runs = (percentiles(values, [10, 50, 90]) for values in times.values())
-        low, middle, high = zip(*runs, strict=True)
-        axis.plot(lengths, middle, color=color, marker=marker)
-        axis.fill_between(lengths, low, high, color=color, alpha=0.2, linewidth=0)
+        middle = plot_band(
+            axis, lengths, list(times.values()), color, f"{marker}-", (10, 90), linewidth=0
+        )
         index, side, down = places[name]  # where nothing else is drawn
         index %= len(lengths)
         place = {"ha": side, "offset": (0, down)}
@@ -963,10 +941,10 @@ def draw_groups(record: dict) -> Figure:
 
 
 PARTS = {
-    "ops": Part(measure_ops, tables=tables_of_ops),
+    "ops": Part(measure_ops, tables=tables_of_ops, clock="processor time"),
     "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
-    "loss": Part(measure_loss, tables=tables_of_loss),
-    "store": Part(measure_store, tables=tables_of_store),
+    "loss": Part(measure_loss, tables=tables_of_loss, clock="processor time"),
+    "store": Part(measure_store, tables=tables_of_store, clock="time.perf_counter"),
     "groups": Part(measure_groups, {"groups": draw_groups}, tables_of_groups),
     "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}, tables_of_trace),
 }

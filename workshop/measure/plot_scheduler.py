@@ -6,11 +6,10 @@
     rules      two rules of admission, each as here and as in vLLM
     control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
-All but `control` are simulated with the cost model of `lab`. Two more commands print the parts of a
-decision with 1,024 running, and the parts of the host's step:
+All but `control` are simulated with the cost model of `lab`. One more command prints the parts of a
+decision with 1,024 running:
 
     python -m workshop.plot_scheduler --profile
-    python -m workshop.plot_scheduler --host
 """
 
 from __future__ import annotations
@@ -128,20 +127,12 @@ def cost_model_of(measurement: Measurement) -> CostModel:
 
 def capacity(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
     """Return the plainest system's requests a second if all are there at the start."""
-    scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **LIMITS)
-    return len(requests) / simulate(scheduler, requests, cost_model).steps[-1].end_s
+    return len(requests) / run_with(requests, cost_model)[0].steps[-1].end_s
 
 
 def config(num_requests: int) -> dict:
-    return {
-        **LIMITS,
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "num_requests": num_requests,
-        "max_ttft_s": MAX_TTFT_S,
-        "max_itl_s": MAX_ITL_S,
-        "simulated": True,
-    }
+    sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "num_requests": num_requests}
+    return LIMITS | sizes | {"max_ttft_s": MAX_TTFT_S, "max_itl_s": MAX_ITL_S, "simulated": True}
 
 
 def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
@@ -164,9 +155,21 @@ def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
     }
 
 
+def run_with(
+    requests: list[SimulatedRequest],
+    cost_model: CostModel,
+    kind: Callable[..., Any] = Scheduler,
+    num_blocks: int = NUM_BLOCKS,
+    **options: Any,
+) -> tuple[Simulation, dict]:
+    scheduler = kind(**LIMITS | {"kv_memory": make_kv_memory(num_blocks)} | options)
+    run = simulate(scheduler, requests, cost_model)
+    return run, summarise(run, scheduler)
+
+
 def measure_lab(measurement: Measurement) -> dict:
-    fit = fit_to_this_machine(4 if measurement.tiny else 48)
-    num_requests = 12 if measurement.tiny else NUM_REQUESTS
+    fit = fit_to_this_machine(measurement.of(4, 48))
+    num_requests = measurement.of(12, NUM_REQUESTS)
     cost_model = CostModel(**fit["cost_model"])
     workloads, rates = {}, {}
     for name, make in WORKLOADS.items():
@@ -182,7 +185,7 @@ def measure_lab(measurement: Measurement) -> dict:
 def measure_memory(measurement: Measurement) -> dict:
     """Serve the same requests, all there at the start, on one pool: reserve, fill, and fill to a
     watermark."""
-    requests, cost_model = chat(20 if measurement.tiny else 200, 1e6), cost_model_of(measurement)
+    requests, cost_model = chat(measurement.of(20, 200), 1e6), cost_model_of(measurement)
     ways = {
         "everything reserved": {"reserve_all": True, "watermark": 0.0},
         "filled, watermark 0": {"watermark": 0.0},
@@ -191,11 +194,9 @@ def measure_memory(measurement: Measurement) -> dict:
     }
     runs = {}
     for name, options in ways.items():
-        limits = LIMITS | {"max_num_seqs": 256}
-        scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **limits, **options)
-        run = simulate(scheduler, requests, cost_model)
+        run, summary = run_with(requests, cost_model, **options, max_num_seqs=256)
         busy = [step for step in run.steps if step.num_tokens]
-        runs[name] = summarise(run, scheduler) | {
+        runs[name] = summary | {
             "end_s": [round(step.end_s, 4) for step in busy],
             "num_running": [step.num_running for step in busy],
             "num_waiting": [step.num_waiting for step in busy],
@@ -210,7 +211,7 @@ def measure_memory(measurement: Measurement) -> dict:
 
 def measure_thrash(measurement: Measurement) -> dict:
     """Serve bursts on a third of the memory, at a rate above its capacity."""
-    requests = bursts(20 if measurement.tiny else 300, rate=30.0, seed=3)
+    requests = bursts(measurement.of(20, 300), rate=30.0, seed=3)
     ways: dict[str, dict] = {
         "no bound, no watermark": {"max_preemptions": 10**6, "watermark": 0.0},
         "at most 3 preemptions": {"max_preemptions": 3, "watermark": 0.0},
@@ -224,13 +225,12 @@ def measure_thrash(measurement: Measurement) -> dict:
     runs = {}
     for name, options in ways.items():
         kind = PrefillFirstScheduler if name.startswith(PREFILL_FIRST) else Scheduler
-        scheduler = kind(kv_memory=make_kv_memory(NUM_BLOCKS // 3), **LIMITS, **options)
-        run = simulate(scheduler, requests, cost_model_of(measurement))
+        cost_model = cost_model_of(measurement)
+        run, summary = run_with(requests, cost_model, kind, NUM_BLOCKS // 3, **options)
         counts = [0] * (1 + int(run.steps[-1].end_s))  # by second
         for step in run.steps:
             counts[int(step.end_s)] += step.num_outputs
-        windows = {"window_s": list(range(len(counts))), "tokens_per_s": counts}
-        runs[name] = summarise(run, scheduler) | windows
+        runs[name] = summary | {"window_s": list(range(len(counts))), "tokens_per_s": counts}
     return {"config": config(len(requests)) | {"num_blocks": NUM_BLOCKS // 3}, "runs": runs}
 
 
@@ -246,17 +246,16 @@ LONGEST_CHUNK = 128  # so that several prompts are cut at one time
 def measure_rules(measurement: Measurement) -> dict:
     """Compare two rules of admission, each as here and as in vLLM. Prompts are cut."""
     cost_model = cost_model_of(measurement)
-    num_requests = 12 if measurement.tiny else NUM_REQUESTS
+    num_requests = measurement.of(12, NUM_REQUESTS)
     workloads: dict[str, dict] = {}
     for name, make in WORKLOADS.items():
         rate = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
         workloads[name] = {}
         for rules, options in RULES.items():
-            chunks = ChunkedPrefill(LONGEST_CHUNK)
-            memory = make_kv_memory(NUM_BLOCKS // 2)
-            scheduler = Scheduler(kv_memory=memory, chunk_policy=chunks, **LIMITS, **options)
-            run = simulate(scheduler, make(num_requests, rate), cost_model)
-            workloads[name][rules] = summarise(run, scheduler)
+            chunks, requests = ChunkedPrefill(LONGEST_CHUNK), make(num_requests, rate)
+            limits: dict[str, Any] = {"num_blocks": NUM_BLOCKS // 2, "chunk_policy": chunks}
+            _, summary = run_with(requests, cost_model, **limits, **options)
+            workloads[name][rules] = summary
     settings = {"num_blocks": NUM_BLOCKS // 2, "longest_chunk": LONGEST_CHUNK}
     return {"config": config(num_requests) | settings, "workloads": workloads}
 
@@ -327,14 +326,10 @@ def profile() -> None:
 
 def make_engine(num_running: int) -> LLMEngine:
     """Build the engine with all requests decoding, at different positions in their blocks."""
-    limits = EngineConfig(
-        device="cpu",
-        max_num_seqs=num_running,
-        max_num_batched_tokens=max(8192, 40 * num_running),
-        num_blocks=32 * num_running,
-    )
+    limits = {name: n for name, n in _limits(num_running).items() if name != "kv_memory"}
+    config = EngineConfig(device="cpu", num_blocks=32 * num_running, **limits)
     loaded = stub_model(max(NUM_RUNNING_HOST))
-    engine = LLMEngine(limits, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
+    engine = LLMEngine(config, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     for i in range(num_running):
@@ -359,12 +354,13 @@ def host_step(engine: LLMEngine) -> dict[str, float]:
     return parts | {"outputs": whole - sum(parts.values()), "whole": whole}
 
 
-def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
+def measure_host(measurement: Measurement) -> dict[str, dict[str, list[float]]]:
     """Return `{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
     collector is set as in a server, else it runs in every step that makes 700 objects."""
     freeze_gc_heap()
-    num_rounds, num_steps = (1, 3) if tiny else (5, 32)
-    engines = {str(size): make_engine(size) for size in NUM_RUNNING_HOST[: 1 if tiny else None]}
+    num_rounds, num_steps = measurement.of((1, 3), (5, 32))
+    sizes = NUM_RUNNING_HOST[: measurement.of(1, None)]
+    engines = {str(size): make_engine(size) for size in sizes}
     found = {size: {part: [] for part in HOST_PARTS} for size in engines}
     for _ in range(num_rounds):
         for size, engine in engines.items():
@@ -376,10 +372,10 @@ def measure_host(*, tiny: bool) -> dict[str, dict[str, list[float]]]:
 
 def measure_control(measurement: Measurement) -> dict:
     """Return microseconds of each step. The kinds take turns, several steps each."""
-    tiny = measurement.tiny
-    num_rounds, num_steps = (1, 3) if tiny else (5, 32)
+    few = measurement.of(2, None)
+    num_rounds, num_steps = measurement.of((1, 3), (5, 32))
     running_us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
-    for num_running in NUM_RUNNING[: 2 if tiny else None]:
+    for num_running in NUM_RUNNING[:few]:
         made = {kind: make(**_limits(num_running)) for kind, make in KINDS.items()}
         for scheduler in made.values():
             fill(scheduler, num_running, 0)
@@ -389,15 +385,15 @@ def measure_control(measurement: Measurement) -> dict:
                 times += [decide(scheduler) for _ in range(num_steps)]
     waiting_us: dict[str, dict[str, list[float]]] = {"fcfs": {}, "priority": {}}
     for policy, times_of in waiting_us.items():
-        for num_waiting in NUM_WAITING[: 2 if tiny else None]:
+        for num_waiting in NUM_WAITING[:few]:
             scheduler = Scheduler(policy=policy, **_limits(256))
             fill(scheduler, 256, num_waiting)
             times_of[str(num_waiting)] = [decide(scheduler) for _ in range(num_rounds * num_steps)]
     return {
-        "config": {"clock": "time.perf_counter", "num_steps": num_rounds * num_steps},
+        "config": {"num_steps": num_rounds * num_steps},
         "running_us": running_us,
         "waiting_us": waiting_us,
-        "host_us": measure_host(tiny=tiny),
+        "host_us": measure_host(measurement),
     }
 
 
@@ -500,15 +496,12 @@ def _milliseconds(first: str, rows: dict[str, dict[str, list[float]]], unit: str
     return table(first, rows, columns)
 
 
-def host_table(host_us: dict) -> str:
-    rows = {p: {size: by_part[p] for size, by_part in host_us.items()} for p in HOST_PARTS}
-    return _milliseconds("ms of a decode step", rows, "running")
-
-
 def tables_of_control(record: dict) -> dict[str, str]:
+    host_us = record["host_us"]
+    host = {p: {size: by_part[p] for size, by_part in host_us.items()} for p in HOST_PARTS}
     waiting = {f"256 running, {policy}": by for policy, by in record["waiting_us"].items()}
     return {
-        "host": host_table(record["host_us"]),
+        "host": _milliseconds("ms of a decode step", host, "running"),
         "control": _milliseconds("ms, schedule + update", record["running_us"], "running"),
         "waiting": _milliseconds("ms", waiting, "waiting"),
     }
@@ -564,13 +557,11 @@ PARTS = {
     "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
     "thrash": Part(measure_thrash, {"thrash": draw_thrash}, tables_of_thrash),
     "rules": Part(measure_rules, tables=tables_of_rules),
-    "control": Part(measure_control, tables=tables_of_control),
+    "control": Part(measure_control, tables=tables_of_control, clock="time.perf_counter"),
 }
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--profile"]:
         profile()
-    elif sys.argv[1:] == ["--host"]:
-        print(host_table(measure_host(tiny=False)))
     else:
         run_lab(__file__, "04_scheduler", PARTS)

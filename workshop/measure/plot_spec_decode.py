@@ -47,7 +47,7 @@ from step_record import StepRecord
 from workshop.book.palette import BASELINE, DRAFT, INK, NGRAM, label_axes, label_line
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.lab_frame import Part, run_lab, table, timed
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.rounds import median_of, run_in_turn, spread
 from workshop.training.tiny_data import corpus
 
@@ -168,30 +168,24 @@ def serve(
 
 
 def serve_in_turn(
-    engines: dict[str, LLMEngine],
-    prompts: list[list[int]],
-    params: SamplingParams,
-    batch_size: int,
-    num_rounds: int,
+    engines: dict[str, LLMEngine], *work: Any, num_rounds: int
 ) -> dict[str, list[dict]]:
-    return run_in_turn(
-        engines, lambda name: serve(engines[name], prompts, params, batch_size), num_rounds
-    )
+    return run_in_turn(engines, lambda name: serve(engines[name], *work), num_rounds)
 
 
-def measure_engine(*, tiny: bool) -> dict:
+def measure_engine(measurement: Measurement) -> dict:
     """Return a list of turns for each workload, batch size and system."""
-    models, num_rounds = load_models(), 1 if tiny else 3
+    models, num_rounds = load_models(), measurement.of(1, 3)
     engines = {name: make_engine(models, spec) for name, spec in SYSTEMS.items()}
     runs: dict = {}
     for workload, (make_prompts, params) in WORKLOADS.items():
         prompts, runs[workload] = make_prompts(models["tokenizer"], 64), {}
         for batch_size, num_batches in BATCH_SIZES.items():
-            if tiny and batch_size > 4:
+            if batch_size > measurement.of(4, 64):
                 continue
-            served = prompts[: batch_size * (1 if tiny else num_batches)]
-            turns = serve_in_turn(engines, served, params, batch_size, num_rounds)
-            runs[workload][str(batch_size)] = turns
+            served = prompts[: batch_size * measurement.of(1, num_batches)]
+            work = engines, served, params, batch_size
+            runs[workload][str(batch_size)] = serve_in_turn(*work, num_rounds=num_rounds)
     config = {
         "prompt_len": PROMPT_LEN,
         "output_len": OUTPUT_LEN,
@@ -202,23 +196,23 @@ def measure_engine(*, tiny: bool) -> dict:
     return {"config": config, "runs": runs}
 
 
-def measure_formula(*, tiny: bool) -> dict:
+def measure_formula(measurement: Measurement) -> dict:
     """Measure one request, and 32 at a time."""
     models = load_models()
     prompts = code_prompts(models["tokenizer"], 32)
     engines = {"0": make_engine(models, None)}
-    for k in (1, 3) if tiny else (1, 2, 3, 4, 5, 6, 8):
+    for k in measurement.of((1, 3), (1, 2, 3, 4, 5, 6, 8)):
         spec = {"method": "draft", "num_spec_tokens": k, "adaptive": False}
         engines[str(k)] = make_engine(models, spec)
-    num_rounds = 1 if tiny else 4
+    num_rounds = measurement.of(1, 4)
     points = {
-        str(size): serve_in_turn(engines, prompts[: max(4, size)], GREEDY, size, num_rounds)
-        for size in ((1,) if tiny else (1, 32))
+        str(size): serve_in_turn(
+            engines, prompts[: max(4, size)], GREEDY, size, num_rounds=num_rounds
+        )
+        for size in measurement.of((1,), (1, 32))
     }
-    return {
-        "config": {"workload": "code", "num_threads": torch.get_num_threads()},
-        "points": points,
-    }
+    config = {"workload": "code", "num_threads": torch.get_num_threads()}
+    return {"config": config, "points": points}
 
 
 # -- without an engine
@@ -231,13 +225,13 @@ LONG_HISTORY_LENS = (*HISTORY_LENS, 8192, 32768)
 
 
 @torch.inference_mode()
-def measure_rules(*, tiny: bool) -> dict:
+def measure_rules(measurement: Measurement) -> dict:
     models: list[Any] = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
         for path in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT)
     ]
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    texts = [ids[:TEXT_LEN] for ids in held_out_texts(tokenizer)][: 1 if tiny else None]
+    texts = [ids[:TEXT_LEN] for ids in held_out_texts(tokenizer)][: measurement.of(1, None)]
     sums: dict[str, dict[str, float]] = {str(t): dict.fromkeys(RULES, 0.0) for t in TEMPERATURES}
     num_positions = num_equal = 0
     for ids in texts:
@@ -286,10 +280,10 @@ def _time_us(step: Callable[[], object], num_steps: int) -> float:
     return round(1e6 * (time.perf_counter() - start) / num_steps, 2)
 
 
-def measure_proposers(*, tiny: bool) -> dict:
+def measure_proposers(measurement: Measurement) -> dict:
     """Return microseconds of a step with one new token that proposes four draft tokens."""
-    num_rounds, num_steps = (1, 3) if tiny else (7, 30)
-    lengths = LONG_HISTORY_LENS[:2] if tiny else LONG_HISTORY_LENS
+    num_rounds, num_steps = measurement.of((1, 3), (7, 30))
+    lengths = LONG_HISTORY_LENS[: measurement.of(2, None)]
     loaded = load_model(SHIPPED_DRAFT, "auto", CPU)
     runs: dict[str, dict[str, list[float]]] = {}
     for length in lengths:
@@ -475,10 +469,10 @@ def draw_rules(record: dict) -> Figure:
 
 CLOCK = "time.perf_counter"
 PARTS = {
-    "engine": Part(timed(measure_engine, CLOCK), {"engine": draw_engine}, tables_of_engine),
-    "formula": Part(timed(measure_formula, CLOCK), tables=tables_of_formula),
-    "rules": Part(lambda m: measure_rules(tiny=m.tiny), {"rules": draw_rules}, tables_of_rules),
-    "proposers": Part(timed(measure_proposers, CLOCK), tables=tables_of_proposers),
+    "engine": Part(measure_engine, {"engine": draw_engine}, tables_of_engine, CLOCK),
+    "formula": Part(measure_formula, tables=tables_of_formula, clock=CLOCK),
+    "rules": Part(measure_rules, {"rules": draw_rules}, tables_of_rules),
+    "proposers": Part(measure_proposers, tables=tables_of_proposers, clock=CLOCK),
 }
 
 if __name__ == "__main__":

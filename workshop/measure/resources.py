@@ -25,69 +25,48 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from common.engine_config import EngineConfig
-from common.models.model_config import ModelConfig
 from common.runner.launch_configurations import attention_shape, launch_configurations
 from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
 from paged_attention_triton import write_kv_launch
 from split_attention_triton import split_launch
 from workshop.measure.bench.bench_record import (
-    describe_environment,
     made_on,
     markdown_table,
     read_record,
+    record_head,
     write_between_markers,
     write_record,
 )
-from workshop.measure.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
 
 FOLDER = Path(__file__).parent
 RECORD = FOLDER / "records" / "resources.json"
 README = FOLDER.parents[1] / "common" / "models" / "regions" / "README.md"
 
 
-def _family(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    has_qk_norm: bool = False,
-    window: int | None = None,
-) -> ModelConfig:
-    """Return a model's configuration. Only the fields that kernels depend on are that model's."""
-    return replace(
-        QWEN3_0_6B,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        has_qk_norm=has_qk_norm,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        layer_windows=() if window is None else (None, window),
-    )
-
-
+# Only the fields that kernels depend on are those of the model.
+_PLAIN = {"has_qk_norm": False}
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
-    "Llama-3.1-8B": _family(32, 8, 128, 128256, 4096, 14336),
-    "Qwen3-32B": _family(64, 8, 128, 151936, 5120, 25600, has_qk_norm=True),
-    "Qwen2.5-7B": _family(28, 4, 128, 152064, 3584, 18944),
-    "Qwen2.5-0.5B": _family(14, 2, 64, 151936, 896, 4864),
-    "Llama-3.2-1B": _family(32, 8, 64, 128256, 2048, 8192),
-    "Mistral-7B-v0.1": _family(32, 8, 128, 32000, 4096, 14336, window=4096),
+    "Llama-3.1-8B": shape_of(28, 4096, 14336, 32, 8, 128, 128256, **_PLAIN),
+    "Qwen3-32B": shape_of(28, 5120, 25600, 64, 8, 128, 151936),
+    "Qwen2.5-7B": shape_of(28, 3584, 18944, 28, 4, 128, 152064, **_PLAIN),
+    "Qwen2.5-0.5B": shape_of(28, 896, 4864, 14, 2, 64, 151936, **_PLAIN),
+    "Llama-3.2-1B": shape_of(28, 2048, 8192, 32, 8, 64, 128256, **_PLAIN),
+    "Mistral-7B-v0.1": shape_of(
+        28, 4096, 14336, 32, 8, 128, 32000, **_PLAIN, layer_windows=(None, 4096)
+    ),
 }
 LARGE_HEADS = {
-    "head_dim 256": _family(16, 8, 256, 151936, 4096, 8192, has_qk_norm=True),
-    "Gemma-3-4B": _family(8, 4, 256, 262208, 2560, 10240, has_qk_norm=True, window=1024),
+    "head_dim 256": shape_of(28, 4096, 8192, 16, 8, 256, 151936),
+    "Gemma-3-4B": shape_of(28, 2560, 10240, 8, 4, 256, 262208, layer_windows=(None, 1024)),
 }
 ARCHITECTURES = (80, 89, 90, 100, 120)
 # For a program, on the smallest GPU of a kind: sm_86 and sm_120 have as much as sm_89.
@@ -317,15 +296,6 @@ def table(found: list[Resources]) -> str:
     return markdown_table([*head[:2], *head[2 + has_one :]], rows)
 
 
-def make_record(found: list[Resources], arguments: list[str]) -> dict:
-    return {
-        "command": " ".join(["python -m workshop.resources", *arguments]),
-        "environment": describe_environment(),
-        "config": {"block_size": CHUNKED.block_size},
-        "resources": [asdict(one) for one in found],
-    }
-
-
 def make_table_text() -> str:
     """Return all rows of one architecture, and those of the other architectures that spill."""
     record = read_record(RECORD)
@@ -349,7 +319,9 @@ def main(arguments: list[str]) -> None:
     found = compile_all(everything() if options.all else quick(), options.every)
     complaints = [complaint for one in found for complaint in one.complaints()]
     if options.record:
-        write_record(RECORD, make_record(found, arguments))
+        record = record_head("workshop.resources", arguments)
+        record["config"] = {"block_size": CHUNKED.block_size}
+        write_record(RECORD, record | {"resources": [asdict(one) for one in found]})
         write_between_markers(README, "resources", make_table_text())
     if options.json:
         print(json.dumps([asdict(one) for one in found]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from workshop.measure.scheduling_simulator import SimulatedRequest
 
@@ -31,9 +32,10 @@ def _num_outputs(rng: random.Random, mean: int) -> int:
 
 
 def _stream(
-    seed: int,
     num_requests: int,
     rate: float,
+    seed: int = 0,
+    *,
     make_prompt: Callable[[random.Random], list[int]],
     mean_outputs: int,
     burst: int = 1,
@@ -50,29 +52,17 @@ def _stream(
     return requests
 
 
-def chat(num_requests: int, rate: float, seed: int = 0) -> list[SimulatedRequest]:
-    return _stream(seed, num_requests, rate, lambda rng: _prompt(rng, rng.randint(16, 128)), 60)
-
-
-def long_prompts(num_requests: int, rate: float, seed: int = 0) -> list[SimulatedRequest]:
-    return _stream(seed, num_requests, rate, lambda rng: _prompt(rng, rng.randint(400, 1000)), 20)
+def _lengths(low: int, high: int) -> Callable[[random.Random], list[int]]:
+    return lambda rng: _prompt(rng, rng.randint(low, high))
 
 
 def shared_prefixes(num_requests: int, rate: float, seed: int = 0) -> list[SimulatedRequest]:
     systems = [_prompt(random.Random(f"{seed} {i}"), 320) for i in range(24)]
-    return _stream(
-        seed,
-        num_requests,
-        rate,
-        lambda rng: rng.choice(systems) + _prompt(rng, rng.randint(16, 64)),
-        40,
-    )
+    make_prompt = lambda rng: rng.choice(systems) + _prompt(rng, rng.randint(16, 64))  # noqa: E731
+    return _stream(num_requests, rate, seed, make_prompt=make_prompt, mean_outputs=40)
 
 
-def bursts(num_requests: int, rate: float, seed: int = 0) -> list[SimulatedRequest]:
-    return _stream(
-        seed, num_requests, rate, lambda rng: _prompt(rng, rng.randint(16, 128)), 60, BURST
-    )
-
-
+chat = partial(_stream, make_prompt=_lengths(16, 128), mean_outputs=60)
+long_prompts = partial(_stream, make_prompt=_lengths(400, 1000), mean_outputs=20)
+bursts = partial(chat, burst=BURST)
 WORKLOADS = {"chat": chat, "long": long_prompts, "shared": shared_prefixes, "burst": bursts}

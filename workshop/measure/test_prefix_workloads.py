@@ -140,20 +140,6 @@ def test_ids_that_do_not_fit_are_named(tmp_path: Path, ids: list[int]) -> None:
 
 # -- a replay finds what a cache that stores whole prefixes would find
 
-# Five prompts of 512-token blocks, the last block of each partly filled.
-#              blocks   tokens   found without bounds
-BY_HAND = [
-    ((1, 2, 3), 1100),  #  0
-    ((1, 2, 4), 1300),  #  1, 2: 1024 tokens
-    ((5,), 512),  #        0
-    ((1, 2, 3), 1100),  #  1, 2, 3: all 1100, not 1536
-    ((5, 6), 600),  #      5: 512
-]
-
-
-def make_trace(prompts: Sequence[tuple[tuple[int, ...], int]]) -> list[TraceRequest]:
-    return [TraceRequest(i, length, 1, ids) for i, (ids, length) in enumerate(prompts)]
-
 
 def random_trace(seed: int, num_requests: int = 60) -> list[TraceRequest]:
     """Walks in a random tree: an id is numbered when its path is first seen."""
@@ -193,15 +179,6 @@ def naive_replay(trace: Sequence[TraceRequest], capacity: int) -> tuple[int, int
     return num_tokens, num_blocks
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_trace_by_hand_hits_tokens_not_whole_blocks(cache: str) -> None:
-    result = replay(make_trace(BY_HAND), make_cache(cache, 100, 1))
-    assert (result["num_requests"], result["num_tokens"]) == (5, 1100 + 1300 + 512 + 1100 + 600)
-    assert result["num_tokens_hit"] == 1024 + 1100 + 512
-    assert (result["num_blocks"], result["num_blocks_hit"]) == (12, 2 + 3 + 1)
-    assert result["num_cached_at_end"] == num_distinct_blocks(make_trace(BY_HAND)) == 6
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(4))
@@ -213,22 +190,9 @@ def test_a_replay_hits_what_whole_prefixes_hit(cache: str, seed: int, capacity: 
     assert (result["num_tokens_hit"], result["num_blocks_hit"]) == naive_replay(trace, capacity), (
         seed
     )
+    assert result["num_tokens"] == sum(request.input_length for request in trace)
     assert result["num_cached_at_end"] <= result["capacity"] == capacity
+    if capacity == 1000:  # nothing is evicted
+        assert result["num_cached_at_end"] == num_distinct_blocks(trace)
     store.check_invariants()
     assert store.num_evictable_blocks == store.num_cached_blocks
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_at_the_number_of_different_blocks_nothing_is_evicted(cache: str) -> None:
-    trace = random_trace(9)
-    limit = num_distinct_blocks(trace)
-    bounded = replay(trace, make_cache(cache, limit, 1))
-    assert bounded["num_cached_at_end"] == limit
-    assert (
-        bounded["num_tokens_hit"]
-        == replay(trace, make_cache(cache, 10 * limit, 1))["num_tokens_hit"]
-    )
-    assert (
-        bounded["num_tokens_hit"]
-        > replay(trace, make_cache(cache, limit // 8, 1))["num_tokens_hit"]
-    )

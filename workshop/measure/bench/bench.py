@@ -12,8 +12,8 @@ and the extremes of the rounds. Every run of a system sets it up from scratch, l
 short requests that are not counted, and then serves the whole workload.
 
 The work and the definition of useful tokens are in `bench_work.py`, the systems in
-`bench_systems.py`, the rounds in `bench_rounds.py`, the floors in `bench_roofline.py` and
-`bench_floor.py`. The benchmark measures the CPU.
+`bench_systems.py`, the floors in `bench_roofline.py` and `bench_floor.py`. The benchmark measures
+the CPU.
 """
 
 from __future__ import annotations
@@ -22,37 +22,48 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from tqdm import tqdm
+from transformers.utils import logging
 
 from common.requests.gc_utils import freeze_gc_heap
+from workshop.measure.bench import bench_systems
 from workshop.measure.bench.bench_command import Driver, describe_malloc
 from workshop.measure.bench.bench_floor import floor_of_record
-from workshop.measure.bench.bench_record import ROOT, record_head, write_record
-from workshop.measure.bench.bench_table import render, tables_of
-from workshop.measure.bench.vllm_install import install, is_installed
-
-if TYPE_CHECKING:  # torch is imported late: malloc must be chosen before the process starts
-    from workshop.measure.bench.bench_rounds import Bench
-
-SYSTEM_NAMES = (
-    "one-at-a-time",
-    "static",
-    "padded",
-    "paged",
-    "prefix-cache",
-    "two-phase",
-    "speculative",
-    "chunked",
-    "transformers-generate",
-    "transformers-continuous",
-    "vllm",
-    "vllm-eager",
+from workshop.measure.bench.bench_latency import describe_latency
+from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
+from workshop.measure.bench.bench_record import ROOT, record_head, rounded, write_record
+from workshop.measure.bench.bench_roofline import (
+    kv_bytes_per_token,
+    measure_bandwidth,
+    measure_linear,
+    row_counts_up_to,
 )
+from workshop.measure.bench.bench_table import render, tables_of
+from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, make_requests
+from workshop.measure.bench.vllm_install import install, is_installed
+from workshop.measure.rounds import rotated
+
+# The systems with their titles in the tables; `bench_systems.py` says more.
+TITLES = {
+    "one-at-a-time": "one at a time (paged engine, one request in flight)",
+    "static": "static batches (chapter 1's baseline)",
+    "padded": "chapter 1: continuous batching, padded caches",
+    "paged": "chapters 1 + 2: the paged engine",
+    "prefix-cache": "chapters 1 to 3: with a prefix cache",
+    "two-phase": "chapters 1 to 4: with preemption instead of reservation",
+    "speculative": "chapters 1 to 5: with n-gram draft tokens",
+    "chunked": "**chapters 1 to 6: with prompts in chunks of 128**",
+    "transformers-generate": "`transformers` generate, one static batch",
+    "transformers-continuous": "`transformers` continuous batching",
+    "vllm": "vLLM's CPU build, compiled",
+    "vllm-eager": "vLLM's CPU build, eager",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +84,81 @@ WORKLOADS = {
 SMOKE = Workload(4, (4, 16), (4, 8), 2)
 
 
+# -- rounds
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model's measurement. `record` has all its keys from the start and grows run by run."""
+
+    models: BenchModels
+    limits: Limits
+    requests: list[BenchRequest]
+    warm_up: list[BenchRequest]
+    record: dict[str, Any]
+
+    def run_system(self, name: str, round_number: int, place: int) -> None:
+        """Set the system up, time it once and record it. A failure is recorded and not tried
+        again."""
+        entry = self.record["systems"][name]
+        requests = self.requests[: entry["num_requests"]]
+        try:
+            with bench_systems.SYSTEMS[name](self.models, self.limits) as serve:
+                serve(self.warm_up)
+                gc.collect()
+                start, cpu_start = time.perf_counter(), time.process_time()
+                served = serve(requests)
+                seconds = served.seconds or time.perf_counter() - start
+                cpu_seconds = time.process_time() - cpu_start
+        except Exception as error:
+            entry["error"] = _one_line(error)
+            entry["is_unavailable"] = isinstance(error, CannotRunError)
+            return
+        finally:
+            gc.collect()
+        num_useful = sum(request.num_outputs for request in requests)
+        lengths = [len(tokens) for tokens in served.token_ids]
+        if lengths != [request.num_outputs for request in requests]:
+            entry["error"] = "it did not give every request the number of tokens it asked for"
+            return
+        entry["runs"].append(
+            {
+                "round": round_number,
+                "place": place,
+                "seconds": round(seconds, 4),
+                "cpu_seconds": round(cpu_seconds, 4),  # of all threads of the serving process
+                "useful_tokens_per_s": round(num_useful / seconds, 3),
+                **(describe_latency(served.token_times) if served.token_times else {}),
+                **rounded(served.details),
+            }
+        )
+
+
+def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
+    """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
+
+    No run is started after `deadline`, in seconds of `time.monotonic()`."""
+    systems = bench.record["systems"]
+    for round_number in range(repeats):
+        for place, name in enumerate(rotated(systems, round_number)):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            if systems[name]["error"] is None:
+                bench.run_system(name, round_number, place)
+            yield name
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    name = "" if isinstance(error, CannotRunError) else f"{type(error).__name__}: "
+    return (name + text)[:300].replace("|", "/")
+
+
 # -- setting up
 
 
 def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
     """Build the model, the work and an empty record, which begins with `head`."""
-    import torch
-
-    from workshop.measure.bench.bench_models import choose_dtype, load_models
-    from workshop.measure.bench.bench_rounds import Bench
-    from workshop.measure.bench.bench_systems import TITLES
-    from workshop.measure.bench.bench_work import Limits, make_requests
-
     work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
     dtype = choose_dtype(args.dtype)
     models = load_models(name, dtype)
@@ -116,7 +190,7 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
             "prompt_lens": list(work.prompt_lens),
             "output_lens": list(work.output_lens),
             "prompt_tokens": [len(r.prompt_token_ids) for r in requests],
-            "output_tokens": [r.max_tokens for r in requests],
+            "output_tokens": [r.num_outputs for r in requests],
         },
     }
     systems = {
@@ -130,24 +204,11 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
         }
         for system in args.systems
     }
-    record = {
-        **head,
-        "config": config,
-        "systems": systems,
-        "roofline": {},
-        "floor": {},
-    }
+    record = {**head, "config": config, "systems": systems, "roofline": {}, "floor": {}}
     return Bench(models, limits, requests, warm_up, record)
 
 
 def measure_floors(bench: Bench, smoke: bool) -> None:
-    from workshop.measure.bench.bench_roofline import (
-        kv_bytes_per_token,
-        measure_bandwidth,
-        measure_linear,
-        row_counts_up_to,
-    )
-
     repeats = 2 if smoke else 7
     bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
     num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
@@ -170,13 +231,6 @@ def announce(args: argparse.Namespace) -> str:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure all models, one after the other. Returns the exit status: 1 if a system failed."""
-    import torch
-    from transformers.utils import logging
-
-    from workshop.measure.bench.bench_rounds import run_rounds
-    from workshop.measure.bench.bench_systems import SYSTEMS
-
-    assert set(SYSTEMS) == set(SYSTEM_NAMES)
     freeze_gc_heap()
     logging.set_verbosity_error()
     torch.set_num_threads(args.threads or torch.get_num_threads())  # chosen, so the engine keeps it
@@ -213,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", type=model_names, default=list(WORKLOADS), metavar="A,B",
         help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
     add("--systems", type=system_names, default=default_systems(), metavar="A,B",
-        help=", ".join(SYSTEM_NAMES))  # fmt: skip
+        help=", ".join(TITLES))  # fmt: skip
     add("--install-vllm", action="store_true", help="only make an environment for vLLM")
     add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
@@ -224,11 +278,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def default_systems() -> list[str]:
     """Return all systems, with vLLM only where it is installed."""
-    return [n for n in SYSTEM_NAMES if not n.startswith("vllm") or is_installed()]
+    return [n for n in TITLES if not n.startswith("vllm") or is_installed()]
 
 
 def system_names(text: str) -> list[str]:
-    return _names(text, SYSTEM_NAMES.__contains__, ", ".join(SYSTEM_NAMES))
+    return _names(text, TITLES.__contains__, ", ".join(TITLES))
 
 
 def model_names(text: str) -> list[str]:

@@ -77,7 +77,6 @@ class Driver:
         add(self.record, type=Path, dest="record", help="where the record is")
         add("--table", action="store_true", help="only print the tables")
         add("--write-readme", action="store_true", help="only write them into the pages")
-        add("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
         args = parser.parse_args(argv)
         args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3
         if args.rounds < 1:
@@ -93,19 +92,14 @@ class Driver:
             if args.table:
                 print(tables.full)
             if args.write_readme:
-                write_tables(args.root, self.name, tables)
+                for place, part, table in places_of(self.name, tables):
+                    write_between_markers(ROOT / place, part, table)
             return 0
         environment = restart_with(args)
         if environment is not None and argv is None:
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
         print(f"{self.name}: measures {self.announce(args)}", flush=True)
         return self.measure(args)
-
-
-def write_tables(root: Path, name: str, tables: Tables) -> None:
-    """Write the tables between the markers of `name` in both pages of the repository at `root`."""
-    for place, part, table in places_of(name, tables):
-        write_between_markers(root / place, part, table)
 
 
 def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:

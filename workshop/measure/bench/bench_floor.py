@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from workshop.measure.bench.bench_record import rounded
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
@@ -90,7 +92,4 @@ def floor_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     work = config["workload"]
     lengths = list(zip(work["prompt_tokens"], work["output_tokens"], strict=True))
     floor = run_floor(lengths, config["max_num_seqs"], record["roofline"])
-    return {
-        name: round(value, 4) if isinstance(value, float) else value
-        for name, value in {**asdict(floor), "seconds": floor.seconds}.items()
-    }
+    return rounded({**asdict(floor), "seconds": floor.seconds})

@@ -65,20 +65,14 @@ def _hf_config(config: ModelConfig) -> Qwen3Config:
             "architecture must be Qwen3ForCausalLM with default rotary embedding, got "
             f"{config.architecture} with {config.rope.rope_type}"
         )
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+        "rms_norm_eps", "tie_word_embeddings",
+    )  # fmt: skip
     return Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
+        **{name: getattr(config, name) for name in same},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        tie_word_embeddings=config.tie_word_embeddings,
         attention_bias=config.qkv_bias,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )

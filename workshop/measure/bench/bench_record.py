@@ -148,6 +148,10 @@ def _cpu_flags() -> list[str]:
 # -- files
 
 
+def rounded(values: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
+    return {k: round(v, digits) if isinstance(v, float) else v for k, v in values.items()}
+
+
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Replace `path` by `record`, atomically: a reader sees the old record or the new one.
 

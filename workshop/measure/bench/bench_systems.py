@@ -1,29 +1,36 @@
-"""The systems that `workshop.bench` compares, each doing exactly the same work.
+"""The systems that `workshop.bench` and `workshop.ladder` compare, all doing the same work.
 
-Work is a list of requests (`bench_work.py`), all there at time 0. A system is a context manager
-that sets itself up and yields a function `serve(requests) -> Served`; only that call is timed.
+Work is a list of requests (`bench_work.py`), which arrive at their times. A system is a context
+manager that sets itself up and yields a function `serve(requests) -> Served`; only that call is
+timed. A token counts for its user when its step has ended. Where an answer is shorter than its
+`max_tokens`, the request is stopped from outside, as an end of text would stop it. (`static` and
+`padded` know the length, and still reserve the longest.)
 
     one-at-a-time             our paged engine, one request in flight
-    static                    chapter 1's baseline: batches that run until their longest ends
-    padded                    chapter 1: continuous batching over stacked and padded caches
-    paged                     chapters 1 and 2: the paged engine
+    static                    chapter 1's baseline: arrived requests join the next batch
+    padded                    chapter 1: joins the next step; caches stacked and padded
+    paged                     chapters 1 and 2: more requests, because none reserves the longest
     prefix-cache              and chapter 3: prefixes are kept, and shared within a round
-    two-phase                 and chapter 4: memory is filled, requests are preempted
+    two-phase                 and chapter 4: memory is filled, and taken back when it runs out
     speculative               and chapter 5: n-grams propose as many draft tokens as pay
-    chunked                   and chapter 6: at most 128 tokens of a prompt in a step
+    chunked                   and chapter 6: long prompts in chunks
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
     vllm, vllm-eager          vLLM's CPU build, if it is installed: a separate process
 
-All but vLLM read the same weights: the `transformers` model is a second view of our model's memory.
+The last four serve what is there at the start. All but vLLM read the same weights: the
+`transformers` model is a second view of our model's memory. The KV memory is that of `Limits`.
+Without pages it holds as many requests as it holds of the longest, with pages as many as fit.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from transformers import GenerationConfig
@@ -35,7 +42,7 @@ from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
 from step_record import RecordedScheduler, StepRecord
-from workshop.measure.bench.bench_latency import describe_latency, describe_steps
+from workshop.measure.bench.bench_latency import describe_decode
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import (
     BenchRequest,
@@ -48,6 +55,7 @@ from workshop.measure.bench.bench_work import (
 from workshop.measure.bench.vllm_system import vllm
 
 System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
+CHUNK = 128  # tokens: about the knee of the curve in chapter 6
 
 
 # -- our systems
@@ -55,59 +63,99 @@ System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
 
 @contextmanager
 def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve]:
-    """The engine on a pool that holds `max_num_seqs` of the longest requests. Each round starts
-    with an empty cache, because all rounds bring the same prompts."""
+    """The engine. Each round starts with an empty cache, because all rounds bring the same
+    prompts."""
     steps: list[StepRecord] = []
     config = limits.engine_config(**options)
     engine = LLMEngine(config, loaded=models.loaded, on_step=steps.append)
 
     def serve(requests: Sequence[BenchRequest]) -> Served:
         engine.reset_prefix_cache()
-        start = time.monotonic()
-        steps.clear()
         engine.reset_stats()
-        params = [greedy(request.max_tokens) for request in requests]
-        outputs = engine.generate_batch([r.prompt_token_ids for r in requests], params)
 
-        tokens = [list(output.outputs[0].token_ids) for output in outputs.values()]
-        return Served(tokens, lambda: describe_steps(steps, start))
+        def add(index: int, request: BenchRequest) -> None:
+            params = greedy(request.max_tokens)
+            engine.add_request(str(index), request.prompt_token_ids, params)
+
+        def step() -> None:
+            for output in engine.step():
+                wanted = requests[int(output.request_id)].num_outputs
+                if len(output.outputs[0].token_ids) >= wanted:
+                    engine.abort_request(output.request_id)
+
+        served = _drive(requests, add, step, engine.has_unfinished_requests, steps)
+        stats = engine.stats()
+        served.details |= {
+            "kv_waste": stats.kv_waste,
+            "preemptions": stats.num_preemptions,
+            "most_tokens_of_one": max(n for s in steps for n in s.num_scheduled_tokens.values()),
+        }
+        if config.prefix_cache is not None:
+            num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+            served.details["prefix_hits"] = stats.cached_tokens / num_prompt_tokens
+        if config.speculative is not None:
+            accepted = stats.num_accepted_tokens / max(1, stats.num_drafted_tokens)
+            served.details |= {"tokens_per_pass": stats.tokens_per_pass, "acceptance": accepted}
+        return served
 
     yield serve
 
 
-@contextmanager
-def exclusive(models: BenchModels, limits: Limits) -> Iterator[Serve]:
-    alone = Limits(1, limits.max_num_batched_tokens, limits.block_size, limits.longest)
-    with paged(models, alone) as serve:
-        yield serve
+def _drive(
+    requests: Sequence[BenchRequest],
+    add: Callable[[int, BenchRequest], None],
+    step: Callable[[], Any],
+    has_unfinished: Callable[[], bool],
+    steps: list[StepRecord],
+) -> Served:
+    """Add each request at its arrival time, and step while requests are unfinished. Each step adds
+    its record to `steps`, which begins empty."""
+    steps.clear()
+    pending, start = deque(enumerate(requests)), time.monotonic()
+    while pending or has_unfinished():
+        now = time.monotonic() - start
+        while pending and pending[0][1].arrival_time <= now:
+            add(*pending.popleft())
+        if has_unfinished():
+            step()
+        else:
+            time.sleep(max(0.0, pending[0][1].arrival_time - now))
+    seconds = time.monotonic() - start
+    token_ids, token_times = ([[] for _ in requests] for _ in range(2))
+    for record in steps:
+        end = record.start_time + record.step_ms / 1e3 - start
+        for request_id, new_token_ids in record.new_token_ids.items():
+            index = int(request_id)
+            num_wanted = requests[index].num_outputs - len(token_ids[index])
+            token_ids[index] += new_token_ids[:num_wanted]
+            token_times[index] += [end] * len(new_token_ids[:num_wanted])
+    details = {"num_steps": len(steps)} | describe_decode(steps)
+    return Served(token_ids, token_times, details, seconds)
 
 
-def padded_core(
-    runner: HFModelRunner, max_num_seqs: int, max_num_batched_tokens: int, steps: list[StepRecord]
-) -> EngineCore:
-    """Build chapter 1's engine. `steps` grows by one record a step."""
-    scheduler = FCFSScheduler(max_num_seqs, max_num_batched_tokens)
-    return EngineCore(RecordedScheduler(scheduler, [steps.append]), runner)
+def _request_of(index: int, request: BenchRequest) -> Request:
+    params = greedy(request.num_outputs)
+    return Request(str(index), request.prompt_token_ids, params, arrival_time=0.0)
 
 
 @contextmanager
 def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
-    def serve(requests: Sequence[BenchRequest]) -> Served:
-        start = time.monotonic()
-        steps: list[StepRecord] = []
-        runner = HFModelRunner(models.hf, batched=True)
-        core = padded_core(runner, limits.max_num_seqs, limits.max_num_batched_tokens, steps)
-        own = [
-            Request(str(i), r.prompt_token_ids, greedy(r.max_tokens))
-            for i, r in enumerate(requests)
-        ]
-        for request in own:
-            core.add_request(request)
-        while core.has_unfinished_requests():
-            core.step()
+    """Chapter 1's engine."""
 
-        tokens = [request.output_token_ids for request in own]
-        return Served(tokens, lambda: describe_steps(steps, start))
+    def serve(requests: Sequence[BenchRequest]) -> Served:
+        steps: list[StepRecord] = []
+        scheduler = FCFSScheduler(limits.num_contiguous, limits.max_num_batched_tokens)
+        runner = HFModelRunner(models.hf, batched=True)
+        core = EngineCore(RecordedScheduler(scheduler, [steps.append]), runner)
+
+        def add(index: int, request: BenchRequest) -> None:
+            core.add_request(_request_of(index, request))
+
+        served = _drive(requests, add, core.step, core.has_unfinished_requests, steps)
+        held = [len(step.num_scheduled_tokens) * limits.longest for step in steps]
+        written = [step.kv_tokens_written for step in steps]
+        served.details["kv_waste"] = 1 - fmean(w / h for w, h in zip(written, held) if h)
+        return served
 
     yield serve
 
@@ -115,19 +163,32 @@ def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 @contextmanager
 def static(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     def serve(requests: Sequence[BenchRequest]) -> Served:
-        own = [
-            Request(str(i), r.prompt_token_ids, greedy(r.max_tokens), arrival_time=0.0)
-            for i, r in enumerate(requests)
-        ]
-        report = generate_static(models.hf, own, limits.max_num_seqs)
-
-        def describe() -> dict[str, Any]:
-            return {
-                "num_steps": report.num_steps,
-                "slot_utilisation": round(report.slot_utilisation, 4),
-            }
-
-        return Served([request.output_token_ids for request in own], describe)
+        token_ids, token_times = ([[] for _ in requests] for _ in range(2))
+        waiting, wastes, num_slot_steps = deque(enumerate(requests)), [], 0
+        start = time.monotonic()
+        while waiting:
+            time.sleep(max(0.0, start + waiting[0][1].arrival_time - time.monotonic()))
+            now, own = time.monotonic() - start, []
+            while (
+                waiting and waiting[0][1].arrival_time <= now and len(own) < limits.num_contiguous
+            ):
+                own.append(_request_of(*waiting.popleft()))
+            ends: list[float] = []  # of the forward passes
+            with models.hf.register_forward_hook(
+                lambda *_, ends=ends: ends.append(time.monotonic())
+            ):
+                generate_static(models.hf, own, len(own))
+            for request in own:
+                index = int(request.request_id)
+                token_ids[index] = request.output_token_ids
+                token_times[index] = [t - start for t in ends[: request.num_output_tokens]]
+            num_slot_steps += len(own) * len(ends)
+            for step in range(len(ends)):
+                written = sum(r.num_prompt_tokens + min(step, r.num_output_tokens) for r in own)
+                wastes.append(1 - written / (len(own) * limits.longest))
+        details = {"num_steps": len(wastes), "kv_waste": fmean(wastes)}
+        details["slot_utilisation"] = sum(map(len, token_ids)) / num_slot_steps
+        return Served(token_ids, token_times, details)
 
     yield serve
 
@@ -139,7 +200,7 @@ def static(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 def transformers_generate(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     def serve(requests: Sequence[BenchRequest]) -> Served:
         ids, mask = pad_left([r.prompt_token_ids for r in requests])
-        longest = max(r.max_tokens for r in requests)
+        longest = max(r.num_outputs for r in requests)
         output = models.hf.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids.to(models.hf.device),
             attention_mask=mask.to(models.hf.device),
@@ -148,14 +209,9 @@ def transformers_generate(models: BenchModels, limits: Limits) -> Iterator[Serve
             ),
         )
         rows = output[:, ids.shape[1] :].tolist()
-        num_useful = sum(r.max_tokens for r in requests)
-
-        def describe() -> dict[str, Any]:
-            utilisation = num_useful / (len(requests) * longest)
-            return {"num_steps": longest, "slot_utilisation": round(utilisation, 4)}
-
-        token_ids = [row[: r.max_tokens] for row, r in zip(rows, requests, strict=True)]
-        return Served(token_ids, describe)
+        token_ids = [row[: r.num_outputs] for row, r in zip(rows, requests, strict=True)]
+        utilisation = sum(map(len, token_ids)) / (len(requests) * longest)
+        return Served(token_ids, details={"num_steps": longest, "slot_utilisation": utilisation})
 
     yield serve
 
@@ -189,7 +245,9 @@ def transformers_continuous(models: BenchModels, limits: Limits) -> Iterator[Ser
 def _serve_with(manager: Any, requests: Sequence[BenchRequest]) -> Served:
     first_step = getattr(manager, "current_batch", 0)
     names = [
-        manager.add_request(r.prompt_token_ids, max_new_tokens=r.max_tokens, record_timestamps=True)
+        manager.add_request(
+            r.prompt_token_ids, max_new_tokens=r.num_outputs, record_timestamps=True
+        )
         for r in requests
     ]
     results: dict[str, Any] = {}
@@ -202,45 +260,25 @@ def _serve_with(manager: Any, requests: Sequence[BenchRequest]) -> Served:
         elif result is None and not manager.is_running():
             raise CannotRunError("transformers' generation thread ended before its requests did")
 
-    def describe() -> dict[str, Any]:
-        start = min(result.created_time for result in results.values())
-        times = [[t - start for t in results[name].timestamps] for name in names]
-        num_steps = manager.current_batch - first_step
-        return {"num_steps": num_steps} | describe_latency(times)
-
-    return Served([list(results[name].generated_tokens) for name in names], describe)
+    start = min(result.created_time for result in results.values())
+    times = [[t - start for t in results[name].timestamps] for name in names]
+    details = {"num_steps": manager.current_batch - first_step}
+    return Served([list(results[name].generated_tokens) for name in names], times, details)
 
 
-_GUESSING = {
-    "prefix_cache": "hash",
-    "scheduler": "two_phase",
-    "speculative": {"method": "ngram"},
-}
+_TWO_PHASE = {"prefix_cache": "hash", "scheduler": "two_phase"}
+_GUESSING = _TWO_PHASE | {"speculative": {"method": "ngram"}}
 SYSTEMS: dict[str, System] = {
-    "one-at-a-time": exclusive,
+    "one-at-a-time": partial(paged, max_num_seqs=1),
     "static": static,
     "padded": padded,
     "paged": paged,
     "prefix-cache": partial(paged, prefix_cache="hash"),
-    "two-phase": partial(paged, prefix_cache="hash", scheduler="two_phase"),
+    "two-phase": partial(paged, **_TWO_PHASE),
     "speculative": partial(paged, **_GUESSING),
-    "chunked": partial(paged, **_GUESSING, chunked_prefill=128),
+    "chunked": partial(paged, **_GUESSING, chunked_prefill=CHUNK),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
     "vllm": partial(vllm, enforce_eager=False),
     "vllm-eager": partial(vllm, enforce_eager=True),
-}
-TITLES = {
-    "one-at-a-time": "one at a time (paged engine, one request in flight)",
-    "static": "static batches (chapter 1's baseline)",
-    "padded": "chapter 1: continuous batching, padded caches",
-    "paged": "chapters 1 + 2: the paged engine",
-    "prefix-cache": "chapters 1 to 3: with a prefix cache",
-    "two-phase": "chapters 1 to 4: with preemption instead of reservation",
-    "speculative": "chapters 1 to 5: with n-gram draft tokens",
-    "chunked": "**chapters 1 to 6: with prompts in chunks of 128**",
-    "transformers-generate": "`transformers` generate, one static batch",
-    "transformers-continuous": "`transformers` continuous batching",
-    "vllm": "vLLM's CPU build, compiled",
-    "vllm-eager": "vLLM's CPU build, eager",
 }

@@ -17,8 +17,12 @@ from request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
+    """Its answer ends after `num_outputs` tokens. An engine knows only `max_tokens` in advance."""
+
     prompt_token_ids: list[int]
+    num_outputs: int
     max_tokens: int
+    arrival_time: float = 0.0  # seconds after the start
 
     @property
     def num_positions(self) -> int:
@@ -68,11 +72,12 @@ class CannotRunError(RuntimeError):
 
 @dataclass(slots=True)
 class Served:
-    """The tokens of each request, in order. `describe` is called after the timed section.
-    `seconds`: by the clock of the serving process, if that was another process."""
+    """The tokens of each request, in order; when they came, in seconds after the start (empty: not
+    known); the system's own counts; and the seconds by its own clock, if it has one."""
 
     token_ids: list[list[int]]
-    describe: Callable[[], dict[str, Any]] = field(default=dict)
+    token_times: list[list[float]] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
 
 
@@ -90,7 +95,7 @@ def make_requests(
     rng = random.Random(seed)
     lengths = [(rng.randint(*prompt_lens), rng.randint(*output_lens)) for _ in range(num_requests)]
     return [
-        BenchRequest([rng.randrange(vocab_size) for _ in range(prompt)], output)
+        BenchRequest([rng.randrange(vocab_size) for _ in range(prompt)], output, output)
         for prompt, output in lengths
     ]
 

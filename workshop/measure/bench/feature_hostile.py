@@ -19,7 +19,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from common.serve.fleet.programs import start_server
-from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.bench_record import markdown_table, rounded
 from workshop.measure.bench.feature_engines import copy_adapter, prompt
 from workshop.measure.bench.load import open_request
 from workshop.measure.rounds import Case, median_of
@@ -125,7 +125,7 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
             server.process.wait(STUCK_S)
         ended = None if server.process.poll() is None else time.monotonic() - begin
         found = {"status": status, "health": health, "silence": max(silences), "ended": ended}
-        return {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
+        return rounded(found, 3)
 
 
 def cases(config: dict[str, Any]) -> Iterator[Case]:

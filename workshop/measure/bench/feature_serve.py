@@ -26,7 +26,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
-from workshop.measure.bench.bench_record import markdown_table
+from workshop.measure.bench.bench_record import markdown_table, rounded
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.bench.feature_engines import prompt
 from workshop.measure.bench.load import open_request
@@ -86,7 +86,7 @@ def prompts(number: int) -> list[list[int]]:
 def describe(seconds: float, first_tokens: list[float], client: float = 0.0) -> dict[str, float]:
     """Return a run. `client` is the seconds of the client's processor."""
     found = {"seconds": seconds, "first_token": statistics.median(first_tokens), "client": client}
-    return {name: round(value, 5) for name, value in found.items()}
+    return rounded(found, 5)
 
 
 def run_generate(engine: LLMEngine, model: str, number: int) -> dict[str, float]:

@@ -180,7 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FEATURES))
     parser.add_argument("--tables", action="store_true", help="from the records, without measuring")
     parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    parser.add_argument("--rounds", type=int)
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(FEATURES):
         parser.error(f"NAME must be one of {', '.join(FEATURES)}, got {', '.join(unknown)}")
@@ -191,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in args.names or FEATURES:
         feature, path = FEATURES[name], folder / f"{name}.json"
         if not args.tables:
-            num_rounds = args.rounds or (1 if args.tiny else feature.num_rounds)
-            write_record(path, measure(name, num_rounds, args.tiny))
+            write_record(path, measure(name, 1 if args.tiny else feature.num_rounds, args.tiny))
         record = read_record(path)
         tables = "\n\n".join(feature.tables(record))
         print(tables)

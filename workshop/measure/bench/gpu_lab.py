@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from common.models.linear import linear_layers
 from common.models.loader import LoadedModel
 from common.models.model_config import ModelConfig
 from workshop.measure.bench.bench_record import describe_environment, read_record, write_record
-from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, shape_of
 
 BLOCK_SIZE = 16
 Cost = tuple[int, int]  # minimum bytes, of 16 bits a number, and minimum operations
@@ -96,10 +96,8 @@ FULL = Sizes(
     },
     engine={"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 4224},
 )
-_TINY = {"vocab_size": 33, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_ids": (2,)}
 REHEARSAL = Sizes(
-    replace(QWEN3_0_6B, **_TINY),
+    shape_of(1, 32, 48, 4, 2, 16, 33, eos_token_ids=(2,)),
     ceilings=(1 << 15, 32),
     prompts=(2, 9, 3),
     cells=((2, 20), (3, 20)),  # and one that does not fit

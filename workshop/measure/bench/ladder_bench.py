@@ -9,26 +9,49 @@ There are two regimes: many users, who queue, and few, who do not. Each seed dra
 workload (`ladder_workload.py`). All configurations serve it, one after the other, and each seed
 starts with a different one. Each chapter also has the work in which its question arises, served
 with the chapter and without. A table shows the median over the seeds and the extremes, also of
-configurations that lose. `ladder_systems.py` has the configurations. The CPU is measured.
+configurations that lose. The configurations are systems of the benchmark (`bench_systems.py`), with
+the same weights and the same KV memory. The CPU is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.requests.gc_utils import freeze_gc_heap
+from common.requests.tokenizer import load_tokenizer
 from workshop.measure.bench.bench_command import Driver, Tables, describe_malloc
-from workshop.measure.bench.bench_record import ROOT, read_record, record_head, write_record
+from workshop.measure.bench.bench_latency import describe_latency
+from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
+from workshop.measure.bench.bench_record import (
+    ROOT,
+    read_record,
+    record_head,
+    rounded,
+    write_record,
+)
+from workshop.measure.bench.bench_systems import CHUNK, SYSTEMS
+from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
 from workshop.measure.bench.ladder_table import (
     render,
     render_gains,
     render_rows,
     render_short,
+)
+from workshop.measure.bench.ladder_workload import (
+    MAX_TOKENS,
+    QUESTIONS,
+    REGIMES,
+    make_workload,
+    min_prompt_tokens,
 )
 from workshop.measure.rounds import rotated
 
@@ -36,23 +59,52 @@ RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
 NUM_RESERVATIONS = 3  # of the longest request, which the KV memory holds without pages
 
 
+# Title, and system of the benchmark.
+RUNGS = {
+    "one-at-a-time": ("one at a time", "one-at-a-time"),
+    "static": ("static batch", "static"),
+    "continuous": ("1 continuous batching", "padded"),
+    "paged": ("2 paged KV", "paged"),
+    "prefix-cache": ("3 prefix cache", "prefix-cache"),
+    "preempting": ("4 preempting scheduler", "two-phase"),
+    "speculative": ("5 speculative decoding", "speculative"),
+    "chunked": ("6 chunked prefill", "chunked"),
+}
+
+
+def configs_of(name: str) -> list[str]:
+    """All configurations for a regime; for a chapter's question its own and the one before."""
+    configs = list(RUNGS)
+    return configs[configs.index(name) - 1 :][:2] if name in RUNGS else configs
+
+
+def describe(served: Served, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+    """Return the numbers that a table shows for one run. Times are in milliseconds."""
+    waits = [
+        [at - request.arrival_time for at in times]
+        for times, request in zip(served.token_times, requests, strict=True)
+    ]
+    latencies = {
+        f"{name}_{p}": value
+        for name, percentiles in describe_latency(waits).items()
+        for p, value in percentiles.items()
+    }
+    seconds = max(times[-1] for times in served.token_times) - requests[0].arrival_time
+    speed = round(sum(map(len, served.token_ids)) / seconds, 2)
+    return {"output_tokens_per_s": speed} | latencies | rounded(served.details)
+
+
+def serve(
+    name: str, models: BenchModels, limits: Limits, requests: Sequence[BenchRequest]
+) -> Served:
+    """Serve with a configuration, after tokens that no workload has, so that no prompt is known."""
+    with SYSTEMS[RUNGS[name][1]](models, limits) as serve:
+        serve([BenchRequest([7] * 20, 4, 4), BenchRequest([9] * 40, 4, 4)])
+        gc.collect()
+        return serve(requests)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from common.engine_config import SHIPPED_CHECKPOINT
-    from common.requests.gc_utils import freeze_gc_heap
-    from common.requests.tokenizer import load_tokenizer
-    from workshop.measure.bench.bench_models import choose_dtype, load_models
-    from workshop.measure.bench.bench_work import Limits
-    from workshop.measure.bench.ladder_systems import CHUNK, RUNGS, configs_of, describe
-    from workshop.measure.bench.ladder_workload import (
-        MAX_TOKENS,
-        QUESTIONS,
-        REGIMES,
-        make_workload,
-        min_prompt_tokens,
-    )
-
     freeze_gc_heap()
     torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     dtype = choose_dtype("auto")
@@ -113,19 +165,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=num_runs, unit="run", disable=None) as bar:
         for seed in range(args.rounds):
             for name, configs in work:
-                requests, tokens = workloads[name][seed], {}
+                requests = workloads[name][seed]
                 for config in rotated(configs, seed):
                     bar.set_description(f"{name}, seed {seed}, {config}")
-                    gc.collect()
-                    outcome = RUNGS[config][1](models, limits[name], requests)
-                    tokens[config] = outcome.token_ids
-                    run = {"seed": seed, **describe(outcome, requests)}
-                    configs[config]["runs"].append(run)
+                    served = serve(config, models, limits[name], requests)
+                    configs[config]["runs"].append({"seed": seed, **describe(served, requests)})
                     bar.update()
-                lowest = tokens[next(iter(configs))]
-                for config, own in tokens.items():  # floating point may break ties differently
-                    same = sum(own[i] == lowest[i] for i in own)
-                    configs[config]["runs"][-1]["same_tokens"] = same
                 write_record(args.record, record)
     return record
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.requests.tokenizer import Tokenizer
+from workshop.measure.bench.bench_work import BenchRequest
 from workshop.training.tiny_data import corpus
 
 SYSTEM_PROMPT_LEN = 128
@@ -53,15 +54,7 @@ QUESTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LadderRequest:
-    prompt_token_ids: list[int]
-    num_outputs: int  # length of the answer
-    arrival_time: float  # seconds after the start
-    is_long: bool = False
-
-
-def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[LadderRequest]:
+def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[BenchRequest]:
     """Draw the requests, in order of arrival."""
     rng = random.Random(f"{seed} {regime}")
     files, functions = _encoded_corpus(tokenizer)
@@ -81,7 +74,7 @@ def make_workload(tokenizer: Tokenizer, regime: Regime, seed: int) -> list[Ladde
             text = rng.choice(long_texts)
             begin = rng.randrange(len(text) - LONG_PROMPT_LEN)
             body = text[begin : begin + LONG_PROMPT_LEN]
-        requests.append(LadderRequest(system + body, num_outputs, now, place in long_places))
+        requests.append(BenchRequest(system + body, num_outputs, MAX_TOKENS, now))
     return requests
 
 

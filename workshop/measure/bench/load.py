@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from workshop.measure.bench.bench_record import rounded
+
 TIMEOUT_SECONDS = 120
 
 
@@ -31,7 +33,7 @@ class Outcome:
     error: str | None = None
 
     def content(self) -> dict[str, Any]:
-        return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        return rounded(asdict(self))
 
 
 async def replay(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -39,6 +41,26 @@ QWEN3_0_6B = ModelConfig(  # https://huggingface.co/Qwen/Qwen3-0.6B
     dtype="bfloat16",
     eos_token_ids=(151645,),
 )
+
+
+def shape_of(
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    **others: Any,
+) -> ModelConfig:
+    """Return Qwen3-0.6B with other sizes, and without an end of text."""
+    sizes = {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "vocab_size": vocab, "eos_token_ids": (),
+    }  # fmt: skip
+    return replace(QWEN3_0_6B, **sizes | others)
+
 
 # `config.json` of small ones, in addition to the sizes that all have.
 _SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4)

@@ -7,25 +7,11 @@ import torch
 from batch_layout import ComposedBatch
 from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
-from common.models.model_config import ModelConfig
-from common.models.rotary import RopeParameters
 from paged_attention import PagedKVCache
+from workshop.measure.bench.random_weights import shape_of
 
 VOCAB_SIZE, TOKEN = 64, 7
-STUB_CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=4,
-    intermediate_size=4,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=2,
-    max_position_embeddings=1024,
-    rms_norm_eps=1e-6,
-    rope=RopeParameters(theta=1e4),
-    tie_word_embeddings=True,
-)
+STUB_CONFIG = shape_of(1, 4, 4, 1, 1, 2, VOCAB_SIZE, max_position_embeddings=1024)
 
 
 class StubModel(DecoderModel):

@@ -15,7 +15,8 @@ from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
 from step_record import StepRecord
 from workshop.measure.bench import bench, bench_record, bench_table
-from workshop.measure.bench.bench_latency import describe_steps
+from workshop.measure.bench.bench import TITLES, Bench, run_rounds
+from workshop.measure.bench.bench_latency import describe_decode
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
     describe_commit,
@@ -25,9 +26,8 @@ from workshop.measure.bench.bench_record import (
     read_record,
     write_record,
 )
-from workshop.measure.bench.bench_rounds import Bench, run_rounds
-from workshop.measure.bench.bench_systems import SYSTEMS, TITLES, CannotRunError
-from workshop.measure.bench.bench_work import Limits, Served, make_requests
+from workshop.measure.bench.bench_systems import SYSTEMS
+from workshop.measure.bench.bench_work import CannotRunError, Limits, Served, make_requests
 
 SEED = 0
 REQUESTS = make_requests(9, (1, 20), (1, 9), vocab_size=97, seed=SEED)
@@ -65,7 +65,7 @@ def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
         warm_up = make_requests(2, (2, 5), (2, 3), vocab_size=97, seed=SEED + 1)
         assert [len(t) for t in serve(warm_up).token_ids] == [r.max_tokens for r in warm_up]
         served = serve(REQUESTS)
-        described = served.describe()
+        described = served.details
     assert served.token_ids == expected, f"seed {SEED}"
     json.dumps(described)
     num_outputs = sum(r.max_tokens for r in REQUESTS)
@@ -77,7 +77,7 @@ def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
         assert described["num_steps"] == num_outputs
     if name == "transformers-generate":
         assert described["num_steps"] == longest
-        assert described["slot_utilisation"] == round(num_outputs / 9 / longest, 4)
+        assert described["slot_utilisation"] == num_outputs / 9 / longest
 
 
 def test_the_twin_computes_with_the_memory_of_our_model(models: BenchModels) -> None:
@@ -89,7 +89,7 @@ def test_the_twin_computes_with_the_memory_of_our_model(models: BenchModels) -> 
         assert parameter.untyped_storage().data_ptr() in storages, name
 
 
-def test_steps_are_told_as_latencies_from_the_moment_of_arrival() -> None:
+def test_a_decode_step_is_one_of_the_fullest_batch_without_a_prompt() -> None:
     def step(at: float, ms: float, admitted: list[str], tokens: dict[str, list[int]]) -> StepRecord:
         scheduled = dict.fromkeys(tokens, 1)
         return StepRecord(
@@ -105,14 +105,8 @@ def test_steps_are_told_as_latencies_from_the_moment_of_arrival() -> None:
         step(101.0, 40, [], {"a": [1], "b": [1]}),
         step(102.0, 900, [], {"a": [1]}),
     ]
-    told = describe_steps(steps, start=99.5)
-    assert told["num_steps"] == 5
-    assert told["ttft_ms"]["p50"] == 1125.0  # between 1000 and 1250
-    # a: 250, 20, 270 then 1860; b: 20, 270
-    assert told["inter_token_ms"]["p50"] == pytest.approx(260.0)
-    assert told["decode"]["num_rows"] == 2 and told["decode"]["num_steps"] == 2
-    assert told["decode"]["step_ms"] == 30.0, "only steps with the most rows and no prompt"
-    assert told["decode"]["kv_tokens"] == 10
+    told = {"num_rows": 2, "num_steps": 2, "step_ms": 30.0, "kv_tokens": 10}
+    assert describe_decode(steps) == {"decode": told} and describe_decode(steps[:2]) == {}
 
 
 # -- rounds

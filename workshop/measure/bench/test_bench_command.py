@@ -69,8 +69,9 @@ def test_a_smoke_run_is_short_and_leaves_the_committed_record_alone(driver: Driv
 
 
 def test_tables_are_printed_or_written_without_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench_command, "ROOT", tmp_path)
     driver = replace(bench.DRIVER, tables=lambda path: Tables(f"all of {path}", f"some of {path}"))
     texts = [tmp_path / "README.md", tmp_path / "workshop" / "measure" / "bench" / "README.md"]
     texts[1].parent.mkdir(parents=True)
@@ -79,7 +80,7 @@ def test_tables_are_printed_or_written_without_measuring(
     assert driver.main(["--table"]) == 0
     assert capsys.readouterr().out == f"all of {driver.committed}\n"
     assert "old" in texts[0].read_text()
-    assert driver.main(["--write-readme", "--records", "r", "--root", str(tmp_path)]) == 0
+    assert driver.main(["--write-readme", "--records", "r"]) == 0
     for text, shown in zip(texts, ["some of r", "all of r"], strict=True):
         assert text.read_text() == f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"
 

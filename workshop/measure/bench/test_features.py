@@ -22,7 +22,7 @@ def test_a_feature_is_measured_recorded_and_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(features, "ROOT", tmp_path)
-    features.main([name, "--tiny", "--rounds", "1"])
+    features.main([name, "--tiny"])
     record = read_record(tmp_path / "build" / "features-smoke" / f"{name}.json")
     assert record["command"] == f"python -m workshop.bench.features {name}"
     tables = "\n\n".join(FEATURES[name].tables(record))

@@ -14,21 +14,15 @@ from workshop.measure.bench import ladder_bench as ladder
 from workshop.measure.bench import ladder_table
 from workshop.measure.bench.bench_models import load_models
 from workshop.measure.bench.bench_record import ROOT, read_record
-from workshop.measure.bench.bench_work import Limits
-from workshop.measure.bench.ladder_systems import (
-    CHUNK,
-    RUNGS,
-    LadderOutcome,
-    configs_of,
-    describe,
-)
+from workshop.measure.bench.bench_systems import CHUNK
+from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
+from workshop.measure.bench.ladder_bench import RUNGS, configs_of, describe
 from workshop.measure.bench.ladder_table import PHRASES
 from workshop.measure.bench.ladder_workload import (
     LONG_PROMPT_LEN,
     OUTPUT_LENS,
     QUESTIONS,
     REGIMES,
-    LadderRequest,
     functions_of,
     make_workload,
     min_prompt_tokens,
@@ -46,7 +40,8 @@ def test_the_workload_is_what_its_text_says(regime, tokenizer):
     assert requests == make_workload(tokenizer, regime, seed=3)
     assert requests != make_workload(tokenizer, regime, seed=4)
     assert len(requests) == regime.num_requests
-    assert sum(request.is_long for request in requests) == regime.num_long
+    lengths = [len(request.prompt_token_ids) - regime.system_len for request in requests]
+    assert lengths.count(LONG_PROMPT_LEN) == regime.num_long
     assert len({tuple(r.prompt_token_ids[: regime.system_len]) for r in requests}) == 1
     for request in requests:
         body = request.prompt_token_ids[regime.system_len :]
@@ -54,7 +49,7 @@ def test_the_workload_is_what_its_text_says(regime, tokenizer):
             half = min(len(body) // 3, 256)
             assert half and body[-half:] == body[:half]
         else:
-            assert len(body) == LONG_PROMPT_LEN if request.is_long else 1 <= len(body) <= 256
+            assert len(body) == LONG_PROMPT_LEN or 1 <= len(body) <= 256
         assert OUTPUT_LENS[0] <= request.num_outputs <= OUTPUT_LENS[1]
     times = [request.arrival_time for request in requests]
     assert times == sorted(times) and times[0] > 0
@@ -88,28 +83,23 @@ def test_the_least_is_each_prefix_once(tokenizer):
 
 
 def test_the_numbers_of_a_run():
-    requests = [LadderRequest([1] * 5, 3, 0.5), LadderRequest([2] * 5, 2, 1.0)]
-    outcome = LadderOutcome(details={"num_steps": 4})
-    outcome.take(0, [7], 1.5)
-    outcome.take(0, [8, 9], 2.0)  # two at once: a guess was right
-    outcome.take(1, [7], 2.0)
-    outcome.take(1, [7], 3.0)
-    numbers = describe(outcome, requests)
+    requests = [BenchRequest([1] * 5, 3, 9, 0.5), BenchRequest([2] * 5, 2, 9, 1.0)]
+    times = [[1.5, 2.0, 2.0], [2.0, 3.0]]  # two at once: a guess was right
+    numbers = describe(Served([[7, 8, 9], [7, 7]], times, {"num_steps": 4}), requests)
     assert numbers["output_tokens_per_s"] == 5 / 2.5  # from the first arrival on
     assert numbers["ttft_ms_p50"] == 1000
     assert numbers["inter_token_ms_p50"] == 500  # of 500, 0 and 1,000
     assert numbers["inter_token_ms_p99"] == pytest.approx(990)
     assert numbers["num_steps"] == 4
-    assert outcome.token_ids == {0: [7, 8, 9], 1: [7, 7]}
 
 
 def test_every_rung_serves_the_same_users_the_same_tokens():
     models = load_models("tiny", torch.float64)
     prompts = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9], [11] * 150]
-    requests = [LadderRequest(p, 6, 0.02 * i, i == 2) for i, p in enumerate(prompts)]
+    requests = [BenchRequest(p, 6, 256, 0.02 * i) for i, p in enumerate(prompts)]
     limits = Limits(longest=420, num_positions=840, max_num_batched_tokens=256)
     assert limits.num_contiguous == 2
-    outcomes = {name: run(models, limits, requests) for name, (_, run) in RUNGS.items()}
+    outcomes = {name: ladder.serve(name, models, limits, requests) for name in RUNGS}
     for name, outcome in outcomes.items():
         assert outcome.token_ids == outcomes["one-at-a-time"].token_ids, name
         assert [len(outcome.token_ids[i]) for i in range(3)] == [6, 6, 6]

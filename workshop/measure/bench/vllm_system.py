@@ -196,17 +196,5 @@ def describe_server(server: VllmServer) -> dict[str, Any]:
 
 
 def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
-    """Return the answer as `Served`. Raises `CannotRunError` if it is not a valid answer."""
-    from workshop.measure.bench.bench_latency import describe_latency
-
-    missing = {"seconds", "cpu_seconds", "num_steps", "token_ids", "token_times"} - answer.keys()
-    if missing:
-        raise CannotRunError(f"vLLM's answer lacks {', '.join(sorted(missing))}")
-
-    def describe() -> dict[str, Any]:
-        latency = describe_latency(answer["token_times"])
-        cpu_seconds = round(answer["cpu_seconds"], 4)
-        counted = {"num_steps": answer["num_steps"], "cpu_seconds": cpu_seconds}
-        return counted | latency | {"vllm": server}
-
-    return Served(answer["token_ids"], describe, seconds=answer["seconds"])
+    details = {name: answer[name] for name in ("num_steps", "cpu_seconds")} | {"vllm": server}
+    return Served(answer["token_ids"], answer["token_times"], details, answer["seconds"])
