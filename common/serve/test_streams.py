@@ -181,7 +181,7 @@ async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
 
 @pytest.mark.parametrize("num_turns", range(8))
 async def test_a_cancellation_that_comes_with_the_result_is_not_ignored(num_turns: int) -> None:
-    """Else a viewer that leaves as an update arrives is watched for ever."""
+    """Otherwise a viewer that leaves as an update arrives is never forgotten."""
     has_result = asyncio.Event()
     task = asyncio.ensure_future(within(60, has_result.wait()))
     await asyncio.sleep(0.01)

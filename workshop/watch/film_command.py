@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import html
 import tempfile
-import webbrowser
 from pathlib import Path
+
+from workshop.watch.page_maker import write_page
 
 FOLDER = Path("build/films")
 NAMES = (*"123456", "adapters", "grammars", "windows")
@@ -32,13 +33,8 @@ def is_about_films(args: argparse.Namespace) -> bool:
 
 def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
     """Make the requested films. `mine` is as for `page_of`. Raises `ValueError` if that fails."""
-    from workshop.watch.films import (
-        BEYOND,
-        FILMS,
-        NUM_TAKES,
-        page_of,
-        shoot,
-    )  # torch, and all that computes
+    # torch, and all that computes
+    from workshop.watch.films import BEYOND, FILMS, NUM_TAKES, page_of, shoot
     from workshop.watch.workloads import load_cast
 
     if args.stills:
@@ -51,23 +47,16 @@ def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) ->
             film = BEYOND.get(args.film) or FILMS[int(args.film)]
             shot = shoot(film, Path(folder), num_takes=NUM_TAKES, has_knob=True)
             print(shot.caption[0])
-            _write(args.out or FOLDER / f"film_{args.film}.html", page_of(shot, mine), args.open)
+            path = args.out or FOLDER / f"film_{args.film}.html"
+            write_page(path, page_of(shot, mine), args.open)
             return
         cast, rows = load_cast(), []
         target = args.out or FOLDER
         for number, film in FILMS.items():
             shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
-            _write(target / f"film_{number}.html", page_of(shot, mine))
+            write_page(target / f"film_{number}.html", page_of(shot, mine))
             rows.append((number, film.title, shot.caption))
-        _write(target / "index.html", index_page(rows), args.open)
-
-
-def _write(path: Path, page: str, is_opened: bool = False) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", newline="\n")
-    print(path if is_opened else f"{path}: open it in a browser, or add --open")
-    if is_opened:
-        webbrowser.open(path.resolve().as_uri())
+        write_page(target / "index.html", index_page(rows), args.open)
 
 
 _INDEX = """<!doctype html>

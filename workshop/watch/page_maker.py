@@ -60,7 +60,10 @@ def _reel(reel: Reel) -> str:
 
 
 def write_page(path: Path, page: str, is_opened: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
-    print(f"{path}: open it in a browser, or add --open. {len(page) / 1e6:.1f} MB; no network.")
-    if is_opened:
-        webbrowser.open(path.resolve().as_uri())
+    size = f"{len(page) / 1e6:.1f} MB; no network."
+    if is_opened and webbrowser.open(path.resolve().as_uri()):
+        print(f"{path}: {size}")
+    else:
+        print(f"{path}: open it in a browser{'' if is_opened else ', or add --open'}. {size}")
