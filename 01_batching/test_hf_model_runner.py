@@ -28,6 +28,7 @@ from scheduler_interface import (
     StepOutput,
 )
 from step_record import RecordedScheduler
+from test_engine_core import run
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
@@ -311,11 +312,7 @@ def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, 
     with pytest.raises(ValueError, match=rf"batched must be False.*{layer}"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
-    engine = EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False))
-    for request in requests:
-        engine.add_request(request)
-    for _ in as_long_as(engine.has_unfinished_requests):
-        engine.step()
+    run(EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False)), *requests)
     for request in requests:
         assert request.output_token_ids == oracle(model, request.prompt_token_ids, 12)
 

@@ -75,18 +75,6 @@ def test_a_duplicate_is_given_back_and_the_runner_is_told(make_world):
     world.step()
 
 
-def test_a_move_dies_with_its_request(make_world):
-    world = make_world(20, 4)
-    for request_id in "abc":
-        world.submit(request_id, [1, 2, 3, 4, 5])
-        assert world.admit(request_id, 3)
-    world.step()
-    assert all(world.advance(request_id) for request_id in "abc")
-    world.step()
-    world.free("b")
-    assert [move.req_id for move in world.manager.pop_table_updates()] == ["c"]
-
-
 def test_blocks_are_freed_deepest_first(make_world):
     """Trap 11: those of a table that is not published."""
     world = make_world(6, 2)
@@ -120,31 +108,6 @@ def test_a_request_waits_one_step_for_the_block_that_another_computes(make_world
     assert world.admit("e"), "another prefix"
     world.step()
     assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 4
-
-
-@pytest.mark.parametrize("leave", ["free", "preempt"])
-def test_no_request_waits_for_one_that_has_left(make_world, leave):
-    world = make_world(20, 2)
-    world.submit("a", [1, 1, 2, 2, 3])
-    world.submit("b", [1, 1, 2, 2, 4])
-    assert world.admit("a")
-    assert not world.admit("b")
-    getattr(world, leave)("a")
-    assert world.admit("b")
-    world.step()
-
-
-def test_the_block_that_a_decoding_request_fills_is_waited_for_too(make_world):
-    world = make_world(20, 4)
-    world.serve("a", [1] * 6)
-    world.submit("b", [1] * 6 + [0, 0, 2])
-    world.advance("a")  # position 6: the block is not full yet, and no request waits for it
-    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 4
-    world.step()
-    world.advance("a")
-    assert world.get_computed_blocks(world.waiting["b"]) is NotReady.IN_FLIGHT
-    world.step()
-    assert world.get_computed_blocks(world.waiting["b"]).num_tokens == 8
 
 
 def test_the_order_of_extra_keys_does_not_matter(make_world):

@@ -275,6 +275,7 @@ DAMAGE = {
     "a leaf too late": lambda cache, path: cache._heap.insert(0, (10**9, *cache._heap.pop(0)[1:])),
     "a leaf not marked": lambda cache, path: setattr(cache._heap[0][2], "is_queued", False),
     "another pool's block": _take_a_block_of_another_pool,
+    "in the tree": lambda cache, path: cache.tree.node_of.update({99: cache.tree.node_of[path[0]]}),
 }
 
 

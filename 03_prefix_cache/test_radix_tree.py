@@ -60,6 +60,8 @@ def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
             assert node.start < page <= node.end or page == 0
     assert grove.tree.descend(grove.tree.root(()), spell("ABCDEF", page_size), 6)[1] == 5
     assert grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 3)[1] == 3
+    found = grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 2)
+    assert found == (grove.end_of("AB"), 2)
 
 
 def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():

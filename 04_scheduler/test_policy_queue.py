@@ -278,6 +278,12 @@ def test_a_request_overtaken_too_often_is_before_the_policys_choice_but_after_pr
     queue.prepend_request(b)
     assert ids(queue) == ["b", "a", "c"]
 
+    queue = create_queue("lof", max_overtakes=2)
+    for name, num_new in (("short", 1), ("x", 9), ("y", 9)):
+        queue.add_request(make(name, num_new=num_new))
+    queue.prepend_request(make("preempted"))
+    assert ids(queue) == ["preempted", "x", "short", "y"]
+
 
 def test_looking_changes_nothing_and_two_queues_share_nothing():
     """Trap 50."""

@@ -625,7 +625,8 @@ def test_preemption_gives_the_adapter_back():
         MaxLoRAs(0)
 
 
-def test_so_many_are_passed_over_and_no_more():
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_so_many_are_passed_over_and_no_more(kind):
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun(SchedulerPlugin):
@@ -636,13 +637,13 @@ def test_so_many_are_passed_over_and_no_more():
             return not request.request_id.startswith("held")
 
     constraint = NobodyMayRun()
-    loop = Loop(100, plugins=[constraint], max_overtakes=None)
+    loop = Loop(100, kind, plugins=[constraint], max_overtakes=None)
     for i in range(MAX_SKIPPED + 20):
         loop.add(f"held {i}", 8)
     loop.add("a", 3)
     assert scheduled_tokens(loop.step()) == {} and constraint.queries == MAX_SKIPPED
     num_equals = MAX_SKIPPED + 10
-    loop = Loop(2000, cache="hash", max_num_seqs=num_equals)
+    loop = Loop(2000, kind, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
         loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
     queries = []
@@ -667,6 +668,8 @@ def test_the_runner_forgets_who_was_preempted_and_then_aborted():
     loop.scheduler.abort_request("b")
     assert loop.step().finished_req_ids == {"b"}
     assert set(loop.runner.state.requests) == {"a"}
+    loop.add("b", 3, 1)
+    assert not loop.step().scheduled_cached_reqs.resumed_req_ids, "it is another one"
 
 
 def test_a_full_batch_does_not_ask_the_policy():
@@ -752,8 +755,9 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
     assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
 
 
-def test_a_queue_that_an_interrupt_has_torn_is_one_again():
-    scheduler = Loop(20).scheduler
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_queue_that_an_interrupt_has_torn_is_one_again(kind):
+    scheduler = Loop(20, kind).scheduler
     for name in "ab":
         scheduler.add_request(Request.from_tokens(name, [1, 2, 3], 2))
     del scheduler.waiting._entries["a"]

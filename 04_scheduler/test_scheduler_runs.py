@@ -88,6 +88,7 @@ class World:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
         self.pending: SchedulerOutput | None = None
+        self.num_recomputed_tokens = 0  # as the plans say
 
     num_discarded_tokens = 0  # with steps in flight
 
@@ -117,6 +118,7 @@ class World:
         output = self.scheduler.schedule()
         assert output.total_tokens <= self.scheduler.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
+        self.num_recomputed_tokens += getattr(output, "num_recomputed_tokens", 0)
         admitted = self.scheduler.running.keys() - num_before.keys()
         victims = {r.request_id for r in getattr(output, "preempted_requests", ())}
         has_priorities = isinstance(getattr(self.scheduler.waiting, "policy", None), PriorityPolicy)
@@ -181,6 +183,7 @@ class World:
         stats = self.scheduler.get_stats()
         assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
         assert stats.total_finished == len(self.finished)
+        assert stats.total_recomputed_tokens == self.num_recomputed_tokens
         if not stats.total_aborted:
             needed = sum(r.num_tokens - 1 for r, _ in self.finished.values())
             assert stats.total_scheduled_tokens == (

@@ -170,10 +170,10 @@ def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
     assert step(scheduler) == {"a": 1}  # nine are left of ten
     scheduler.abort_request("a")
     assert step(scheduler) == {"long": 8}
-    scheduler.add_request(Request.from_tokens("b", list(range(100, 116)), max_new_tokens=1))
-    assert step(scheduler) == {"long": 8}  # ten of the twelve are promised
-    assert memory.num_blocks_in_use == 4
     scheduler.add_request(Request.from_tokens("c", list(range(120, 127)), max_new_tokens=1))
+    assert step(scheduler) == {"long": 8, "c": 7}  # ten of the twelve are promised, two are not
+    assert memory.num_blocks_in_use == 4
+    scheduler.add_request(Request.from_tokens("b", list(range(100, 116)), max_new_tokens=1))
     assert [step(scheduler).get("b") for _ in range(6)] == [None, None, None, None, 8, 8]
     assert scheduler.get_stats().total_preempted == 0
 
@@ -189,3 +189,15 @@ def test_no_blocks_are_reserved_for_a_displaced_prompt():
     assert step(scheduler) == {"a": 4, "low": 8}
     scheduler.add_request(Request.from_tokens("urgent", list(range(100, 140)), 1, priority=0))
     assert step(scheduler) == {"a": 1, "urgent": 8}
+
+
+def test_blocks_stay_reserved_for_a_prompt_beside_the_displaced_one():
+    """In the second step, a has 4 of 14 blocks and 2 to come. Of the others 8 are left, with the 2
+    of low, and the newcomer needs 9."""
+    options = {"max_num_seqs": 2, "policy": "priority", "watermark": 0}
+    scheduler = Scheduler(kv_memory=make_kv_memory(1 + 14, 4), chunk_policy=AtMost(8), **options)
+    scheduler.add_request(Request.from_tokens("a", list(range(24)), 5, priority=1))
+    scheduler.add_request(Request.from_tokens("low", [50, 51, 52, 53], 5, priority=5))
+    assert step(scheduler) == {"a": 8, "low": 4}
+    scheduler.add_request(Request.from_tokens("urgent", list(range(100, 133)), 1, priority=0))
+    assert step(scheduler) == {"a": 8, "low": 1}

@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock, call
+
 import pytest
 
 from kv_connector import ConnectorChain, KVConnector
 from request import Request
 from tiered_cache import KVTierConfig, TieredCache
 
+A, B = (Request.from_tokens(name, [1, 2, 3]) for name in "ab")
+asked, loaded = call.get_num_new_matched_tokens, call.update_state_after_alloc
 
-class Recorder(KVConnector):
-    """Offers what it is told to, and writes down what it is asked."""
 
-    def __init__(self, num_tokens: int = 0, load_async: bool = True) -> None:
-        self.offer = (num_tokens, load_async)
-        self.finished: int | None = None
-        self.calls: list[tuple] = []
+class Recorder(Mock):
+    """A connector that records its calls."""
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.calls.append(("ask", request.request_id, num_computed_tokens))
-        return self.offer
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        self.calls.append(("load", request.request_id, list(block_ids), num_external_tokens))
-
-    def get_finished_load(self, request_id):
-        self.calls.append(("poll", request_id))
-        return self.finished
-
-    def cancel_load(self, request_id):
-        self.calls.append(("cancel", request_id))
-
-    def request_finished(self, request, block_ids):
-        self.calls.append(("save", request.request_id, list(block_ids)))
-
-    def invalidate(self, request, start, end):
-        self.calls.append(("invalidate", request.request_id, start, end))
-
-    def wait_for_load(self, timeout_s):
-        self.calls.append(("wait", timeout_s))
-
-    def close(self):
-        self.calls.append(("close",))
-
-    def take(self) -> list[tuple]:
-        calls, self.calls = self.calls, []
-        return calls
+    bind, is_bound = KVConnector.bind, KVConnector.is_bound
 
 
 def make(*offers: int) -> tuple[ConnectorChain, list[Recorder]]:
-    connectors = [Recorder(num_tokens) for num_tokens in offers]
+    connectors = [Recorder(spec=KVConnector) for _ in offers]
+    for connector, num_tokens in zip(connectors, offers, strict=True):
+        connector.get_num_new_matched_tokens.return_value = (num_tokens, True)
     return ConnectorChain(connectors), connectors
 
 
-def request(request_id: str = "a") -> Request:
-    return Request.from_tokens(request_id, [1, 2, 3])
+def take(connectors: list[Recorder]) -> list[list]:
+    """The calls of each connector since the last time."""
+    calls = [list(connector.mock_calls) for connector in connectors]
+    for connector in connectors:
+        connector.reset_mock()
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -63,77 +41,74 @@ def request(request_id: str = "a") -> Request:
 @pytest.mark.parametrize("num_arrived", [4, 0])
 def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen, num_arrived):
     chain, connectors = make(*offers)
-    assert chain.get_num_new_matched_tokens(request(), 4) == (8, True)
-    assert [connector.take() for connector in connectors] == [[("ask", "a", 4)]] * len(offers)
-    chain.update_state_after_alloc(request(), [7, 9], 8)
-    connectors[chosen].finished = None
+    assert chain.get_num_new_matched_tokens(A, 4) == (8, True)
+    assert take(connectors) == [[asked(A, 4)]] * len(offers)
+    chain.update_state_after_alloc(A, [7, 9], 8)
+    connectors[chosen].get_finished_load.side_effect = [None, num_arrived]
     assert chain.get_finished_load("a") is None
-    connectors[chosen].finished = num_arrived
     assert chain.get_finished_load("a") == num_arrived and not chain._chosen
-    calls = [connector.take() for connector in connectors]
-    assert calls.pop(chosen) == [("load", "a", [7, 9], 8), ("poll", "a"), ("poll", "a")]
+    calls = take(connectors)
+    assert calls.pop(chosen) == [loaded(A, [7, 9], 8)] + [call.get_finished_load("a")] * 2
     assert not any(calls), "the others are not troubled"
 
 
 def test_load_async_of_the_chosen_connector_is_returned():
-    connectors = [Recorder(4, True), Recorder(8, False)]
-    assert ConnectorChain(connectors).get_num_new_matched_tokens(request(), 0) == (8, False)
+    chain, connectors = make(4, 8)
+    connectors[1].get_num_new_matched_tokens.return_value = (8, False)
+    assert chain.get_num_new_matched_tokens(A, 0) == (8, False)
 
 
 def test_nothing_to_load_chooses_no_connector():
     chain, connectors = make(0, 0)
-    assert chain.get_num_new_matched_tokens(request(), 0) == (0, False)
-    assert [connector.take() for connector in connectors] == [[("ask", "a", 0)]] * 2
+    assert chain.get_num_new_matched_tokens(A, 0) == (0, False)
+    assert take(connectors) == [[asked(A, 0)]] * 2
     assert not chain._chosen
 
 
 def test_the_end_of_a_request_reaches_every_connector_that_was_asked():
     chain, connectors = make(4, 8)
-    chain.get_num_new_matched_tokens(request(), 0)
-    chain.update_state_after_alloc(request(), [1, 2], 8)
-    for connector in connectors:
-        connector.take()
+    chain.get_num_new_matched_tokens(A, 0)
+    chain.update_state_after_alloc(A, [1, 2], 8)
+    take(connectors)
     chain.cancel_load("a")
-    assert [connector.take() for connector in connectors] == [[("cancel", "a")]] * 2
+    assert take(connectors) == [[call.cancel_load("a")]] * 2
     assert not chain._chosen
     chain.cancel_load("never seen")
 
 
 def test_the_connector_is_chosen_by_request():
     chain, connectors = make(4, 8)
-    chain.get_num_new_matched_tokens(request("a"), 0)
-    connectors[0].offer = (12, True)
-    chain.get_num_new_matched_tokens(request("b"), 0)
-    for connector in connectors:
-        connector.take()
-    chain.update_state_after_alloc(request("a"), [1, 2], 8)
-    chain.update_state_after_alloc(request("b"), [3, 4, 5], 12)
-    assert connectors[0].take() == [("load", "b", [3, 4, 5], 12)]
-    assert connectors[1].take() == [("load", "a", [1, 2], 8)]
+    chain.get_num_new_matched_tokens(A, 0)
+    connectors[0].get_num_new_matched_tokens.return_value = (12, True)
+    chain.get_num_new_matched_tokens(B, 0)
+    take(connectors)
+    chain.update_state_after_alloc(A, [1, 2], 8)
+    chain.update_state_after_alloc(B, [3, 4, 5], 12)
+    assert take(connectors) == [[loaded(B, [3, 4, 5], 12)], [loaded(A, [1, 2], 8)]]
 
 
 def test_the_last_answer_counts():
     """Asked again after the cache has evicted blocks, another connector can have more, or none
     any."""
     chain, connectors = make(4, 8)
-    chain.get_num_new_matched_tokens(request(), 4)
-    connectors[0].offer = (12, True)
-    assert chain.get_num_new_matched_tokens(request(), 0) == (12, True)
-    chain.update_state_after_alloc(request(), [1, 2, 3], 12)
-    assert connectors[0].take()[-1][0] == "load"
+    chain.get_num_new_matched_tokens(A, 4)
+    connectors[0].get_num_new_matched_tokens.return_value = (12, True)
+    assert chain.get_num_new_matched_tokens(A, 0) == (12, True)
+    chain.update_state_after_alloc(A, [1, 2, 3], 12)
+    assert loaded(A, [1, 2, 3], 12) in connectors[0].mock_calls
     for connector in connectors:
-        connector.offer = (0, False)
-    chain.get_num_new_matched_tokens(request(), 0)
+        connector.get_num_new_matched_tokens.return_value = (0, False)
+    chain.get_num_new_matched_tokens(A, 0)
     assert not chain._chosen
 
 
 def test_all_save_and_all_close():
     chain, connectors = make(0, 8)
-    chain.request_finished(request(), [1, 2])
-    chain.invalidate(request(), 1, 2)
+    chain.request_finished(A, [1, 2])
+    chain.invalidate(A, 1, 2)
     chain.close()
-    calls = [("save", "a", [1, 2]), ("invalidate", "a", 1, 2), ("close",)]
-    assert [connector.take() for connector in connectors] == [calls] * 2
+    calls = [call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2), call.close()]
+    assert take(connectors) == [calls] * 2
 
 
 def test_all_are_bound_to_one_memory():
@@ -161,15 +136,15 @@ def test_a_connector_is_bound_to_one_memory():
 def test_connectors_with_loads_share_the_timeout():
     chain, connectors = make(8, 4)
     chain.wait_for_load(1.0)
-    assert [connector.take() for connector in connectors] == [[], []]
-    for request_id in "ab":
-        chain.get_num_new_matched_tokens(request(request_id), 0)
-        chain.update_state_after_alloc(request(request_id), [1, 2], 8)
-    connectors[0].take(), connectors[1].take()
+    assert take(connectors) == [[], []]
+    for request in (A, B):
+        chain.get_num_new_matched_tokens(request, 0)
+        chain.update_state_after_alloc(request, [1, 2], 8)
+    take(connectors)
     chain.wait_for_load(1.0)
-    assert [connector.take() for connector in connectors] == [[("wait", 1.0)], []]
-    connectors[1].offer = (12, True)
-    chain.get_num_new_matched_tokens(request("c"), 0)
-    connectors[0].take(), connectors[1].take()
+    assert take(connectors) == [[call.wait_for_load(1.0)], []]
+    connectors[1].get_num_new_matched_tokens.return_value = (12, True)
+    chain.get_num_new_matched_tokens(B, 0)
+    take(connectors)
     chain.wait_for_load(1.0)
-    assert [connector.take() for connector in connectors] == [[("wait", 0.5)]] * 2
+    assert take(connectors) == [[call.wait_for_load(0.5)]] * 2

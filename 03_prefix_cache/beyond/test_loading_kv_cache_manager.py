@@ -180,12 +180,6 @@ def world_of() -> type[World]:
     return LoadingWorld
 
 
-def offer_after_a_cached_prefix(world: LoadingWorld) -> None:
-    """Let the connector offer a's three full blocks, two of which are cached."""
-    world.warm("x", [1, 2, 3, 4, 5])
-    world.offer("a", [1, 2, 3, 4, 5, 6, 7], 3)
-
-
 def test_blocks_of_a_load_are_freed_deepest_first(make_world):
     """Trap 11: of one that did not come, of one that came in part."""
     world = make_world(6, 2)
@@ -209,19 +203,6 @@ def test_a_request_that_is_seated_while_it_loads_gives_the_load_up(make_cache):
     world.manager.check_invariants([request])
     world.manager.free(request)
     assert world.pool.num_free_blocks == 20
-
-
-def test_a_pool_without_room_for_a_load_computes(make_world):
-    world = make_world(5, 2)
-    world.serve("x", [9] * 5)
-    world.offer("a", [1] * 8, 3)
-    before = world.snapshot()
-    found = world.get_computed_blocks(world.waiting["a"])
-    assert found.num_tokens == 0 and not world.connector.loads
-    assert world.snapshot() == before
-    world.free("x")
-    assert world.admit("a")
-    world.step()
 
 
 @pytest.mark.parametrize("num_reserved", [0, 11])
@@ -375,25 +356,11 @@ def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, fir
     assert set(world.connector.loads) == {first}, "3 + 2 of 8"
 
 
-def test_two_loads_of_one_prefix_leave_it_in_memory_once(make_world):
-    world = make_world(20, 2)
-    for request_id in "ab":
-        world.load(request_id, [1, 2, 3, 4, 5], 2)
-    assert world.manager.num_blocks_in_use == 4
-    world.connector.finish("b", 1)
-    world.connector.finish("a", 2)
-    assert world.admit("b")
-    assert world.admit("a")
-    world.step()
-    world.check()
-    assert world.written == {"a": 5, "b": 5} and world.cache.num_cached_blocks == 2
-
-
 @pytest.mark.parametrize("invalidated", ["prefix", "arrived"])
 def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_world, invalidated):
     world = make_world(20, 2)
-    offer_after_a_cached_prefix(world)
-    world.get_computed_blocks(world.waiting["a"])
+    world.warm("x", [1, 2, 3, 4, 5])
+    world.load("a", [1, 2, 3, 4, 5, 6, 7], 3)
     load, loads = world.manager.loads._loads["a"], world.manager.loads
     if invalidated == "arrived":
         world.connector.finish("a", 1)
@@ -455,6 +422,11 @@ class LoadingEngine(Engine):
             self.connector.num_offered[request_id] = max(0, self.rng.randint(-5, 5))
         return submitted
 
+    def offer(self, request_id: str, tokens: list[int], num_blocks: int, priority: int = 0) -> None:
+        self.connector.num_offered[request_id] = num_blocks
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        self.scheduler.add_request(KeyedRequest(request_id, tokens, params, priority=priority))
+
     def step(self) -> None:
         super().step()
         for request in self.scheduler.waiting:
@@ -499,18 +471,11 @@ def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_the
     They are refused as long as it keeps the load, and it is not asked before them."""
     engine = LoadingEngine(make_cache, Calm())
     engine.scheduler = Scheduler(4, 40, policy="priority", kv_memory=engine.manager)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-
-    def submit(request_id: str, tokens: list[int], priority: int) -> None:
-        engine.connector.num_offered[request_id] = len(tokens) - 1
-        request = KeyedRequest(request_id, tokens, params, priority=priority)
-        engine.scheduler.add_request(request)
-
-    submit("last", [1, 2, 3, 4, 5], 1)
+    engine.offer("last", [1, 2, 3, 4, 5], 4, priority=1)
     engine.step()
     assert engine.manager.num_blocks_in_use == 4, "half of the memory"
     for index in range(MAX_SKIPPED + 2):
-        submit(f"r{index}", [index, 7, 8], 0)
+        engine.offer(f"r{index}", [index, 7, 8], 2)
     engine.connector.finish("last", 4)
     for _ in range(3 * MAX_SKIPPED):
         engine.step()
@@ -524,25 +489,17 @@ def test_a_large_load_is_not_starved_by_a_stream_of_small_ones(make_cache):
     it."""
     engine = LoadingEngine(make_cache, Calm())
     engine.scheduler = Scheduler(4, 40, kv_memory=engine.manager, max_overtakes=5)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    connector, scheduler = engine.connector, engine.scheduler
-    connector.on_wait = lambda: None
-
-    def submit(request_id: str, num_blocks: int) -> None:
-        connector.num_offered[request_id] = num_blocks
-        tokens = [len(connector.num_offered), *[9] * num_blocks]
-        scheduler.add_request(KeyedRequest(request_id, tokens, params))
-
-    submit("small 0", 2)
+    engine.connector.on_wait = lambda: None
+    engine.offer("small 0", [0, 9, 9], 2)
     engine.step()
-    submit("big", 4)
+    engine.offer("big", [1000, 9, 9, 9, 9], 4)
     num_served = 0
-    while "big" in scheduler.requests and num_served < 3 * MAX_OVERTAKES:
-        submit(f"small {num_served + 1}", 2)
-        engine.step()
-        connector.finish(f"small {num_served}", 2)
-        engine.step()
+    while "big" in engine.scheduler.requests and num_served < 3 * MAX_OVERTAKES:
         num_served += 1
+        engine.offer(f"small {num_served}", [num_served, 9, 9], 2)
+        engine.step()
+        engine.connector.finish(f"small {num_served - 1}", 2)
+        engine.step()
     assert num_served <= MAX_OVERTAKES + 1
 
 

@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -130,21 +130,10 @@ def test_a_hanging_call_delays_others_by_no_more_than_its_own_limit(
     client: MooncakeClient,
 ) -> None:
     client.timeout_s = LIMIT_S
-    failures = []
-
-    def call() -> None:
-        try:
-            client.get("hang")
-        except StoreDownError as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=call) for _ in range(40)]
-    with in_time():  # not 40 limits
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(failures) == 40
+    with ThreadPoolExecutor(40) as threads, in_time():  # not 40 limits
+        for call in [threads.submit(client.get, "hang") for _ in range(40)]:
+            with pytest.raises(StoreDownError):
+                call.result()
 
 
 def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient) -> None:
@@ -159,24 +148,20 @@ def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient)
 def test_an_answer_that_comes_in_drops_is_late_all_the_same() -> None:
     """Each drop in time, the whole not."""
     ours, theirs = socket.socketpair()
-    stop = threading.Event()
 
     def drip() -> None:
-        while not stop.wait(LIMIT_S / 10):
-            theirs.sendall(b"\1")
+        with theirs:
+            for _ in range(40):
+                time.sleep(LIMIT_S / 10)
+                theirs.sendall(b"\1")
 
-    thread = threading.Thread(target=drip)
-    thread.start()
-    start = time.monotonic()
-    try:
+    with ours, ThreadPoolExecutor() as threads:
+        dripping, start = threads.submit(drip), time.monotonic()
         with pytest.raises(TimeoutError):
             mooncake_client._receive(ours, start + LIMIT_S)
-    finally:
-        stop.set()
-        thread.join()
-        ours.close()
-        theirs.close()
-    assert LIMIT_S <= time.monotonic() - start < LATE_S
+        elapsed_s = time.monotonic() - start
+        dripping.result()
+    assert LIMIT_S <= elapsed_s < LATE_S
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(client: MooncakeClient) -> None:

@@ -322,15 +322,6 @@ def test_waiting_ends_with_the_first_load_that_has_arrived(engines, faults):
     assert second.finish(requests[0]) == 16
 
 
-def test_blocks_evicted_between_asking_and_loading_cost_a_computation(pool, saved):
-    first, second = saved
-    request = make_request("0", TOKENS)
-    num_tokens = second.num_matched_tokens(request)
-    first.connector.invalidate(request, 0, 4)
-    second.connector.update_state_after_alloc(request, [1, 2, 3, 4], num_tokens)
-    assert second.finish(request) == 0 and not second.io.written
-
-
 def test_two_engines_may_use_one_request_id_at_the_same_time(pool, faults):
     """Trap 50."""
     engines = [Engine(pool, node_id) for node_id in "abc"]

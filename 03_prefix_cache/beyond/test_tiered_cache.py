@@ -13,9 +13,7 @@ from block_pool import BlockPool
 from kv_bytes import ByteEngine, Tags, make_request
 from kv_memory import NotReady
 from kv_slots import MakeCache
-from prefix_cache import KeyedRequest
 from prefix_cache_local import compute_hash_chain
-from request_chain import Link
 from tiered_cache import KVTierConfig, TieredCache
 
 BLOCK_SIZE = 2
@@ -135,27 +133,14 @@ def test_an_invalidated_block_leaves_both_tiers(make_engine, tmp_path):
     assert (len(tiers.host), len(tiers.disk)) == (0, 0) and not tiers._link_of
 
 
-def engine_with_a_slow_disk(
-    make_engine, config: KVTierConfig
-) -> tuple[Engine, KeyedRequest, threading.Event]:
-    """A request whose blocks are on disk alone, and what its reads wait for."""
-    engine = make_engine(config)
+def test_a_request_whose_blocks_are_being_read_is_skipped(make_engine, tmp_path):
+    """The request is not ready until the disk has answered; others are served meanwhile."""
+    engine = make_engine(KVTierConfig(0, 50, tmp_path / "kv", "write_through"))
     engine.serve([3] * 8)
     engine.manager.reset_prefix_cache()
     gate, read = threading.Event(), engine.tiers.disk.read
-
-    def slow_read(link: Link) -> bytes:
-        gate.wait(20)
-        return read(link)
-
-    engine.tiers.disk.read = slow_read
-    return engine, make_request("again", [3] * 8), gate
-
-
-def test_a_request_whose_blocks_are_being_read_is_skipped(make_engine, tmp_path):
-    """The request is not ready until the disk has answered; others are served meanwhile."""
-    config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
-    engine, request, gate = engine_with_a_slow_disk(make_engine, config)
+    engine.tiers.disk.read = lambda link: gate.wait(20) and read(link)
+    request = make_request("again", [3] * 8)
     assert engine.manager.get_computed_blocks(request) is NotReady.LOADING
     assert engine.serve([4] * 4) == 0
     assert engine.manager.get_computed_blocks(request) is NotReady.LOADING

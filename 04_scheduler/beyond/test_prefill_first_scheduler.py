@@ -257,6 +257,8 @@ def test_decodes_take_their_share_of_a_mixed_chunk():
     loop.add("c", 30)
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}, "16 - 2, down to whole pages"
     assert loop.scheduler.chunked_req is loop.requests["c"] and loop.mode is MIXED
+    mixed, running = loop.scheduler.last_batch, loop.scheduler.running_batch
+    assert ([r.request_id for r in mixed.reqs], running.reqs) == (["c", "a", "b"], [])
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 12}
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 6}
     assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1, "c": 1} and loop.mode is DECODE

@@ -92,8 +92,8 @@ def describe(steps: list[StepRecord], arrival: float) -> dict:
         end = step.start_time + step.step_ms / 1e3
         for name, tokens in step.new_token_ids.items():
             times.setdefault(name, []).extend([end] * len(tokens))
-    others = [pairwise(own) for name, own in times.items() if name != "long"]
-    gaps = [1e3 * (b - a) for own in others for a, b in own if b > arrival]
+    pairs = [pair for name in times if name != "long" for pair in pairwise(times[name])]
+    gaps = [1e3 * (b - a) for a, b in pairs if b > arrival]
     seconds = max(map(max, times.values())) - start
     chunks = [step for step in steps if step.num_scheduled_tokens.get("long", 0) > 1]
     p50, p99 = percentiles(gaps, [50, 99])
@@ -480,8 +480,8 @@ def draw_sweep(record: dict) -> Figure:
         "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
     }
     for axis, (name, (label, color)) in zip(axes, shown.items()):
-        runs = [[run[name] for run in own] for own in record["runs"].values()]
-        plot_band(axis, range(len(names)), runs, color)
+        values = [[run[name] for run in runs] for runs in record["runs"].values()]
+        plot_band(axis, range(len(names)), values, color)
         axis.lines[0].set_linewidth(2)
         axis.set(title=label, ylim=0)
         axis.set_xticks(range(len(names)), names, rotation=60)

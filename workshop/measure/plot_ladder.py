@@ -8,7 +8,6 @@ tables in README.md and workshop/measure/bench/README.md.
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -17,17 +16,16 @@ from matplotlib.figure import Figure
 from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
 from workshop.book.palette import BASELINE, DECODE, INK
-from workshop.measure.bench.bench_record import read_record
+from workshop.measure.bench.bench_record import percentiles, read_record
 from workshop.measure.bench.ladder_bench import main as write_tables
 
 RECORD = Path(__file__).parent / "bench" / "records" / "ladder.json"
 FIGURES = Path(__file__).parents[1] / "figures"
 
 
-def spread(config: dict, name: str) -> tuple[float, float, float]:
+def spread(config: dict, name: str) -> list[float]:
     """Return the lowest of the runs, their median and the highest."""
-    values = [run[name] for run in config["runs"]]
-    return min(values), statistics.median(values), max(values)
+    return percentiles([run[name] for run in config["runs"]], [0, 50, 100])
 
 
 def draw() -> Figure:

@@ -326,10 +326,10 @@ def profile() -> None:
 
 def make_engine(num_running: int) -> LLMEngine:
     """Build the engine with all requests decoding, at different positions in their blocks."""
-    own = {name: n for name, n in _limits(num_running).items() if name != "kv_memory"}
-    limits = EngineConfig(device="cpu", num_blocks=32 * num_running, **own)
+    limits = {name: n for name, n in _limits(num_running).items() if name != "kv_memory"}
+    config = EngineConfig(device="cpu", num_blocks=32 * num_running, **limits)
     loaded = stub_model(max(NUM_RUNNING_HOST))
-    engine = LLMEngine(limits, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
+    engine = LLMEngine(config, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     for i in range(num_running):

@@ -37,10 +37,10 @@ from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
 from paged_attention_triton import write_kv_launch
 from split_attention_triton import split_launch
 from workshop.measure.bench.bench_record import (
-    describe_environment,
     made_on,
     markdown_table,
     read_record,
+    record_head,
     write_between_markers,
     write_record,
 )
@@ -296,15 +296,6 @@ def table(found: list[Resources]) -> str:
     return markdown_table([*head[:2], *head[2 + has_one :]], rows)
 
 
-def make_record(found: list[Resources], arguments: list[str]) -> dict:
-    return {
-        "command": " ".join(["python -m workshop.resources", *arguments]),
-        "environment": describe_environment(),
-        "config": {"block_size": CHUNKED.block_size},
-        "resources": [asdict(one) for one in found],
-    }
-
-
 def make_table_text() -> str:
     """Return all rows of one architecture, and those of the other architectures that spill."""
     record = read_record(RECORD)
@@ -328,7 +319,9 @@ def main(arguments: list[str]) -> None:
     found = compile_all(everything() if options.all else quick(), options.every)
     complaints = [complaint for one in found for complaint in one.complaints()]
     if options.record:
-        write_record(RECORD, make_record(found, arguments))
+        record = record_head("workshop.resources", arguments)
+        record["config"] = {"block_size": CHUNKED.block_size}
+        write_record(RECORD, record | {"resources": [asdict(one) for one in found]})
         write_between_markers(README, "resources", make_table_text())
     if options.json:
         print(json.dumps([asdict(one) for one in found]))

@@ -186,8 +186,7 @@ def exit_reason(death: dict[str, Any]) -> str:
 
 
 def policies_table(found: dict[str, Any]) -> str:
-    rows = [row(policy, one) for policy, one in found.items()]
-    return bench_record.markdown_table([*rows[0]], [[*one.values()] for one in rows])
+    return bench_record.table_of([row(policy, one) for policy, one in found.items()])
 
 
 def table(record: dict[str, Any]) -> str:
