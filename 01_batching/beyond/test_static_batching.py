@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request, RequestStatus, SamplingParams
 from static_batching import SlotUse, generate_static, pad_left
 from step_record import RecordedScheduler
+from test_engine_core import run
 
 
 def make(request_id: str, num_prompt: int, max_tokens: int, arrival_time: float = 0.0) -> Request:
@@ -52,10 +52,7 @@ def test_tokens_equal_those_of_generate_and_of_continuous_batching(qwen3, oracle
     report = generate_static(qwen3, static, batch_size=rng.choice([2, 3, 4]))
     scheduler = RecordedScheduler(FCFSScheduler(max_num_seqs=3))
     engine = EngineCore(scheduler, HFModelRunner(qwen3))
-    for request in continuous:
-        engine.add_request(request)
-    for _ in as_long_as(engine.has_unfinished_requests):
-        engine.step()
+    run(engine, *continuous)
     for mine, theirs in zip(static, continuous):
         assert report.token_ids[mine.request_id] == theirs.output_token_ids, f"seed {seed}"
         expected = oracle(qwen3, mine.prompt_token_ids, mine.max_tokens)

@@ -127,16 +127,11 @@ class ErringSampler(MostLikely):
         return tokens, names.expand(-1, VOCAB)
 
 
-def never(request: RunnerRequest, num_drafted: int) -> bool:
-    return False
-
-
-def always(request: RunnerRequest, num_drafted: int) -> bool:
-    return True
-
-
 def wrong_from(first: int) -> Errs:
     return lambda request, num_drafted: num_drafted >= first
+
+
+never, always = wrong_from(99), wrong_from(0)
 
 
 def now_and_then(seed: int) -> Errs:
@@ -265,14 +260,14 @@ class World:
         self.requests: dict[str, Request] = {}
         self.num_moved = 0  # table entries that came to name a cached block
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 12, **more) -> Request:
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 12) -> Request:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        request = Request(request_id, prompt, params, **more)
+        request = Request(request_id, prompt, params)
         self.scheduler.add_request(request)
         self.requests[request_id] = request
         return request
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> SchedulerOutput:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """`meanwhile` is called while the runner is at work."""
         plan = self.scheduler.schedule()
         self.num_moved += len(plan.block_moves)
@@ -283,15 +278,6 @@ class World:
         for request in plan.scheduled_requests:
             num = request.num_output_tokens
             assert request.output_token_ids == continuation(request.prompt_token_ids, num, VOCAB)
-        return plan
-
-    def num_drafts(self, request: Request) -> int:
-        return len(self.draft_plugin.drafts.get(request.request_id, ()))
-
-    def trim_drafts(self, request: Request, num_kept: int) -> None:
-        drafts = self.draft_plugin.drafts.pop(request.request_id, [])
-        if drafts[:num_kept]:
-            self.draft_plugin.drafts[request.request_id] = drafts[:num_kept]
 
     def num_fed(self) -> int:
         """Tokens that the draft model is fed in one step."""
@@ -441,13 +427,13 @@ class Tables(SharingRunnerState):
         self.apply(SchedulerOutput(block_moves=[BlockTableUpdate(req_id, block_index, block_id)]))
 
 
-def make_by_hand(**options) -> tuple[Tables, Checked]:
+def make_by_hand() -> tuple[Tables, Checked]:
     tables = Tables()
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
     kv_cache.key_cache[0].fill_(POISON)
     sampler = ErringSampler(never)
     proposer = DraftModelProposer(
-        ScriptedModel(), kv_cache, NO_ATTENTION, tables, K, sampler=sampler, **options
+        ScriptedModel(), kv_cache, NO_ATTENTION, tables, K, sampler=sampler
     )
     return tables, Checked(proposer, never)
 
@@ -511,17 +497,14 @@ def test_probabilities_are_those_that_each_draft_was_drawn_from():
     assert checked.draft_probs("c") is None and checked.inner._probs == {}
 
 
-def test_options_that_make_no_sense_are_named():
-    kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
-    with pytest.raises(ValueError, match=r"^num_spec_tokens must be .*>= 1, got 0"):
-        DraftModelProposer(ScriptedModel(), kv_cache, NO_ATTENTION, Tables(), 0)
-
-
-def test_the_likeliest_token_is_drafted_by_default():
+def test_the_likeliest_token_is_drafted_by_default_but_not_no_tokens():
     tables = Tables()
     request = tables.add("a", prompt_of(3), [1, 2, 3])
     kv_cache = PagedKVCache(1, 20, 2, 1, 1, torch.int64)
-    proposer = DraftModelProposer(ScriptedModel(), kv_cache, NO_ATTENTION, tables, 2)
+    parts = ScriptedModel(), kv_cache, NO_ATTENTION, tables
+    with pytest.raises(ValueError, match=r"^num_spec_tokens must be .*>= 1, got 0"):
+        DraftModelProposer(*parts, 0)
+    proposer = DraftModelProposer(*parts, 2)
     assert proposer.propose([after(request)], [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
     assert proposer.draft_probs("a") is None
     assert (proposer.num_spec_tokens, proposer.num_lookahead_tokens) == (2, 2)
@@ -596,8 +579,9 @@ def run_random_trace(seed: int) -> World:
             kinds = [world.proposer.num_spec_tokens, 0, lambda request_id: rng.randint(0, 5)]
             world.length.num_drafts = rng.choice(kinds)
         if rng.random() < 0.1:
-            for request in world.scheduler.running.values():
-                world.trim_drafts(request, rng.randint(0, world.num_drafts(request)))
+            drafts = world.draft_plugin.drafts
+            kept = {r: tokens[: rng.randint(0, len(tokens))] for r, tokens in drafts.items()}
+            world.draft_plugin.drafts = {r: tokens for r, tokens in kept.items() if tokens}
         doomed = rng.choice(sorted(world.scheduler.requests) or [""])
         abort = rng.random() < 0.04
         if abort and rng.random() < 0.5:

@@ -18,6 +18,9 @@ mutants needed: a function that is never needed notices nothing that N others do
 A time limit of ten times a case's seconds, at least `MIN_LIMIT_S`, counts as a failure: run this on
 a quiet machine.
 
+`planted.json` is made of such records: what the chapters' tests noticed before the list was used to
+cut them.
+
 Not planted: the code of a module's top level and of class bodies."""
 
 from __future__ import annotations

@@ -100,8 +100,9 @@ def checked_commit(args: argparse.Namespace, root: Path = ROOT) -> dict[str, Any
     and `ValueError` if this code is not `--commit`."""
     names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in args.plan else ''}".split()
     if missing := [name for name in names if find_spec(name) is None]:
-        raise RuntimeError(f"{sys.executable} lacks {', '.join(missing)}. Install what is missing, "
-                           "or name another Python: make gpu PYTHON=...")  # fmt: skip
+        raise RuntimeError(f"{sys.executable} lacks {', '.join(missing)}. Install what is missing "
+                           "(pip install -e '.[test]', with the PyTorch of your GPU), or name "
+                           "another Python: make gpu PYTHON=.venv/bin/python")  # fmt: skip
     found, given = describe_commit(root), args.commit
     if given is None:
         return found

@@ -163,7 +163,7 @@ def test_what_is_missing_is_named_before_anything_is_measured(monkeypatch, capsy
 
     monkeypatch.setattr(gpu, "find_spec", find)
     assert gpu.main(["record"]) == 1
-    assert "lacks triton, scipy. Install what is missing" in capsys.readouterr().err
+    assert "lacks triton, scipy. Install what is missing (pip" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch) -> None:
