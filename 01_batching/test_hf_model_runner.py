@@ -319,8 +319,8 @@ def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None], ids=["nan", "inf", "all -inf"])
 def test_the_greedy_sampler_samples_no_token_from_a_row_without_a_finite_maximum(bad):
-    logits = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 3.0]])
-    assert GreedySampler().sample(logits, ["b", "a"]).token_ids == {"b": [1], "a": [2]}
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    assert GreedySampler().sample(logits, ["b", "a"]).token_ids == {"b": [1], "a": [0]}
     with pytest.raises(ValueError):
         GreedySampler().sample(logits, ["b"])
     if bad is None:
@@ -328,7 +328,7 @@ def test_the_greedy_sampler_samples_no_token_from_a_row_without_a_finite_maximum
     else:
         logits[0, 1] = bad
     output = GreedySampler().sample(logits, ["b", "a"])
-    assert output.token_ids == {"a": [2]}
+    assert output.token_ids == {"a": [0]}
     assert output.errors == {"b": NO_FINITE_LOGITS}
 
 

@@ -96,6 +96,21 @@ def test_the_grain_of_weights_is_an_integer():
     assert draw_one([SMALLEST * 1.5, 1.0], SMALLEST) == (1, 0.0), "rounded down"
 
 
+def test_the_order_of_the_preceding_weights_does_not_matter():
+    """Sums of integers are exact, so a program that adds them up in another order agrees, at the
+    very end of an interval too: here where token 40 begins."""
+    weights = torch.rand(200, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights /= weights.sum(dim=1, keepdim=True)
+    ends = (weights * 2.0**52).long().cumsum(dim=1)
+    u = ends[:, 39] / ends[:, -1]
+    index, within = draw(weights, u)
+    order = torch.cat([torch.arange(40).flip(0), torch.arange(40, 50)])
+    other_index, other_within = draw(weights[:, order], u)
+    is_above = index >= 40
+    assert is_above.any() and torch.equal(other_index >= 40, is_above)
+    assert torch.equal(other_within[is_above], within[is_above])
+
+
 @pytest.mark.parametrize(
     "row", [[0.0] * 5, [NAN] * 5, [0.5, NAN, 0.25, 0.25, 0.0], [2.0**-60] * 5, [5e-324] * 5]
 )

@@ -51,10 +51,6 @@ def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int
             inserted.append(key)
             return super().setdefault(key, value)
 
-        def __setitem__(self, key, value):
-            inserted.append(key)
-            super().__setitem__(key, value)
-
     history = proposer._histories[request_id]
     history.first = {n: Counting(first) for n, first in history.first.items()}
     return inserted

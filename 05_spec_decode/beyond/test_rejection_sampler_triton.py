@@ -230,6 +230,25 @@ def test_the_residual_is_rounded_as_p_is(device):
     assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
 
 
+def test_the_remainder_after_rounding_of_several_tiles_is_drawn_from_p(device):
+    """Nothing at all, or less than an integer: the second walk ends in the last tile."""
+    p = torch.zeros(4, TILE + 3)
+    q = torch.zeros(4, TILE + 3)
+    p[:, 1], q[:, 1] = 0.99999994, 1.0
+    p[2:, TILE], q[2:, TILE] = 0.5, 0.5
+    p[2:, 1], q[2:, 1] = 0.5, 0.50000006
+    p[1::2, 7] = 1e-20
+    arguments = make_arguments(
+        p.repeat_interleave(2, dim=0), [1] * 4, q, [1] * 4, [LAST] * 4, [0.75] * 8
+    )
+    verified = check(arguments, device)
+    assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
+    assert (
+        check(replace(arguments, draft_probs=None), device).token_ids[:2].tolist()
+        == [[1, PADDING]] * 2
+    )
+
+
 # -- shapes and layouts
 
 
