@@ -18,9 +18,6 @@ mutants needed: a function that is never needed notices nothing that N others do
 A time limit of ten times a case's seconds, at least `MIN_LIMIT_S`, counts as a failure: run this on
 a quiet machine.
 
-`planted.json` is made of such records: what the chapters' tests noticed before the list was used to
-cut them.
-
 Not planted: the code of a module's top level and of class bodies."""
 
 from __future__ import annotations
@@ -109,8 +106,6 @@ def swap_code(path: Path, old: str, new: str) -> None:
         raise ValueError("the functions must be the same")
     code_at = {(o.co_name, o.co_firstlineno): n for (_, o), (_, n) in zip(before, after)}
     is_loaded = False
-    for wrapper in caches_of([str(path)]):
-        wrapper.cache_clear()
     for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
         code = function.__code__
         place = (code.co_name, code.co_firstlineno)
@@ -304,6 +299,8 @@ class Planting:
         with without_output():
             try:
                 if old != new:
+                    for wrapper in caches_of([str(file) for file in self.files()]):
+                        wrapper.cache_clear()
                     swap_code(path, old, new)
                     hook_imports(self.folder, path, new)
             except Exception as error:

@@ -19,6 +19,7 @@ from typing import Any
 from workshop.watch.source_lines import Rule, SourcePlace
 
 TABLE = Path(__file__).with_name("source_places.txt")
+_WORDS = {"yes": True, "no": False}
 _LINE = re.compile(r"^(?:([\w:]+) )?(?:(\w+)=(\S+) )?(\S+\.py) (\S+) (.+)$")
 
 
@@ -27,9 +28,11 @@ def read_rules(text: str) -> Iterator[Rule]:
     sentence = ""
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line and not line.startswith("#"):
-            [(name, word, value, *place)] = _LINE.findall(line)
+            if (match := _LINE.match(line)) is None:
+                raise ValueError(f"{line!r} is no rule")
+            name, word, value, *place = match.groups()
             sentence = name or sentence
-            when: dict[str, Any] = {word: value == "yes" or value} if word else {}
+            when: dict[str, Any] = {word: _WORDS.get(value, value)} if word else {}
             yield Rule(sentence, SourcePlace(*place), **when)
 
 

@@ -110,6 +110,9 @@ class Bench:
                 served = serve(requests)
                 seconds = served.seconds or time.perf_counter() - start
                 cpu_seconds = time.process_time() - cpu_start
+            details = rounded(served.details)
+            if served.token_times:  # all requests arrive at the start
+                details = describe_latency(served.token_times) | details
         except Exception as error:
             entry["error"] = _one_line(error)
             entry["is_unavailable"] = isinstance(error, CannotRunError)
@@ -128,8 +131,7 @@ class Bench:
                 "seconds": round(seconds, 4),
                 "cpu_seconds": round(cpu_seconds, 4),  # of all threads of the serving process
                 "useful_tokens_per_s": round(num_useful / seconds, 3),
-                **(describe_latency(served.token_times) if served.token_times else {}),
-                **rounded(served.details),
+                **details,
             }
         )
 

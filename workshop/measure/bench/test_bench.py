@@ -26,8 +26,14 @@ from workshop.measure.bench.bench_record import (
     read_record,
     write_record,
 )
-from workshop.measure.bench.bench_systems import SYSTEMS
-from workshop.measure.bench.bench_work import CannotRunError, Limits, Served, make_requests
+from workshop.measure.bench.bench_systems import SYSTEMS, _drive
+from workshop.measure.bench.bench_work import (
+    BenchRequest,
+    CannotRunError,
+    Limits,
+    Served,
+    make_requests,
+)
 
 SEED = 0
 REQUESTS = make_requests(9, (1, 20), (1, 9), vocab_size=97, seed=SEED)
@@ -89,24 +95,47 @@ def test_the_twin_computes_with_the_memory_of_our_model(models: BenchModels) -> 
         assert parameter.untyped_storage().data_ptr() in storages, name
 
 
-def test_a_decode_step_is_one_of_the_fullest_batch_without_a_prompt() -> None:
-    def step(at: float, ms: float, admitted: list[str], tokens: dict[str, list[int]]) -> StepRecord:
-        scheduled = dict.fromkeys(tokens, 1)
-        return StepRecord(
-            step=0, start_time=at, num_scheduled_tokens=scheduled, start_positions={},
-            admitted=admitted, preempted=[], finished={}, new_token_ids=tokens, num_running=0,
-            num_waiting=0, kv_tokens_written=10, forward_ms=ms,
-        )  # fmt: skip
+def a_step(at: float, ms: float, admitted: list[str], tokens: dict[str, list[int]]) -> StepRecord:
+    scheduled = dict.fromkeys(tokens, 1)
+    return StepRecord(
+        step=0, start_time=at, num_scheduled_tokens=scheduled, start_positions={},
+        admitted=admitted, preempted=[], finished={}, new_token_ids=tokens, num_running=0,
+        num_waiting=0, kv_tokens_written=10, forward_ms=ms,
+    )  # fmt: skip
 
+
+def test_a_decode_step_is_one_of_the_fullest_batch_without_a_prompt() -> None:
     steps = [
-        step(100.0, 500, ["a"], {"a": [1]}),
-        step(100.5, 250, ["b"], {"a": [1], "b": [1]}),
-        step(100.75, 20, [], {"a": [1], "b": [1]}),
-        step(101.0, 40, [], {"a": [1], "b": [1]}),
-        step(102.0, 900, [], {"a": [1]}),
+        a_step(100.0, 500, ["a"], {"a": [1]}),
+        a_step(100.5, 250, ["b"], {"a": [1], "b": [1]}),
+        a_step(100.75, 20, [], {"a": [1], "b": [1]}),
+        a_step(101.0, 40, [], {"a": [1], "b": [1]}),
+        a_step(102.0, 900, [], {"a": [1]}),
     ]
     told = {"num_rows": 2, "num_steps": 2, "step_ms": 30.0, "kv_tokens": 10}
     assert describe_decode(steps) == {"decode": told} and describe_decode(steps[:2]) == {}
+
+
+def test_a_request_is_added_at_its_time_and_its_tokens_come_at_the_end_of_their_step() -> None:
+    steps, unfinished = list[StepRecord](), dict[str, float]()
+
+    def add(index: int, request: BenchRequest) -> None:
+        unfinished[str(index)] = time.monotonic()
+        assert time.monotonic() - start >= request.arrival_time
+
+    def step() -> None:  # one token more than the second request wants
+        steps.append(
+            a_step(max(unfinished.values()), 5000, [], {name: [1, 2] for name in unfinished})
+        )
+        unfinished.clear()
+
+    requests = [BenchRequest([1], 2, 2), BenchRequest([1], 1, 2, arrival_time=0.05)]
+    start = time.monotonic()
+    served = _drive(requests, add, step, lambda: bool(unfinished), steps)
+    assert served.token_ids == [[1, 2], [1]]
+    first, second = served.token_times[0][0], served.token_times[1][0]
+    assert served.token_times == [[first, first], [second]] and first > 5
+    assert second - first == pytest.approx(steps[1].start_time - steps[0].start_time)
 
 
 # -- rounds
@@ -272,6 +301,10 @@ def test_the_command_measures_and_writes_a_record(
     (path,) = tmp_path.glob("bench_*.json")
     record = read_record(path)
     assert [len(entry["runs"]) for entry in record["systems"].values()] == [2, 2]
+    for run in record["systems"]["paged"]["runs"]:
+        num_tokens = run["useful_tokens_per_s"] * run["seconds"]
+        assert 0 < run["ttft_ms"]["p50"] <= run["ttft_ms"]["p99"] < 1e3 * run["seconds"]
+        assert 0 < run["inter_token_ms"]["p50"] < 1e3 * run["seconds"] < 1e4 * num_tokens
     run = record["systems"]["paged"]["runs"][0]
     useful = sum(record["config"]["workload"]["output_tokens"])
     assert run["useful_tokens_per_s"] == pytest.approx(useful / run["seconds"], rel=0.01)

@@ -74,6 +74,8 @@ def test_all_commands_take_less_than_twelve_minutes_and_measure_what_aims_speak_
     assert seconds["look"] + seconds["record"] + seconds["tune"] <= 12 * 60
     assert all(next(iter(plan)) == "here" for plan in gpu.COMMANDS.values())
     assert {(64, 2048), (64, 256), (256, 1024), (256, 256), (1, 256)} <= set(FULL.cells)
+    assert (256, (100, 1024), (100, 1024)) in FULL.workloads.values()
+    assert (512, (512, 512), (128, 128)) in FULL.workloads.values()
 
 
 # -- the whole of it, and a sample
