@@ -209,15 +209,3 @@ def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_ou
     lists, rows = ({n: r.output_token_ids for n, r in s.requests.items()} for s in states)
     assert rows == lists
     assert rows["b"] == [8, 9] and len(rows["a"]) == num_outputs
-
-
-def test_rows_of_finished_requests_are_given_again():
-    state = PagedRunnerState(max_num_seqs=2, max_blocks_per_request=2)
-    params = make("a", 1).sampling_params
-    for i in range(20):
-        new = [NewRequestData(f"{i}{j}", [1], params, 0, ([i + 1],)) for j in "ab"]
-        finished_req_ids = {f"{i - 1}{j}" for j in "ab"} if i else set()
-        state.apply(SchedulerOutput(new, finished_req_ids=finished_req_ids))
-        assert sorted(state.row_of.values()) == [0, 1]
-        assert state.block_ids(f"{i}b") == [i + 1]
-    assert len(state.groups[0].block_tables) == 2
