@@ -192,8 +192,8 @@ def test_no_blocks_are_reserved_for_a_displaced_prompt():
 
 
 def test_blocks_stay_reserved_for_a_prompt_beside_the_displaced_one():
-    """In the second step, a has 4 of 14 blocks and 2 to come. Of the others 8 are left, with the 2
-    of low, and the newcomer needs 9."""
+    """In the second step, a has 4 of 14 blocks, and 2 are reserved for it. With the 2 of low, 8 are
+    left, and the newcomer needs 9."""
     options = {"max_num_seqs": 2, "policy": "priority", "watermark": 0}
     scheduler = Scheduler(kv_memory=make_kv_memory(1 + 14, 4), chunk_policy=AtMost(8), **options)
     scheduler.add_request(Request.from_tokens("a", list(range(24)), 5, priority=1))

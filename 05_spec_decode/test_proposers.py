@@ -34,7 +34,7 @@ def propose(proposer: NgramProposer, request: Request, num_drafts: int = 99) -> 
 
 
 def search(tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int) -> list[int]:
-    """What followed the longest suffix that stands somewhere else, where it did so first."""
+    """The tokens after the first earlier occurrence of the longest suffix that has one."""
     for n in range(max_ngram, min_ngram - 1, -1):
         for start in range(len(tokens) - n):  # the suffix itself starts at len(tokens) - n
             if tokens[start : start + n] == tokens[len(tokens) - n :]:

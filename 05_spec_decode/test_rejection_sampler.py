@@ -295,7 +295,7 @@ def constrained_error(name: str, p: Model) -> float:
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraints_give_the_law_of_plain_decoding_under_them(name):
     """Traps 37, 45. At each position the constraint and its history, drafts before it included. A
-    constraint on the bonus token alone gives another law, and so does a history without drafts."""
+    constraint on the bonus token alone gives another law. A history without drafts does, too."""
     free = ConstrainedModel(SamplingParams(), seed=7)
     bound = ConstrainedModel(CONSTRAINTS[name], seed=7)
 

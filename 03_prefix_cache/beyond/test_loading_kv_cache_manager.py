@@ -13,7 +13,7 @@ import pytest
 from block_pool import BlockPool
 from kv_chaos import OPERATIONS, Chaos
 from kv_connector import ConnectorChain, KVConnector
-from kv_loads import MAX_OVERTAKES
+from kv_loads import MAX_OVERTAKES, Load
 from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
 from kv_served_world import Engine
@@ -290,6 +290,7 @@ def test_the_watermark_reclaims_no_loads_of_waiting_requests(make_world):
     new_request = world.submit("y", [9] * 10)
     assert world.manager.can_allocate(new_request, 10, ComputedBlocks())
     assert not world.manager.can_allocate(new_request, 10, ComputedBlocks(), 1)
+    assert world.admit("y")
     assert world.cache.num_evictable_blocks == 0, "still held for a"
 
 
@@ -503,7 +504,7 @@ def test_a_large_load_is_not_starved_by_a_stream_of_small_ones(make_cache):
     assert num_served <= MAX_OVERTAKES + 1
 
 
-@pytest.mark.parametrize("damage", ["loading", "holder"])
+@pytest.mark.parametrize("damage", ["loading", "holder", "share"])
 def test_check_invariants_notices_damage(make_cache, damage):
     world = LoadingWorld(make_cache, 12, 2)
     world.serve("b", [1, 2, 3, 4, 6, 7, 8])
@@ -513,6 +514,8 @@ def test_check_invariants_notices_damage(make_cache, damage):
     loads = world.manager.loads._loads
     if damage == "loading":
         loads["b"] = loads.pop("c")
+    elif damage == "share":
+        loads["d"] = Load(world.waiting["c"], [], world.pool.allocate(6))
     else:
         loads["c"].blocks[0].ref_cnt += 1
     with pytest.raises(AssertionError):

@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         listener = open_port(args.host, args.port)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        where = f"port {args.port} of {args.host}"
-        print(f"serve: cannot listen on {where}: {reason} (another: --port)", file=sys.stderr)
+        address = f"port {args.port} of {args.host}"
+        print(f"serve: cannot listen on {address}: {reason} (another: --port)", file=sys.stderr)
         return 2
     try:
         from common.serve.running import make_event_loop, serve
