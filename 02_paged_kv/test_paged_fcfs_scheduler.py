@@ -22,34 +22,20 @@ def memory_of(num_blocks: int, block_size: int = 1) -> KVCacheManager:
 
 
 class MirrorOfTables(MirrorRunner):
-    """And rebuilds the block tables."""
+    """And the block tables."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         super().__init__()
         self.manager = manager
-        self.block_ids: dict[str, list[int]] = {}
 
     def make_state(self) -> RunnerState:
         return PagedRunnerState(max_num_seqs=2, max_blocks_per_request=20)  # rows must grow
-
-    def take(self, plan: SchedulerOutput) -> None:
-        super().take(plan)
-        for req_id in plan.finished_req_ids:
-            del self.block_ids[req_id]
-        for new in plan.scheduled_new_reqs:
-            (block_ids,) = new.block_ids
-            self.block_ids[new.req_id] = list(block_ids)
-        cached = plan.scheduled_cached_reqs
-        for req_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for block_ids in tables:
-                self.block_ids[req_id] += block_ids
 
     def must_equal(self, plan: SchedulerOutput) -> None:
         super().must_equal(plan)
         assert plan.num_kv_blocks_in_use == self.manager.num_blocks_in_use
         for request in plan.scheduled_requests:
             table = list(self.manager.get_block_ids(request.request_id))
-            assert self.block_ids[request.request_id] == table
             assert self.state.block_ids(request.request_id) == table
             assert len(table) * self.manager.block_size >= request.num_computed_tokens
 
@@ -124,17 +110,6 @@ def test_the_largest_request_that_fits_is_served_to_its_last_token():
     assert counts == [{"r": 5}, {"r": 1}, {"r": 1}, {"r": 1}]
     assert request.finish_reason == "length" and request.num_computed_tokens == 8
     assert memory.num_blocks_in_use == 0
-
-
-def test_a_request_is_admitted_only_with_memory_for_its_longest_output():
-    """Prompt 10, max_tokens 30, block_size 16: 39 positions, 3 blocks."""
-    memory = memory_of(5, block_size=16)
-    scheduler = scheduler_with(memory, make("a", 10, 30), make("b", 10, 30), make("c", 1, 1))
-    assert step(scheduler) == {"a": 10}
-    assert memory.num_blocks_in_use == 3
-    assert step(scheduler) == {"a": 1}, "c would fit, and does not overtake b"
-    scheduler.abort_request("a")
-    assert step(scheduler) == {"b": 10, "c": 1}
 
 
 def test_a_plan_says_how_many_blocks_are_held_while_it_runs():
@@ -234,15 +209,3 @@ def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_ou
     lists, rows = ({n: r.output_token_ids for n, r in s.requests.items()} for s in states)
     assert rows == lists
     assert rows["b"] == [8, 9] and len(rows["a"]) == num_outputs
-
-
-def test_rows_of_finished_requests_are_given_again():
-    state = PagedRunnerState(max_num_seqs=2, max_blocks_per_request=2)
-    params = make("a", 1).sampling_params
-    for i in range(20):
-        new = [NewRequestData(f"{i}{j}", [1], params, 0, ([i + 1],)) for j in "ab"]
-        finished_req_ids = {f"{i - 1}{j}" for j in "ab"} if i else set()
-        state.apply(SchedulerOutput(new, finished_req_ids=finished_req_ids))
-        assert sorted(state.row_of.values()) == [0, 1]
-        assert state.block_ids(f"{i}b") == [i + 1]
-    assert len(state.groups[0].block_tables) == 2

@@ -79,26 +79,24 @@ def backend_of() -> BackendOf:
     return make
 
 
-def test_short_queries_go_to_the_function_and_all_others_the_usual_way(backend_of):
-    """Short ones stand between the others."""
-    lengths = [*MIXED, (18, 30), (1, 8), (31, 31)]
-    case = make_case(lengths, 4)
-    backend = backend_of(case)
-    plan = case.check_backend(backend)
-    assert backend.num_rows == [count_short(lengths)] * 2
-    assert not plan.groups and len(plan.long_queries) == 2
-
-
 @pytest.mark.parametrize(
     "lengths",
-    [[(1, 9)], [(1, 9), (1, 40)], [(1, 9), (1, 3), (25, 25)], [(25, 25), (1, 9)], [(27, 27)]],
+    [
+        [*MIXED, (18, 30), (1, 8), (31, 31)],
+        [(1, 9)],
+        [(1, 9), (1, 3), (25, 25)],
+        [(25, 25), (1, 9)],
+        [(27, 27)],
+    ],
     ids=str,
 )
-def test_short_queries_alone_before_and_after_long_ones_and_none(lengths):
+def test_short_queries_go_to_the_function_and_all_others_the_usual_way(lengths):
     case = make_head_major_case(lengths, 4)
     backend, num_rows = make_backend(case), count_short(lengths)
-    case.check(attend(case, backend))
-    assert backend.num_rows == [num_rows] * (num_rows > 0)
+    plan = case.check_backend(backend)
+    assert backend.num_rows == [num_rows] * 2 * (num_rows > 0)
+    num_long = sum(query_len > max(SHORT_QUERIES) for query_len, _ in lengths)
+    assert not plan.groups and len(plan.long_queries) == num_long
 
 
 @pytest.mark.parametrize(
@@ -131,14 +129,11 @@ def test_memory_is_head_major_without_a_visible_difference():
     cache, plain = HeadMajorKVCache(*arguments), PagedKVCache(*arguments)
     assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
     assert (cache.num_blocks, cache.block_size) == (5, 4)
-    for tensors, plain_tensors in (
-        (cache.key_cache, plain.key_cache),
-        (cache.value_cache, plain.value_cache),
-    ):
-        assert len(tensors) == 3
-        for tensor, plain_tensor in zip(tensors, plain_tensors, strict=True):
-            assert torch.equal(tensor, plain_tensor)
-            assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
+    assert len(cache.key_cache) == len(cache.value_cache) == 3
+    tensors, plain_tensors = ((*c.key_cache, *c.value_cache) for c in (cache, plain))
+    for tensor, plain_tensor in zip(tensors, plain_tensors, strict=True):
+        assert torch.equal(tensor, plain_tensor)
+        assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -148,9 +143,8 @@ def test_tokens_are_written_to_the_slots_of_the_plain_function(block_size):
     mapping = torch.tensor([slots[0], -1, *slots[1:], -1])
     key, value = torch.randn(2, 7, 2, 3)
     write_kv(key, value, plain.key_cache[0], plain.value_cache[0], mapping)
-    for target in (cache, other := PagedKVCache(1, 6, block_size, 2, 3)):
+    for target in (cache, PagedKVCache(1, 6, block_size, 2, 3)):
         write_kv_anywhere(key, value, target.key_cache[0], target.value_cache[0], mapping)
-    for target in (cache, other):
         assert torch.equal(target.key_cache[0], plain.key_cache[0])
         assert torch.equal(target.value_cache[0], plain.value_cache[0])
 

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,30 +30,18 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Every call of the compiler."""
-    calls: list[list[str]] = []
-    real = subprocess.run
-
-    def run(command, **options):
-        calls.append(command)
-        return real(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return calls
-
-
 @needs_compiler
-def test_compiled_once_for_a_source_its_constants_and_a_processor(source, runs, monkeypatch):
+def test_compiled_once_for_a_source_its_constants_and_a_processor(source, monkeypatch):
+    compiler = mock.Mock(wraps=subprocess.run)
+    monkeypatch.setattr(subprocess, "run", compiler)
     for answer in (42, 42, 7, 42):
         assert load_library(source, {"ANSWER": answer}).answer() == answer
-    assert len(runs) == 2
+    assert compiler.call_count == 2
     source.write_text('extern "C" int answer() { return -ANSWER; }')
     assert load_library(source, {"ANSWER": 42}).answer() == -42
     monkeypatch.setattr(module, "processor", lambda: "another one")
     load_library(source, {"ANSWER": 42})
-    assert len(runs) == 4
+    assert compiler.call_count == 4
     folder = cache_folder()
     assert len(list(folder.iterdir())) == 4, "nothing is left over"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "what is in it is executed"

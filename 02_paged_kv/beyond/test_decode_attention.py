@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from decode_attention import (
 from test_cpp_library import needs_compiler
 from test_paged_attention import Case, make_case
 
+# The largest error against float64 that is allowed; outputs are about 1 in size.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -59,8 +61,7 @@ def run(case: Case, function: AttendRows, rows: QueryRows | None = None) -> torc
 def check(case: Case, function: AttendRows) -> None:
     output, expected = run(case, function), case.expected()
     assert output.dtype == case.query.dtype
-    tolerance = TOLERANCE[output.dtype]
-    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[output.dtype], rtol=0)
 
 
 def compiled_for(case: Case) -> CompiledRows:
@@ -134,14 +135,6 @@ def test_scores_that_overflow_exp(function: AttendRows) -> None:
     check(case, function)
 
 
-def test_random_lengths(function: AttendRows) -> None:
-    for seed in range(20):
-        rng = random.Random(seed)
-        seq_lens = [rng.choice([1, 2, 9, 40, 100, 600]) for _ in range(rng.randint(1, 9))]
-        lengths = [(rng.randint(1, min(n, 5)), n) for n in seq_lens]
-        check(small_case(*lengths, seed=seed), function)
-
-
 def test_only_the_rows_tokens_are_written(function: AttendRows) -> None:
     case = small_case((1, 9), (3, 30), (2, 12))
     rows = rows_of(case)
@@ -155,10 +148,9 @@ def test_only_the_rows_tokens_are_written(function: AttendRows) -> None:
 def test_queries_may_be_a_part_of_something_larger(function: AttendRows) -> None:
     case = small_case((1, 9), (3, 30))
     expected, query = run(case, function), case.query
-    case.query = torch.stack((query, query), 1)[:, 0]
-    assert torch.equal(run(case, function), expected)
-    case.query = torch.stack((query, query), 3)[..., 0]
-    assert torch.equal(run(case, function), expected)
+    for dim in (1, 3):
+        case.query = torch.stack((query, query), dim).select(dim, 0)
+        assert torch.equal(run(case, function), expected)
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
@@ -221,10 +213,8 @@ def test_rows_with_a_common_prefix_read_it_one_after_another() -> None:
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, caplog) -> None:
-    def fail(*arguments):
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(module, "load_library", fail)
+    missing = mock.Mock(side_effect=RuntimeError("no C++ compiler"))
+    monkeypatch.setattr(module, "load_library", missing)
     with caplog.at_level(logging.WARNING):
         assert compile_rows(4, torch.zeros(2, 4, 2, 8)) is None
     assert "keys are gathered: no C++ compiler" in caplog.text

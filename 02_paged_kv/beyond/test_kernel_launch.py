@@ -50,28 +50,22 @@ def fake_case():
     return launch, [key, value, *caches, torch.empty(2, dtype=torch.int64, device="cuda")]
 
 
-def test_fake_tensors_are_launched_on():
+@pytest.mark.parametrize("at", range(5))
+def test_fake_tensors_are_launched_on_and_one_of_another_device_or_dtype_is_found(at):
     with FakeTensorMode(), torch.inference_mode():
         launch, arguments = fake_case()
         launch((2,), *arguments)
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_a_tensor_on_another_device_is_found(at):
-    with FakeTensorMode(), torch.inference_mode():
-        launch, arguments = fake_case()
-        arguments[at] = torch.empty(arguments[at].shape, dtype=arguments[at].dtype)
-        with pytest.raises(ValueError, match=r"cpu.*cuda:0"):
-            launch((2,), *arguments)
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_a_tensor_of_another_dtype_is_found(at):
-    with FakeTensorMode(), torch.inference_mode():
-        launch, arguments = fake_case()
-        arguments[at] = torch.empty(arguments[at].shape, dtype=torch.int32, device="cuda")
-        with pytest.raises(ValueError, match=f"{list(launch.arguments)[at]} must be .*torch.int32"):
-            launch((2,), *arguments)
+        shape, dtype = arguments[at].shape, arguments[at].dtype
+        for other, match in (
+            (torch.empty(shape, dtype=dtype), r"cpu.*cuda:0"),
+            (
+                torch.empty(shape, dtype=torch.int32, device="cuda"),
+                f"{list(launch.arguments)[at]} must be .*torch.int32",
+            ),
+        ):
+            arguments[at] = other
+            with pytest.raises(ValueError, match=match):
+                launch((2,), *arguments)
 
 
 def test_without_a_mode_no_operation_is_made(device):

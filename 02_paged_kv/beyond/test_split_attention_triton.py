@@ -190,18 +190,12 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
     """The length of a split depends on no other sequence."""
     lengths = [(1, 90), (1, 3), (1, 200), (1, 33)]
     case = make_case(lengths, 4, dtype, device=device)
-    together = attend(case)
-    for row in range(len(lengths)):
-        data = case.metadata
-        row_metadata = type(data)(
-            query_start_loc=torch.tensor([0, 1], device=device),
-            seq_lens=data.seq_lens[row : row + 1],
-            block_tables=data.block_tables[row : row + 1],
-            slot_mapping=data.slot_mapping[row : row + 1],
-            max_query_len=1,
-            max_seq_len=lengths[row][1],
-        )
-        alone = attend(replace(case, query=case.query[row : row + 1], metadata=row_metadata))
+    together, starts = attend(case), torch.tensor([0, 1], device=device)
+    for row, (_, seq_len) in enumerate(lengths):
+        names = ("seq_lens", "block_tables", "slot_mapping")
+        own = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
+        metadata = replace(case.metadata, query_start_loc=starts, max_seq_len=seq_len, **own)
+        alone = attend(replace(case, query=case.query[row : row + 1], metadata=metadata))
         assert torch.equal(alone[0], together[row])
 
 

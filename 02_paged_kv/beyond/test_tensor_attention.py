@@ -34,7 +34,9 @@ def test_decodes_through_shuffled_tables(block_size, dtype):
 
 @pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (4, 1), (2, 3), (3, 2)])
 def test_grouped_query_heads(num_kv_heads, num_shared):
+    """With a window."""
     case = make_case(DECODES, 4, num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=5)
+    case.metadata.window = 6
     case.check(attend(case))
 
 

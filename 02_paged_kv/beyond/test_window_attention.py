@@ -1,4 +1,4 @@
-"""Attention to a window against one query at a time in float64. What no query sees is NaN,
+"""Attention to a window against a dense mask in float64. What no query sees is NaN,
 and no table names it."""
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 import paged_attention
 import split_attention_triton
-from attention_plan import SHORT_QUERIES
 from batch_layout import ComposedBatch, Queries, compose_in_order
 from block_delta import PagedRunnerState
 from compiled_attention import CompiledAttentionBackend
@@ -22,6 +21,7 @@ from decode_attention import attend_rows
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend, write_kv
 from paged_attention_triton import TritonAttentionBackend
 from split_attention_triton import SplitTritonAttentionBackend
+from test_compiled_attention import count_short
 from test_paged_attention import TOLERANCE
 from test_split_attention_triton import poisoned_scratch, small_tiles
 from window_attention import Compose, WindowBackend, compose_windows, window_of_decodes
@@ -31,17 +31,8 @@ __all__ = ["poisoned_scratch", "small_tiles"]
 CPU = torch.device("cpu")
 # (query_len, seq_len): decodes, draft tokens after them, chunks, whole prompts
 Lengths = list[tuple[int, int]]
-SEQUENCES: Lengths = [
-    (1, 1),
-    (1, 40),
-    (1, 13),
-    (3, 20),
-    (8, 8),
-    (2, 33),
-    (25, 25),
-    (19, 41),
-    (30, 33),
-]
+SEQUENCES: Lengths = [(1, 1), (1, 40), (1, 13), (3, 20), (8, 8), (2, 33)]
+SEQUENCES += [(25, 25), (19, 41), (30, 33)]
 
 
 def state_of(sequences: Lengths, block_size: int, windows: list[int | None], seed: int):
@@ -61,12 +52,17 @@ def state_of(sequences: Lengths, block_size: int, windows: list[int | None], see
     return state, num_blocks + 1
 
 
-def dense_attention(query, keys, values, scale) -> torch.Tensor:
-    """Attend one query `[num_heads, head_dim]` to all of `[num_keys, num_kv_heads, head_dim]`."""
-    shared = query.shape[0] // keys.shape[1]
+def dense_attention(query, keys, values, scale, window) -> torch.Tensor:
+    """Attend the last queries `[query_len, num_heads, head_dim]` of a sequence to its keys
+    `[seq_len, num_kv_heads, head_dim]` in float64."""
+    shared = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(shared, 1) for x in (keys, values))
-    weights = torch.einsum("hd,nhd->hn", query.double(), keys).mul(scale).softmax(-1)
-    return torch.einsum("hn,nhd->hd", weights, values)
+    position = torch.arange(len(keys), device=keys.device)
+    own = position[-len(query) :, None]
+    hidden = (position > own) | (position <= own - (window or len(keys)))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def queries_of(sequences: Lengths) -> Queries:
@@ -98,8 +94,7 @@ def test_a_query_sees_its_window(window, block_size, dtype, kind, monkeypatch):
     }[kind]
     batch = check_backend(backend, compose_in_order, window, block_size, dtype)
     assert [plan.window for plan in batch.plans] == [None, window]
-    num_short = sum(query_len for query_len, _ in SEQUENCES if query_len <= max(SHORT_QUERIES))
-    assert num_rows == [num_short] * 2 * (kind == "compiled")
+    assert num_rows == [count_short(SEQUENCES)] * 2 * (kind == "compiled")
 
 
 class KnowsNoWindow(TorchAttentionBackend):
@@ -136,9 +131,8 @@ def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     state, _ = state_of(decodes, block_size, [window], seed=0)
     queries = queries_of(decodes)
     whole = compose_in_order(state, queries, block_size).on(CPU).attention[0]
-    (host,) = (
-        compose_windows(compose_in_order, [window], state, queries, block_size).on(CPU).attention
-    )
+    layout = compose_windows(compose_in_order, [window], state, queries, block_size)
+    (host,) = layout.on(CPU).attention
     shifted = window_of_decodes(whole, window, block_size)
     for found, expected in zip(shifted.seq_lens.tolist(), host.seq_lens.tolist(), strict=True):
         assert found == expected <= shifted.max_seq_len
@@ -179,7 +173,7 @@ def check_backend(
     for group, plan in enumerate(batch.plans):
         caches = cache.key_cache[group], cache.value_cache[group]
         first_seen = [0 if group == 0 else max(0, start - window + 1) for start in starts]
-        keys, values, rows = [], [], []
+        keys, values = [], []
         for row, (_, seq_len) in enumerate(sequences):
             whole = draw(2, seq_len, 2, 8)
             seen = torch.arange(first_seen[row] // block_size * block_size, seq_len)
@@ -191,16 +185,12 @@ def check_backend(
             values.append(whole[1])
         query = draw(len(batch.input_ids), 4, 8)
         output = plan.attend(query, *caches, 0.3)
-        for (query_len, seq_len), key, value, shifted in zip(
-            sequences, keys, values, query.split([n for n, _ in sequences]), strict=True
-        ):
-            for i in range(query_len):
-                end = seq_len - query_len + i + 1
-                begin = 0 if group == 0 else max(0, end - window)
-                seen = key[begin:end], value[begin:end]
-                rows.append(dense_attention(shifted[i], *seen, 0.3))
+        parts = query.split([n for n, _ in sequences]), keys, values
+        expected = [
+            dense_attention(*tensors, 0.3, windows[group]) for tensors in zip(*parts, strict=True)
+        ]
         atol = TOLERANCE[dtype]
-        torch.testing.assert_close(output.double(), torch.stack(rows), atol=atol, rtol=0)
+        torch.testing.assert_close(output.double(), torch.cat(expected), atol=atol, rtol=0)
     return batch
 
 
