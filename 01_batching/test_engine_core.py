@@ -188,3 +188,28 @@ def test_two_engines_share_nothing():
     run(other, again)
     assert [len(runner.plans) for runner in runners] == [2, 4]
     assert (a.output_token_ids, again.output_token_ids) == (SCRIPT[:2], SCRIPT[:4])
+
+
+def test_a_step_that_is_not_finished_is_waited_for_once():
+    """`execute` begins a step, `wait` ends it: its output is used only then."""
+    events = []
+
+    class SlowRunner:
+        def execute(self, plan):
+            events.append(("execute", list(plan.num_scheduled_tokens)))
+            return self
+
+        def wait(self):
+            events.append("wait")
+            return StepOutput({"a": [5]})
+
+    class Watching(FCFSScheduler):
+        def update_from_output(self, plan, output):
+            events.append(("update", output.token_ids))
+            return super().update_from_output(plan, output)
+
+    engine = EngineCore(Watching(), SlowRunner())
+    engine.add_request(make("a", [1], max_tokens=2))
+    (result,) = engine.step()
+    assert result.new_token_ids == [5]
+    assert events == [("execute", ["a"]), "wait", ("update", {"a": [5]})]

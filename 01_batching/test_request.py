@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -86,6 +87,8 @@ def test_lists_of_stops_become_tuples_and_one_string_is_one_stop():
     assert params.stop_token_ids == (5, 6)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    with pytest.raises(FrozenInstanceError):
+        params.max_tokens = 3
 
 
 def test_temperature_zero_is_greedy_and_stays_zero():
@@ -222,3 +225,11 @@ def test_the_posts_names_are_mapped_to_names_of_this_repository():
     request = make(prompt=range(20))
     request.num_computed_tokens = 3
     assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (20, 17, 2)
+
+
+def test_a_finished_request_takes_no_more_tokens():
+    request = make(max_tokens=1)
+    request.append_output_token(7)
+    with pytest.raises(AssertionError, match="finished"):
+        request.append_output_token(7)
+    assert request.all_token_ids == [1, 2, 3, 7]

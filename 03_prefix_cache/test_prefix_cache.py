@@ -2,8 +2,8 @@
 
 `NaiveModel` knows no hashes and no tree. It keeps (extra keys, all tokens up to a block's end) ->
 block, and answers every question by looking at all of them. `World` drives a cache, its pool and
-the model with the same calls and compares everything they show; a state machine, random walks and
-an exhaustive search drive `World`.
+the model with the same calls and compares everything they show; a state machine and an exhaustive
+search drive `World`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_pool import Block, BlockPool
+from prefix_cache import MatchCursor
 from prefix_cache_local import (
     BLOCK_SIZE,
     PrefixCacheLocal,
@@ -183,3 +184,19 @@ def test_the_check_notices(name):
     DAMAGE[name](cache, a, b, c)
     with pytest.raises(AssertionError):
         cache.check_invariants()
+
+
+def test_with_a_path_an_insertion_looks_up_its_parent_and_the_new_blocks():
+    class CountingDict(dict):
+        num_gets = 0
+
+        def get(self, key, default=None):
+            CountingDict.num_gets += 1
+            return super().get(key, default)
+
+    cache = PrefixCacheLocal(50, block_size=2)
+    tokens, cursor, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
+    cache._by_hash = CountingDict()
+    for index, block in enumerate(blocks):
+        cache.insert(tokens, [block], start=index, cursor=cursor)
+    assert CountingDict.num_gets == 99  # each new block and, but for the first, its parent

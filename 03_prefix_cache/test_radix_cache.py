@@ -289,3 +289,10 @@ def test_damage_is_noticed(name):
     DAMAGE[name](rig.cache, path)
     with pytest.raises(AssertionError):
         rig.cache.check_invariants()
+
+
+def test_an_invalidation_keeps_the_order_of_eviction(rig):
+    blocks = {letter: rig.warm(letter)[0] for letter in "ABCD"}
+    rig.cache.evict(1)  # A: the heap is now B, D, C
+    rig.cache.invalidate(rig.pool.blocks[blocks["B"]])
+    assert rig.cache.evict(1) == 1 and rig.nodes() == {"D": 0}

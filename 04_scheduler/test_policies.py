@@ -254,7 +254,10 @@ def test_the_random_worlds_cover_each_case():
 def test_the_worked_example_of_the_walk():
     paths = {"r0": "D", "r1": "A", "r2": "ABC", "r3": "D", "r4": "AB"}
     requests = [make(name) for name in paths]
-    find = lambda request: [ord(block) for block in paths[request.request_id]]  # noqa: E731
+
+    def find(request: Request) -> list[int]:
+        return [ord(block) for block in paths[request.request_id]]
+
     assert ids(DFSWeight(find).order(requests)) == ["r2", "r4", "r1", "r0", "r3"]
     assert ids(LongestPrefixMatch(find).order(requests)) == ["r2", "r4", "r0", "r1", "r3"]
 

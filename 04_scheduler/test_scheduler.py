@@ -764,3 +764,10 @@ def test_a_queue_that_an_interrupt_has_torn_is_one_again(kind):
     scheduler.clear()
     scheduler.waiting.check_invariants()
     assert [request.request_id for request in scheduler.waiting] == ["b"]
+
+
+def test_a_prefix_that_is_being_computed_is_computed_again_on_request():
+    loop = Loop(20, cache="hash", defer_on_shared_prefix=False)
+    for name in "ab":
+        loop.take(Request.from_tokens(name, list(range(10)), 4))
+    assert scheduled_tokens(loop.step()) == {"a": 10, "b": 10}

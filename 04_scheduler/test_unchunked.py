@@ -201,3 +201,17 @@ def test_blocks_stay_reserved_for_a_prompt_beside_the_displaced_one():
     assert step(scheduler) == {"a": 8, "low": 4}
     scheduler.add_request(Request.from_tokens("urgent", list(range(100, 133)), 1, priority=0))
     assert step(scheduler) == {"a": 8, "low": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_admission_stops_at_a_request_held_back_too_long(kind):
+    """It ages when others leave the queue: in the second step here."""
+    policy = AtMost(50, held_back="x")
+    scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64, max_overtakes=2)
+    for name in ("x", "y0", "y1"):
+        scheduler.add_request(make(name, 5, 1))
+    assert step(scheduler).keys() == {"y0", "y1"}
+    scheduler.add_request(make("late", 5, 1))
+    assert step(scheduler) == {}
+    policy.held_back.clear()
+    assert step(scheduler).keys() == {"x", "late"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from acceptance import SpecDecodeStats
 
 
@@ -26,3 +28,9 @@ def test_counts_can_be_added():
             for drafted, accepted in part:
                 stats.observe(drafted, accepted)
         assert first + second == whole
+
+
+def test_the_posts_names_are_keys_and_others_are_not():
+    assert SpecDecodeStats()["speedup"] == 0
+    with pytest.raises(KeyError):
+        SpecDecodeStats()["num_tokens_saved"]

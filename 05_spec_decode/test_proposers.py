@@ -187,3 +187,8 @@ def test_a_step_indexes_new_tokens_only(num_old):
 def test_options_that_make_no_sense_are_named(options, name):
     with pytest.raises(ValueError, match=f"^{name} must be "):
         BulkNgramProposer(**options)
+
+
+def test_each_request_has_its_number_of_drafts():
+    with pytest.raises(ValueError):
+        NgramProposer(2).propose(follow(make_request([1, 2]), make_request([3], "b")), [2])

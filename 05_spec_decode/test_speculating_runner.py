@@ -119,9 +119,11 @@ class Bench:
         self.inner = Inner()
         self.runner = SpeculatingRunner(self.inner, self.recorder, self.recorder, self.inner.state)
 
-    def step(self, *rows: Row, resumed: Sequence[str] = ()) -> StepOutput:
+    def step(
+        self, *rows: Row, resumed: Sequence[str] = (), finished: Sequence[str] = ()
+    ) -> StepOutput:
         """Each row is a new request, unless it is resumed."""
-        plan = SchedulerOutput()
+        plan = SchedulerOutput(finished_req_ids=set(finished))
         output = self.inner.output = StepOutput()
         for row in rows:
             sampled = [] if row.num_uncomputed_tokens or row.error else list(row.sampled)
@@ -494,3 +496,12 @@ def test_lengths_that_adapt_change_no_token_and_see_the_steps():
             assert outputs == continuation(request.prompt_token_ids, request.max_tokens, VOCAB)
         engine.check_counts()
         assert length.verify_cost.has_seen and length._requests == {}
+
+
+def test_a_request_that_has_finished_is_forgotten_before_its_id_begins_again():
+    bench = Bench()
+    bench.step(Row("1"))
+    bench.recorder.log.clear()
+    bench.step(Row("1"), finished=["1"])
+    names = [name for name, *_ in bench.recorder.log]
+    assert names[:4] == ["remove_request", "remove_request", "choose", "propose"]

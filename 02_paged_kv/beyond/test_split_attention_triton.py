@@ -193,8 +193,8 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
     together, starts = attend(case), torch.tensor([0, 1], device=device)
     for row, (_, seq_len) in enumerate(lengths):
         names = ("seq_lens", "block_tables", "slot_mapping")
-        own = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
-        metadata = replace(case.metadata, query_start_loc=starts, max_seq_len=seq_len, **own)
+        fields = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
+        metadata = replace(case.metadata, query_start_loc=starts, max_seq_len=seq_len, **fields)
         alone = attend(replace(case, query=case.query[row : row + 1], metadata=metadata))
         assert torch.equal(alone[0], together[row])
 

@@ -58,8 +58,8 @@ def dense_attention(query, keys, values, scale, window) -> torch.Tensor:
     shared = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(shared, 1) for x in (keys, values))
     position = torch.arange(len(keys), device=keys.device)
-    own = position[-len(query) :, None]
-    hidden = (position > own) | (position <= own - (window or len(keys)))
+    rows = position[-len(query) :, None]
+    hidden = (position > rows) | (position <= rows - (window or len(keys)))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values)

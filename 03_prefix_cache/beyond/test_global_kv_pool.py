@@ -403,3 +403,24 @@ def test_eight_threads_publish_ask_copy_and_drop_without_a_contradiction(seed, h
             thread.join(WAIT_S)
         assert not failures and not any(thread.is_alive() for thread in threads), failures
         pool.check_invariants()
+
+
+def test_the_index_is_only_touched_under_the_lock():
+    """No other call runs meanwhile, so only the code that touches the index can hold the lock."""
+    names = "get pop setdefault values items __getitem__ __setitem__ __delitem__ __iter__ __len__"
+    with make_pool(max_blocks_per_node=2) as pool:
+
+        def guarded(name: str):
+            def method(self, *args):
+                assert pool._lock.locked(), f"{name} without the lock"
+                return getattr(dict, name)(self, *args)
+
+            return method
+
+        Guarded = type("Guarded", (dict,), {name: guarded(name) for name in names.split()})
+        pool._nodes, pool._copies = Guarded(), Guarded()
+        publish(pool, "a", 0, 0, 1, 2)
+        assert pool.query(HASHES[1:]) == (5, ["a", "a"])
+        assert arrived(transfer(pool, [1, 2], "b")) == [1, 2]
+        pool.invalidate(HASHES[1:2])
+        assert pool.total_cached_blocks == 2

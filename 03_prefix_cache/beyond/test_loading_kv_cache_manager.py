@@ -532,3 +532,28 @@ def test_a_connector_that_fails_at_the_end_of_a_request_costs_nothing_but_its_he
     manager.free(request)
     assert manager.num_blocks_in_use == 0 and "ZeroDivisionError" in caplog.text
     manager.check_invariants()
+
+
+def test_loads_of_earlier_requests_delay_no_request(make_world):
+    """However many were asked about before it, it loads when they have loaded."""
+    world = make_world(4, 2)
+    names = [f"r{index}" for index in range(MAX_OVERTAKES + 3)]
+    for index, name in enumerate(names):
+        world.offer(name, [index, *[9] * 8], 4)
+    for index, name in enumerate(names):
+        for other in names[index:]:
+            assert world.get_computed_blocks(world.waiting[other]) is NotReady.LOADING
+        assert set(world.connector.loads) == {name}
+        world.connector.finish(name, 0)
+        world.get_computed_blocks(world.waiting[name])
+        world.free(name)
+
+
+def test_for_a_request_that_runs_nothing_is_loaded_and_no_load_is_waited_for(make_cache):
+    world = LoadingWorld(make_cache, 20, 2)
+    request = world.offer("a", [1, 2, 3, 4, 5], 2)
+    assert world.manager.allocate_slots(request, 5)
+    with pytest.raises(ValueError, match="'a' already has a block table"):
+        world.manager.get_computed_blocks(request)
+    world.manager.wait_for_loads()
+    assert not world.connector.calls

@@ -476,3 +476,13 @@ def test_engines_too_small_for_their_prompts_serve_right_bytes_from_a_pool_that_
     assert sum(s.num_tokens_loaded for s in stats) > 0, f"seed {seed}: nothing was loaded"
     assert sum(s.num_failed_loads for s in stats) > 0, f"seed {seed}: nothing has failed"
     pool.close()
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(39, 0), (40, 16), (41, 0)])
+def test_bytes_that_are_here_are_loaded_immediately_if_their_size_is_right(nbytes, expected):
+    engine, request = Engine(GlobalKVPool(9), "a"), make_request("0", TOKENS)
+    found = [(link, bytes(nbytes)) for link in engine.connector._chains.chain(request, 4)]
+    assert engine.connector._offer(request, found) == (16, False)
+    engine.connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
+    assert engine.connector.get_finished_load("0") == expected
+    assert len(engine.io.written) == expected // SIZE

@@ -159,3 +159,14 @@ def test_a_close_ends_loads_and_threads_and_waits_for_none(gate):
         assert not thread.is_alive()
     assert gate.num_begun == 1
     assert loads.take("a")[1] is not None
+
+
+def test_a_wait_ends_at_the_first_deadline(gate, now):
+    loads = Loads[bytes](2 * WAIT_S, clock=lambda: now[0])
+    for name, now[0] in (("a", 0.0), ("b", WAIT_S)):
+        loads.start(name, gate.parts())
+    now[0], start = 2 * WAIT_S, time.monotonic()
+    loads.wait(WAIT_S)
+    assert time.monotonic() - start < WAIT_S / 2
+    loads.close()
+    gate.open.release(3)

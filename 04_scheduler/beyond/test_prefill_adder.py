@@ -307,3 +307,23 @@ def test_a_ratio_that_was_raised_falls_again_wherever_it_began():
     for _ in range(10):
         ratio.decay()
     assert ratio.value == pytest.approx(0.1)
+
+
+def test_only_a_request_that_runs_alone_needs_no_memory_beyond_its_own():
+    """10 + 30 tokens do not fit 16. Alone it runs, and may end before it needs so much."""
+    other = [decoding("r", 1, 2, 1)]
+    for running, first, added in (([], [], "a"), ([], ["b"], "b"), (other, [], "")):
+        adder = Memory(4).adder(running=running, new_token_ratio=0.0)
+        for name in first:
+            adder.add_one_req(waiting(name, 2, 2), False)
+        assert adder.add_one_req(waiting("a", 10, 30), False) is NO_TOKEN
+        assert [request.request_id for request in adder.can_run_list] == [*added]
+
+
+def test_a_chunk_that_the_memory_refuses_keeps_the_slot():
+    memory, request = Memory(2), waiting("a", 16)
+    memory.adder(100, 8).add_one_req(request, False)
+    request.num_computed_tokens = 8
+    adder = memory.adder(100, 8)
+    assert adder.add_chunked_req(request) is request
+    assert adder.can_run_list == [] and (adder.rem_chunk_tokens, adder.rem_input_tokens) == (8, 100)

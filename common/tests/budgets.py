@@ -29,18 +29,18 @@ class Amounts(NamedTuple):
 # What each folder held on 2026-11-28, and 3 % more.
 BUDGETS = {
     ".": Amounts(code=13, tests=142, words=42659),
-    "01_batching": Amounts(code=1147, tests=1536, words=11402),
+    "01_batching": Amounts(code=1147, tests=1564, words=11402),
     "01_batching/beyond": Amounts(code=398, tests=373, words=204),
     "01_batching/testing": Amounts(tests=42),
     "02_paged_kv": Amounts(code=899, tests=1015, words=10319),
     "02_paged_kv/beyond": Amounts(code=1901, tests=1059, words=4198),
-    "03_prefix_cache": Amounts(code=1218, tests=1831, words=11785),
-    "03_prefix_cache/beyond": Amounts(code=2120, tests=2838, words=4721),
+    "03_prefix_cache": Amounts(code=1218, tests=1849, words=11785),
+    "03_prefix_cache/beyond": Amounts(code=2120, tests=2892, words=4721),
     "03_prefix_cache/testing": Amounts(tests=813),
-    "04_scheduler": Amounts(code=984, tests=2042, words=9518),
-    "04_scheduler/beyond": Amounts(code=861, tests=1744, words=13140),
+    "04_scheduler": Amounts(code=984, tests=2059, words=9518),
+    "04_scheduler/beyond": Amounts(code=861, tests=1760, words=13140),
     "04_scheduler/testing": Amounts(tests=603),
-    "05_spec_decode": Amounts(code=665, tests=1731, words=9887),
+    "05_spec_decode": Amounts(code=665, tests=1748, words=9887),
     "05_spec_decode/beyond": Amounts(code=717, tests=1222, words=97),
     "05_spec_decode/testing": Amounts(tests=242),
     "06_chunked_prefill": Amounts(code=299, tests=700, words=7046),
@@ -64,7 +64,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2024, tests=3332, pages=238, tables=533, words=964),
 }
-ALL_PYTHON_LINES = 130_199  # as `wc -l` counts them
+ALL_PYTHON_LINES = 130_400  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 
