@@ -205,7 +205,7 @@ def test_blocks_stay_reserved_for_a_prompt_beside_the_displaced_one():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_admission_stops_at_a_request_held_back_too_long(kind):
-    """It ages when others leave the queue: in the second step here."""
+    """Requests age when others leave the queue: in the second step here."""
     policy = AtMost(50, held_back="x")
     scheduler = kind(chunk_policy=policy, max_num_batched_tokens=64, max_overtakes=2)
     for name in ("x", "y0", "y1"):
