@@ -73,8 +73,15 @@ def test_double_free_is_an_error_and_changes_nothing():
     held, freed = pool.allocate(2)
     pool.free([freed])
     for blocks in ([freed], [held, freed]):  # nor is `held` freed
-        refused(pool, "cannot free block 2: .*free", pool.free, blocks)
-        refused(pool, "cannot touch block 2: .*free", pool.touch, blocks)
+        refused(pool, None, pool.free, blocks)
+
+
+def test_a_free_block_can_not_be_freed_or_touched_and_the_error_names_it():
+    pool = BlockPool(5)
+    (block,) = pool.allocate(1)
+    pool.free([block])
+    refused(pool, "cannot free block 1: .*free", pool.free, [block])
+    refused(pool, "cannot touch block 1: .*free", pool.touch, [block])
 
 
 def test_a_block_named_twice_in_one_call_is_an_error():

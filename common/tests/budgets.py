@@ -32,7 +32,7 @@ BUDGETS = {
     "01_batching": Amounts(code=1147, tests=1564, words=11402),
     "01_batching/beyond": Amounts(code=398, tests=373, words=204),
     "01_batching/testing": Amounts(tests=42),
-    "02_paged_kv": Amounts(code=899, tests=1015, words=10319),
+    "02_paged_kv": Amounts(code=899, tests=1024, words=10319),
     "02_paged_kv/beyond": Amounts(code=1901, tests=1059, words=4198),
     "03_prefix_cache": Amounts(code=1218, tests=1849, words=11785),
     "03_prefix_cache/beyond": Amounts(code=2120, tests=2892, words=4721),
@@ -45,7 +45,7 @@ BUDGETS = {
     "05_spec_decode/testing": Amounts(tests=242),
     "06_chunked_prefill": Amounts(code=299, tests=700, words=7046),
     "06_chunked_prefill/beyond": Amounts(code=474, tests=863, words=1331),
-    "common": Amounts(code=1430, tests=409, words=4368),
+    "common": Amounts(code=1431, tests=409, words=4368),
     "common/assembly": Amounts(code=712),
     "common/checkpoints": Amounts(words=839),
     "common/events": Amounts(code=1396, tests=1056, pages=5103, words=1759),
@@ -55,7 +55,7 @@ BUDGETS = {
     "common/requests": Amounts(code=819, tests=774),
     "common/runner": Amounts(code=1452, tests=1996),
     "common/sampling": Amounts(code=1497, tests=1291),
-    "common/serve": Amounts(code=3572, tests=5123, pages=629, words=8693),
+    "common/serve": Amounts(code=3572, tests=5125, pages=629, words=8693),
     "common/tests": Amounts(tests=10812),
     "workshop": Amounts(code=2, tests=17),
     "workshop/book": Amounts(code=1623, tests=1354, tables=949),
@@ -64,7 +64,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2024, tests=3332, pages=238, tables=533, words=964),
 }
-ALL_PYTHON_LINES = 130_400  # as `wc -l` counts them
+ALL_PYTHON_LINES = 130_418  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

@@ -18,7 +18,7 @@ from workshop.practice.museum import museum_page
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.museum.pictures import FOLDER as PICTURES
 from workshop.practice.museum.pictures import SCENES, picture_of
-from workshop.watch import chromium, film_command, films, live_still
+from workshop.watch import chromium, films, live_still, page_maker
 from workshop.watch.film_captions import (
     MARKER,
     cell_caption,
@@ -193,7 +193,7 @@ def test_a_page_is_opened_where_it_is_wanted(
 ) -> None:
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     opened: list[str] = []
-    monkeypatch.setattr(film_command.webbrowser, "open", opened.append)
+    monkeypatch.setattr(page_maker.webbrowser, "open", opened.append)
     out = tmp_path / "film.html"
     main(["--film", "2", "--out", str(out)])
     assert opened == []
