@@ -26,17 +26,17 @@ class TextRow:
 
 def read_rows(text: str, words: str) -> Iterator[TextRow]:
     """Yield the rows. Raises `ValueError` for a line that begins with none of `words`."""
-    head = ""
+    head, known = "", words.split()
     for row in re.split(r"\n\s*\n", text.strip()):
         lines = [x for x in _CONTINUED.sub(" ", row).split("\n") if not x.startswith("#")]
         if not lines:
             continue
-        if lines[0].partition(" ")[0] not in words.split():
+        if lines[0].partition(" ")[0] not in known:
             head = lines.pop(0)
         said: defaultdict[str, list[str]] = defaultdict(list)
         for line in lines:
             word, _, rest = line.partition(" ")
-            if word not in words.split():
+            if word not in known:
                 raise ValueError(f"{line!r} of {head!r} must begin with a known word")
             said[word].append(rest)
         yield TextRow(head, said)

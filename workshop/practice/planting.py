@@ -106,7 +106,7 @@ def swap_code(path: Path, old: str, new: str) -> None:
         raise ValueError("the functions must be the same")
     code_at = {(o.co_name, o.co_firstlineno): n for (_, o), (_, n) in zip(before, after)}
     is_loaded = False
-    for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
+    for function in [one for one in loaded_objects() if isinstance(one, FunctionType)]:
         code = function.__code__
         place = (code.co_name, code.co_firstlineno)
         if code.co_filename == str(path) and place in code_at:
@@ -119,10 +119,14 @@ def swap_code(path: Path, old: str, new: str) -> None:
         interpreter.InterpretedFunction.rewritten_fn.clear()
 
 
+def loaded_objects() -> list[Any]:
+    gc.unfreeze()  # conftest.py freezes what is loaded, and `get_objects` does not list that
+    return gc.get_objects()
+
+
 def caches_of(paths: Sequence[str]) -> list[Any]:
     """Return the `lru_cache`s of functions of these files: they keep what the old code returned."""
-    gc.unfreeze()  # conftest.py freezes what is loaded, and `get_objects` does not list that
-    found = [one for one in gc.get_objects() if type(one) is LRU_CACHE]
+    found = [one for one in loaded_objects() if type(one) is LRU_CACHE]
     codes = [getattr(one.__wrapped__, "__code__", None) for one in found]  # a builtin has none
     return [one for one, code in zip(found, codes) if code and code.co_filename in paths]
 

@@ -84,7 +84,7 @@ def test_the_least_is_each_prefix_once(tokenizer):
 
 def test_the_numbers_of_a_run():
     requests = [BenchRequest([1] * 5, 3, 9, 0.5), BenchRequest([2] * 5, 2, 9, 1.0)]
-    times = [[1.5, 2.0, 2.0], [2.0, 3.0]]  # two at once: a guess was right
+    times = [[1.5, 2.0, 2.0], [2.0, 3.0]]  # two at once: a draft token was right
     numbers = describe(Served([[7, 8, 9], [7, 7]], times, {"num_steps": 4}), requests)
     assert numbers["output_tokens_per_s"] == 5 / 2.5  # from the first arrival on
     assert numbers["ttft_ms_p50"] == 1000

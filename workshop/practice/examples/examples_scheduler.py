@@ -82,7 +82,7 @@ def room() -> Lines:
     scheduler.schedule()
     given = scheduler._allocate_or_preempt(one, 6, 0, StepPlan(6, lambda one: 6))
     held = len(scheduler.kv_memory.get_block_ids("a"))
-    yield (f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks")
+    yield f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks"
 
 
 def a_preempted_one() -> Lines:

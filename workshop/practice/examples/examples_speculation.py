@@ -81,7 +81,7 @@ def residuals() -> Lines:
     both = _sampled(four, [0, 1], None, [0.99, 0.99], 0.5, [0, 2, 4])
     yield f"two requests with one such draft token each, 0 and 1: {both}"
     p, q = [p[0], [0.1, 0.5, 0.4], p[1]], [[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]]
-    yield (f"two drafts, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}")
+    yield f"two drafts, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
 
 
 # -- exhibits
