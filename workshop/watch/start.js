@@ -21,6 +21,7 @@ async function start() {
     const num = films.length - (Watch.settings.num_turned ?? 0);
     Watch.knob.hold(films, labels, num);
     Watch.show(films.slice(0, num), labels.slice(0, num), begin);
+    if (new URLSearchParams(location.hash.slice(1)).has("ask")) Watch.guide.ask();
   } catch (error) {
     if (!(error instanceof Watch.LineError)) throw error;
     Watch.show([], []);

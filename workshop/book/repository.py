@@ -1,0 +1,2 @@
+def repository_address() -> str:
+    return ""
