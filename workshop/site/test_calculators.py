@@ -83,8 +83,8 @@ def page(open_page: OpenPage) -> Page:
 # -- the arithmetic
 
 
-def random_config(rng: random.Random, architecture: str) -> dict[str, Any]:
-    """The fields of a `config.json`, some of them absent, of a model that is quickly made."""
+def random_config(rng: random.Random, architecture: str, chance: float) -> dict[str, Any]:
+    """Fields of a `config.json`, the optional ones by chance, of a model that is quickly made."""
     num_kv_heads, head_dim = rng.choice([1, 2, 3, 8]), 2 * rng.randint(1, 64)
     num_heads, num_layers = num_kv_heads * rng.choice([1, 2, 4, 7]), rng.choice([1, 2, 6, 7, 31])
     config: dict[str, Any] = {
@@ -123,20 +123,27 @@ def random_config(rng: random.Random, architecture: str) -> dict[str, Any]:
         optional["moe_intermediate_size"] = rng.randint(1, 99)
         optional["decoder_sparse_step"] = rng.choice([1, 2, 5])
         optional["mlp_only_layers"] = rng.sample(range(num_layers), num_layers // 2)
-    return config | {name: value for name, value in optional.items() if rng.random() < 0.6}
+    return config | {name: value for name, value in optional.items() if rng.random() < chance}
 
 
-def random_models(seed: int) -> list[tuple[dict[str, Any], DecoderModel]]:
-    """`NUM_CASES` configurations of all families, and their models without weights."""
+def random_models(
+    seed: int, num_cases: int = NUM_CASES
+) -> list[tuple[dict[str, Any], DecoderModel]]:
+    """Configurations of all families in turn, and their models without weights. The first of each
+    family has many layers, and every optional field has its default."""
     rng, found = random.Random(seed), []
-    for i in range(NUM_CASES):
-        fields = random_config(rng, SUPPORTED_ARCHITECTURES[i % len(SUPPORTED_ARCHITECTURES)])
+    num_families = len(SUPPORTED_ARCHITECTURES)
+    for i in range(num_cases):
+        architecture = SUPPORTED_ARCHITECTURES[i % num_families]
+        fields = random_config(rng, architecture, chance=0.6 if i >= num_families else 0)
+        if i < num_families:
+            fields |= {"num_hidden_layers": 31, "use_sliding_window": True}
         found.append((fields, DecoderModel(ModelConfig.from_hf(fields), torch.bfloat16, "meta")))
     return found
 
 
 def test_a_config_json_is_read_as_the_engine_reads_it(page: Page) -> None:
-    models = random_models(seed=1)
+    models = random_models(1, 2 * NUM_CASES)
     known = page.evaluate("bookCalculators.MODELS")
     assert len(known) == 8
     for fields in known.values():
@@ -184,7 +191,7 @@ def experts_of(count: dict[str, int], experts: dict[str, int] | None) -> int:
 
 def test_requests_fit_as_in_the_engine(page: Page) -> None:
     rng, cases = random.Random(2), list[dict[str, Any]]()
-    models = random_models(seed=3)
+    models = random_models(3)
     for fields, _ in models:
         settings = {
             "itemsize": rng.choice(list(DTYPES)),
@@ -254,7 +261,7 @@ def kv_budget_of(
 
 def test_the_floor_of_a_decode_step_is_that_of_the_gpu_report(page: Page) -> None:
     rng, cases = random.Random(4), list[dict[str, Any]]()
-    models = random_models(seed=5)
+    models = random_models(5)
     for fields, _ in models:
         settings = {
             "requests": rng.choice([1, 2, 64, rng.randint(1, 1000)]),
@@ -344,23 +351,11 @@ KV_SENTENCES = {
     "zh-CN": "4 GiB 的 KV 内存放得下 {n} 个 2,048 token 的请求。 一个请求占 224 MiB",
 }
 LABELS = {
-    "en": (
-        "Model",
-        "Memory (GiB)",
-        "Share used (%)",
-        "Weights in",
-        "Activations etc. (GiB)",
-        "Block size (tokens)",
-    ),
-    "zh-CN": (
-        "模型",
-        "内存（GiB）",
-        "使用比例（%）",
-        "权重的格式",
-        "激活值等（GiB）",
-        "块大小（token）",
-    ),
-}
+    "en": ("Model", "Memory (GiB)", "Share used (%)", "Weights in", "Activations etc. (GiB)",
+           "Block size (tokens)"),
+    "zh-CN": ("模型", "内存（GiB）", "使用比例（%）", "权重的格式", "激活值等（GiB）",
+              "块大小（token）"),
+}  # fmt: skip
 FILES = {"en": "or drop a config.json", "zh-CN": "或拖入 config.json"}
 WINDOW_FIELD = {"en": "Tokens of a step", "zh-CN": "一步的 token 数"}
 FILE_COMPLAINTS = {
@@ -403,9 +398,8 @@ def test_a_reader_gets_the_engines_number_for_a_model_and_for_a_file(
         kv.get_by_label(label).fill(value)
     settings = {"length": 2048, "blockSize": 16, "itemsize": 2, "stepTokens": 2048}
     config = page.evaluate("bookCalculators.MODELS")["Qwen3-0.6B"]
-    assert (
-        KV_SENTENCES[language].format(n=requests_in_4_gib(config, settings)) in answer.inner_text()
-    )
+    sentence = KV_SENTENCES[language].format(n=requests_in_4_gib(config, settings))
+    assert sentence in answer.inner_text()
     assert "2 × 28 × 8 × 128 × 2 = 114,688 B = 112 KiB" in formulas.inner_text()
     assert kv.get_by_label(WINDOW_FIELD[language]).is_hidden()
     chosen = {"name": "config.json", "mimeType": "application/json"}
