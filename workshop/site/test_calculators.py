@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from common.models.layer_groups import deal_layers
 from common.models.linear import linear_layers
 from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
@@ -187,6 +188,20 @@ def num_weights(model: DecoderModel) -> int:
 
 def experts_of(count: dict[str, int], experts: dict[str, int] | None) -> int:
     return experts["number"] * count["expert"] if experts else 0
+
+
+def test_layers_share_block_tables_as_in_the_engine(page: Page) -> None:
+    rng, cases = random.Random(7), list[tuple[list[int | None], int]]()
+    while len(cases) < NUM_CASES:
+        windows = rng.choices([None, 17, 512], [5, rng.randint(0, 5), 5], k=rng.randint(1, 40))
+        cases.append((windows, rng.choice([16, 17, 18, 512, 513])))
+    answers = page.evaluate(
+        "(cases) => cases.map((one) => bookCalculators.dealLayers(...one))", cases
+    )
+    for (windows, longest), answer in zip(cases, answers, strict=True):
+        groups = deal_layers(windows, longest)
+        expected = {"size": groups.num_tensors, "windows": list(groups.windows)}
+        assert answer == expected, (windows, longest)
 
 
 def test_requests_fit_as_in_the_engine(page: Page) -> None:
