@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 TIME_BUDGET_S = 60.0
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
-MEMORY_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+POINTER = re.compile(r"\bat 0x[0-9a-f]+")
 # `static_batching` is in a `beyond/`: a notebook's own folder is importable, but not that one.
 SETUP = """\
 # {comment}
@@ -149,7 +149,9 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
             record_timing=False,
             coalesce_streams=True,  # how output is cut into messages differs from run to run
         )
-        client.create_kernel_manager().kernel_spec.argv.insert(1, "-S")
+        kernel = client.create_kernel_manager().kernel_spec
+        assert kernel is not None  # else `NoSuchKernel` was raised
+        kernel.argv.insert(1, "-S")  # `wheel_environment` says why
         client.execute(env=environment)
     if time.monotonic() > deadline:  # a cell gets a second at least, which was one too many
         raise CellTimeoutError(f"{script.name} took longer than {time_budget_s:g} s")
@@ -163,11 +165,9 @@ def _remove_noise(notebook: NotebookNode) -> None:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             if "text" in output:
-                output.text = MEMORY_ADDRESS.sub("at 0x...", output.text)
+                output.text = POINTER.sub("at 0x...", output.text)
             if "text/plain" in output.get("data", {}):
-                output.data["text/plain"] = MEMORY_ADDRESS.sub(
-                    "at 0x...", output.data["text/plain"]
-                )
+                output.data["text/plain"] = POINTER.sub("at 0x...", output.data["text/plain"])
 
 
 def write_twin(script: Path) -> bool:
