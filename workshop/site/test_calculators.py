@@ -191,7 +191,10 @@ def experts_of(count: dict[str, int], experts: dict[str, int] | None) -> int:
 
 
 def test_layers_share_block_tables_as_in_the_engine(page: Page) -> None:
-    rng, cases = random.Random(7), list[tuple[list[int | None], int]]()
+    rng = random.Random(7)
+    cases: list[tuple[list[int | None], int]] = [
+        ([None] * 2 + [17] * 3, 18)
+    ]  # either size wastes 1
     while len(cases) < NUM_CASES:
         windows = rng.choices([None, 17, 512], [5, rng.randint(0, 5), 5], k=rng.randint(1, 40))
         cases.append((windows, rng.choice([16, 17, 18, 512, 513])))
