@@ -183,7 +183,7 @@ def unfilled(text: str, folder: Path) -> Iterator[str]:
 
 def _body(match: re.Match[str], folder: Path) -> str:
     """Return the new content of a block. Raises `KeyError` if its source is not there."""
-    source = _find(match["file"], folder).read_text(encoding="utf-8")
+    source = find_file(match["file"], folder).read_text(encoding="utf-8")
     if match["symbol"] is not None:
         return symbol_source(source, match["symbol"])
     if find_quote(source, match["code"]) is not None:
@@ -204,12 +204,14 @@ def _body(match: re.Match[str], folder: Path) -> str:
 
 def first_line(match: re.Match[str], folder: Path) -> tuple[Path, int] | None:
     """Return the file that a block quotes, and the number of its first quoted line."""
-    path = _find(match["file"], folder)
+    path = find_file(match["file"], folder)
     lines = find_quote(path.read_text(encoding="utf-8"), match["code"])
     return (path, min(lines)) if lines else None
 
 
-def _find(name: str, folder: Path) -> Path:
+def find_file(name: str, folder: Path) -> Path:
+    """Return the file that a page in `folder` calls `name`: next to it, at this place in the
+    repository, or the module of this name. Raises `KeyError` if there is none."""
     for path in (folder / name, ROOT / name):
         if path.is_file():
             return path

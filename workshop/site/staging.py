@@ -5,7 +5,7 @@
 A page keeps its place, except that a `README.md` becomes the `index.md` of its folder. In the
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
 is listed in a group of its own. Links to pages stay relative; those to other files of the
-repository become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
+repository, and file names in code, become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
 places: a film's still becomes the film, `<!-- calculator: kv -->` becomes a calculator, and a
 quotation gets a link to its lines."""
 
@@ -19,11 +19,12 @@ import subprocess
 from pathlib import Path, PurePath
 
 from workshop.book.path import ROOT
-from workshop.book.quoted import BLOCK, first_line
+from workshop.book.quoted import BLOCK, find_file, first_line
 from workshop.site.page_tree import Tree, home_page, toctrees
 
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 STILL = re.compile(
     r"!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\)"
@@ -105,6 +106,14 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         tree.sources.setdefault(place, set()).add(name)
         return f"{match[0]}\n\n{{.lines}}\n[{source.name}:{line}](source:{place}#L{line})\n"
 
+    def named_file(match: re.Match[str]) -> str:
+        try:
+            place = str(find_file(match["path"], home).resolve().relative_to(ROOT))
+        except KeyError:
+            return match[0]
+        tree.sources.setdefault(place, set()).add(name)
+        return f"[{match[0]}](source:{place})"
+
     def link(match: re.Match[str]) -> str:
         target, anchor = (home / match["path"]).resolve(), match["anchor"] or ""
         if target.is_dir() and (target / "README.md").exists():
@@ -131,7 +140,9 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
     text = BLOCK.sub(quotation, SWITCH.sub("", text, count=1))
     parts, end = [], 0
-    for code in CODE.finditer(text):  # what looks like a link in code is none
-        parts += [LINK.sub(link, text[end : code.start()]), code[0]]
+    for code in CODE.finditer(text):  # in code nothing is a link
+        parts.append(LINK.sub(link, text[end : code.start()]))
         end = code.end()
+        is_label = text[end : end + 1] == "]"
+        parts.append(code[0] if is_label else FILE.sub(named_file, code[0]))
     return "".join([*parts, LINK.sub(link, text[end:])])

@@ -114,6 +114,18 @@ def test_what_is_code_stays(tree: Tree) -> None:
     assert "CONTRIBUTING" in tree.sources["Makefile"]
 
 
+def test_the_name_of_a_file_leads_to_it(tree: Tree) -> None:
+    page = tree.pages["04_scheduler/index"]
+    text = staged(
+        "`scheduler.py` `llm.py` `no_such.py` [`a.py`](scheduler.py)", "p", page, tree, True
+    )
+    assert text == (
+        "[`scheduler.py`](source:04_scheduler/scheduler.py) [`llm.py`](source:common/llm.py) "
+        "`no_such.py` [`a.py`](source:04_scheduler/scheduler.py)"
+    )
+    assert {"p", "common/index"} <= tree.sources["common/llm.py"]
+
+
 def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
     path = ROOT / "CONTRIBUTING.md"
     text = staged("[x](README.md#the-map) [y](README.md)", "CONTRIBUTING", path, tree, True)
