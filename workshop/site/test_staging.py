@@ -117,11 +117,11 @@ def test_what_is_code_stays(tree: Tree) -> None:
 def test_the_name_of_a_file_leads_to_it(tree: Tree) -> None:
     page = tree.pages["04_scheduler/index"]
     text = staged(
-        "`scheduler.py` `llm.py` `no_such.py` [`a.py`](scheduler.py)", "p", page, tree, True
+        "`scheduler.py` `llm.py` `no_such.py` [`llm.py`](scheduler.py)", "p", page, tree, True
     )
     assert text == (
         "[`scheduler.py`](source:04_scheduler/scheduler.py) [`llm.py`](source:common/llm.py) "
-        "`no_such.py` [`a.py`](source:04_scheduler/scheduler.py)"
+        "`no_such.py` [`llm.py`](source:04_scheduler/scheduler.py)"
     )
     assert {"p", "common/index"} <= tree.sources["common/llm.py"]
 
