@@ -199,9 +199,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self.num_tokens, self.includes_stop = 0, includes_stop
         self._tokenizer = tokenizer
-        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(self._stop):
-            raise ValueError(f"stop must be non-empty strings, got {self._stop!r}")
+        self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._is_first = not any(

@@ -18,7 +18,7 @@ from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
 from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.sampling_rules import LIMITS, apply_min_p
+from common.sampling.sampling_rules import apply_min_p
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
 from common.tests.sampling_cases import RECIPES, as_plain, make_sampling, mixed_sampling, staged
@@ -289,14 +289,6 @@ def test_the_kernel_sampler_agrees_with_the_other(
     assert set(launched) == known
 
 
-def test_a_greedy_batch_launches_nothing(device: torch.device, launched: list[str]) -> None:
-    """The highest logit is PyTorch's own to find."""
-    params = [SamplingParams(temperature=0)] * 3
-    batch = SimpleNamespace(sampling=make_sampling(params))
-    tokens = Sampler(9, KERNELS).sample(torch.eye(3, 12, device=device), batch).token_ids
-    assert tokens == {"r0": [0], "r1": [1], "r2": [2]} and not launched
-
-
 @pytest.mark.usefixtures("more_ways")
 def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> None:
     torch.manual_seed(0)
@@ -438,9 +430,3 @@ def test_a_bad_row_stays_bad(device: torch.device) -> None:
     for rows in (logits, torch.zeros_like(logits), logits.double()):
         tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))
         assert ((tokens >= 0) & (tokens < 40)).all()
-
-
-def test_the_shape_kernel_applies_the_first_limits() -> None:
-    """Others are applied after it, in the order of the table."""
-    fused = sampler_kernel.KERNELS.fused
-    assert tuple(rule.name for rule in LIMITS[: len(fused)]) == fused

@@ -47,7 +47,8 @@ def film_folder() -> Path:
     folder = FILMS / digest.hexdigest()[:16]
     if not folder.exists():
         # torch, and all that computes
-        from workshop.watch.films import BEYOND, FILMS as CHAPTERS, NUM_TAKES, page_of, shoot
+        from workshop.watch.films import BEYOND, NUM_TAKES, page_of, shoot
+        from workshop.watch.films import FILMS as CHAPTERS
         from workshop.watch.workloads import load_cast
 
         shutil.rmtree(FILMS, ignore_errors=True)  # those of older code
@@ -97,7 +98,7 @@ def build(has_films: bool) -> None:
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"make book: pagefind failed:\n{run.stdout}{run.stderr}")
-    shutil.copyfile(HERE / "static" / "languages.html", OUT / "index.html")
+    shutil.copyfile(HERE / "languages.html", OUT / "index.html")
     for folder in ("stage", "jupyter_execute"):
         shutil.rmtree(OUT / folder, ignore_errors=True)
 
@@ -118,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pdf", action="store_true", help="print the book, a PDF a language")
     options = parser.parse_args(arguments)
     if sys.version_info < (3, 11) or find_spec("sphinx") is None:
-        raise SystemExit("make book: the book is built by Python 3.11 or newer, with the extra [book]")
+        raise SystemExit(
+            "make book: the book is built by Python 3.11 or newer, with the extra [book]"
+        )
     start = time.monotonic()
     build(has_films=not options.no_films)
     num_pages = sum(1 for _ in OUT.glob("??/**/*.html"))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from workshop.book.path import ROOT
-from workshop.site.staging import Tree
+from workshop.site.page_tree import Tree
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -65,9 +65,7 @@ def source_page(path: str, pages: set[str]) -> str:
         code = highlight(own.read_text(encoding="utf-8"), lexer, numbered)
         code = code.replace('id="L-', 'id="L')
     up = "../" * (path.count("/") + 1)
-    links = (
-        f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages)
-    )
+    links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))
     light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
     text = f"Linked from: {' · '.join(links)}"
     return _PAGE.format(path=html.escape(path), pages=text, code=code, light=light, dark=dark)

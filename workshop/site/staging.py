@@ -16,62 +16,22 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, first_line
 from workshop.site.ladder_panel import with_panel
+from workshop.site.page_tree import Tree, home_page, toctrees
 
 PAGES = Path(__file__).parent / "pages"  # those that only the site has; staged at its root
-CODE = re.compile(
-    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL
-)
+CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
-STILL = re.compile(r"!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\)")
+STILL = re.compile(
+    r"!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\)"
+)
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
-HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
-CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
-CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
 FULL_SIZE = ("Full size", "全屏打开")
-
-# The sidebar: captions in both languages, and their pages. A page in or below the folder of an
-# `index` that no other `index` is nearer to is listed below that.
-SIDEBAR: dict[tuple[str, str], tuple[str, ...]] = {
-    ("Start", "开始"): ("FIRST_HOUR", "COURSE", "CALCULATORS", "READING_ALONG", "GLOSSARY"),
-    ("Chapters", "各章"): (
-        "01_batching/index",
-        "02_paged_kv/index",
-        "03_prefix_cache/index",
-        "04_scheduler/index",
-        "05_spec_decode/index",
-        "06_chunked_prefill/index",
-    ),
-    ("The engine", "引擎"): ("common/index",),
-    ("Practice", "练习"): ("MUSEUM", "INCIDENTS"),
-    ("Workshop", "工具"): (
-        "workshop/measure/bench/index",
-        "workshop/measure/index",
-        "workshop/watch/index",
-        "CONTRIBUTING",
-        "CHANGELOG",
-    ),
-}
-ENGLISH_ONLY = "英文"  # the caption of the last group of the Chinese sidebar
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """The pages of one language: `pages` maps names without suffix, such as "04_scheduler/index",
-    to their files; `english` are those that have no Chinese version."""
-
-    folder: Path
-    is_chinese: bool
-    pages: dict[str, Path]
-    english: frozenset[str]
-    repository: str = ""  # the address where sources are; "": in the site
-    sources: dict[str, set[str]] = field(default_factory=dict)  # linked files -> pages
 
 
 def page_name(path: PurePosixPath) -> str:
@@ -152,11 +112,11 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             target /= "README.md"
         place = target.relative_to(ROOT)
         page = page_name(PurePosixPath(place))
-        if (PAGES / place).exists() or target in tree.pages.values() or page in tree.pages:
-            if is_other(target, page) and anchor:  # its headings are those of the English page
-                return f"other:{page}{anchor}"
-            suffix = tree.pages[page].suffix
-            return f"{up}{page}{suffix}{anchor}"
+        if target.suffix in (".md", ".ipynb") and page in tree.pages:
+            is_translated = tree.is_chinese and page not in tree.english
+            if anchor and is_translated and ".zh" not in target.name:
+                return f"other:{page}{anchor}"  # a heading of the English page
+            return f"{up}{page}{tree.pages[page].suffix}{anchor}"
         if target.suffix in (".png", ".svg"):
             copy = tree.folder / place
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -164,9 +124,6 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             return f"{up}{place}"
         tree.sources.setdefault(str(place), set()).add(name)
         return f"source:{place}{anchor}"
-
-    def is_other(target: Path, page: str) -> bool:
-        return tree.is_chinese and page not in tree.english and ".zh" not in target.name
 
     if name == "index":
         text = home_page(text, tree.repository)
@@ -180,51 +137,3 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         parts += [LINK.sub(link, text[end : code.start()]), code[0]]
         end = code.end()
     return "".join([*parts, LINK.sub(link, text[end:])])
-
-
-def home_page(text: str, repository: str) -> str:
-    """Return the home page with its film before the commands. Without the repository's address
-    there is nothing to clone."""
-    found = HOME_FILM.search(text)
-    assert found is not None, "README.md has no picture of a film with a caption"
-    text = text.replace(found[0], "", 1)
-    start = text.index("\n```")
-    text = f"{text[:start]}\n{found[0].strip()}\n{text[start:]}"
-    clone = CLONE.search(text)
-    assert clone is not None, "README.md has no line that clones it"
-    if repository:
-        return text.replace(clone[0], clone[0].replace(" URL ", f" {repository} ").partition(" #")[0])
-    return CLONE_AND_ENTER.sub("", text)
-
-
-def toctrees(name: str, tree: Tree) -> str:
-    """Return the directives that list, in the sidebar, the pages below the page `name`."""
-    if name == "index":
-        groups = [(c[tree.is_chinese], p) for c, p in SIDEBAR.items()]
-        groups.append((ENGLISH_ONLY, tuple(sorted(tree.english - {"index"}))))
-    elif name.endswith("/index"):
-        groups = [("", tuple(sorted(n for n in tree.pages if owner(n, tree) == name)))]
-    else:
-        return ""
-    found = ""
-    for caption, pages in groups:
-        listed = [p for p in pages if p in tree.pages]
-        if caption != ENGLISH_ONLY:
-            listed = [p for p in listed if p not in tree.english]
-        if listed:
-            options = f":caption: {caption}\n" if caption else ""
-            lines = "\n".join(f"/{page}" for page in listed)
-            found += f"\n\n```{{toctree}}\n:hidden:\n{options}\n{lines}\n```\n"
-    return found
-
-
-def owner(name: str, tree: Tree) -> str:
-    """Return the `index` that lists a page: the nearest above it, "" for a page of the sidebar."""
-    if any(name in pages for pages in SIDEBAR.values()):
-        return ""
-    folder = PurePosixPath(name).parent
-    for above in (folder, *folder.parents):
-        index = "index" if str(above) == "." else f"{above}/index"
-        if index in tree.pages and index != name:
-            return index
-    return ""

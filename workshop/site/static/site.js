@@ -10,6 +10,8 @@ addEventListener("DOMContentLoaded", () => {
   const folder = `${box.dataset.root}pagefind/`;
   const style = Object.assign(document.createElement("link"), {rel: "stylesheet", href: `${folder}pagefind-ui.css`});
   const script = Object.assign(document.createElement("script"), {src: `${folder}pagefind-ui.js`});
-  script.onload = () => new PagefindUI({element: box, showImages: false, showSubResults: true, resetStyles: false});
+  script.onload = () => new PagefindUI({element: box, showImages: false, showSubResults: true, resetStyles: false,
+    // A long chapter is not worse than a short page, and a word counts as often as it is there.
+    ranking: {pageLength: 0, termFrequency: 0}});
   document.head.append(style, script);
 });
