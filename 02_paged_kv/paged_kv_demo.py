@@ -1,13 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Blocks, tables, slots
 #
@@ -166,8 +156,10 @@ assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
 # %% [markdown]
 # ## A memory map
 #
-# The same keys are drawn where they are stored: a row is a block, a box a slot, and the color shows
-# the sequence. White is empty. Paging wastes only the last slots of each sequence's last block.
+# The same keys are drawn where they are stored: a row is a block, a box is a slot, and the colour
+# shows the sequence. The first (dark) fills block 6 and three slots of block 2, as its table
+# `[6, 2]` says; the second is in block 5, and the third (pale) in blocks 1 and 4. White is empty.
+# Paging wastes only the last slots of each sequence's last block.
 
 # %%
 owner = torch.full((kv.num_blocks * block_size,), torch.nan)

@@ -1,13 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Prefixes computed once
 #
@@ -177,7 +167,9 @@ print("with a salt:", salted.num_cached_tokens, "tokens cached")
 
 # %% [markdown]
 # Sixteen questions follow one long text, all sent at the same time: with the cache the text is
-# computed once.
+# computed once. A bar is the time until all are answered: grey without a cache, light green with
+# the hash chain, dark green with the radix tree. The two green bars are much shorter than the grey
+# one. Both caches hit the same tokens, so the difference between them is noise.
 
 # %%
 questions = [text + f"def question_{i}(" for i in range(16)]

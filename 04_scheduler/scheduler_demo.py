@@ -1,13 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Stepping a scheduler by hand
 #
@@ -101,7 +91,10 @@ print(scheduler.get_stats())
 # %% [markdown]
 # ## What it looks like
 #
-# A column is a step, a row one of the blocks, a shade a request. A cross marks a preemption.
+# A column is a step, a row is one of the twelve blocks, and a shade is a request; white blocks are
+# free. `x d` marks the step in which `d` is preempted. All four requests start immediately. When
+# no block is free, `d` loses its three (step 7) and then `c` its four (step 11), and the others
+# grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
 
 
 # %%
@@ -149,6 +142,11 @@ tokens = draw(
 )
 print(scheduler.get_stats())
 
+# %% [markdown]
+# The next picture has the same requests and axes, but every request reserves the blocks of its
+# longest possible output, five each. No request is ever preempted, but `c` and `d` wait until `a`
+# and `b` have finished, and the run takes 28 steps instead of 21.
+
 # %%
 scheduler, runner = make(12, reserve_all=True)
 other_tokens = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
@@ -158,8 +156,11 @@ assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
 # %% [markdown]
 # ## Prefill first, as in SGLang
 #
-# One new request arrives in every step. The two-phase scheduler still gives every running request a
-# token. The prefill-first rule, without a bound, computes prompts as long as there are any.
+# One new request arrives in every step. The plot shows how many tokens the first request has after
+# each step. The two-phase scheduler (black) gives every running request a token, so the line rises
+# by one in each step. The prefill-first rule without a bound (grey) computes prompts as long as
+# there are any, and the first request never gets its second token. With at most three prefills in
+# a row (blue), it gets one in every fourth step.
 
 
 # %%
@@ -169,7 +170,7 @@ def tokens_of_the_first(kind, **options):
     scheduler.add_request(first)
     counts = []
     for i in range(24):
-        scheduler.add_request(Request.from_tokens(f"newcomer {i}", [i] * 8, max_new_tokens=40))
+        scheduler.add_request(Request.from_tokens(f"new {i}", [i] * 8, max_new_tokens=40))
         output = scheduler.schedule()
         scheduler.update_from_output(output, runner.execute(output).wait())
         counts.append(first.num_output_tokens)
@@ -182,7 +183,7 @@ bounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=3)
 axis.plot(bounded, color=PROMPT, label="prefill first, at most 3 in a row")
 unbounded = tokens_of_the_first(PrefillFirstScheduler, max_consecutive_prefills=None)
 axis.plot(unbounded, color=BASELINE, label="prefill first, no bound")
-axis.set(xlabel="step", ylabel="outputs of the first request", title="One newcomer in every step")
+axis.set(xlabel="step", ylabel="outputs of the first request", title="A new request in each step")
 axis.legend(frameon=False)
 plt.show()
 

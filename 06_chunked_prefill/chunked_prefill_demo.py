@@ -1,19 +1,9 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # A long prompt, one chunk at a time
 #
 # This notebook uses the code of chapter 6. It defines only a few lines that print and draw.
 #
-# **中文提要**：同样的请求，三种分块策略各跑一遍，看谁在等谁；每个 token 的代价；
+# **中文提要**：同样的请求，两种分块策略各跑一遍，看谁在等谁；每个 token 的代价；
 # 按时间定大小的块；一次注意力调用怎样同时算解码和块；
 # 最后在引擎里用三种大小的块算同一个 prompt，得到的文字相同。
 
@@ -42,7 +32,7 @@ torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
 
 # %% [markdown]
-# ## The same requests under three policies
+# ## The same requests under two policies
 #
 # Two short requests decode; in the third step a prompt of 40 tokens arrives. A step has a budget of
 # 48 tokens. Each row is a step, with the number of tokens computed for each request. The scheduler
@@ -73,7 +63,7 @@ timeline(ChunkedPrefill(16))
 # %% [markdown]
 # ## What a token costs
 #
-# The plot shows arithmetic per byte moved, for a model of 0.6 billion weights. A decode moves all
+# The table shows arithmetic per byte moved, for a model of 0.6 billion weights. A decode moves all
 # the weights for one token; a chunk uses the same weights for 256 tokens. An H200 (989 TFLOP/s in
 # bfloat16, 4.8 TB/s, by its data sheet) does about 200 FLOPs in the time in which it moves a byte.
 # Below that the memory is the limit, above it the arithmetic.
@@ -98,7 +88,10 @@ for name, starts, lens in (
 #
 # `AdaptiveChunks` learns from the clock. Here the clock is a formula, so the picture is the same
 # everywhere: 2 ms per step, 0.05 ms per token, 0.2 microseconds per query-key pair. The target is
-# 20 ms. The first chunks double in size, then they shrink while the history grows.
+# 20 ms, the black line on the right. A bar on the left is the size of a step's chunk, a dot on the
+# right is the step's time. The first chunks double in size until a step takes 20 ms. Then they
+# shrink from 158 tokens to about 20, because each token attends to a longer history, and the time
+# stays just below the line.
 
 # %%
 policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
@@ -114,7 +107,7 @@ while start < 4000:
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 left.bar(range(len(sizes)), sizes, color=PROMPT)
 left.set(xlabel="step", ylabel="tokens of the prompt")
-right.plot(times, "o-", color=PROMPT)
+right.plot(times, ".-", color=PROMPT)
 right.axhline(20, color=INK, linewidth=0.8)
 right.set(xlabel="step", ylabel="ms", ylim=0)
 plt.show()

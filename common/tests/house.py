@@ -182,8 +182,8 @@ def law_of_floors(house: House) -> list[str]:
 
 
 def rule_of_helpers(house: House) -> list[str]:
-    """Helpers that tests share are in a chapter's `testing/`, for tests and demos of this chapter
-    and of higher ones. A helper imports no higher chapter and nothing of `common` or `workshop`."""
+    """Helpers that tests share are in a chapter's `testing/`, for tests of this chapter and of
+    higher ones. A helper imports no higher chapter and nothing of `common` or `workshop`."""
     helpers = house.helpers()
     floor_of = {p.stem: str(house.chapter_of(p)) for p in house.chapter_modules()} | helpers
     floor_of |= dict.fromkeys(("common", "workshop"), "common and workshop")

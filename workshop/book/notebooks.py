@@ -5,20 +5,28 @@
     python -m workshop.notebooks --check           say which twins are missing or out of step
 
 The script, in jupytext's `py:percent` form, is edited; the notebook is made from it and never
-edited. Meaningless differences between runs (cell ids, time stamps, memory addresses, versions) are
-removed, so that running a script again changes only the results of changed code.
+edited. It gets one more cell, which installs the chapters where they are missing or says how to
+(`setup_cell`). A notebook is executed where only the project's wheel is, as it is for a reader who
+has no checkout. Meaningless differences between runs (cell ids, time stamps, memory addresses,
+versions) are removed, so that running a script again changes only the results of changed code.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import os
 import re
 import sys
+import tempfile
 import time
+import zipfile
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from workshop.book.repository import repository_address
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -26,7 +34,31 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 TIME_BUDGET_S = 60.0
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+POINTER = re.compile(r"\bat 0x[0-9a-f]+")
+# `static_batching` is in a `beyond/`: a notebook's own folder is importable, but not that one.
+SETUP = """\
+# {comment}
+import importlib.util
+
+if importlib.util.find_spec("static_batching") is None:
+{otherwise}"""
+ADVICE = """\
+    raise SystemExit(
+        "The modules of vllm-from-scratch are not installed. Clone its repository, run `make` "
+        "in it, and open this notebook there, with the kernel of its .venv."
+    )"""
+INSTALLATION = """\
+    import subprocess
+    import sys
+
+    print("installing vllm-from-scratch from {address}")
+    packages = ["git+{address}", "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
+    importlib.invalidate_caches()"""
+BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{repository}/blob/main/{notebook})"
+)
 
 
 def demo_scripts(root: Path = ROOT) -> list[Path]:
@@ -34,21 +66,70 @@ def demo_scripts(root: Path = ROOT) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("test_"))
 
 
+def setup_cell(address: str) -> str:
+    """Return the first code of a notebook, which does nothing where the chapters are importable.
+    Elsewhere it installs them from the repository at `address`; if that is "", it raises
+    `SystemExit`, whose message says how to get them."""
+    if not address:
+        return SETUP.format(comment="This notebook uses the book's modules.", otherwise=ADVICE)
+    comment = "Installs the book's modules where they are missing."
+    return SETUP.format(comment=comment, otherwise=INSTALLATION.format(address=address))
+
+
 def read_script(script: Path) -> NotebookNode:
-    """Read the script as a notebook without outputs, with fixed cell ids and metadata."""
+    """Read the script as a notebook without outputs, with fixed cell ids and metadata, and with the
+    cell and the links that it needs to run elsewhere."""
     import jupytext
+    from nbformat.v4 import new_code_cell
 
     notebook = jupytext.read(script, fmt="py:percent")
-    pairing = {"formats": "ipynb,py:percent"}
-    notebook.metadata = {"jupytext": pairing, "kernelspec": KERNELSPEC}
+    notebook.metadata = {"kernelspec": KERNELSPEC}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
+    address = repository_address()
+    if github := re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)", address):
+        _add_links(notebook, github[1], script)
+    is_code = [cell.cell_type == "code" for cell in notebook.cells]
+    notebook.cells.insert(is_code.index(True), new_code_cell(setup_cell(address)))
     for index, cell in enumerate(notebook.cells):
         cell.id = hashlib.sha256(f"{index}\n{cell.source}".encode()).hexdigest()[:8]
     return notebook
 
 
+def _add_links(notebook: NotebookNode, repository: str, script: Path) -> None:
+    """Add Colab's badge below the title, and let the pictures of the checkout be found there."""
+    folder = script.parent.name
+    badge = BADGE.format(repository=repository, notebook=f"{folder}/{script.stem}.ipynb")
+    title, _, text = notebook.cells[0].source.partition("\n")
+    notebook.cells[0].source = f"{title}\n\n{badge}\n{text}"
+    figures = f"https://raw.githubusercontent.com/{repository}/main/{folder}/figures/"
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("](figures/", f"]({figures}")
+
+
+@cache
+def wheel_folder() -> Path:
+    """Build the project's wheel and unpack it to a temporary folder, once in this process."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    temporary = tempfile.TemporaryDirectory()
+    atexit.register(temporary.cleanup)
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=temporary.name, versions=["standard"])
+    folder = Path(temporary.name) / "modules"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def wheel_environment() -> dict[str, str]:
+    """The environment in which `python -S` finds installed packages and the wheel, but not the
+    checkout, which is in a .pth file of an editable installation."""
+    packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel_folder()), *packages])}
+
+
 def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
-    """Run the script's cells in a fresh kernel, in the script's folder, and return the notebook.
+    """Run the script's cells in a fresh kernel, in an empty folder, with the modules of the wheel,
+    and return the notebook.
 
     Raises nbclient's `CellExecutionError` when a cell raises, and `CellTimeoutError` when the
     notebook as a whole takes longer than `time_budget_s`.
@@ -56,22 +137,22 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellTimeoutError
 
-    deadline = time.monotonic() + time_budget_s
     notebook = read_script(script)
-    client = NotebookClient(
-        notebook,
-        kernel_name=KERNELSPEC["name"],
-        resources={"metadata": {"path": str(script.parent)}},
-        timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
-        record_timing=False,
-        coalesce_streams=True,  # how output is cut into messages differs from run to run
-    )
-    # As in pytest, modules are found whether or not the project is installed.
-    root = script.parent.parent
-    rooms = [root.glob(f"[0-9][0-9]_*{room}") for room in ("", "/beyond", "/testing")]
-    folders = [root, *sorted(folder for found in rooms for folder in found)]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    client.execute(env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"})
+    environment = {**wheel_environment(), "TQDM_DISABLE": "1"}
+    deadline = time.monotonic() + time_budget_s
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            kernel_name=KERNELSPEC["name"],
+            resources={"metadata": {"path": folder}},
+            timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
+            record_timing=False,
+            coalesce_streams=True,  # how output is cut into messages differs from run to run
+        )
+        kernel = client.create_kernel_manager().kernel_spec
+        assert kernel is not None  # else `NoSuchKernel` was raised
+        kernel.argv.insert(1, "-S")  # `wheel_environment` says why
+        client.execute(env=environment)
     if time.monotonic() > deadline:  # a cell gets a second at least, which was one too many
         raise CellTimeoutError(f"{script.name} took longer than {time_budget_s:g} s")
     _remove_noise(notebook)
@@ -79,17 +160,14 @@ def execute(script: Path, time_budget_s: float = TIME_BUDGET_S) -> NotebookNode:
 
 
 def _remove_noise(notebook: NotebookNode) -> None:
-    notebook.metadata = {
-        **{key: notebook.metadata[key] for key in ("jupytext", "kernelspec")},
-        "language_info": {"name": "python"},
-    }
+    notebook.metadata = {"kernelspec": KERNELSPEC, "language_info": {"name": "python"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             if "text" in output:
-                output.text = ADDRESS.sub("at 0x...", output.text)
+                output.text = POINTER.sub("at 0x...", output.text)
             if "text/plain" in output.get("data", {}):
-                output.data["text/plain"] = ADDRESS.sub("at 0x...", output.data["text/plain"])
+                output.data["text/plain"] = POINTER.sub("at 0x...", output.data["text/plain"])
 
 
 def write_twin(script: Path) -> bool:

@@ -1,25 +1,103 @@
-"""Every demo script runs from beginning to end, and the tool that makes the notebooks is sound."""
+"""Every demo script runs from beginning to end where only the wheel is, its first cell says how to
+get the chapters, and the tool that makes the notebooks is sound."""
 
 # `nbformat` and `nbclient` take seconds to import, and every process of a test run collects this
 # file: they are imported where they are used.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from workshop.book.notebooks import demo_scripts, execute, main, notebook_problems, write_twin
+from workshop.book.notebooks import (
+    demo_scripts,
+    execute,
+    main,
+    notebook_problems,
+    read_script,
+    setup_cell,
+    wheel_folder,
+    write_twin,
+)
 
+ADDRESSES = ["", "https://github.com/owner/book", "https://elsewhere.org/owner/book"]
 SCRIPT = "# %% [markdown]\n# # A title\n\n# %%\nprint(6 * 7)\niter([])\n"
 
 
 @pytest.mark.sample(every=6, first=5)  # a quick one
 @pytest.mark.parametrize("script", demo_scripts(), ids=lambda path: path.name)
 def test_demo_runs(script: Path) -> None:
-    """In a fresh kernel, without an error, within the time budget of `notebooks`."""
+    """In a fresh kernel, with the wheel's modules, without an error, within the time budget."""
     executed = execute(script)
-    assert any(cell.get("outputs") for cell in executed.cells), "a demo that shows nothing"
+    setup, *others = [cell.outputs for cell in executed.cells if cell.cell_type == "code"]
+    assert not setup and any(others), "a demo that shows nothing"
+
+
+def test_notebooks_find_the_wheel_and_nothing_of_the_checkout(script: Path) -> None:
+    """Else a demo that imports the workshop or a helper of tests would run here, and only here."""
+    names = ["static_batching", "workshop", "bounded_loops"]
+    code = f"from importlib.util import find_spec\n[find_spec(name) for name in {names}]\n"
+    script.write_text(f"# %%\n{code}", encoding="utf-8")
+    (output,) = execute(script).cells[1].outputs
+    found = output.data["text/plain"]
+    assert found.count("ModuleSpec") == 1 and str(wheel_folder() / names[0]) in found
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_first_cell_does_nothing_where_the_chapters_are(address: str, tmp_path: Path) -> None:
+    (tmp_path / "static_batching.py").touch()
+    run = run_python(setup_cell(address), tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_first_cell_stops_with_advice_where_there_is_no_address(tmp_path: Path) -> None:
+    run = run_python(setup_cell("") + "\nprint('went on')", tmp_path)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("The modules of vllm-from-scratch are not installed.")
+    assert "`make`" in run.stderr and "pip install" not in run.stderr
+
+
+@pytest.mark.parametrize("address", ADDRESSES[1:])
+def test_first_cell_installs_from_the_address(address: str, tmp_path: Path) -> None:
+    """The next cell can import the installed modules. `pip` is a script here that prints its
+    arguments."""
+    pip = "import sys; print(*sys.argv[1:]); open('static_batching.py', 'w').close()"
+    (tmp_path / "pip.py").write_text(pip, encoding="utf-8")
+    run = run_python(setup_cell(address) + "\nimport static_batching", tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert f"install --quiet git+{address} matplotlib\n" in run.stdout
+
+
+def test_first_cell_stops_where_the_installation_fails(tmp_path: Path) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('no network')", encoding="utf-8")
+    run = run_python(setup_cell(ADDRESSES[1]) + "\nprint('went on')", tmp_path)
+    assert run.returncode == 1 and "no network" in run.stderr and "went on" not in run.stdout
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_notebook_links_to_github(
+    address: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colab's badge, and pictures that are found without a checkout, need a GitHub address."""
+    script.write_text(f"{SCRIPT}\n# %% [markdown]\n# ![a](figures/b.png)\n", encoding="utf-8")
+    monkeypatch.setenv("BOOK_REPOSITORY", address)
+    title, setup, _, picture = (cell.source for cell in read_script(script).cells)
+    assert setup == setup_cell(address)
+    if "github" not in address:
+        assert (title, picture) == ("# A title", "![a](figures/b.png)")
+        return
+    notebook = "https://colab.research.google.com/github/owner/book/blob/main/01_a/small_demo.ipynb"
+    assert title.startswith("# A title\n\n[![Open in Colab](") and f"]({notebook})" in title
+    raw = "https://raw.githubusercontent.com/owner/book/main/01_a"
+    assert picture == f"![a]({raw}/figures/b.png)"
 
 
 @pytest.fixture
@@ -38,7 +116,7 @@ def test_twin_is_made_once_and_then_unchanged(script: Path) -> None:
     assert write_twin(script)
     assert notebook_problems(script) == []
     twin = script.with_suffix(".ipynb")
-    outputs = nbformat.read(twin, as_version=4).cells[1].outputs
+    outputs = nbformat.read(twin, as_version=4).cells[2].outputs
     assert outputs[0].text == "42\n"
     assert outputs[1].data["text/plain"] == "<list_iterator at 0x...>"
     nbformat.validate(nbformat.read(twin, as_version=4))
@@ -60,10 +138,10 @@ def test_stored_error_and_unexecuted_cell_are_seen(script: Path) -> None:
     write_twin(script)
     twin = script.with_suffix(".ipynb")
     notebook = nbformat.read(twin, as_version=4)
-    notebook.cells[1].outputs = [
+    notebook.cells[2].outputs = [
         nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])
     ]
-    notebook.cells[1].execution_count = None
+    notebook.cells[2].execution_count = None
     nbformat.write(notebook, twin)
     problems = "\n".join(notebook_problems(script))
     assert "never executed" in problems
@@ -85,11 +163,3 @@ def test_time_budget_is_for_the_whole_notebook(script: Path) -> None:
     script.write_text("# %%\nimport time; time.sleep(1)\n\n" * 3 + "# %%\n2", encoding="utf-8")
     with pytest.raises(CellTimeoutError):
         execute(script, time_budget_s=2)
-
-
-def test_demo_imports_flat_modules(script: Path) -> None:
-    (script.parent / "flat_module_of_a_test.py").write_text("X = 5\n", encoding="utf-8")
-    other = script.parent.parent / "02_b" / "second_demo.py"
-    other.parent.mkdir()
-    other.write_text("# %%\nfrom flat_module_of_a_test import X\nX\n", encoding="utf-8")
-    assert execute(other).cells[0].outputs[0].data["text/plain"] == "5"

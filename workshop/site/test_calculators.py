@@ -1,0 +1,491 @@
+"""The site's calculators in Chromium: their arithmetic is the book's, and a reader sees it.
+
+Each comparison draws 30 inputs from a seed, edges included, and asks the JavaScript and the Python.
+Numbers below 2^53 are exact in both; powers may differ in the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from common.models.layer_groups import deal_layers
+from common.models.linear import linear_layers
+from common.models.loader import LoadedModel
+from common.models.model import DecoderModel
+from common.models.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from common.runner.kv_sizing import allocate_kv_cache
+from draft_acceptance import expected_speedup, expected_tokens_per_pass
+from grouped_kv_memory import max_blocks
+from kv_budget import BytesForKV, MemoryReading, remaining_bytes, size_kv_cache
+from workshop.book.path import ROOT
+from workshop.measure.bench.bench_roofline import kv_bytes_per_token
+from workshop.measure.bench.gpu_lab import REHEARSAL, Lab, attention_cost, decode_cost
+from workshop.watch.conftest import LIMIT_MS, browser_for_tests
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+STATIC = Path(__file__).parent / "static"
+NAMES = ("kv", "step", "speculation")
+DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
+NUM_CASES = 30
+
+browser = pytest.fixture(scope="module")(browser_for_tests)
+OpenPage = Callable[[str], "Page"]
+
+
+@pytest.fixture(scope="module")
+def open_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenPage]:
+    """`open_page("zh-CN")`: a page in that language with all calculators, 390 pixels wide.
+    At the end, no page has complained or asked for anything except itself and two files."""
+    context = browser.new_context(viewport={"width": 390, "height": 800}, offline=True)
+    context.set_default_timeout(LIMIT_MS)
+    complaints: list[str] = []
+    asked_for: list[str] = []
+    expected: list[str] = []
+    context.on("request", lambda request: asked_for.append(request.url))
+    context.on("weberror", lambda error: complaints.append(str(error.error)))
+    context.on("console", lambda message: complaints.append(message.text))
+
+    def _open(language: str) -> Page:
+        path = tmp_path_factory.mktemp("site") / "page.html"
+        files = [(STATIC / f"calculators.{suffix}").as_uri() for suffix in ("css", "js")]
+        divs = "".join(f'<div class="calculator" data-calculator="{name}"></div>' for name in NAMES)
+        path.write_text(
+            f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>t</title>'
+            f'<link rel="stylesheet" href="{files[0]}"><script src="{files[1]}"></script>{divs}',
+            encoding="utf-8",
+        )
+        page = context.new_page()
+        page.goto(path.as_uri())
+        expected.extend([path.as_uri(), *files])
+        return page
+
+    yield _open
+    context.close()
+    assert complaints == []
+    assert sorted(asked_for) == sorted(expected)
+
+
+@pytest.fixture(scope="module")
+def page(open_page: OpenPage) -> Page:
+    return open_page("en")
+
+
+# -- the arithmetic
+
+
+def random_config(rng: random.Random, architecture: str, chance: float) -> dict[str, Any]:
+    """Fields of a `config.json`, the optional ones by chance, of a model that is quickly made."""
+    num_kv_heads, head_dim = rng.choice([1, 2, 3, 8]), 2 * rng.randint(1, 64)
+    num_heads, num_layers = num_kv_heads * rng.choice([1, 2, 4, 7]), rng.choice([1, 2, 6, 7, 31])
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "num_hidden_layers": num_layers,
+        "hidden_size": num_heads * head_dim,
+        "intermediate_size": rng.randint(1, 500),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": rng.randint(1, 1000),
+        "max_position_embeddings": 64,
+    }
+    kinds = ["full_attention", "sliding_attention"]
+    optional: dict[str, Any] = {
+        "head_dim": 2 * rng.randint(1, 64),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "sliding_window": rng.choice([1, 2, 17, 512, 4096]),
+    }
+    if architecture.startswith("Llama"):
+        optional["sliding_window"] = None
+    if architecture.startswith(("Llama", "Olmo3")) and num_heads == num_kv_heads:
+        del config["num_key_value_heads"]
+    if architecture.startswith("Qwen"):
+        config["use_sliding_window"] = rng.random() < 0.7
+        optional["max_window_layers"] = rng.randint(0, num_layers)
+    if architecture.startswith("Gemma3"):
+        optional["sliding_window_pattern"] = rng.randint(1, 7)
+    if architecture.startswith(("Gemma3", "Olmo3")):
+        optional["layer_types"] = [rng.choice(kinds) for _ in range(num_layers)]
+    if architecture.startswith(("Qwen3Moe", "Mixtral")):
+        number = rng.randint(1, 9)
+        name = "num_local_experts" if rng.random() < 0.5 else "num_experts"
+        config["num_local_experts" if architecture.startswith("Mixtral") else name] = number
+        config["num_experts_per_tok"] = rng.randint(1, number)
+    if architecture.startswith("Qwen3Moe"):
+        optional["moe_intermediate_size"] = rng.randint(1, 99)
+        optional["decoder_sparse_step"] = rng.choice([1, 2, 5])
+        optional["mlp_only_layers"] = rng.sample(range(num_layers), num_layers // 2)
+    return config | {name: value for name, value in optional.items() if rng.random() < chance}
+
+
+def random_models(
+    seed: int, num_cases: int = NUM_CASES
+) -> list[tuple[dict[str, Any], DecoderModel]]:
+    """Configurations of all families in turn, and their models without weights. The first of each
+    family has many layers, and every optional field has its default."""
+    rng, found = random.Random(seed), []
+    num_families = len(SUPPORTED_ARCHITECTURES)
+    for i in range(num_cases):
+        architecture = SUPPORTED_ARCHITECTURES[i % num_families]
+        fields = random_config(rng, architecture, chance=0.6 if i >= num_families else 0)
+        if i < num_families:
+            fields |= {"num_hidden_layers": 31, "use_sliding_window": True}
+        found.append((fields, DecoderModel(ModelConfig.from_hf(fields), torch.bfloat16, "meta")))
+    return found
+
+
+def test_a_config_json_is_read_as_the_engine_reads_it(page: Page) -> None:
+    models = random_models(1, 2 * NUM_CASES)
+    known = page.evaluate("bookCalculators.MODELS")
+    assert len(known) == 8
+    for fields in known.values():
+        config = ModelConfig.from_hf(fields | {"max_position_embeddings": 64})
+        models.append((fields, DecoderModel(config, torch.bfloat16, "meta")))
+    shapes, counts = page.evaluate(
+        """(all) => {
+            const shapes = all.map(bookCalculators.readConfig);
+            return [shapes, shapes.map(bookCalculators.countWeights)];
+        }""",
+        [fields for fields, _ in models],
+    )
+    for (fields, model), shape, count in zip(models, shapes, counts, strict=True):
+        config, experts = model.config, model.config.experts
+        num_layers = config.num_hidden_layers
+        assert shape["layers"] == num_layers and shape["hidden"] == config.hidden_size, fields
+        assert shape["heads"] == config.num_attention_heads, fields
+        assert shape["kvHeads"] == config.num_key_value_heads, fields
+        assert shape["headDim"] == config.head_dim, fields
+        assert shape["windows"] == list(config.layer_windows or [None] * num_layers), fields
+        found = shape["experts"] if shape["experts"] and shape["experts"]["layers"] else None
+        assert found == (
+            experts
+            and {
+                "number": experts.num_experts,
+                "active": experts.num_active,
+                "inner": experts.intermediate_size,
+                "layers": len(experts.layers),
+            }
+        ), fields
+        assert count["every"] + experts_of(count, found) == num_weights(model), fields
+        named = model.named_parameters()
+        matrices = [each for name, each in named if each.ndim > 1 and "norm" not in name]
+        assert count["all"] == sum(each.numel() for each in matrices), fields
+
+
+def num_weights(model: DecoderModel) -> int:
+    """Weights of the matrices that are multiplied, as `Lab.num_weights` counts them."""
+    return sum(matrix.shape.numel() for matrix in linear_layers(model))
+
+
+def experts_of(count: dict[str, int], experts: dict[str, int] | None) -> int:
+    return experts["number"] * count["expert"] if experts else 0
+
+
+def test_layers_share_block_tables_as_in_the_engine(page: Page) -> None:
+    rng, cases = random.Random(7), list[tuple[list[int | None], int]]()
+    while len(cases) < NUM_CASES:
+        windows = rng.choices([None, 17, 512], [5, rng.randint(0, 5), 5], k=rng.randint(1, 40))
+        cases.append((windows, rng.choice([16, 17, 18, 512, 513])))
+    answers = page.evaluate(
+        "(cases) => cases.map((one) => bookCalculators.dealLayers(...one))", cases
+    )
+    for (windows, longest), answer in zip(cases, answers, strict=True):
+        groups = deal_layers(windows, longest)
+        expected = {"size": groups.num_tensors, "windows": list(groups.windows)}
+        assert answer == expected, (windows, longest)
+
+
+def test_requests_fit_as_in_the_engine(page: Page) -> None:
+    rng, cases = random.Random(2), list[dict[str, Any]]()
+    models = random_models(3)
+    for fields, _ in models:
+        settings = {
+            "itemsize": rng.choice(list(DTYPES)),
+            "blockSize": rng.choice([1, 2, 16, 256, rng.randint(1, 999)]),
+            "length": rng.choice([1, 16, 17, 2048, rng.randint(1, 200_000)]),
+            "stepTokens": rng.choice([1, 8192, rng.randint(1, 3000)]),
+        }
+        weights, others = rng.randint(0, 1 << 36), rng.randint(0, 1 << 31)
+        free = rng.choice([0, rng.randint(0, 1 << 24), rng.randint(0, 1 << 36)])
+        memory = {"total": weights + others + free, "share": rng.choice([0.5, 0.9, 0.95, 1])}
+        cases.append(
+            memory | {"weights": weights, "others": others, "settings": settings, "fields": fields}
+        )
+    answers = page.evaluate(
+        """(cases) => cases.map(({total, share, weights, others, settings, fields}) => {
+            const shape = bookCalculators.readConfig(fields);
+            const bytes = bookCalculators.bytesForKV(total, share, weights, others);
+            const token = bookCalculators.kvBytesPerToken(shape, settings.itemsize);
+            return {bytes, token, ...bookCalculators.fitRequests(shape, {bytes, ...settings})};
+        })""",
+        cases,
+    )
+    num_fitting = 0
+    for case, (_, model), answer in zip(cases, models, answers, strict=True):
+        settings, others = case["settings"], case["others"]
+        activations = rng.randint(0, others)
+        before = MemoryReading(case["total"], 0, case["weights"] + 7, 0)  # 7: the warm-up's KV
+        reserved = case["weights"] + 9
+        free = case["total"] - reserved - (others - activations)
+        peak = before.reserved + activations
+        after = MemoryReading(case["total"], free, reserved, peak)
+        available = remaining_bytes(before, after, 7, case["share"])
+        assert answer["bytes"] == available.num_bytes, case
+        budget, per_request = kv_budget_of(model, settings, available)
+        assert answer["perRequest"] == per_request, case
+        assert (
+            answer["requests"] == (budget - 1) // per_request if budget else not answer["requests"]
+        )
+        num_fitting += budget > 0
+        config, dtype = model.config, DTYPES[settings["itemsize"]]
+        loaded: Any = SimpleNamespace(
+            config=config, model=SimpleNamespace(embed_weight=SimpleNamespace(dtype=dtype))
+        )
+        assert answer["token"] == kv_bytes_per_token(loaded), case
+    assert 8 <= num_fitting < NUM_CASES
+
+
+def kv_budget_of(
+    model: DecoderModel, settings: dict[str, Any], available: BytesForKV
+) -> tuple[int, int]:
+    """The blocks that the engine would take, 0 if no request fits, and the blocks of a request. The
+    steps are those of `make_kv_cache`."""
+    length, block_size = settings["length"], settings["blockSize"]
+    of_dtype: Any = DecoderModel(model.config, DTYPES[settings["itemsize"]], "meta")
+    of_dtype.group_layers(length)
+    cache = allocate_kv_cache(LoadedModel(of_dtype, model.config, ()), 1, block_size)
+    windows = of_dtype.groups.windows
+    per_request = max_blocks(length, block_size, windows, settings["stepTokens"])
+    limits = block_size, 1 << 50, length
+    try:
+        budget = size_kv_cache(cache.kv_bytes_per_block, *limits, available, per_request)
+    except ValueError as failure:
+        assert "lower max_model_len" in str(failure)
+        return 0, per_request
+    return budget.num_blocks, per_request
+
+
+def test_the_floor_of_a_decode_step_is_that_of_the_gpu_report(page: Page) -> None:
+    rng, cases = random.Random(4), list[dict[str, Any]]()
+    models = random_models(5)
+    for fields, _ in models:
+        settings = {
+            "requests": rng.choice([1, 2, 64, rng.randint(1, 1000)]),
+            "context": rng.choice([1, 2048, rng.randint(1, 100_000)]),
+            "weightBytes": rng.choice([0.5, 1, 2, 4]),
+            "kvBytes": rng.choice([1, 2, 4]),
+            "bandwidth": rng.choice([18.3, 3350, rng.uniform(1, 8000)]),
+            "rate": rng.choice([0.5, 989, rng.uniform(0.01, 2000)]),
+        }
+        cases.append({"settings": settings, "fields": fields})
+    answers = page.evaluate(
+        """(cases) => cases.map(({settings, fields}) =>
+            bookCalculators.decodeFloor(bookCalculators.readConfig(fields), settings))""",
+        cases,
+    )
+    bounds = set()
+    for case, (_, model), answer in zip(cases, models, answers, strict=True):
+        settings = case["settings"]
+        cost = cost_of(model, settings)
+        assert answer["bytes"] == pytest.approx(cost[0], rel=1e-12), case
+        assert answer["operations"] == pytest.approx(cost[1], rel=1e-12), case
+        lab = Lab(torch.device("cpu"), REHEARSAL, 0)
+        ceilings = {
+            "copy_gb_per_s": [settings["bandwidth"]],
+            "matrix_tflop_per_s": [settings["rate"]],
+        }
+        lab.__dict__["ceilings"] = ceilings  # instead of measuring them
+        measured_ms = rng.uniform(1, 1000)
+        floor = lab.beside_floor([measured_ms], (round(cost[0]), round(cost[1])))
+        assert answer["ms"] == pytest.approx(floor["floor_ms"], rel=1e-6, abs=1e-6), case
+        by = "memory" if answer["memoryMs"] > answer["arithmeticMs"] else "arithmetic"
+        assert by == floor["by"], case
+        bounds.add(by)
+    assert bounds == {"memory", "arithmetic"}
+
+
+def cost_of(model: DecoderModel, settings: dict[str, Any]) -> tuple[float, float]:
+    """Bytes and operations of a step: `decode_cost`'s for a model of matrices of 16 bits, without
+    experts or windows, and what changes with each of these."""
+    config, n, context = model.config, settings["requests"], settings["context"]
+    read: float = num_weights(model)
+    used: float = read
+    if (experts := config.experts) is not None:
+        all_experts = len(experts.layers) * experts.num_experts
+        all_experts *= 3 * config.hidden_size * experts.intermediate_size
+        share_not_read = (
+            1 - experts.num_active / experts.num_experts
+        ) ** n  # as common/models/experts says
+        read -= all_experts * share_not_read
+        used -= all_experts * (1 - experts.num_active / experts.num_experts)
+    windows = config.layer_windows or (None,) * config.num_hidden_layers
+    seen = [min(context, window or context) for window in windows]
+    if config.layer_windows or experts:
+        no_layers = replace(config, num_hidden_layers=0)
+        attention = [attention_cost(config, n, length) for length in seen]
+        num_bytes = (
+            decode_cost(no_layers, 0, n, 0)[0] + 2 * read + sum(cost[0] for cost in attention)
+        )
+        operations = 2 * n * used + sum(cost[1] for cost in attention)
+    else:
+        num_bytes, operations = decode_cost(config, num_weights(model), n, context)
+    kv_numbers = 2 * n * sum(seen) * config.num_key_value_heads * config.head_dim
+    num_bytes += (settings["weightBytes"] - 2) * read + (settings["kvBytes"] - 2) * kv_numbers
+    return num_bytes, operations
+
+
+def test_the_gain_of_speculation_is_chapter_5s(page: Page) -> None:
+    rng = random.Random(6)
+    cases = [(0.0, 0, 0.0, 1.0), (1.0, 7, 0.3, 1.2), (1.0, 0, 0.0, 0.5), (0.0, 5, 1.0, 2.0)]
+    while len(cases) < NUM_CASES:
+        sizes = rng.random(), rng.choice([0, 1, rng.randint(0, 60)])
+        cases.append((*sizes, rng.uniform(0, 2), rng.uniform(0.01, 5)))
+    answers = page.evaluate(
+        """(cases) => cases.map(([a, k, c, v]) => [bookCalculators.expectedTokens(a, k),
+            bookCalculators.expectedSpeedup(a, k, c, v)])""",
+        cases,
+    )
+    for case, (tokens, speedup) in zip(cases, answers, strict=True):
+        assert tokens == pytest.approx(expected_tokens_per_pass(*case[:2]), rel=1e-12), case
+        assert speedup == pytest.approx(expected_speedup(*case), rel=1e-12), case
+
+
+# -- the page
+
+KV_SENTENCES = {
+    "en": "4 GiB of KV memory hold {n} requests of 2,048 tokens. A request takes 224 MiB",
+    "zh-CN": "4 GiB 的 KV 内存放得下 {n} 个 2,048 token 的请求。 一个请求占 224 MiB",
+}
+LABELS = {
+    "en": ("Model", "Memory (GiB)", "Share used (%)", "Weights in", "Activations etc. (GiB)",
+           "Block size (tokens)"),
+    "zh-CN": ("模型", "内存（GiB）", "使用比例（%）", "权重的格式", "激活值等（GiB）",
+              "块大小（token）"),
+}  # fmt: skip
+FILES = {"en": "or drop a config.json", "zh-CN": "或拖入 config.json"}
+WINDOW_FIELD = {"en": "Tokens of a step", "zh-CN": "一步的 token 数"}
+FILE_COMPLAINTS = {
+    "en": (
+        "architectures is GptOssForCausalLM, which is not supported",
+        "config.json is not JSON",
+        "hidden_size in config.json must be a whole number > 0, got null",
+        "num_key_value_heads in config.json must divide 3, got 2",
+    ),
+    "zh-CN": (
+        "不支持 architectures 为 GptOssForCausalLM",
+        "config.json 不是 JSON",
+        "config.json 的 hidden_size 应为大于 0 的整数，实际是 null",
+        "config.json 的 num_key_value_heads 应整除 3，实际是 2",
+    ),
+}
+FIELD_COMPLAINTS = {
+    "en": ("“Memory (GiB)” must be a number from 0.001", "“Block size (tokens)” must be a whole"),
+    "zh-CN": ("“内存（GiB）”应为 0.001 到", "“块大小（token）”应为 1 到 1,000,000 的整数"),
+}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "vocab_size": 100, "sliding_window": 512, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("language", ["en", "zh-CN"])
+def test_a_reader_gets_the_engines_number_for_a_model_and_for_a_file(
+    open_page: OpenPage, language: str
+) -> None:
+    """Chapter 2's example: Qwen3-0.6B needs 112 KiB for a token and 224 MiB for 2,048 tokens."""
+    page = open_page(language)
+    kv = page.locator("[data-calculator=kv]")
+    model, total, share, weights, others, block_size = LABELS[language]
+    answer, formulas = kv.locator("output"), kv.locator("dl")
+    kv.get_by_label(model, exact=True).select_option("Qwen3-0.6B")
+    kv.get_by_label(weights).select_option("0")
+    for label, value in ((total, "4"), (share, "100"), (others, "0")):
+        kv.get_by_label(label).fill(value)
+    settings = {"length": 2048, "blockSize": 16, "itemsize": 2, "stepTokens": 2048}
+    config = page.evaluate("bookCalculators.MODELS")["Qwen3-0.6B"]
+    sentence = KV_SENTENCES[language].format(n=requests_in_4_gib(config, settings))
+    assert sentence in answer.inner_text()
+    assert "2 × 28 × 8 × 128 × 2 = 114,688 B = 112 KiB" in formulas.inner_text()
+    assert kv.get_by_label(WINDOW_FIELD[language]).is_hidden()
+    chosen = {"name": "config.json", "mimeType": "application/json"}
+    files = kv.get_by_label(FILES[language])
+
+    def choose(text: str) -> None:
+        files.set_input_files([{**chosen, "buffer": text.encode()}])
+
+    choose(json.dumps(GEMMA))
+    answer.get_by_text(f"{requests_in_4_gib(GEMMA, settings):,}").wait_for()
+    assert kv.get_by_label(WINDOW_FIELD[language]).is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    changes = {"hidden_size": None}, {"num_attention_heads": 3, "num_key_value_heads": 2}
+    wrong = ["{", *(json.dumps(GEMMA | change) for change in changes)]
+    wrong.insert(0, json.dumps({"architectures": ["GptOssForCausalLM"]}))
+    for text, complaint in zip(wrong, FILE_COMPLAINTS[language], strict=True):
+        choose(text)
+        answer.get_by_text(complaint).wait_for()
+        assert formulas.inner_text() == ""
+    number, whole_number = FIELD_COMPLAINTS[language]
+    kv.get_by_label(total).fill("")
+    assert number in answer.inner_text()
+    assert kv.get_by_label(total).get_attribute("aria-invalid") == "true"
+    kv.get_by_label(total).fill("4")
+    kv.get_by_label(block_size).fill("1.5")
+    assert whole_number in answer.inner_text()
+
+
+def requests_in_4_gib(fields: dict[str, Any], settings: dict[str, Any]) -> int:
+    config = ModelConfig.from_hf(fields | {"max_position_embeddings": 64})
+    model = DecoderModel(config, torch.bfloat16, "meta")
+    num_blocks, per_request = kv_budget_of(model, settings, BytesForKV(4 << 30, "4 GiB"))
+    return (num_blocks - 1) // per_request
+
+
+def test_a_dropped_file_is_read_and_a_measured_time_is_compared(page: Page) -> None:
+    step = page.locator("[data-calculator=step]")
+    page.evaluate(
+        """(text) => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], "config.json"));
+            const settings = {dataTransfer: data, cancelable: true};
+            const drop = new DragEvent("drop", settings);
+            document.querySelector("[data-calculator=step]").dispatchEvent(drop);
+        }""",
+        json.dumps(GEMMA),
+    )
+    step.get_by_text("6 layers").wait_for(state="attached")
+    settings = {"requests": 64, "context": 1024, "weightBytes": 2, "kvBytes": 2}
+    model = DecoderModel(ModelConfig.from_hf(GEMMA), torch.bfloat16, "meta")
+    ms = cost_of(model, settings)[0] / 3350e6
+    step.get_by_label("Measured (ms)").fill("0.5")
+    answer = step.locator("output").inner_text()
+    assert f"at least {ms:.4g} ms, bound by bandwidth" in answer
+    assert f"The measured 0.5 ms are {100 * ms / 0.5:.4g}% of the roofline." in answer
+
+
+def test_a_change_is_seen_while_it_is_typed(page: Page) -> None:
+    speculation = page.locator("[data-calculator=speculation]")
+    answer = speculation.locator("output")
+    assert "pays: 2.101 times" in answer.inner_text()
+    speculation.get_by_label("Draft pass c (steps)").press_sequentially("9")  # 0.19
+    assert f"pays: {expected_speedup(0.8, 4, 0.19, 1.2):.4g} times" in answer.inner_text()
+    speculation.get_by_label("Acceptance a").fill("0.1")
+    assert f"loses: {expected_speedup(0.1, 4, 0.19, 1.2):.4g} times" in answer.inner_text()
+
+
+def test_every_calculator_is_on_the_page_of_calculators_and_in_one_chapter() -> None:
+    mark, div = (r"<!-- calculator: (\w+) -->", r'data-calculator="(\w+)"')
+    for suffix in (".md", ".zh.md"):
+        chapters = [path.read_text("utf-8") for path in ROOT.glob(f"0*/README{suffix}")]
+        assert sorted(re.findall(mark, "".join(chapters))) == sorted(NAMES)
+        page = STATIC.parent / "pages" / f"CALCULATORS{suffix}"
+        assert re.findall(div, page.read_text("utf-8")) == list(NAMES)
