@@ -2,4 +2,6 @@
 
 `python -m workshop.NAME` finds NAME in each of the folders below; imports name the folder, too."""
 
-__path__ += [f"{__path__[0]}/{folder}" for folder in ("book", "practice", "watch", "measure", "site")]
+__path__ += [
+    f"{__path__[0]}/{folder}" for folder in ("book", "practice", "watch", "measure", "site")
+]

@@ -1,10 +1,9 @@
-"""Recording can begin and end between any two steps, and any part that keeps the contracts is
-recorded: another scheduler, another cache, a pipeline."""
+"""What recording does between steps, at errors and at its end; and any cache that keeps the
+contract is recorded."""
 
 from __future__ import annotations
 
 import io
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 import prefix_cache_local
-import scheduler
 from block_pool import Block
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
@@ -21,20 +19,15 @@ from common.events import text_deltas
 from common.events.listener_chain import listener_of, observe
 from common.events.memory_changes import MemoryChanges
 from common.serve.kv_events import CacheChanges
-from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.engine_oracle import finish, paged_runner
 from common.tests.film_runs import (
     RecordedRun,
     Workshop,
     check_film,
-    random_config,
-    short_prompts,
 )
-from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
-from preemptive_scheduler import PreemptiveScheduler
 from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, PrefixKey
 from request import Request, RequestStatus, SamplingParams
-from step_plan import PreemptiveSchedulerOutput
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
 
@@ -48,64 +41,6 @@ def make_engine(loaded, **config) -> LLMEngine:
 
 def tokens_of(outputs) -> dict[str, list[int]]:
     return {name: output.outputs[0].token_ids for name, output in outputs.items()}
-
-
-def serve(engine: LLMEngine, prompts: list[list[int]], recorded: RecordedRun, seed: int) -> dict:
-    """Requests come; watching begins and ends again and again. After each watched step the film is
-    the engine, from its snapshot on."""
-    rng, ended, waiting = random.Random(seed), {}, list(enumerate(prompts))
-    for step in range(400):
-        if waiting and rng.random() < 0.6:
-            number, prompt = waiting.pop(0)
-            engine.add_request(f"r{number}", prompt, GREEDY, priority=number % 3)
-        if step % 9 == 3:
-            recorded = RecordedRun(recorded.path)
-            engine.watch(recorded.path)
-            recorded.look(engine)
-        elif step % 9 == 8:
-            check_film(recorded)
-            engine.unwatch()
-        if not waiting and not engine.has_unfinished_requests():
-            return ended
-        ended |= {o.request_id: o for o in engine.step() if o.finished}
-        if step % 9 in range(3, 8):
-            recorded.look(engine)
-    raise AssertionError("it does not end")
-
-
-CONFIGS = [
-    {"preempt_every": 3, "prefix_cache": "radix"},
-    {"policy": "lpm", "num_blocks": 24, "kv_tiers": KVTierConfig(64)},
-    {"scheduler": "prefill_first", "policy": "priority", "preempt_every": 4},
-    {"scheduler": "fcfs", "chunked_prefill": False, "max_num_batched_tokens": 256},
-    {"overlap_scheduling": True, "preempt_every": 3, "chunked_prefill": 7},
-    {"speculative": {"method": "ngram", "adaptive": False}, "prefix_cache": None},
-]
-
-
-def any_config(seed: int) -> dict:
-    config = random_config(random.Random(seed), 50)
-    if "speculative" in config:
-        config["speculative"]["method"] = "ngram"
-    return config
-
-
-MANY_MORE = [pytest.param(any_config(seed), marks=pytest.mark.slow) for seed in range(40)]
-
-
-@pytest.mark.parametrize(
-    "config", CONFIGS + MANY_MORE, ids=lambda config: "-".join(map(str, config))[:60]
-)
-def test_a_film_may_begin_and_end_in_the_middle_of_a_run(
-    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
-) -> None:
-    """Running, waiting, preempted and loading requests, cached blocks and plans in flight are in
-    the snapshot, and no token differs."""
-    prompts = short_prompts(family_oracle, 50)[:10] * 2
-    plain = serve_unwatched(make_engine(family_loaded, **config), prompts)
-    recorded = RecordedRun(tmp_path / "run.jsonl")
-    ended = serve(make_engine(family_loaded, **config), prompts, recorded, 5)
-    assert tokens_of(ended) == plain
 
 
 def moments(path: Path) -> list[str]:
@@ -185,12 +120,14 @@ def test_nothing_is_written_while_state_is_changed(random_loaded) -> None:
             torn.append(engine.recorder.is_inconsistent)
             return super().write(text)
 
-    engine, torn = make_engine(random_loaded), list[bool]()
-    engine.watch(Looking())
+    engine, stream, torn = make_engine(random_loaded), Looking(), list[bool]()
+    engine.watch(stream)
     torn.clear()
     engine.add_request("a", [1, 2, 3], GREEDY)
     finish(engine)
-    assert len(torn) == 8 and not any(torn)
+    engine.unwatch()
+    finish_again = serve_unwatched(engine, [[1, 2, 3]])
+    assert len(torn) == 8 and not any(torn) and finish_again and not stream.closed
 
 
 class Counting(SchedulePolicy):
@@ -324,31 +261,13 @@ def test_the_undecoded_rest_of_a_request_that_fails_has_no_token(
     assert recorder._finishes["a"]["rest"] == rest
 
 
-class OneTokenLate:
-    """A decoder that has the text of a token when the next one comes, or at the end."""
-
-    def __init__(self, *_: Any, **options: bool) -> None:
-        self.ready = self.pending = ""
-
-    def append(self, token_id: int) -> None:
-        self.ready, self.pending = self.pending, chr(token_id)
-
-    def take_delta(self) -> str:
-        text, self.ready = self.ready, ""
-        return text
-
-    def finish(self) -> None:
-        self.ready, self.pending = self.pending, ""
-
-
-def test_the_last_token_adds_what_is_left_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_deltas, "IncrementalDetokenizer", OneTokenLate)
-    texts = text_deltas.TextDeltas({}, object())  # type: ignore[arg-type]
-    request = Request.from_tokens("a", [65, 66])
-    assert texts.begin(request) == ["", "AB"]
-    assert texts.add(request, [67]) == [""]
+def test_the_last_token_adds_what_is_left_to_decode(shipped_tokenizer) -> None:
+    texts, ids = text_deltas.TextDeltas({}, shipped_tokenizer), shipped_tokenizer.encode("a😀")[:-1]
+    request, rest = Request.from_tokens("a", ids), [""] * (len(ids) - 2)
+    assert texts.begin(request) == ["a", *rest, "\ufffd"]
+    assert texts.add(request, ids[:-1]) == ["a", *rest]
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert texts.add(request, [68]) == ["CD"]
+    assert texts.add(request, ids[-1:]) == ["\ufffd"]
 
 
 def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_loaded) -> None:
@@ -410,32 +329,6 @@ def test_a_recorded_run_that_starts_after_a_preemption_knows_the_lost_tokens(
         engine.step()
     bounds = [plan.get("recomputed", {}) for step in Film.read(path).steps() for plan in step.plans]
     assert {gone.request_id: gone.num_tokens - 2} in bounds  # one token was added since
-
-
-def test_a_text_stream_is_written_to_and_not_closed(random_loaded) -> None:
-    engine, stream = make_engine(random_loaded), io.StringIO()
-    engine.watch(stream)
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    engine.step()
-    num_lines = stream.getvalue().count("\n")
-    engine.unwatch()
-    finish(engine)
-    assert not stream.closed and stream.getvalue().count("\n") == num_lines > 3
-
-
-@pytest.mark.parametrize("is_watched", [False, True])
-def test_a_place_that_is_none_changes_nothing(
-    is_watched: bool, random_loaded, tmp_path: Path
-) -> None:
-    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
-    if is_watched:
-        engine.watch(path)
-    watch = engine._plugins.get("watch")
-    with pytest.raises(FileNotFoundError):
-        engine.watch(tmp_path / "none" / "run.jsonl")
-    assert engine._plugins.get("watch") is watch
-    serve_unwatched(engine, [[1, 2, 3]])
-    assert not is_watched or moments(path)[-1] == "result"
 
 
 # -- parts of a user
@@ -525,49 +418,3 @@ def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.Monkey
         assert any(happened["shared"] for happened in found) and any(
             happened["published"] for happened in found
         )
-
-
-class ShortestFirst(PreemptiveScheduler):
-    """A third scheduler: it admits one request a step, and schedules every running request for all
-    its uncomputed tokens; when memory is short, it preempts the last one."""
-
-    def can_start(self, request) -> bool:
-        return len(self.running) < 3 and super().can_start(request)
-
-    def schedule(self) -> PreemptiveSchedulerOutput:
-        step = self.begin_step()
-        for request in list(self.running.values()):
-            num = min(self.num_uncomputed_tokens(request), step.budget)
-            while num and request.request_id in self.running:
-                if self.kv_memory.allocate_slots(request, num):
-                    step.add(request, num)
-                    break
-                victim = next(reversed(self.running.values()))
-                step.remove(victim)
-                step.preempted.append(victim)
-                self.preempt(victim)
-        waiting = [] if step.preempted else list(self.waiting)
-        for request in sorted(waiting, key=lambda r: r.num_tokens)[:1]:
-            computed = (
-                self.get_computed_blocks(request) if self.can_start(request) else NotReady.LOADING
-            )
-            if not isinstance(computed, ComputedBlocks):
-                continue
-            num = min(request.num_tokens - computed.num_tokens, step.budget)
-            if num and self.start_running(request, computed, num, 0):
-                self.waiting.remove_request(request)
-                step.add(request, num)
-            else:
-                step.stop = ("blocks" if num else "budget", request.request_id)
-        return self.finish_step(step)
-
-
-def test_a_third_scheduler_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*arguments, watermark: float, **options) -> ShortestFirst:
-        return ShortestFirst(*arguments, **options)
-
-    monkeypatch.setattr(scheduler, "Scheduler", make)
-    for seed in (4, 5):
-        recorded = workshop.run(seed, num_blocks=30, block_size=3, max_num_seqs=4)
-        check_film(recorded)
-    assert all("finish" in row for row in Film.read(recorded.path).requests().values())

@@ -3,10 +3,6 @@ the process; and the reason why a request waits is the right one, with every sch
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +11,10 @@ from typing import Any
 import pytest
 
 from bounded_loops import as_long_as
-from common.demo import main as demo
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from common.events.frames import REASONS, reasons_to_wait
-from common.events.run_line import _plain, check_place
+from common.events.run_line import _plain
 from common.events.wait_reasons import WaitReasons
 from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
@@ -96,18 +91,6 @@ def test_without_events_no_reasons_are_recorded(random_loaded) -> None:
 # -- the file
 
 
-def test_llm_writes_a_film_of_text(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    llm = LLM(events=path, num_blocks=50, dtype="float32", num_threads=1)
-    (output,) = llm.generate("def f(x):\n    return", GREEDY, use_tqdm=False)
-    film = Film.read(path)
-    request, state = film.requests()["request-0"], film.last_state()
-    assert "".join(request["prompt_pieces"]) == "def f(x):\n    return"
-    assert len(request["prompt_pieces"]) == len(request["prompt"]) and request["outputs"]
-    assert request["text"] == output.outputs[0].text
-    assert len(state["pieces"]["request-0"]) == len(request["outputs"])
-
-
 def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: Path) -> None:
     """For the user and in the recorded run, the stop string has precedence over `max_tokens`."""
     path = tmp_path / "run.jsonl"
@@ -124,6 +107,7 @@ def test_a_stop_string_in_the_last_token_that_may_come_is_the_reason(tmp_path: P
     ended = [*Film.read(path).requests().values()][-1]
     finish = ended["finish"]
     assert (ended["text"], finish["reason"], finish["stop_reason"]) == (less, "stop", last)
+    assert "".join(ended["prompt_pieces"]) == "def add(a, b):"
 
 
 def test_the_run_line_describes_the_run_without_a_folder(
@@ -144,25 +128,11 @@ def test_the_run_line_describes_the_run_without_a_folder(
     assert _plain("adapters", {"tests": "../" + tmp_path.name + "/some"}) == {"tests": "some"}
 
 
-@pytest.mark.parametrize("value", ["", 5, b"x"])
-def test_events_that_are_no_file_name_are_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=f"events must be .*None, got {value!r}"):
-        EngineConfig(events=value)  # type: ignore[arg-type]
-
-
-def test_a_place_for_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"events must be a file.*{tmp_path.name}"):
-        check_place(tmp_path)
-    with pytest.raises(FileNotFoundError, match="events must be in an existing folder"):
-        check_place(tmp_path / "none" / "run.jsonl")
-
-
-def test_the_demo_writes_a_film_of_its_prompts_only(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "run.jsonl"
-    arguments = ["--events", str(path), "--num-prompts", "2", "--max-tokens", "3"]
-    assert demo([*arguments, "--num-threads", "1"]) == 0
-    capsys.readouterr()
-    assert len(Film.read(path).requests()) == 2
+NO_PLACES = (
+    (".", ValueError, "a file, not a folder"),
+    ("none/run.jsonl", FileNotFoundError, "in an existing folder"),
+    ("run.jsonl/run", FileNotFoundError, "in an existing folder"),
+)
 
 
 def test_each_step_is_in_the_file_when_it_returns(
@@ -172,34 +142,14 @@ def test_each_step_is_in_the_file_when_it_returns(
     engine = make_engine(random_loaded, path)
     engine.add_request("a", random_oracle.prompts[0], GREEDY)
     assert Film.read(path).lines == []
-    for step in range(3):
+    for step, (place, error, named) in enumerate(NO_PLACES):
         engine.step()
+        with pytest.raises(error, match=f"events must be {named}"):
+            engine.watch(tmp_path / place)
         assert Film.read(path).num_steps == step + 1
         assert path.read_bytes().endswith(b"\n")
     engine.abort_request("a")
     assert Film.read(path).requests()["a"]["finish"]["reason"] == "abort"
-
-
-def test_a_killed_process_leaves_a_film_of_whole_steps(tmp_path: Path) -> None:
-    """Nothing is closed, no handler runs. Before its `LLM(events=...)`, nothing of this room was
-    even imported."""
-    path = tmp_path / "run.jsonl"
-    code = (
-        "import os, signal, sys; from common.llm import LLM, SamplingParams;"
-        "LLM(num_blocks=50, num_threads=1);"
-        "print([m for m in sys.modules if m.startswith('common.events')], flush=True);"
-        "llm = LLM(events=sys.argv[1], num_blocks=50, num_threads=1); e = llm.engine;"
-        "e.add_request('a', 'def', SamplingParams(max_tokens=50, ignore_eos=True));"
-        "[e.step() for _ in range(5)]; forward = e.core.runner.forward;"
-        "e.core.runner.forward = lambda batch: os.kill(os.getpid(), signal.SIGKILL); e.step()"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (-signal.SIGKILL, "[]\n"), run.stderr
-    for line in path.read_text().splitlines():
-        json.loads(line)
-    film = Film.read(path)
-    assert film.num_steps == 5 and len(film.last_state()["outputs"]["a"]) == 5
 
 
 # -- errors, and two steps in flight

@@ -19,7 +19,7 @@ from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
-from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, write_random
+from workshop.measure.bench.random_weights import QWEN3_0_6B, write_random
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -159,30 +159,6 @@ def test_many_names_are_cut_short(checkpoint):
         load_model(checkpoint)
 
 
-NORM, VALUES = "model.norm.weight", "model.layers.1.self_attn.v_proj.weight"
-QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
-
-
-@pytest.mark.parametrize(
-    "case, name, wrong, message",
-    [
-        (
-            "mistral",
-            VALUES,
-            torch.zeros(32, 48),
-            r"must have one shape, got \(32, 48\).* \(48, 32\) by",
-        ),
-        # One that would broadcast.
-        ("qwen3", QUERY_NORM, torch.zeros(1), r"must have one shape, got \(1,\).* \(16,\) by"),
-        ("mistral", NORM, torch.ones(32).char(), "must have dtype"),
-    ],
-)
-def test_a_tensor_of_another_shape_or_kind_is_named(case, name, wrong, message, tmp_path):
-    edit_weights(save_case(case, tmp_path), lambda tensors: tensors.update({name: wrong}))
-    with pytest.raises(ValueError, match=f"{name} {message}"):
-        load_model(tmp_path)
-
-
 def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
     before = state(checkpoint)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -221,13 +197,6 @@ def test_a_tied_matrix_stored_twice_with_different_values_is_refused(tmp_path):
     save_case("qwen2", tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1e-9}))
     with pytest.raises(ValueError, match=r"tie_word_embeddings must be false .*, got true"):
-        load_model(tmp_path)
-
-
-def test_untied_by_config_needs_a_head(tmp_path):
-    save_case("qwen2", tmp_path)
-    edit_json(tmp_path / "config.json", tie_word_embeddings=False)
-    with pytest.raises(ValueError, match=f"lacks tensors that the model needs: {HEAD}$"):
         load_model(tmp_path)
 
 
@@ -277,36 +246,20 @@ def test_a_tensor_in_two_shards_is_refused(sharded):
         load_model(sharded)
 
 
-@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 3}])
-def test_an_index_without_a_proper_weight_map_is_refused(weight_map, sharded):
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        *((wrong, "weight_map must map") for wrong in (None, ["a"], {"a": 3})),
+        ({"a": "../whole/model.safetensors"}, "file names must .*, got '../whole/model.safeten"),
+    ],
+)
+def test_an_index_without_a_proper_weight_map_is_refused(weight_map, message, sharded):
     edit_json(sharded / INDEX, weight_map=weight_map)
-    with pytest.raises(ValueError, match="weight_map must map"):
-        load_model(sharded)
-
-
-def test_an_index_cannot_point_outside_its_directory(sharded):
-    edit_json(sharded / INDEX, weight_map={"a": "../whole/model.safetensors"})
-    with pytest.raises(ValueError, match=r"file names must .*, got '../whole/model.safetensors'"):
+    with pytest.raises(ValueError, match=message):
         load_model(sharded)
 
 
 # -- broken and missing files
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, -1, None])
-def test_a_file_that_is_cut_or_is_a_pointer_is_named(keep, checkpoint):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-    data = pointer if keep is None else (checkpoint / WEIGHTS).read_bytes()[:keep]
-    (checkpoint / WEIGHTS).write_bytes(data)
-    with pytest.raises(ValueError, match=r"model\.safetensors is corrupt or incomplete"):
-        load_model(checkpoint)
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1, 2]", b""])
-def test_a_broken_config_is_named(content, checkpoint):
-    (checkpoint / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_model(checkpoint)
 
 
 def test_an_unsupported_architecture_lists_the_supported_ones(checkpoint):
@@ -439,30 +392,6 @@ def test_end_of_text_ids_that_are_no_integers_are_refused(value, checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id"):
         load_model(checkpoint)
-
-
-# -- random models
-
-
-TINY = dataclasses.replace(
-    QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, intermediate_size=40
-)
-
-
-def test_a_random_model_depends_on_its_seed_alone():
-    def weights(seed: int) -> dict:
-        return dict(random_model(TINY, seed).model.named_parameters())
-
-    assert_same_weights(weights(0), weights(0))
-    first, second = weights(0), weights(1)
-    assert not torch.equal(first["embed_weight"], second["embed_weight"])
-    assert all(p.isfinite().all() for p in first.values())
-    assert (first["norm_weight"] == 1).all() and abs(first["embed_weight"].std() - 0.02) < 1e-3
-
-
-def test_a_random_model_can_be_used_at_once():
-    logits = PagedHarness(random_model(TINY).model, 1).step([(0, 0, [1, 2, 3])])
-    assert logits.isfinite().all() and logits.std() > 0
 
 
 def test_qwen3_0_6b_has_the_published_shape():

@@ -84,6 +84,7 @@ def file(change: Callable[[Path], object], name: str) -> Callable[[Path], None]:
 
 
 EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
+NORM = "model.layers.1.self_attn.q_norm.weight"  # of 16
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 0}
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -112,6 +113,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an expert missing": (tensors(lambda found: found.pop(EXPERT)), f"needs: {EXPERT}"),
     "a tensor over": (tensors(lambda t: t.update(own=torch.zeros(2))), "the model lacks: own"),
+    "broadcasts": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), "must have one shape, got"),
     "integers": (tensors(lambda t: t.update({QUERY: t[QUERY].char()})), f"{QUERY} must have dtype"),
     "a window of 0": (fields(sliding_window=0, **WINDOWS), "sliding_window must"),
     "another length": (
@@ -121,6 +123,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no list": (fields(layer_types=7), "layer_types must"),
     "no config": (file(Path.unlink, "config.json"), "has no config.json"),
     "no JSON": (file(lambda p: p.write_text("{"), "config.json"), "cannot read"),
+    "no text": (file(lambda p: p.write_bytes(b"\xff\xfe"), "config.json"), "cannot read"),
+    "a list": (file(lambda p: p.write_text("[1, 2]"), "config.json"), "config.json"),
     "no safetensors": (file(Path.unlink, WEIGHTS), f"has no weights: neither {WEIGHTS} nor"),
     "only .bin": (
         file(lambda p: p.rename(p.with_name("pytorch_model.bin")), WEIGHTS),

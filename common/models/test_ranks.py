@@ -12,6 +12,9 @@ def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_st
     every = [Ranks(tp_size, num_stages, rank) for rank in range(tp_size * num_stages)]
     assert [r.stage * tp_size + r.tp_rank for r in every] == list(range(len(every)))
     assert [r.stage for r in every if r.is_output_rank] == [num_stages - 1]
+    for rank in (-1, len(every)):
+        with pytest.raises(ValueError, match=f"^rank must .*, got {rank}"):
+            Ranks(tp_size, num_stages, rank)
     assert sum(r.is_first_stage for r in every) == sum(r.is_last_stage for r in every) == tp_size
     for num_layers in range(num_stages, 14):
         for tp_rank in range(tp_size):
@@ -25,22 +28,3 @@ def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_st
 def test_what_is_left_goes_to_the_middle_then_to_the_first():
     sizes = {n: [len(Ranks(1, 4, r).layers(n)) for r in range(4)] for n in range(4, 8)}
     assert sizes == {4: [1, 1, 1, 1], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be .*>= 1, got 0"),
-        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size must be .*>= 1, got -1"),
-        ({"tensor_parallel_size": 2, "rank": 2}, "rank must .*, got 2"),
-        ({"rank": -1}, "rank must .*, got -1"),
-    ],
-)
-def test_places_that_do_not_exist(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Ranks(**fields)
-
-
-def test_more_stages_than_layers():
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size must be <= 3.*, got 4"):
-        Ranks(1, 4, 0).layers(3)

@@ -28,6 +28,7 @@ class RecordedRun:
     ends: dict[str, tuple] = field(default_factory=dict)  # by name of a member: how it ended
     num_errors: int = 0
     what: str = ""
+    is_late: bool = False  # some samples of its requests may have ended before it
     _position: int = 0
 
     def look(self, engine: LLMEngine) -> None:
@@ -136,7 +137,7 @@ def serve(
     num_coming = rng.randint(3, 12)
     for step in range(400):
         if 0 < step == first_step:
-            recorded = RecordedRun(path)
+            recorded = RecordedRun(path, is_late=True)
             engine.watch(path)
             recorded.look(engine)
         if num_requests < num_coming and rng.random() < 0.5:
@@ -222,14 +223,15 @@ class Workshop:
     prompts: list[list[int]]
     num_runs: int = 0
 
-    def run(self, seed: int, **config: Any) -> RecordedRun:
+    def run(self, seed: int, first_step: int = 0, **config: Any) -> RecordedRun:
         """With random settings, if none are given."""
         rng = random.Random(seed)
         config = config or random_config(rng, max(map(len, self.prompts)))
         tokenizer = self.tokenizer if rng.random() < 0.8 else None
         self.num_runs += 1
         path = self.folder / f"{self.num_runs}.jsonl"
-        recorded = serve(path, self.loaded, tokenizer, self.prompts, seed, self.draft, **config)
+        how = (tokenizer, self.prompts, seed, self.draft, first_step)
+        recorded = serve(path, self.loaded, *how, **config)
         recorded.what = f"seed {seed}: {config}"
         return recorded
 
@@ -239,6 +241,8 @@ def check_film(recorded: RecordedRun) -> None:
     film = Film.read(recorded.path)
     requests = film.requests()
     for name, end in recorded.ends.items():
+        if recorded.is_late and name not in requests:
+            continue
         row = requests[name]
         finish = row["finish"]
         reached = (row["outputs"], row["text"], finish["reason"], finish["stop_reason"])

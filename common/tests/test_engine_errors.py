@@ -199,6 +199,8 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("model", 5),
         ("model", ""),
         ("device", None),
+        ("events", ""),
+        ("events", b"x"),
         ("speculative", {"method": "draft", "model": 5}),
         ("num_blocks", 10**9),
         ("num_blocks", 10**18),

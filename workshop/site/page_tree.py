@@ -89,10 +89,6 @@ def home_page(text: str, repository: str) -> str:
     text = text.replace(found[0], "", 1)
     start = text.index("\n```")
     text = f"{text[:start]}\n{found[0].strip()}\n{text[start:]}"
-    clone = CLONE.search(text)
-    assert clone is not None, "README.md has no line that clones it"
     if repository:
-        return text.replace(
-            clone[0], clone[0].replace(" URL ", f" {repository} ").partition(" #")[0]
-        )
+        return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
     return CLONE_AND_ENTER.sub("", text)

@@ -16,14 +16,14 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, first_line
 from workshop.site.ladder_panel import with_panel
 from workshop.site.page_tree import Tree, home_page, toctrees
 
-PAGES = Path(__file__).parent / "pages"  # those that only the site has; staged at its root
+PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 STILL = re.compile(
@@ -34,8 +34,9 @@ SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the 
 FULL_SIZE = ("Full size", "全屏打开")
 
 
-def page_name(path: PurePosixPath) -> str:
+def page_name(path: PurePath) -> str:
     """Return the name that the page `path`, relative to the repository, has in the site."""
+    path = path.relative_to(PAGES) if path.is_relative_to(PAGES) else path
     name = str(path).removesuffix(path.suffix).removesuffix(".zh")
     return re.sub(r"(^|/)README$", r"\1index", name)
 
@@ -47,10 +48,8 @@ def find_pages(folder: Path, is_chinese: bool, repository: str) -> Tree:
     ).stdout.split()
     english: dict[str, Path] = {}
     chinese: dict[str, Path] = {}
-    for path in map(PurePosixPath, listed):
-        own = ROOT / path
-        place = path.relative_to(PAGES.relative_to(ROOT)) if own.is_relative_to(PAGES) else path
-        (chinese if place.stem.endswith(".zh") else english)[page_name(place)] = own
+    for path in map(PurePath, listed):
+        (chinese if path.stem.endswith(".zh") else english)[page_name(path)] = ROOT / path
     if not is_chinese:
         return Tree(folder, False, english, frozenset(), repository)
     missing = frozenset(
@@ -84,7 +83,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
     """Return a page as it is staged under `name`: its links, and what the site adds to it. Copies
     the pictures that it shows."""
     up = "../" * name.count("/")  # to the root of the language
-    home = path.parent if not path.is_relative_to(PAGES) else ROOT
+    home = path.parent
 
     def film(match: re.Match[str]) -> str:
         still = (home / f"{match['path']}figures/film.png").resolve()
@@ -111,7 +110,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         if target.is_dir() and (target / "README.md").exists():
             target /= "README.md"
         place = target.relative_to(ROOT)
-        page = page_name(PurePosixPath(place))
+        page = page_name(place)
         if target.suffix in (".md", ".ipynb") and page in tree.pages:
             is_translated = tree.is_chinese and page not in tree.english
             if anchor and is_translated and ".zh" not in target.name:

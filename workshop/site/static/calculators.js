@@ -381,7 +381,7 @@
       });
       if (wrong.length > 0) return complain(wrong.join(" "));
       const answer = compute(shape, values);
-      result.replaceChildren(h("strong", {}, answer.result), ` ${answer.detail}`);
+      result.replaceChildren(h("strong", {}, answer.result), say(" ", "") + answer.detail);
       formulas.replaceChildren(...answer.lines.flatMap(([name, formula, numbers, outcome]) => [
         h("dt", {}, name),
         h("dd", {}, `= ${formula}`, h("br", {}), `= ${numbers} = `, h("b", {}, outcome)),
