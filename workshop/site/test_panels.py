@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,18 @@ def test_the_filter_finds_words_of_title_engine_symptom_cause_and_trap(show: Any
     assert {"bug-15", "line-13"} <= traps
 
 
+def count(names: Iterable[str]) -> tuple[int, int]:
+    """How many bugs, and how many lines to break."""
+    bugs = [name.startswith("bug-") for name in names]
+    return sum(bugs), len(bugs) - sum(bugs)
+
+
 def test_the_filter_says_how_many_and_hides_what_has_no_entry(show: Any) -> None:
     page = show("MUSEUM")
-    shown = found(page, "radix")
-    num_bugs = sum(name.startswith("bug-") for name in shown)
+    (all_bugs, all_lines), (bugs, lines) = count(entries("MUSEUM.md")), count(found(page, "radix"))
     said = page.inner_text(".museum-filter output")
-    assert said == f"{num_bugs} of 62 bugs, {len(shown) - num_bugs} of 40 lines to break"
-    assert 0 < num_bugs < len(shown)
+    assert said == f"{bugs} of {all_bugs} bugs, {lines} of {all_lines} lines to break"
+    assert 0 < bugs < all_bugs and 0 < lines < all_lines
     found(page, "double free")
     assert page.locator("h2:visible").all_inner_texts() == ["2. Paged KV"]
     assert page.locator("section > p:visible").count() == 0  # "Lines to break:"
@@ -99,9 +105,9 @@ def test_an_engine_is_chosen(show: Any, language: str) -> None:
     page = show("MUSEUM", language)
     texts = entries("MUSEUM.md")
     heads = {i: re.search(r"^\*(.*) · trap", text, re.M) for i, text in texts.items()}
-    wanted = {i for i, head in heads.items() if head and re.search("(?<!-)SGLang", head[1])}
-    page.select_option(".museum-filter select", label=f"SGLang ({len(wanted)})")
-    assert found(page, "") == wanted
+    named = {i for i, head in heads.items() if head and re.search("(?<!-)SGLang", head[1])}
+    page.select_option(".museum-filter select", label=f"SGLang ({len(named)})")
+    assert found(page, "") == named
     options = page.locator(".museum-filter option").all_inner_texts()
     assert options[0] == {"en": "all", "zh": "全部"}[language]
     assert [o.split(" (")[0] for o in options[1:3]] == ["vLLM", "nano-vllm"]
@@ -110,7 +116,9 @@ def test_an_engine_is_chosen(show: Any, language: str) -> None:
 def test_the_filter_speaks_chinese(show: Any) -> None:
     page = show("MUSEUM", "zh")
     assert found(page, "trap 17 准入") == {"bug-1"}
-    assert page.inner_text(".museum-filter output") == "62 个 bug 中的 1 个，40 行代码中的 0 行"
+    bugs, lines = count(entries("MUSEUM.zh.md"))
+    said = page.inner_text(".museum-filter output")
+    assert said == f"{bugs} 个 bug 中的 1 个，{lines} 行代码中的 0 行"
 
 
 def test_an_address_opens_its_entry_and_shows_it(show: Any) -> None:
