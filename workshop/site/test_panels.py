@@ -90,8 +90,8 @@ def count(names: Iterable[str]) -> tuple[int, int]:
 def test_the_filter_says_how_many_and_hides_what_has_no_entry(show: Any) -> None:
     page = show("MUSEUM")
     (all_bugs, all_lines), (bugs, lines) = count(entries("MUSEUM.md")), count(found(page, "radix"))
-    said = page.inner_text(".museum-filter output")
-    assert said == f"{bugs} of {all_bugs} bugs, {lines} of {all_lines} lines to break"
+    output = page.inner_text(".museum-filter output")
+    assert output == f"{bugs} of {all_bugs} bugs, {lines} of {all_lines} lines to break"
     assert 0 < bugs < all_bugs and 0 < lines < all_lines
     found(page, "double free")
     assert page.locator("h2:visible").all_inner_texts() == ["2. Paged KV"]
@@ -117,8 +117,8 @@ def test_the_filter_speaks_chinese(show: Any) -> None:
     page = show("MUSEUM", "zh")
     assert found(page, "trap 17 准入") == {"bug-1"}
     bugs, lines = count(entries("MUSEUM.zh.md"))
-    said = page.inner_text(".museum-filter output")
-    assert said == f"{bugs} 个 bug 中的 1 个，{lines} 行代码中的 0 行"
+    output = page.inner_text(".museum-filter output")
+    assert output == f"{bugs} 个 bug 中的 1 个，{lines} 行代码中的 0 行"
 
 
 def test_an_address_opens_its_entry_and_shows_it(show: Any) -> None:
@@ -181,7 +181,7 @@ def test_every_number_of_the_ladder_is_in_its_record(show: Any, workload: str) -
     page.locator(".ladder select").first.select_option(index=["many", "few"].index(workload))
     shown, configs = rows(page), record(workload)
     assert list(shown) == [config["title"] for config in configs]
-    most = [max(run[name] for config in configs for run in config["runs"]) for name in NUMBERS]
+    highest = [max(run[name] for config in configs for run in config["runs"]) for name in NUMBERS]
     places = "all => all.map(e => [e.style.left || '0', e.style.width].map(parseFloat))"
     bars = page.locator(".ladder-bar").evaluate_all(places)
     ranges = page.locator(".ladder-range").evaluate_all(places)
@@ -191,10 +191,10 @@ def test_every_number_of_the_ladder_is_in_its_record(show: Any, workload: str) -
             assert abs(cell - value) <= (0.05 if value < 100 else 0.5)
             assert any(run[NUMBERS[i]] == value for run in config["runs"])
             values = [run[NUMBERS[i]] for run in config["runs"]]
-            assert bars.pop(0) == pytest.approx([0, 100 * value / most[i]], rel=1e-3)
+            assert bars.pop(0) == pytest.approx([0, 100 * value / highest[i]], rel=1e-3)
             low, width = ranges.pop(0)
-            assert low == pytest.approx(100 * min(values) / most[i], rel=1e-3)
-            assert low + width == pytest.approx(100 * max(values) / most[i], rel=1e-3)
+            assert low == pytest.approx(100 * min(values) / highest[i], rel=1e-3)
+            assert low + width == pytest.approx(100 * max(values) / highest[i], rel=1e-3)
 
 
 def test_a_hidden_row_vanishes_and_the_others_are_drawn_larger(show: Any) -> None:
@@ -219,10 +219,10 @@ def test_the_ratios_of_two_rows_are_those_of_the_record(
     before, after = page.locator(".ladder-pair select").all()
     before.select_option(index=one)
     after.select_option(index=other)
-    said = page.locator(".ladder li").all_inner_texts()
+    sentences = page.locator(".ladder li").all_inner_texts()
     configs = record()
     pairs = zip(medians(configs[one]), medians(configs[other]), strict=True)
-    for sentence, (a, b) in zip(said, pairs, strict=True):
+    for sentence, (a, b) in zip(sentences, pairs, strict=True):
         up, down, same = {
             "en": ("rises to (.*) times", "falls to (.*)%", "stays the same"),
             "zh": ("升到 (.*) 倍", "降到 (.*)%", "不变"),
