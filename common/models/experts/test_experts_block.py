@@ -207,16 +207,7 @@ def test_which_layers_have_experts():
     config = ModelConfig.from_hf({**QWEN, "decoder_sparse_step": 2})
     assert [config.blocks_of(i)[1] for i in range(3)] == ["mlp", "experts", "mlp"]
     assert ModelConfig.from_hf(MIXTRAL).experts.layers == tuple(range(6))
-
-
-def test_absent_fields_have_the_defaults_of_transformers():
-    theirs, own = MixtralConfig(), ModelConfig.from_hf(MIXTRAL)
-    assert own.rms_norm_eps == theirs.rms_norm_eps
-    assert own.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert own.max_position_embeddings == 64 and theirs.sliding_window is None
     assert not ModelConfig.from_hf(QWEN).experts.is_renormalised
-    on = {**QWEN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28}
-    assert ModelConfig.from_hf(on).layer_windows == (16,) * 6
 
 
 REFUSED = {
