@@ -24,11 +24,13 @@ TRITON_VERSION := 3.9.0
 VENV := .venv
 PY := $(VENV)/bin/python
 # What is installed, in four layers, each upon the one before: `run` to serve from Python, `server`
-# to serve over HTTP, `test` to check what is written, `work` to change the book.
+# to serve over HTTP, `test` to check what is written, `work` to change the book. `book`, upon `test`,
+# builds its site.
 RUN := $(VENV)/.run
 SERVER := $(VENV)/.server
 TEST := $(VENV)/.test
 WORK := $(VENV)/.work
+BOOK := $(VENV)/.book
 HALF_MADE := $(VENV)/.half-made
 # pip shows its progress to a person and is quiet in a log.
 PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
@@ -53,10 +55,11 @@ WHAT_figures := redraw every measured figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
 WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record, tune or rehearse
+WHAT_book := build the web site of the book, both languages, in build/book; ARGS=--check tests it in a browser
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu sync clean
+TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu book sync clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -143,6 +146,9 @@ sync: say-sync $(WORK)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.sync $(ARGS) || \
 	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
+book: say-book $(BOOK)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.make_book $(ARGS)
+
 clean: say-clean
 	@rm -rf dist .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./build -prune -o -type d \
@@ -224,3 +230,8 @@ $(WORK): $(TEST)
 	@echo "make: installing what notebooks and lint need"
 	@$(PIP) -e '.[notebooks,dev]' || { $(NOT_INSTALLED); }
 	@touch $(WORK)
+
+$(BOOK): $(TEST)
+	@echo "make: installing what the book's site is built with"
+	@$(PIP) -e '.[book]' || { $(NOT_INSTALLED); }
+	@touch $(BOOK)

@@ -202,6 +202,13 @@ def _body(match: re.Match[str], folder: Path) -> str:
     raise KeyError(f"{quote[0].strip()!r} ... {quote[-1].strip()!r}")
 
 
+def first_line(match: re.Match[str], folder: Path) -> tuple[Path, int] | None:
+    """Return the file that a block quotes, and the number of its first quoted line."""
+    path = _find(match["file"], folder)
+    lines = find_quote(path.read_text(encoding="utf-8"), match["code"])
+    return (path, min(lines)) if lines else None
+
+
 def _find(name: str, folder: Path) -> Path:
     for path in (folder / name, ROOT / name):
         if path.is_file():

@@ -12,6 +12,7 @@ async function start() {
   const scripts = [...document.querySelectorAll('script[type="application/x-ndjson"]')];
   const texts = await Promise.all(scripts.map(textOf));
   const said = Watch.readHash(location.hash);
+  const isAsked = new URLSearchParams(location.hash.slice(1)).has("ask"); // begins with a question
   // A hash that names a language only still begins where the film begins.
   const begin = "step" in said ? said : {...Watch.readHash(Watch.settings.start), ...said};
   try {
@@ -21,6 +22,7 @@ async function start() {
     const num = films.length - (Watch.settings.num_turned ?? 0);
     Watch.knob.hold(films, labels, num);
     Watch.show(films.slice(0, num), labels.slice(0, num), begin);
+    if (isAsked) Watch.guide.ask();
   } catch (error) {
     if (!(error instanceof Watch.LineError)) throw error;
     Watch.show([], []);

@@ -47,7 +47,7 @@ Watch.guideWords = () => {
 const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask,
   says: () => t(verdict ? "guide.next" : "guide.ask")});
 const stop = h("button", {hidden: true, says: "guide.stop", onclick: () => show(null)});
-Watch.guide = {begin, stop, draw};
+Watch.guide = {begin, stop, draw, ask: () => moments.length && ask()};
 
 // Whoever points chooses a request or a block: that is the answer.
 function draw() {

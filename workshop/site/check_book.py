@@ -1,0 +1,248 @@
+"""Tests of the built site, in a browser: `make book ARGS=--check`. Not collected by `make test`,
+because the site has to be built first.
+
+Every page is opened once, served on this machine, with all other hosts out of reach."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+from workshop.site.make_book import LANGUAGES, OUT
+from workshop.watch.chromium import started_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Request
+
+PAGES = sorted(str(page.relative_to(OUT)) for page in OUT.glob("??/**/*.html"))
+# A word that a reader looks for -> the pages of which one has to be first or second.
+SEARCHES = {
+    "en": {
+        "preemption": ("04_scheduler/",),
+        "prefix cache": ("03_prefix_cache/",),
+        "block table": ("02_paged_kv/",),
+        "continuous batching": ("01_batching/",),
+        "why slow": ("INCIDENTS", "workshop/measure/bench/"),
+        "prefill": ("06_chunked_prefill/", "04_scheduler/beyond/PREFILL_FIRST"),
+        "radix": ("03_prefix_cache/",),
+    },
+    "zh": {
+        "抢占": ("04_scheduler/",),
+        "前缀缓存": ("03_prefix_cache/",),
+        "块表": ("02_paged_kv/",),
+        "连续批处理": ("01_batching/",),
+        "为什么慢": ("INCIDENTS", "workshop/measure/bench/"),
+        "预填充": ("06_chunked_prefill/", "04_scheduler/beyond/PREFILL_FIRST"),
+        "radix": ("03_prefix_cache/",),
+    },
+}
+
+
+class _Links(HTMLParser):
+    """The addresses and the anchors of a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            elif name == "id" and value:
+                self.anchors.add(value)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(OUT)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started_browser() as started:
+        yield started
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens a page that sees no host but this one; the test fails if it asks for another."""
+    contexts, urls = [], []
+
+    def is_elsewhere(request: Request) -> bool:
+        parts = urlsplit(request.url)
+        return parts.scheme in ("http", "https") and parts.hostname != "127.0.0.1"
+
+    def open_page(url: str, width: int = 1400, height: int = 1000, **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        context.route("**/*", lambda r: r.abort() if is_elsewhere(r.request) else r.continue_())
+        context.on("request", lambda r: urls.append(r.url) if is_elsewhere(r) else None)
+        page = context.new_page()
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not urls
+
+
+def test_every_link_leads_to_a_page_and_an_anchor() -> None:
+    links: dict[Path, _Links] = {}
+    missing = []
+    for name in PAGES:
+        page = OUT / name
+        for target in links.setdefault(page, _Links(page)).targets:
+            parts = urlsplit(urljoin(f"/{name}", target))
+            if parts.netloc or parts.scheme or target.startswith("data:"):
+                continue
+            found = OUT / unquote(parts.path).lstrip("/")
+            anchor = unquote(parts.fragment)
+            if not found.is_file():
+                missing.append(f"{name}: {target}")
+            elif not anchor or "films" in parts.path or found.suffix != ".html":
+                pass
+            elif anchor not in links.setdefault(found, _Links(found)).anchors:
+                missing.append(f"{name}: {target}, no such anchor")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_page_exists_in_both_languages() -> None:
+    first, second = ({p.partition("/")[2] for p in PAGES if p.startswith(x)} for x in LANGUAGES)
+    assert first == second and len(first) >= 48
+
+
+def test_no_page_asks_for_another_host_or_is_wider_than_a_telephone(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(f"{address}en/index.html", width=390, height=800)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    too_wide = []
+    for name in PAGES:
+        page.goto(address + name)
+        width = page.evaluate("document.scrollingElement.scrollWidth")
+        if width > 390:
+            too_wide.append(f"{name}: {width}")
+    assert not errors
+    assert not too_wide, "\n".join(too_wide)
+
+
+def test_no_line_of_code_on_the_home_page_is_wider_than_the_column(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    for language in LANGUAGES:
+        page = open_page(f"{address}{language}/index.html")
+        wide = "[...document.querySelectorAll('pre')].filter((x) => x.scrollWidth > x.clientWidth)"
+        assert page.evaluate(f"{wide}.map((x) => x.textContent)") == []
+
+
+@pytest.mark.parametrize(
+    ("language", "word"), [(name, word) for name, words in SEARCHES.items() for word in words]
+)
+def test_search_finds_the_page(
+    language: str, word: str, address: str, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(f"{address}{language}/index.html")
+    page.fill("#book-search input", word)
+    link = page.locator("#book-search .pagefind-ui__result-title .pagefind-ui__result-link")
+    link.nth(1).wait_for()
+    found = [urlsplit(a).path for a in link.evaluate_all("(all) => all.map((a) => a.href)")][:2]
+    expected = tuple(f"/{language}/{one}" for one in SEARCHES[language][word])
+    assert any(path.startswith(expected) for path in found), found
+    assert "¶" not in page.inner_text("#book-search") and "#" not in page.inner_text("#book-search")
+
+
+def test_the_language_link_leads_to_the_same_page(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(f"{address}en/04_scheduler/beyond/PREFILL_FIRST.html")
+    page.click("a.language")
+    assert page.url == f"{address}zh/04_scheduler/beyond/PREFILL_FIRST.html"
+    page.click("a.language")
+    assert page.url == f"{address}en/04_scheduler/beyond/PREFILL_FIRST.html"
+    assert page.evaluate("document.documentElement.lang") == "en"
+
+
+def test_a_film_asks_inside_its_chapter_and_the_home_page_shows_the_preemption(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    for language, words in (("en", "Point at"), ("zh", "指出")):
+        page = open_page(f"{address}{language}/04_scheduler/index.html")
+        page.locator("figure.film iframe").scroll_into_view_if_needed()
+        film = page.frame_locator("figure.film iframe")
+        film.locator("html[data-ready]").wait_for(state="attached")
+        assert words in film.locator("body").inner_text()
+        home = open_page(f"{address}{language}/index.html")
+        film = home.frame_locator("figure.film iframe")
+        film.locator("html[data-ready]").wait_for(state="attached")
+        assert "6" in film.locator("output.now").inner_text().split()
+
+
+def test_from_a_file_a_film_plays_and_the_search_names_its_command(
+    open_page: Callable[..., Page],
+) -> None:
+    page = open_page(f"file://{OUT}/en/index.html")
+    assert "http.server" in page.inner_text("#book-search")
+    film = page.frame_locator("figure.film iframe")
+    film.locator("html[data-ready]").wait_for(state="attached")
+    film.locator("button", has_text="▶").click()
+    assert "7" in film.locator("output.now").inner_text().split()
+
+
+def test_dark_mode_reaches_the_page_and_its_figures(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(f"{address}en/04_scheduler/index.html", color_scheme="light")
+    assert _is_light(page)
+    page.evaluate("document.body.dataset.theme = 'dark'")  # as the theme's button does
+    assert not _is_light(page)
+    scheme = "getComputedStyle(document.querySelector('article img')).colorScheme"
+    assert page.evaluate(scheme) == "dark"
+    assert not _is_light(open_page(f"{address}en/index.html", color_scheme="dark"))
+
+
+def _is_light(page: Page) -> bool:
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, colour.strip("rgba()").split(",")[:3])) > 3 * 128
+
+
+def test_a_term_of_the_glossary_says_its_meaning(
+    address: str, open_page: Callable[..., Page]
+) -> None:
+    for language, term, meaning in (
+        ("en", "admission", "waiting to running"),
+        ("zh", "准入", "变为运行"),
+    ):
+        page = open_page(f"{address}{language}/04_scheduler/index.html")
+        title = page.locator("abbr", has_text=term).first.get_attribute("title")
+        assert title is not None and meaning in title
+
+
+def test_a_quotation_leads_to_its_first_line(address: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(f"{address}en/04_scheduler/index.html")
+    link = page.locator("p.lines a", has_text="preemptive_scheduler.py").first
+    if not urlsplit(link.get_attribute("href") or "").scheme:
+        quoted = link.locator("xpath=../preceding-sibling::*[1]").inner_text()
+        link.click()
+        line = page.evaluate("document.querySelector(':target').textContent")
+        assert line.strip().endswith(quoted.splitlines()[0].strip())

@@ -1,0 +1,108 @@
+"""How Sphinx builds the site from a staged tree. Sphinx reads it; `make_book.py` starts Sphinx."""
+
+# The extra [book] is not what `make lint` installs.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+import os
+import re
+from pathlib import Path
+
+from docutils import nodes
+
+is_chinese = os.environ["BOOK_LANGUAGE"] == "zh"
+repository = os.environ["BOOK_REPOSITORY"]  # "": sources are copied into the site
+commit = os.environ["BOOK_COMMIT"]
+
+project = html_title = "vllm-from-scratch"
+language = "zh_CN" if is_chinese else "en"
+extensions = ["myst_nb"]
+nb_execution_mode = "off"
+myst_enable_extensions = ["attrs_block"]
+myst_heading_anchors = 6
+myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None, "other": None}
+html_theme = "furo"
+html_static_path = ["static"]
+templates_path = ["templates"]
+html_css_files = ["site.css", "calculators.css"]
+html_js_files = ["site.js", "calculators.js"]
+html_permalinks_icon = '<span data-pagefind-ignore="all">#</span>'
+html_show_sourcelink = html_copy_source = html_use_index = False
+html_context = {"is_chinese": is_chinese}
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "language.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+THEME_WORDS = {"On this page": "本页目录"}  # furo has no Chinese
+EVERYDAY = {"request", "step", "position", "running", "waiting", "priority", "请求", "步", "位置"}
+TERM = re.compile(r"^\| (?P<terms>\*\*.*?) \| (?P<meaning>.*?) \|", re.MULTILINE)
+
+
+def resolve(app, doctree, docname):
+    """Turn the addresses `source:` and `other:` of staged pages into those of the site."""
+    up = "../" * (docname.count("/") + 1)
+    for node in doctree.findall(nodes.reference):
+        scheme, _, target = node.get("refuri", "").partition(":")
+        path, _, anchor = target.partition("#")
+        anchor = anchor and f"#{anchor}"
+        if scheme == "source" and repository:
+            kind = "blob" if "." in path.rpartition("/")[2] else "tree"
+            node["refuri"] = f"{repository}/{kind}/{commit}/{path}{anchor}"
+        elif scheme == "source":
+            node["refuri"] = f"{up}source/{path}.html{anchor}"
+        elif scheme == "other":
+            node["refuri"] = f"{up}en/{path}.html{anchor}"
+
+
+def glossary(folder):
+    """Return the meaning of each term of the staged glossary, with its form in a page's text."""
+    found = {}
+    for match in TERM.finditer(Path(folder, "GLOSSARY.md").read_text(encoding="utf-8")):
+        meaning = re.sub(r"[*`]", "", match["meaning"])
+        for term in re.findall(r"\*\*([^*`]+)\*\*", match["terms"]):
+            found[term] = meaning
+        if is_chinese:
+            found |= dict.fromkeys(re.findall(r"（([一-鿿]+)）", match["terms"]), meaning)
+    return {term: meaning for term, meaning in found.items() if term not in EVERYDAY}
+
+
+def explain(app, doctree, docname):
+    """Give the first occurrence of each term of the glossary its meaning, shown on hover."""
+    if docname == "GLOSSARY":
+        return
+    if not hasattr(app, "book_terms"):
+        app.book_terms = glossary(app.srcdir)
+    left = dict(app.book_terms)
+    longest = sorted(left, key=len, reverse=True)
+    ends = ("(?<![A-Za-z])", "(?![A-Za-z])")
+    pattern = re.compile("|".join(f"{ends[0]}{re.escape(t)}s?{ends[1]}" for t in longest))
+    for text in list(doctree.findall(nodes.Text)):
+        if not isinstance(text.parent, nodes.paragraph | nodes.emphasis | nodes.strong):
+            continue
+        parts, end, words = [], 0, text.astext()
+        for match in pattern.finditer(words):
+            term = match[0] if match[0] in left else match[0].removesuffix("s")
+            if (meaning := left.pop(term, None)) is not None:
+                parts += [nodes.Text(words[end : match.start()])]
+                parts += [nodes.abbreviation(match[0], match[0], explanation=meaning)]
+                end = match.end()
+        if parts:
+            text.parent.replace(text, [*parts, nodes.Text(words[end:])])
+
+
+def translate(app, pagename, templatename, context, doctree):
+    if is_chinese:
+        gettext = app.builder.templates.environment.globals["gettext"]
+        context["_"] = lambda text: THEME_WORDS.get(text) or gettext(text)
+
+
+def setup(app):
+    app.connect("doctree-resolved", resolve)
+    app.connect("doctree-resolved", explain)
+    app.connect("html-page-context", translate)
+    app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))

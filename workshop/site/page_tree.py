@@ -1,0 +1,94 @@
+"""The pages of one language of the site: their order in the sidebar, and the home page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
+CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
+CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
+
+# The sidebar: captions in both languages, and their pages. A page in or below the folder of an
+# `index` that no other `index` is nearer to is listed below that.
+SIDEBAR: dict[tuple[str, str], tuple[str, ...]] = {
+    ("Start", "开始"): ("FIRST_HOUR", "COURSE", "CALCULATORS", "READING_ALONG", "GLOSSARY"),
+    ("Chapters", "各章"): (
+        "01_batching/index",
+        "02_paged_kv/index",
+        "03_prefix_cache/index",
+        "04_scheduler/index",
+        "05_spec_decode/index",
+        "06_chunked_prefill/index",
+    ),
+    ("The engine", "引擎"): ("common/index",),
+    ("Practice", "练习"): ("MUSEUM", "INCIDENTS"),
+    ("Workshop", "工具"): (
+        "workshop/measure/bench/index",
+        "workshop/measure/index",
+        "workshop/watch/index",
+        "CONTRIBUTING",
+        "CHANGELOG",
+    ),
+}
+ENGLISH_ONLY = "英文"  # the caption of the last group of the Chinese sidebar
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The pages of one language: `pages` maps names without suffix, such as "04_scheduler/index",
+    to their files; `english` are those that have no Chinese version."""
+
+    folder: Path
+    is_chinese: bool
+    pages: dict[str, Path]
+    english: frozenset[str]
+    repository: str = ""  # the address where sources are; "": in the site
+    sources: dict[str, set[str]] = field(default_factory=dict)  # linked files -> pages
+
+
+def toctrees(name: str, tree: Tree) -> str:
+    """Return the directives that list, in the sidebar, the pages below the page `name`."""
+    if name == "index":
+        groups = [(c[tree.is_chinese], p) for c, p in SIDEBAR.items()]
+        groups.append((ENGLISH_ONLY, tuple(sorted(tree.english - {"index"}))))
+    elif name.endswith("/index"):
+        groups = [("", tuple(sorted(n for n in tree.pages if owner(n, tree) == name)))]
+    else:
+        return ""
+    found = ""
+    for caption, pages in groups:
+        listed = [p for p in pages if p in tree.pages]
+        if caption != ENGLISH_ONLY:
+            listed = [p for p in listed if p not in tree.english]
+        if listed:
+            options = f":caption: {caption}\n" if caption else ""
+            lines = "\n".join(f"/{page}" for page in listed)
+            found += f"\n\n```{{toctree}}\n:hidden:\n{options}\n{lines}\n```\n"
+    return found
+
+
+def owner(name: str, tree: Tree) -> str:
+    """Return the `index` that lists a page: the nearest above it, "" for a page of the sidebar."""
+    if any(name in pages for pages in SIDEBAR.values()):
+        return ""
+    folder = PurePosixPath(name).parent
+    for above in (folder, *folder.parents):
+        index = "index" if str(above) == "." else f"{above}/index"
+        if index in tree.pages and index != name:
+            return index
+    return ""
+
+
+def home_page(text: str, repository: str) -> str:
+    """Return the home page with its film before the commands. Without the repository's address
+    there is nothing to clone."""
+    found = HOME_FILM.search(text)
+    assert found is not None, "README.md has no picture of a film with a caption"
+    text = text.replace(found[0], "", 1)
+    start = text.index("\n```")
+    text = f"{text[:start]}\n{found[0].strip()}\n{text[start:]}"
+    if repository:
+        return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
+    return CLONE_AND_ENTER.sub("", text)

@@ -1,0 +1,71 @@
+"""The copies of source files to which the site's pages link while the repository has no address."""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from pathlib import Path
+
+from workshop.book.path import ROOT
+from workshop.site.page_tree import Tree
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{path}</title>
+<style>
+body {{ margin: 1em auto; max-width: 64em; padding: 0 1em; font: 15px/1.5 system-ui, sans-serif; }}
+pre {{ overflow-x: auto; font-size: 13px; line-height: 1.45; }} .linenos {{ opacity: .5; }}
+:target {{ outline: 2px solid #e69f00; }} a {{ color: inherit; }}
+{light}
+@media (prefers-color-scheme: dark) {{ body {{ background: #131416; color: #cfd0d0; }} {dark} }}
+</style></head><body><h1>{path}</h1>
+<p>{pages}</p>
+{code}
+</body></html>
+"""
+
+
+class Sources:
+    """Which files the pages of all languages link to, and from which pages."""
+
+    def __init__(self) -> None:
+        self._pages: defaultdict[str, set[str]] = defaultdict(set)
+
+    def add(self, tree: Tree, language: str) -> None:
+        for path, pages in tree.sources.items():
+            self._pages[path] |= {f"{language}/{page}" for page in pages}
+
+    def write(self, folder: Path) -> None:
+        """Write a page for each file, with an anchor `#L12` at each line."""
+        for path, pages in self._pages.items():
+            target = folder / f"{path}.html"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(source_page(path, pages), encoding="utf-8")
+
+
+def source_page(path: str, pages: set[str]) -> str:
+    """Return the page of a file, or of a folder: the names of its files."""
+    # Those of the extra [book]; the tests of staging need none of them.
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_for_filename
+    from pygments.lexers.special import TextLexer
+    from pygments.util import ClassNotFound
+
+    file = ROOT / path
+    if file.is_dir():
+        code = "<pre>" + "\n".join(sorted(one.name for one in file.iterdir())) + "</pre>"
+    else:
+        try:
+            lexer = get_lexer_for_filename(path)
+        except ClassNotFound:
+            lexer = TextLexer()
+        numbered = HtmlFormatter(linenos="inline", linespans="L", anchorlinenos=True)
+        code = highlight(file.read_text(encoding="utf-8"), lexer, numbered)
+        code = code.replace('id="L-', 'id="L')
+    up = "../" * (path.count("/") + 1)
+    links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))
+    light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
+    text = f"Linked from: {' · '.join(links)}"
+    return _PAGE.format(path=html.escape(path), pages=text, code=code, light=light, dark=dark)

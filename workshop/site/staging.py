@@ -1,0 +1,137 @@
+"""Lay out the tree that Sphinx reads, one for each language.
+
+    stage(Path("build/book/stage/zh"), is_chinese=True)
+
+A page keeps its place, except that a `README.md` becomes the `index.md` of its folder. In the
+Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
+is listed in a group of its own. Links to pages stay relative; those to other files of the
+repository become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
+places: a film's still becomes the film, `<!-- calculator: kv -->` becomes a calculator, and a
+quotation gets a link to its lines."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path, PurePath
+
+from workshop.book.path import ROOT
+from workshop.book.quoted import BLOCK, first_line
+from workshop.site.page_tree import Tree, home_page, toctrees
+
+PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
+CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+STILL = re.compile(
+    r"!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\)"
+)
+MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
+SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
+FULL_SIZE = ("Full size", "全屏打开")
+
+
+def page_name(path: PurePath) -> str:
+    """Return the name that the page `path`, relative to the repository, has in the site."""
+    path = path.relative_to(PAGES) if path.is_relative_to(PAGES) else path
+    name = str(path).removesuffix(path.suffix).removesuffix(".zh")
+    return re.sub(r"(^|/)README$", r"\1index", name)
+
+
+def find_pages(folder: Path, is_chinese: bool, repository: str) -> Tree:
+    """Return the pages that git tracks, and those of `pages/`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    english: dict[str, Path] = {}
+    chinese: dict[str, Path] = {}
+    for path in map(PurePath, listed):
+        (chinese if path.stem.endswith(".zh") else english)[page_name(path)] = ROOT / path
+    if not is_chinese:
+        return Tree(folder, False, english, frozenset(), repository)
+    missing = frozenset(
+        name for name, path in english.items() if path.suffix == ".md" and name not in chinese
+    )
+    return Tree(folder, True, english | chinese, missing, repository)
+
+
+def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "") -> Tree:
+    """Write the tree that Sphinx reads into `folder`, and return its pages."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tree = find_pages(folder, is_chinese, repository)
+    for name, path in tree.pages.items():
+        target = (folder / name).with_suffix(path.suffix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            notebook = json.loads(text)
+            for cell in notebook["cells"]:
+                if cell["cell_type"] == "markdown":
+                    source = "".join(cell["source"])
+                    cell["source"] = staged(source, name, path, tree, has_films)
+            target.write_text(json.dumps(notebook), encoding="utf-8")
+        else:
+            text = staged(text, name, path, tree, has_films) + toctrees(name, tree)
+            target.write_text(text, encoding="utf-8")
+    return tree
+
+
+def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str:
+    """Return a page as it is staged under `name`: its links, and what the site adds to it. Copies
+    the pictures that it shows."""
+    up = "../" * name.count("/")  # to the root of the language
+    home = path.parent
+
+    def film(match: re.Match[str]) -> str:
+        still = (home / f"{match['path']}figures/film.png").resolve()
+        film = match["name"] or str(int(still.relative_to(ROOT).parts[0][:2]))
+        address = f"{up}../films/film_{film}.html#{'lang=zh' if tree.is_chinese else ''}"
+        words = html.escape(match["text"], quote=True)
+        question = "" if name == "index" else "&ask"
+        return (
+            f'<figure class="film"><iframe loading="lazy" src="{address}{question}" '
+            f'title="{words}"></iframe>\n\n{match[0]}\n\n'  # the still, for print
+            f'<a href="{address}">{words} · {FULL_SIZE[tree.is_chinese]}</a></figure>\n'
+        )
+
+    def quotation(match: re.Match[str]) -> str:
+        found = first_line(match, home)
+        if found is None:
+            return match[0]
+        source, line = found
+        place = str(source.relative_to(ROOT))
+        tree.sources.setdefault(place, set()).add(name)
+        return f"{match[0]}\n\n{{.lines}}\n[{source.name}:{line}](source:{place}#L{line})\n"
+
+    def link(match: re.Match[str]) -> str:
+        target, anchor = (home / match["path"]).resolve(), match["anchor"] or ""
+        if target.is_dir() and (target / "README.md").exists():
+            target /= "README.md"
+        place = target.relative_to(ROOT)
+        page = page_name(place)
+        if target.suffix in (".md", ".ipynb") and page in tree.pages:
+            is_translated = tree.is_chinese and page not in tree.english
+            if anchor and is_translated and ".zh" not in target.name:
+                return f"other:{page}{anchor}"  # a heading of the English page
+            return f"{up}{page}{tree.pages[page].suffix}{anchor}"
+        if target.suffix in (".png", ".svg"):
+            copy = tree.folder / place
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(target, copy)
+            return f"{up}{place}"
+        tree.sources.setdefault(str(place), set()).add(name)
+        return f"source:{place}{anchor}"
+
+    if name == "index":
+        text = home_page(text, tree.repository)
+    if has_films:
+        text = STILL.sub(film, text)
+    text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
+    text = BLOCK.sub(quotation, SWITCH.sub("", text, count=1))
+    parts, end = [], 0
+    for code in CODE.finditer(text):  # what looks like a link in code is none
+        parts += [LINK.sub(link, text[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, LINK.sub(link, text[end:])])

@@ -1,0 +1,135 @@
+"""The staged pages of both languages, which Sphinx reads."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from workshop.book.path import ROOT
+from workshop.site.page_tree import Tree, home_page, toctrees
+from workshop.site.source_pages import Sources
+from workshop.site.staging import LINK, find_pages, page_name, stage, staged
+
+ADDRESS = "https://example.org/us/book"
+FILM = re.compile(r'<iframe loading="lazy" src="(\S+)"')
+
+
+@pytest.fixture(scope="module", params=["en", "zh"])
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    folder = tmp_path_factory.mktemp("staged") / request.param
+    return stage(folder, request.param == "zh", has_films=True)
+
+
+def text_of(tree: Tree, name: str) -> str:
+    return (tree.folder / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_link_of_a_staged_page_leads_somewhere(tree: Tree) -> None:
+    num_links = 0
+    for name in tree.pages:
+        path = (tree.folder / name).with_suffix(tree.pages[name].suffix)
+        for match in LINK.finditer(path.read_text(encoding="utf-8")):
+            num_links += 1
+            assert (path.parent / match["path"]).resolve().is_file(), f"{name}: {match[0]}"
+    assert num_links > 300
+    for source in tree.sources:
+        assert (ROOT / source).exists()
+
+
+def test_a_readme_is_the_index_of_its_folder() -> None:
+    assert page_name(PurePosixPath("README.md")) == "index"
+    assert page_name(PurePosixPath("common/README.zh.md")) == "common/index"
+    assert page_name(PurePosixPath("04_scheduler/beyond/OWN_POLICY.md")) == (
+        "04_scheduler/beyond/OWN_POLICY"
+    )
+
+
+def test_the_sidebar_has_every_page_once(tree: Tree) -> None:
+    listed = Counter(
+        line.removeprefix("/")
+        for name in tree.pages
+        for line in toctrees(name, tree).splitlines()
+        if line.startswith("/")
+    )
+    assert listed == Counter(set(tree.pages) - {"index"})
+    if tree.is_chinese:  # pages that are English are the last group
+        last = toctrees("index", tree).rpartition(":caption: 英文")[2]
+        assert {x.removeprefix("/") for x in last.splitlines() if x[:1] == "/"} == tree.english
+
+
+def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
+    films = {f"{n:02}": str(n) for n in range(1, 7)}
+    found = {
+        n[:2]: FILM.findall(text_of(tree, n)) for n in tree.pages if re.match(r"0\d_\w+/index", n)
+    }
+    for chapter, film in films.items():
+        (address,) = found[chapter]
+        assert address.startswith(f"../../films/film_{film}.html#") and address.endswith("ask")
+        assert ("lang=zh" in address) == tree.is_chinese
+    assert "/film_adapters.html#" in text_of(tree, "04_scheduler/beyond/ADAPTERS")
+    (home,) = FILM.findall(text_of(tree, "index"))
+    assert home.startswith("../films/film_4.html#") and "ask" not in home
+
+
+def test_without_films_a_page_shows_the_still(tmp_path: Path) -> None:
+    tree = find_pages(tmp_path, is_chinese=True, repository="")
+    path = tree.pages["04_scheduler/index"]
+    text = staged(path.read_text(encoding="utf-8"), "04_scheduler/index", path, tree, False)
+    assert "<iframe" not in text and "../04_scheduler/figures/film.zh.png" in text
+    assert (tmp_path / "04_scheduler" / "figures" / "film.zh.png").is_file()
+
+
+def test_the_home_page_begins_with_the_film_and_clones_only_from_an_address(tree: Tree) -> None:
+    text = text_of(tree, "index")
+    assert text.index("<iframe") < text.index("```") and text.count("<iframe") == 1
+    assert "git clone" not in text and "cd vllm-from-scratch" not in text
+    readme = tree.pages["index"].read_text(encoding="utf-8")
+    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in home_page(readme, ADDRESS)
+
+
+def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None:
+    quotation = re.compile(
+        r"^```python file=\S+[^\n]*\n(?P<first>.*)\n(?:.*\n)*?```\n\n\{\.lines\}\n"
+        r"\[(?P<label>\S+)\]\(source:(?P<path>\S+)#L(?P<line>\d+)\)$",
+        re.MULTILINE,
+    )
+    found = list(quotation.finditer(text_of(tree, "04_scheduler/index")))
+    assert len(found) > 5
+    for match in found:
+        lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
+        assert lines[int(match["line"]) - 1].strip() == match["first"].strip()
+        assert match["label"] == f"{PurePosixPath(match['path']).name}:{match['line']}"
+
+
+def test_what_is_code_stays(tree: Tree) -> None:
+    path = ROOT / "CONTRIBUTING.md"
+    text = "`[x](Makefile)` [`y`](Makefile) [z](common) [w](04_scheduler/)\n```\n[v](Makefile)\n```"
+    assert staged(text, "CONTRIBUTING", path, tree, True) == (
+        "`[x](Makefile)` [`y`](source:Makefile) [z](common/index.md) [w](04_scheduler/index.md)"
+        "\n```\n[v](Makefile)\n```"
+    )
+    assert "CONTRIBUTING" in tree.sources["Makefile"]
+
+
+def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
+    path = ROOT / "CONTRIBUTING.md"
+    text = staged("[x](README.md#the-map) [y](README.md)", "CONTRIBUTING", path, tree, True)
+    there = "other:index#the-map" if tree.is_chinese else "index.md#the-map"
+    assert text == f"[x]({there}) [y](index.md)"
+
+
+def test_a_source_page_names_the_pages_that_link_to_it(tree: Tree, tmp_path: Path) -> None:
+    pytest.importorskip("pygments")
+    sources = Sources()
+    tree.sources["common"] = {"index"}
+    sources.add(
+        Tree(tmp_path, False, {}, frozenset(), "", {"common/llm.py": {"common/index"}}), "en"
+    )
+    sources.add(Tree(tmp_path, True, {}, frozenset(), "", {"common": {"index"}}), "zh")
+    sources.write(tmp_path)
+    page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
+    assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
+    assert "llm.py" in (tmp_path / "common.html").read_text(encoding="utf-8")
