@@ -163,43 +163,6 @@ def test_generate_returns_what_an_abort_from_another_call_left(llm: LLM) -> None
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_stop_string_cuts_text_tokens_and_logprobs_alike(llm: LLM) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    (free,) = generate(llm, "class Stack:", greedy)
-    text = free.outputs[0].text
-    stop = text[15:19]
-    cut = text.index(stop)
-    params = SamplingParams(
-        temperature=0, max_tokens=40, ignore_eos=True, stop=["never there", stop], logprobs=0
-    )
-    (output,) = generate(llm, "class Stack:", params)
-    completion = output.outputs[0]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert completion.text == text[:cut]
-    kept = completion.token_ids
-    assert kept == free.outputs[0].token_ids[: len(kept)]
-    decode = llm.engine.tokenizer.decode
-    assert stop in decode(kept)
-    assert stop not in decode(kept[:-1])
-    assert len(completion.logprobs) == len(kept)
-
-
-def test_stop_token_ends_the_output_and_is_named(llm: LLM) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    (free,) = generate(llm, "def f(x):", greedy)
-    ids = free.outputs[0].token_ids
-    stop_id = ids[7]
-    params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop_id], min_tokens=0
-    )
-    (output,) = generate(llm, "def f(x):", params)
-    completion = output.outputs[0]
-    first = ids.index(stop_id)
-    assert completion.token_ids == ids[: first + 1]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop_id)
-    assert completion.text == llm.engine.tokenizer.decode(ids[:first])
-
-
 def test_min_tokens_holds_off_every_way_to_stop(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     ids = generate(llm, "def f(x):", greedy)[0].outputs[0].token_ids
@@ -230,8 +193,6 @@ def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None
         LLM(blocksize=16)
     with pytest.raises(ValueError, match=r"prompt contains '\\ud800'"):
         generate(llm, "a\ud800b", SamplingParams())
-    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams, got 5"):
-        next(llm.stream("a", 5))  # pyright: ignore
     with pytest.raises(ValueError, match="got 2"):
         generate(llm, ["a", "b", "c"], [SamplingParams(), SamplingParams()])
     assert generate(llm, [], SamplingParams()) == []

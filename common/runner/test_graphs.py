@@ -30,7 +30,6 @@ from common.runner.graphs import (
     bucket_of,
     column_stride,
     graph_buckets,
-    pad_step,
 )
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
@@ -119,47 +118,6 @@ def random_steps(num_each: int = 6, num_groups: int = 1):
             for seed in range(num_each):
                 state = make_state(seed, num_groups)
                 yield bucket, state, decode(state, n, random.Random(f"{bucket} {n} {seed}"))
-
-
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_rows_are_those_of_chapter_2_and_padding_is_nobodys(num_groups: int) -> None:
-    memory = StaticMemory(MAX_NUM_ROWS, -(-MAX_MODEL_LEN // BLOCK_SIZE), CPU, num_groups)
-    for bucket, state, queries in random_steps(num_groups=num_groups):
-        memory.columns.fill_(1 << 40)  # of the step before
-        memory.block_tables.fill_(NUM_BLOCKS - 1)
-        addresses = {name: t.data_ptr() for name, t in memory.inputs(bucket).by_name().items()}
-        memory.fill(*map(torch.from_numpy, pad_step(state, queries, BLOCK_SIZE, bucket)))
-        x, n = memory.inputs(bucket), len(queries.rows)
-        assert {name: t.data_ptr() for name, t in x.by_name().items()} == addresses
-        plain = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        plan_arguments = plain.attention[0]
-        width = plan_arguments.block_tables.shape[1]
-        views = zip(x.slot_mapping, x.block_tables, plain.attention, strict=True)
-        of_groups = [
-            pair
-            for slots, tables, group in views
-            for pair in ((slots, group.slot_mapping), (tables[:, :width], group.block_tables))
-        ]
-        for found, right in (
-            (x.input_ids, plain.input_ids),
-            (x.positions, plain.positions),
-            (x.seq_lens, plan_arguments.seq_lens),
-            (x.query_start_loc[:-1], plan_arguments.query_start_loc[:-1]),
-            *of_groups,
-        ):
-            assert torch.equal(found[:n], right)
-        num_logit_rows = len(plain.logit_indices)
-        assert torch.equal(x.logit_indices[:num_logit_rows], plain.logit_indices)
-        for tensor, padding in (
-            (x.input_ids[n:], 0),
-            (x.positions[n:], 0),
-            (x.slot_mapping[:, n:], -1),
-            (x.seq_lens[n:], 0),
-            (x.query_start_loc[n:], n),
-            (x.block_tables[:, n:, :width], 0),
-            (x.logit_indices[num_logit_rows:], 0),
-        ):
-            assert (tensor == padding).all()
 
 
 # -- steps of a model

@@ -246,11 +246,3 @@ def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         assert cache[0].isnan().all(), "the null block is nobody's"
         assert (~cache[1:, :, 0, 0].isnan()).sum() == sum(seq_lens)
-
-
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, True, "0.9", float("nan"), None])
-def test_a_share_that_is_none_is_named(share) -> None:
-    with pytest.raises(
-        ValueError, match=rf"gpu_memory_utilization must be in \(0, 1\], got {share!r}"
-    ):
-        EngineConfig(gpu_memory_utilization=share)

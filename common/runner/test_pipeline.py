@@ -165,22 +165,6 @@ def test_an_empty_plan_that_is_alone_is_a_step() -> None:
     assert log == [("begun",), ("ended",)] and len(records) == 1
 
 
-def test_waiting_for_what_is_under_way_takes_nothing() -> None:
-    core, log, _ = make_core()
-    for name in "ab":
-        core.add_request(request(name, 9))
-    core.step(), core.step()
-    core.runner.wait_for_steps()
-    assert log[-1] == ("ended", "b") and core.scheduler.num_steps == 2
-    core.runner.wait_for_steps()
-    assert log.count(("ended", "b")) == 1, "once"
-    results = [core.step() for _ in range(2)]
-    assert [[(r.request_id, r.new_token_ids) for r in step] for step in results] == [
-        [("b", [2])],
-        [("a", [3])],
-    ]
-
-
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_an_error_ends_all_steps_under_way_and_the_loop_goes_on(step, fails_when_waited_for):

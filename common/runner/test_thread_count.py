@@ -55,15 +55,6 @@ def test_a_small_model_is_computed_by_one_thread_until_its_engine_closes(caplog)
     assert torch.get_num_threads() == 4
 
 
-def test_a_number_in_the_configuration_is_that_of_the_engine_s_life():
-    engine = make_engine(num_threads=2)
-    assert torch.get_num_threads() == 2
-    engine.close()
-    assert torch.get_num_threads() == 4
-    with pytest.raises(ValueError, match=r"num_threads must be .*>= 1, got 0"):
-        EngineConfig(num_threads=0)
-
-
 def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_back(monkeypatch):
     make_engine()
     gc.collect()

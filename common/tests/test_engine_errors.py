@@ -4,6 +4,7 @@ was."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import numpy as np
@@ -177,8 +178,8 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("chunked_prefill", 1.5),
         ("target_step_ms", 0),
         ("target_step_ms", True),
-        ("target_step_ms", float("inf")),
-        ("target_step_ms", float("nan")),
+        ("target_step_ms", inf),
+        ("target_step_ms", nan),
         ("target_step_ms", "fast"),
         ("mixing", 1),
         ("mixing", True),
@@ -193,6 +194,8 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("device", "tpu"),
         ("device", "nonsense:9"),
         ("num_threads", 10**9),
+        ("num_threads", 0),
+        *(("gpu_memory_utilization", v) for v in (0, -0.1, 1.01, True, "0.9", nan, None)),
         ("check_invariants", "no"),
         ("shuffle_batch", 1),
         ("shuffle_waiting", None),

@@ -502,9 +502,10 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     assert (
         extras("demo", "ARGS=--mine") == extras("watch", "ARGS=--mine") == expected_extras["test"]
     )
+    assert extras("book") == [*expected_extras["test"], "book"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
-    assert set(targets.split()) - set(found) == {"clean", "gpu"}
+    assert set(targets.split()) - set(found) == {"book", "clean", "gpu"}
     run = subprocess.run(["make", "-n", "gpu"], cwd=tmp_path, capture_output=True, text=True)
     assert "pip" not in run.stdout and "python3 -m workshop.bench.gpu" in run.stdout
 

@@ -36,8 +36,10 @@ def test_a_text_ends_with_its_stop_string_where_that_is_wanted(llm: LLM) -> None
     found = generate(llm, PROMPT, params)
     assert (found.text, found.stop_reason, found.finish_reason) == (wanted, stop, "stop")
     assert "".join(llm.stream(PROMPT, params)) == wanted
-    without = generate(llm, PROMPT, replace(params, include_stop_str_in_output=False))
+    params = replace(params, stop=["never there", stop], include_stop_str_in_output=False)
+    without = generate(llm, PROMPT, replace(params, logprobs=0))
     assert without.text == wanted[:-3] and without.token_ids == found.token_ids
+    assert len(without.logprobs) == len(found.token_ids) < len(plain.token_ids)
 
 
 def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
@@ -47,7 +49,9 @@ def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
     assert stop not in plain.token_ids[:2] and without != wanted
     params = replace(greedy_params(9), stop_token_ids=[stop])
     with_it = replace(params, include_stop_str_in_output=True)
-    assert generate(llm, PROMPT, params).text == without
+    ended = generate(llm, PROMPT, params)
+    assert ended.text == without and ended.token_ids == plain.token_ids[:3]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
     found = generate(llm, PROMPT, with_it)
     assert found.text == wanted and found.stop_reason == stop
     assert "".join(llm.stream(PROMPT, with_it)) == found.text
@@ -153,18 +157,23 @@ def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "got"),
     [
-        *(("truncate_prompt_tokens", v) for v in (0, -2, 1.5, "3", True)),
-        *(("skip_reading_prefix_cache", v) for v in (2, "yes", 0)),
-        *(("detokenize", v) for v in (None, 1)),
-        *(("n", v) for v in (16_385, 10**400)),
-        *(("include_stop_str_in_output", v) for v in (None, "yes")),
+        *(("truncate_prompt_tokens", v, v) for v in (0, -2, 1.5, "3", True)),
+        *(("skip_reading_prefix_cache", v, v) for v in (2, "yes", 0)),
+        *(("detokenize", v, v) for v in (None, 1)),
+        *(("n", v, v) for v in (16_385, 10**400)),
+        *(("include_stop_str_in_output", v, v) for v in (None, "yes")),
+        *(("prompt_logprobs", v, v) for v in (-2, 1.5, True, "1")),
+        *(("stop", 5, 5), ("stop", {"x": 1}, {"x": 1}), ("stop_token_ids", 5, 5)),
+        *(("stop_token_ids", b"ab", b"ab"), ("temperature", 10**400, 10**400)),
+        *(("min_p", True, True), ("bad_words", ["word"], "word"), ("bad_words", [[1.5]], 1.5)),
+        *(("allowed_token_ids", [97], 97), ("logit_bias", {-1: 2.0}, -1)),
     ],
 )
-def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, loaded) -> None:
+def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, got, loaded) -> None:
     engine = LLMEngine(loaded=loaded)
-    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}") as error:
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got .*{got!r}") as error:
         engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
     assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
 

@@ -112,22 +112,6 @@ def test_who_has_no_token_left_ends_in_an_error_and_alone(
     assert other.outputs[0].token_ids == oracle.expected(1, 5)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("allowed_token_ids", [97], "^allowed_token_ids must"),
-        ("logit_bias", {-1: 2.0}, "^logit_bias must"),
-        ("bad_words", ["word"], "^bad_words must"),
-        ("bad_words", [[1.5]], "^bad_words must"),
-    ],
-)
-def test_what_no_engine_could_keep_to_is_refused(field, value, said, loaded) -> None:
-    engine = LLMEngine(loaded=loaded)
-    with pytest.raises(ValueError, match=said):
-        engine.add_request("a", [1], SamplingParams(**{field: value}))
-    assert not engine.has_unfinished_requests()
-
-
 def test_padding_of_the_vocabulary_is_no_token() -> None:
     llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
     engine = llm.engine
@@ -143,8 +127,9 @@ def test_padding_of_the_vocabulary_is_no_token() -> None:
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
-    with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
-        engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
+    for rules in (dict(allowed_token_ids=[4, 3]), dict(stop_token_ids=range(97))):
+        with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
+            engine.add_request("a", [1], SamplingParams(**stops | rules))
     engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
 
 

@@ -85,7 +85,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Opens a page that sees no host but this one; the test fails if it asks for another."""
-    contexts, asked = [], []
+    contexts, urls = [], []
 
     def is_elsewhere(request: Request) -> bool:
         parts = urlsplit(request.url)
@@ -95,7 +95,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         context.route("**/*", lambda r: r.abort() if is_elsewhere(r.request) else r.continue_())
-        context.on("request", lambda r: asked.append(r.url) if is_elsewhere(r) else None)
+        context.on("request", lambda r: urls.append(r.url) if is_elsewhere(r) else None)
         page = context.new_page()
         page.goto(url)
         return page
@@ -103,7 +103,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     yield open_page
     for context in contexts:
         context.close()
-    assert not asked
+    assert not urls
 
 
 def test_every_link_leads_to_a_page_and_an_anchor() -> None:
@@ -167,8 +167,8 @@ def test_search_finds_the_page(
     link = page.locator("#book-search .pagefind-ui__result-title .pagefind-ui__result-link")
     link.nth(1).wait_for()
     found = [urlsplit(a).path for a in link.evaluate_all("(all) => all.map((a) => a.href)")][:2]
-    wanted = tuple(f"/{language}/{one}" for one in SEARCHES[language][word])
-    assert any(path.startswith(wanted) for path in found), found
+    expected = tuple(f"/{language}/{one}" for one in SEARCHES[language][word])
+    assert any(path.startswith(expected) for path in found), found
     assert "¶" not in page.inner_text("#book-search") and "#" not in page.inner_text("#book-search")
 
 

@@ -53,16 +53,16 @@ def source_page(path: str, pages: set[str]) -> str:
     from pygments.lexers.special import TextLexer
     from pygments.util import ClassNotFound
 
-    own = ROOT / path
-    if own.is_dir():
-        code = "<pre>" + "\n".join(sorted(one.name for one in own.iterdir())) + "</pre>"
+    file = ROOT / path
+    if file.is_dir():
+        code = "<pre>" + "\n".join(sorted(one.name for one in file.iterdir())) + "</pre>"
     else:
         try:
             lexer = get_lexer_for_filename(path)
         except ClassNotFound:
             lexer = TextLexer()
         numbered = HtmlFormatter(linenos="inline", linespans="L", anchorlinenos=True)
-        code = highlight(own.read_text(encoding="utf-8"), lexer, numbered)
+        code = highlight(file.read_text(encoding="utf-8"), lexer, numbered)
         code = code.replace('id="L-', 'id="L')
     up = "../" * (path.count("/") + 1)
     links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))

@@ -5,9 +5,9 @@
 A page keeps its place, except that a `README.md` becomes the `index.md` of its folder. In the
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
 is listed in a group of its own. Links to pages stay relative; those to other files of the
-repository become `source:PATH#LINE`, which `conf.py` resolves. What the site adds to a page is
-marked in it: a film's still becomes the film, the ladder's picture a panel,
-`<!-- calculator: kv -->` a calculator, and a quotation gets a link to its lines."""
+repository become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
+places: a film's still becomes the film, the ladder's picture a panel, `<!-- calculator: kv -->` a
+calculator, and a quotation gets a link to its lines."""
 
 from __future__ import annotations
 
@@ -88,12 +88,13 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
     def film(match: re.Match[str]) -> str:
         still = (home / f"{match['path']}figures/film.png").resolve()
         film = match["name"] or str(int(still.relative_to(ROOT).parts[0][:2]))
-        where = f"{up}../films/film_{film}.html#{'lang=zh' if tree.is_chinese else ''}"
+        address = f"{up}../films/film_{film}.html#{'lang=zh' if tree.is_chinese else ''}"
         words = html.escape(match["text"], quote=True)
-        ask = "" if name == "index" else "&ask"
+        question = "" if name == "index" else "&ask"
         return (
-            f'<figure class="film"><iframe loading="lazy" src="{where}{ask}" title="{words}">'
-            f'</iframe><a href="{where}">{words} · {FULL_SIZE[tree.is_chinese]}</a></figure>\n'
+            f'<figure class="film"><iframe loading="lazy" src="{address}{question}" '
+            f'title="{words}"></iframe>\n\n{match[0]}\n\n'  # the still, for print
+            f'<a href="{address}">{words} · {FULL_SIZE[tree.is_chinese]}</a></figure>\n'
         )
 
     def quotation(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""What Sphinx is given: the staged pages of both languages."""
+"""The staged pages of both languages, which Sphinx reads."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_the_sidebar_has_every_page_once(tree: Tree) -> None:
 
 
 def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
-    wanted = {f"{n:02}": str(n) for n in range(1, 7)}
+    films = {f"{n:02}": str(n) for n in range(1, 7)}
     found = {
         n[:2]: FILM.findall(text_of(tree, n)) for n in tree.pages if re.match(r"0\d_\w+/index", n)
     }
-    for chapter, film in wanted.items():
+    for chapter, film in films.items():
         (address,) = found[chapter]
         assert address.startswith(f"../../films/film_{film}.html#") and address.endswith("ask")
         assert ("lang=zh" in address) == tree.is_chinese
