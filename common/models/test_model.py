@@ -247,6 +247,11 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
     assert ours.layer_windows == windows_of(theirs)
     ropes = theirs.rope_parameters
     assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if ours.window_rope is not None:
+        assert ours.window_rope.theta == ropes["sliding_attention"]["rope_theta"]
+    scalar = getattr(theirs, "query_pre_attn_scalar", None)
+    assert scalar is None or ours.query_pre_attn_scalar == scalar
+    assert ours.activation == getattr(theirs, "hidden_activation", "silu")
     if ours.experts is not None:
         e = ours.experts
         size = theirs.to_dict().get("moe_intermediate_size", theirs.intermediate_size)
@@ -328,9 +333,10 @@ def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
 
 
 def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):
-    fields = read_config(checkpoints["llama-biases"])
     with caplog.at_level(logging.WARNING):
-        ModelConfig.from_hf({**fields, "_private": 1})
+        for name, path in checkpoints.items():
+            own = {"cache_implementation": "hybrid"} if name == "gemma3" else {}
+            ModelConfig.from_hf(fields := {**read_config(path), "_private": 1, **own})
         assert not caplog.records, "a configuration as transformers writes it has unknown fields"
         ModelConfig.from_hf({**fields, "favourite_colour": "green"})
     assert "favourite_colour" in caplog.text

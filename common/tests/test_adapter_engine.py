@@ -481,40 +481,32 @@ def test_a_closed_engine_neither_loads_nor_unloads(model, directories) -> None:
 
 def test_names_that_are_none(model, directories, prompts) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
-    with pytest.raises(ValueError, match=r"adapter must .*'attention', .*, got 'z'"):
-        engine.add_request("a", prompts[0], adapter="z")
-    with pytest.raises(ValueError, match=r"adapter must .*'attention', .*, got 'z'"):
-        engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None, "z"])
-    with pytest.raises(ValueError, match=r"adapter must .* 2 prompts, got 1"):
-        engine.generate_batch(prompts[:2], SamplingParams(), adapter=[None])
-    with pytest.raises(ValueError, match=r"adapter must be a str.*, got 5"):
-        engine.generate_batch(prompts[:1], SamplingParams(), adapter=5)
-    with pytest.raises(ValueError, match=r"name must be unused, got 'attention'"):
-        engine.load_adapter("attention", directories["everything"])
-    with pytest.raises(ValueError, match="name must be a non-empty str, got ''"):
-        engine.load_adapter("", directories["everything"])
-    with pytest.raises(ValueError, match="directory must be a path, got None"):
-        engine.load_adapter("new", None)
-    with pytest.raises(ValueError, match=r"adapter must .*'attention', .*, got 'z'"):
-        engine.unload_adapter("z")
-    assert not engine.has_unfinished_requests() and engine.adapters == list(directories)
-    plain = checked_engine(model, num_blocks=99)
-    for call in (lambda: plain.load_adapter("x", "y"), lambda: plain.unload_adapter("x")):
-        with pytest.raises(ValueError, match="cannot use adapters"):
+    plain, (one, two) = checked_engine(model, num_blocks=99), prompts[:2]
+    add, generate, wanted = engine.add_request, engine.generate_batch, SamplingParams()
+    refused: dict[Callable, str] = {
+        lambda: add("a", one, adapter="z"): "adapter must .*'attention', .*, got 'z'",
+        lambda: add("a", one, adapter=""): "adapter must .*, got ''",
+        lambda: add("a", one, adapter=["attention"]): r"adapter must .*, got \['attention'\]",
+        lambda: generate([one, two], wanted, adapter=[None, "z"]): "adapter must .*, got 'z'",
+        lambda: generate([one, two], wanted, adapter=[None]): "adapter must .* 2 prompts, got 1",
+        lambda: generate([one], wanted, adapter=5): "adapter must be a str.*, got 5",
+        lambda: generate([one], wanted, adapter=""): "adapter must .*'attention', .*, got ''",
+        lambda: engine.add_requests([("a", one, PARAMS), ("b", two, PARAMS)], [None]): "shorter",
+        lambda: engine.load_adapter("attention", "x"): "name must be unused, got 'attention'",
+        lambda: engine.load_adapter("", "x"): "name must be a non-empty str, got ''",
+        lambda: engine.load_adapter("new", None): "directory must be a path, got None",
+        lambda: engine.unload_adapter("z"): "adapter must .*'attention', .*, got 'z'",
+        lambda: plain.load_adapter("x", "y"): "cannot use adapters",
+        lambda: plain.unload_adapter("x"): "cannot use adapters",
+        lambda: plain.add_request("a", one, adapter="attention"): "cannot use adapters",
+        lambda: EngineConfig(adapters=["x"]): "adapters",
+        lambda: EngineConfig(adapters={"x": 5}): "adapters",
+        lambda: EngineConfig(max_loras=0): "max_loras",
+    }
+    same = dict(batch_invariant=True, dtype="float32")
+    refused[lambda: EngineConfig(adapters={}, **same)] = "adapters must .*batch_invariant"
+    refused[lambda: EngineConfig(max_loras=2, **same)] = "max_loras must .*batch_invariant"
+    for call, message in refused.items():
+        with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match="cannot use adapters"):
-        plain.add_request("a", prompts[0], adapter="attention")
-    for wrong in (dict(adapters=["x"]), dict(adapters={"x": 5}), dict(max_loras=0)):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            EngineConfig(**wrong)
-    for given in (dict(adapters={}), dict(max_loras=2)):
-        with pytest.raises(ValueError, match=r"(adapters|max_loras) must .*batch_invariant"):
-            EngineConfig(**given, batch_invariant=True, dtype="float32")
-    for name in ("", ["attention"]):
-        with pytest.raises(ValueError, match=r"adapter must .*, got (''|\['attention'\])"):
-            engine.add_request("a", prompts[0], adapter=name)
-    with pytest.raises(ValueError, match=r"adapter must .*'attention', .*, got ''"):
-        engine.generate_batch(prompts[:1], SamplingParams(), adapter="")
-    with pytest.raises(ValueError, match="shorter"):
-        engine.add_requests([("a", prompts[0], PARAMS), ("b", prompts[1], PARAMS)], [None])
-    assert not engine.has_unfinished_requests()
+    assert not engine.has_unfinished_requests() and engine.adapters == list(directories)

@@ -263,32 +263,6 @@ def test_numbers_of_numpy_are_numbers(engine: LLMEngine) -> None:
     assert samples == [samples[0]] * 4
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("stop", 5),
-        ("stop", {"x": 1}),
-        ("stop_token_ids", 5),
-        ("stop_token_ids", b"ab"),
-        ("temperature", 10**400),
-        ("min_p", True),
-    ],
-)
-def test_sampling_params_that_are_no_such_thing_name_the_field(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"^{field} must "):
-        SamplingParams(**{field: value})
-
-
-def test_request_that_may_draw_no_token_is_refused_before_it_fails_a_step(
-    engine: LLMEngine,
-) -> None:
-    params = SamplingParams(min_tokens=1, stop_token_ids=range(97))
-    with pytest.raises(ValueError, match=r"min_tokens must be 0 .*, got 1"):
-        engine.add_request("a", [1], params)
-    engine.add_request("a", [1], replace(params, min_tokens=0))
-    assert len(finish(engine)["a"].outputs[0].token_ids) == 1
-
-
 @pytest.mark.parametrize("prompts", [None, 5, b"ab", {"prompt": "x"}, {"x"}])
 def test_prompts_that_are_none_are_refused(prompts: object) -> None:
     """The keys of a dict are not prompts, nor are bytes token ids."""

@@ -165,8 +165,10 @@ def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
         *(("n", v, v) for v in (16_385, 10**400)),
         *(("include_stop_str_in_output", v, v) for v in (None, "yes")),
         *(("prompt_logprobs", v, v) for v in (-2, 1.5, True, "1")),
+        *(("stop", 5, 5), ("stop", {"x": 1}, {"x": 1}), ("stop_token_ids", 5, 5)),
+        *(("stop_token_ids", b"ab", b"ab"), ("temperature", 10**400, 10**400)),
+        *(("min_p", True, True), ("bad_words", ["word"], "word"), ("bad_words", [[1.5]], 1.5)),
         *(("allowed_token_ids", [97], 97), ("logit_bias", {-1: 2.0}, -1)),
-        *(("bad_words", ["word"], "word"), ("bad_words", [[1.5]], 1.5)),
     ],
 )
 def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, got, loaded) -> None:

@@ -127,8 +127,9 @@ def test_padding_of_the_vocabulary_is_no_token() -> None:
 
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
-    with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
-        engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 3], **stops))
+    for rules in (dict(allowed_token_ids=[4, 3]), dict(stop_token_ids=range(97))):
+        with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
+            engine.add_request("a", [1], SamplingParams(**stops | rules))
     engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
 
 

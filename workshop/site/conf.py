@@ -17,14 +17,15 @@ project = html_title = "vllm-from-scratch"
 language = "zh_CN" if is_chinese else "en"
 extensions = ["myst_nb"]
 nb_execution_mode = "off"
+highlight_language = "none"
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 6
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None, "other": None}
 html_theme = "furo"
 html_static_path = ["static"]
 templates_path = ["templates"]
-html_css_files = ["site.css", "calculators.css"]
-html_js_files = ["site.js", "calculators.js"]
+html_css_files = ["site.css", "calculators.css", "panels.css"]
+html_js_files = ["site.js", "calculators.js", "panels.js"]
 html_permalinks_icon = '<span data-pagefind-ignore="all">#</span>'
 html_show_sourcelink = html_copy_source = html_use_index = False
 html_context = {"is_chinese": is_chinese}
@@ -38,8 +39,12 @@ html_sidebars = {
         "sidebar/scroll-end.html",
     ]
 }
-THEME_WORDS = {"On this page": "本页目录"}  # furo has no Chinese
-EVERYDAY = {"request", "step", "position", "running", "waiting", "priority", "请求", "步", "位置"}
+# furo has no Chinese
+THEME_WORDS = {"On this page": "本页目录", "Next": "下一页", "Previous": "上一页", "Home": "首页"}
+EVERYDAY = {
+    *("load", "request", "step", "position", "running", "waiting", "priority"),
+    *("请求", "步", "位置"),
+}
 TERM = re.compile(r"^\| (?P<terms>\*\*.*?) \| (?P<meaning>.*?) \|", re.MULTILINE)
 
 

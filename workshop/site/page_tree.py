@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
+from workshop.book.path import ROOT
+
+PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
 CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
@@ -46,6 +50,30 @@ class Tree:
     english: frozenset[str]
     repository: str = ""  # the address where sources are; "": in the site
     sources: dict[str, set[str]] = field(default_factory=dict)  # linked files -> pages
+
+
+def page_name(path: PurePath) -> str:
+    """Return the name that the page `path`, relative to the repository, has in the site."""
+    path = path.relative_to(PAGES) if path.is_relative_to(PAGES) else path
+    name = str(path).removesuffix(path.suffix).removesuffix(".zh")
+    return re.sub(r"(^|/)README$", r"\1index", name)
+
+
+def find_pages(folder: Path, is_chinese: bool, repository: str) -> Tree:
+    """Return the pages that git tracks, and those of `pages/`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    english: dict[str, Path] = {}
+    chinese: dict[str, Path] = {}
+    for path in map(PurePath, listed):
+        (chinese if path.stem.endswith(".zh") else english)[page_name(path)] = ROOT / path
+    if not is_chinese:
+        return Tree(folder, False, english, frozenset(), repository)
+    missing = frozenset(
+        name for name, path in english.items() if path.suffix == ".md" and name not in chinese
+    )
+    return Tree(folder, True, english | chinese, missing, repository)
 
 
 def toctrees(name: str, tree: Tree) -> str:

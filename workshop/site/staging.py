@@ -5,9 +5,9 @@
 A page keeps its place, except that a `README.md` becomes the `index.md` of its folder. In the
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
 is listed in a group of its own. Links to pages stay relative; those to other files of the
-repository, and file names in code, become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
-places: a film's still becomes the film, `<!-- calculator: kv -->` becomes a calculator, and a
-quotation gets a link to its lines."""
+repository, and file names in code, become `source:PATH#LINE`, which `conf.py` resolves. The site
+adds to a page at marked places: a film's still becomes the film, the ladder's picture a panel,
+`<!-- calculator: kv -->` a calculator, and a quotation gets a link to its lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import html
 import json
 import re
 import shutil
-import subprocess
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line
-from workshop.site.page_tree import Tree, home_page, toctrees
+from workshop.site.ladder_panel import with_panel
+from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
 
-PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
@@ -32,30 +31,6 @@ STILL = re.compile(
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
 FULL_SIZE = ("Full size", "全屏打开")
-
-
-def page_name(path: PurePath) -> str:
-    """Return the name that the page `path`, relative to the repository, has in the site."""
-    path = path.relative_to(PAGES) if path.is_relative_to(PAGES) else path
-    name = str(path).removesuffix(path.suffix).removesuffix(".zh")
-    return re.sub(r"(^|/)README$", r"\1index", name)
-
-
-def find_pages(folder: Path, is_chinese: bool, repository: str) -> Tree:
-    """Return the pages that git tracks, and those of `pages/`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    english: dict[str, Path] = {}
-    chinese: dict[str, Path] = {}
-    for path in map(PurePath, listed):
-        (chinese if path.stem.endswith(".zh") else english)[page_name(path)] = ROOT / path
-    if not is_chinese:
-        return Tree(folder, False, english, frozenset(), repository)
-    missing = frozenset(
-        name for name, path in english.items() if path.suffix == ".md" and name not in chinese
-    )
-    return Tree(folder, True, english | chinese, missing, repository)
 
 
 def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "") -> Tree:
@@ -137,6 +112,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         text = home_page(text, tree.repository)
     if has_films:
         text = STILL.sub(film, text)
+    text = with_panel(text, tree.is_chinese)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
     text = BLOCK.sub(quotation, SWITCH.sub("", text, count=1))
     parts, end = [], 0

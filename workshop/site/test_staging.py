@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from workshop.book.path import ROOT
-from workshop.site.page_tree import Tree, home_page, toctrees
+from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
 from workshop.site.source_pages import Sources
-from workshop.site.staging import LINK, find_pages, page_name, stage, staged
+from workshop.site.staging import LINK, stage, staged
 
 ADDRESS = "https://example.org/us/book"
 FILM = re.compile(r'<iframe loading="lazy" src="(\S+)"')

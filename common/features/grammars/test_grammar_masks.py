@@ -47,6 +47,9 @@ SCHEMA = {
     "required": ["age", "ages", "kind"],
     "additionalProperties": False,
 }
+TOKENIZER = small_tokenizer()
+SMALL = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size, [EOS])
+SPELL = {TOKENIZER.token_bytes(i).decode(): i for i in range(TOKENIZER.vocab_size)}
 DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
 HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
 # The same grammar, as xgrammar compiles it. (For recursive rules its masks lack tokens that its
@@ -166,12 +169,9 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
 )
 def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
     """All texts of up to four characters."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
-    start, found, right = Matching(vocabulary, Ebnf(rules)), set(), set()
+    start, found, right = Matching(SMALL, Ebnf(rules)), set(), set()
     for text in ("".join(w) for n in range(5) for w in product("abc-", repeat=n)):
-        num = start.matched.num_possible([*(spell[c] for c in text), EOS])
+        num = start.matched.num_possible([*(SPELL[c] for c in text), EOS])
         found |= {text} if num == len(text) + 1 else set()
         right |= {text} if re.fullmatch(pattern, text) else set()
     assert found == right and right
@@ -203,22 +203,19 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> None:
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     with pytest.raises(ValueError, match=re.escape(reason)) as error:
-        compile_source(source_of(grammar), tokenizer_of(vocabulary))
+        compile_source(source_of(grammar), tokenizer_of(SMALL))
     for inner in ("llguidance", "start:", "<state>"):
         assert inner not in str(error.value)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_allowed_tokens_equal_those_of_trying_all_texts(name) -> None:
-    tokenizer, rng = small_tokenizer(), random.Random(name)
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    rng = random.Random(name)
     for _ in range(5):
-        ours = Matching(vocabulary, CASES[name][0])
+        ours = Matching(SMALL, CASES[name][0])
         while EOS not in ours.outputs and len(ours.outputs) < 20:
-            allowed = may_follow(tokenizer, texts_of(name), ours.outputs)
+            allowed = may_follow(TOKENIZER, texts_of(name), ours.outputs)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
             ours.outputs.append(rng.choice(allowed))
 
@@ -262,16 +259,15 @@ def test_one_of_several_schemas_equals_trying_all_values(name, more, is_inside) 
     values = [*VALUES, *({"b": value} for value in VALUES)]
     is_right = jsonschema.Draft202012Validator(schema).is_valid
     texts = {json.dumps(value).encode() for value in values if is_right(value)}
-    tokenizer, rng = small_tokenizer(), random.Random(name)
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
+    rng = random.Random(name)
     if not texts:
         with pytest.raises(ValueError, match="Unsatisfiable"):
-            Matching(vocabulary, Json(schema, 0))
+            Matching(SMALL, Json(schema, 0))
         return
     for _ in range(2):
-        ours = Matching(vocabulary, Json(schema, 0))
+        ours = Matching(SMALL, Json(schema, 0))
         while EOS not in ours.outputs and len(ours.outputs) < 20:
-            allowed = may_follow(tokenizer, texts, ours.outputs)
+            allowed = may_follow(TOKENIZER, texts, ours.outputs)
             assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
             ours.outputs.append(rng.choice(allowed))
 
@@ -287,9 +283,7 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
         schema["properties"] = {"x": {"$ref": f"#/{place}/{name}"}}
     schema |= {"required": [*schema["properties"]], "additionalProperties": False}
     name = schema["required"][0]
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    ours = Matching(vocabulary, Json(schema, 0))
+    ours = Matching(SMALL, Json(schema, 0))
     rng = random.Random(name)
     texts = {ours.draw(rng) for _ in range(20)}
     assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
@@ -299,13 +293,11 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
 def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     """At places of schemas: a property is *named* format here, and a value has a key of that name.
     All that the library knows are enforced, and it refuses every other."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     inner = {"enum": ["a", "b"], "format": "letter-of-a-test"}
     schema = {"type": "object", "properties": {"format": inner}, "required": ["format"]}
     schema |= {"additionalProperties": False, "default": {"format": "letter-of-a-test"}}
     with caplog.at_level(logging.WARNING):
-        matchings = [Matching(vocabulary, Json(schema, 0)) for _ in range(2)]
+        matchings = [Matching(SMALL, Json(schema, 0)) for _ in range(2)]
     assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
         f'{{"format": "{letter}"}}' for letter in "ab"
     }
@@ -346,14 +338,12 @@ def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
     """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
     one property are those that trying all says."""
     schema = SHAPES[shape](pattern)
-    tokenizer, rng = small_tokenizer(), random.Random(shape + pattern)
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {tokenizer.token_bytes(i).decode(): i for i in range(tokenizer.vocab_size)}
+    rng = random.Random(shape + pattern)
     is_right = jsonschema.Draft202012Validator(schema).is_valid
     values: list = [{}] + [{name: v} for name in ("", "a", "b", "ab", "c") for v in (True, 10)]
     right = [json.dumps(v) for v in values if is_right(v) and pattern != "^[a&&b]$"]
     try:
-        ours = Matching(vocabulary, Json(schema, 0))
+        ours = Matching(SMALL, Json(schema, 0))
     except ValueError as error:
         assert not right and "required property 'a' is unsatisfiable" in str(error)
         return
@@ -361,7 +351,7 @@ def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
     assert num_whole
     if pattern != "^[a&&b]$":  # `re` has no such sets
         ours.begin()
-        tokens = ([*(spell[c] for c in text), EOS] for text in map(json.dumps, values))
+        tokens = ([*(SPELL[c] for c in text), EOS] for text in map(json.dumps, values))
         found = [v for v, t in zip(values, tokens, strict=True) if ours.takes(t)]
         assert [json.dumps(v) for v in found] == right
 
@@ -370,11 +360,8 @@ def test_guesses_are_matched_and_taken_back() -> None:
     """A row for each draft token and one after them; after the first impossible draft, and after
     the end of the text, no row is constrained, and the matcher is as if there had been no drafts.
     Trap 65."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
-    ours = Matching(vocabulary, CASES["choice"][0])
-    n, o, y, no = (spell[text] for text in (b"n", b"o", b"y", b"no"))
+    ours = Matching(SMALL, CASES["choice"][0])
+    n, o, y, no = (SPELL[text] for text in ("n", "o", "y", "no"))
     ours.outputs = [n]
     before = ours.allowed().tolist()
     for drafts, num_possible in (([o, EOS], 2), ([o, y, o], 1), ([y], 0), ([o], 1), ([], 0)):
@@ -385,7 +372,7 @@ def test_guesses_are_matched_and_taken_back() -> None:
             if i > num_possible or EOS in drafts[:i]:
                 assert (bits[i] == -1).all()
                 continue
-            allowed = may_follow(tokenizer, texts_of("choice"), [n, *drafts[:i]])
+            allowed = may_follow(TOKENIZER, texts_of("choice"), [n, *drafts[:i]])
             assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
         assert ours.allowed().tolist() == before
     ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come
@@ -394,11 +381,8 @@ def test_guesses_are_matched_and_taken_back() -> None:
 
 def test_tokens_after_the_end_are_ignored() -> None:
     """A step was in flight when the end was sampled."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
-    ours = Matching(vocabulary, CASES["choice"][0])
-    ours.outputs = [spell[b"no"], EOS, spell[b"y"]]
+    ours = Matching(SMALL, CASES["choice"][0])
+    ours.outputs = [SPELL["no"], EOS, SPELL["y"]]
     ours.follow()
     assert ours.matched.num_possible([]) == 0
     bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
@@ -406,10 +390,8 @@ def test_tokens_after_the_end_are_ignored() -> None:
 
 
 def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(vocabulary))
-    masks = GrammarMasks(vocabulary)
+    compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(SMALL))
+    masks = GrammarMasks(SMALL)
     masks.grow(1)
     masks.admit(0, SimpleNamespace(features={"grammar": compiled}))
     fill, calls = Matched.fill, []
@@ -432,33 +414,30 @@ def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
     sent: list[np.ndarray] = []
     masks.before_sampling(step, SimpleNamespace(add=sent.append))
     assert len(calls) == 2
-    allowed = may_follow(tokenizer, texts_of("choice"), [])
-    assert bits_of(sent[1], tokenizer.vocab_size).tolist() == sorted(allowed)
+    allowed = may_follow(TOKENIZER, texts_of("choice"), [])
+    assert bits_of(sent[1], TOKENIZER.vocab_size).tolist() == sorted(allowed)
 
 
 def test_a_draft_at_which_the_library_gives_up_ends_no_text() -> None:
     """The allowed tokens without drafts are the same after them. The row after such a draft is
     unknown: no token is allowed."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     heavy = "(" * 16 + "a" + "{1,99})" * 16
-    grammar, tokens = Regex(f"c?x(cc|{heavy})"), tokenizer_of(vocabulary)
+    grammar, tokens = Regex(f"c?x(cc|{heavy})"), tokenizer_of(SMALL)
     texts = [compile_source(source_of(one), tokens) for one in (grammar, Regex("ab"))]
     matchers = [beginning_of(tokens, text).matcher for text in texts]
-    ours = Matching(vocabulary, grammar)
-    ours.outputs = [spell[b"x"]]
+    ours = Matching(SMALL, grammar)
+    ours.outputs = [SPELL["x"]]
     bits = np.full((9, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
     ours.follow()
-    ours.matched.fill(bits, 0, [spell[b"a"]] * 8)
+    ours.matched.fill(bits, 0, [SPELL["a"]] * 8)
     is_said = bits.any(1).tolist()
     assert is_said == sorted(is_said, reverse=True) and 1 <= sum(is_said) < 8, "it gave up"
     is_kept = [beginning_of(tokens, text).matcher is m for text, m in zip(texts, matchers)]
     assert is_kept == [False, True], "the next one begins anew, and with another grammar as before"
-    ours.outputs += [spell[b"c"]]
-    assert ours.allowed().tolist() == [spell[b"c"]]
-    ours.matched.num_possible([spell[b"c"]] * 3)
-    ours.outputs += [spell[b"c"]]
+    ours.outputs += [SPELL["c"]]
+    assert ours.allowed().tolist() == [SPELL["c"]]
+    ours.matched.num_possible([SPELL["c"]] * 3)
+    ours.outputs += [SPELL["c"]]
     assert ours.allowed().tolist() == [EOS]
 
 
@@ -477,9 +456,7 @@ def test_ambiguous_rules_reach_a_limit(rules, can_end) -> None:
     """The limit is reached before a token takes tenths of a second, which would delay all other
     requests. It is the same token on every machine, because it is counted. Rules with one reading,
     or few, have no limit."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    ours, a = Matching(vocabulary, Ebnf(rules)), tokenizer.encode("a")[0]
+    ours, a = Matching(SMALL, Ebnf(rules)), TOKENIZER.encode("a")[0]
     matcher = ours.matched.beginning.matcher
     while len(ours.outputs) < 1000 and a in ours.allowed():
         ours.outputs.append(a)
@@ -490,18 +467,15 @@ def test_ambiguous_rules_reach_a_limit(rules, can_end) -> None:
 
 
 def test_thousands_of_alternatives_are_compiled_quickly() -> None:
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    spell = {token_text: i for i, token_text in enumerate(vocabulary.token_bytes)}
     with pytest.raises(ValueError, match="too big"):  # row by row it would take seconds
-        Matching(vocabulary, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
+        Matching(SMALL, Ebnf("root ::= " + '("a"|"b"|"") ' * 9000))
     many = {f"p{i}": {"type": "integer"} for i in range(700)}
     for grammar, text in (
         (Choice([f"label {i}" for i in range(3000)]), "label 2999"),
         (Json({"type": "object", "properties": many}, 0), '{"p1": 5, "p699": 1}'),
     ):
-        ours = Matching(vocabulary, grammar)
-        for token_id in (spell[character.encode()] for character in text):
+        ours = Matching(SMALL, grammar)
+        for token_id in (SPELL[character] for character in text):
             assert token_id in ours.allowed()
             ours.outputs.append(token_id)
         assert EOS in ours.allowed()
@@ -523,8 +497,6 @@ def test_rules_of_words_have_masks_over_a_large_vocabulary() -> None:
 
 def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
     """The library calls itself for each: a usual stack would end, and the process with it."""
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
     rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(3000))
     found: dict = {"type": "boolean"}
     schemas = {"60": found}
@@ -537,7 +509,7 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         (Ebnf(f'root ::= r0\n{rules}r3000 ::= "b"'), "a"),
         (Json({"$ref": "#/$defs/0", "$defs": schemas}), "["),
     ):
-        ours, (token,) = Matching(vocabulary, grammar), tokenizer.encode(first)
+        ours, (token,) = Matching(SMALL, grammar), TOKENIZER.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
     many = "a" * 200_000
@@ -550,19 +522,17 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
 
 
 def test_special_tokens_are_no_text() -> None:
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size + 3, [EOS, 500])
+    vocabulary = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size + 3, [EOS, 500])
     assert vocabulary.eos_token_ids == (EOS,) and not any(vocabulary.token_bytes[:2])
     allowed = Matching(vocabulary, Regex(r"(?s).*")).allowed().tolist()
-    assert allowed == list(range(1, tokenizer.vocab_size))
+    assert allowed == list(range(1, TOKENIZER.vocab_size))
 
 
 def test_a_token_that_ends_texts_is_no_text_either() -> None:
     """A checkpoint's EOS may be a plain token of its tokenizer, which has its text in the file."""
-    tokenizer = small_tokenizer()
-    plain = tokenizer.vocab_size - 1
-    assert plain not in tokenizer.special_ids and tokenizer.token_bytes(plain)
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS, plain])
+    plain = TOKENIZER.vocab_size - 1
+    assert plain not in TOKENIZER.special_ids and TOKENIZER.token_bytes(plain)
+    vocabulary = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size, [EOS, plain])
     assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.token_bytes[plain]
 
 
@@ -572,9 +542,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = SimpleQueue[str](), Event()
         monkeypatch.setattr(grammar_compiler, "compile_source", self.compile)
-        tokenizer = small_tokenizer()
-        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-        self.compiler = GrammarCompiler(vocabulary)
+        self.compiler = GrammarCompiler(SMALL)
 
     def compile(self, source: str, tokenizer: LLTokenizer) -> str:
         self.begun.put(text := json.loads(source)["regex"])
@@ -649,9 +617,7 @@ def test_a_compilation_holds_up_no_step() -> None:
     works = Thread(target=large.rebuild, daemon=True)
     works.start()
     assert began.wait(60)
-    tokenizer = small_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [EOS])
-    text = compile_source(source_of(Regex("step")), tokenizer_of(vocabulary))
+    text = compile_source(source_of(Regex("step")), tokenizer_of(SMALL))
     assert "step" in text and not go_on.is_set()
     go_on.set()
     works.join(60)
