@@ -1,10 +1,13 @@
 """Tests of the built site, in a browser: `make book ARGS=--check`. Not collected by `make test`,
-because the site has to be built first.
+because the site has to be built first, and not of what `make lint` installs.
 
 Every page is opened once, served on this machine, with all other hosts out of reach."""
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
+import runpy
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+from docutils import nodes
+from docutils.utils import new_document
 
 from workshop.site.make_book import LANGUAGES, OUT
 from workshop.watch.chromium import started_browser
@@ -224,6 +229,32 @@ def test_dark_mode_reaches_the_page_and_its_figures(
 def _is_light(page: Page) -> bool:
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(int, colour.strip("rgba()").split(",")[:3])) > 3 * 128
+
+
+@pytest.mark.parametrize(
+    ("repository", "source", "folder"),
+    [
+        ("", "../../source/common/llm.py.html#L3", "../../source/common.html"),
+        (
+            "https://x.org/a",
+            "https://x.org/a/blob/f00/common/llm.py#L3",
+            "https://x.org/a/tree/f00/common",
+        ),
+    ],
+)
+def test_sources_are_in_the_site_or_at_the_address_of_the_repository(
+    repository: str, source: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"BOOK_LANGUAGE": "zh", "BOOK_REPOSITORY": repository, "BOOK_COMMIT": "f00"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    configuration = runpy.run_path(str(Path(__file__).with_name("conf.py")))
+    page = new_document("page")
+    for target in ("source:common/llm.py#L3", "source:common", "other:common/index#x"):
+        page += nodes.reference(refuri=target)
+    configuration["resolve"](None, page, "common/index")
+    found = [node["refuri"] for node in page.findall(nodes.reference)]
+    assert found == [source, folder, "../../en/common/index.html#x"]
 
 
 def test_a_term_of_the_glossary_says_its_meaning(
