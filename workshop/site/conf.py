@@ -23,8 +23,8 @@ myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None,
 html_theme = "furo"
 html_static_path = ["static"]
 templates_path = ["templates"]
-html_css_files = ["site.css", "calculators.css"]
-html_js_files = ["site.js", "calculators.js"]
+html_css_files = ["site.css", "calculators.css", "panels.css"]
+html_js_files = ["site.js", "calculators.js", "panels.js"]
 html_permalinks_icon = '<span data-pagefind-ignore="all">#</span>'
 html_show_sourcelink = html_copy_source = html_use_index = False
 html_context = {"is_chinese": is_chinese}

@@ -6,8 +6,8 @@ A page keeps its place, except that a `README.md` becomes the `index.md` of its 
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
 is listed in a group of its own. Links to pages stay relative; those to other files of the
 repository become `source:PATH#LINE`, which `conf.py` resolves. The site adds to a page at marked
-places: a film's still becomes the film, `<!-- calculator: kv -->` becomes a calculator, and a
-quotation gets a link to its lines."""
+places: a film's still becomes the film, the ladder's picture a panel, `<!-- calculator: kv -->` a
+calculator, and a quotation gets a link to its lines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pathlib import Path, PurePath
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, first_line
+from workshop.site.ladder_panel import with_panel
 from workshop.site.page_tree import Tree, home_page, toctrees
 
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
@@ -128,6 +129,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         text = home_page(text, tree.repository)
     if has_films:
         text = STILL.sub(film, text)
+    text = with_panel(text, tree.is_chinese)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
     text = BLOCK.sub(quotation, SWITCH.sub("", text, count=1))
     parts, end = [], 0

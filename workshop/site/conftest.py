@@ -1,0 +1,9 @@
+"""The panels in a real browser: the fixtures of the watch page's tests."""
+
+import pytest
+
+from workshop.watch.conftest import browser_for_tests, complaints, open_page, tabs
+
+browser = pytest.fixture(scope="package")(browser_for_tests)
+
+__all__ = ["browser", "complaints", "open_page", "tabs"]

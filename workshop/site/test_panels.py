@@ -1,0 +1,259 @@
+"""The filter of the museum, the list of the tickets and the ladder's panel, in a browser. The pages
+are those of the repository, rendered by markdown-it, with sections as Sphinx makes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+from workshop.book.path import ROOT
+from workshop.site.ladder_panel import PICTURE, with_panel
+from workshop.watch.conftest import OpenPage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+STATIC = Path(__file__).parent / "static"
+RECORD = ROOT / "workshop/measure/bench/records/ladder.json"
+PAGE = """<!doctype html><html lang="{language}"><meta charset="utf-8">
+<style>{css}</style><script>{script}</script><body>{body}</body></html>"""
+NUMBERS = ("output_tokens_per_s", "ttft_ms_p50", "inter_token_ms_p99")
+LANGUAGES = pytest.mark.parametrize("language", ["en", "zh"])
+
+
+@pytest.fixture
+def show(open_page: OpenPage, tmp_path: Path) -> Any:
+    """`show("MUSEUM", "zh", at="bug-12")`: a page of the repository with the panels."""
+
+    def _show(name: str, language: str = "en", at: str = "") -> Page:
+        suffix = ".zh.md" if language == "zh" else ".md"
+        text = with_panel((ROOT / f"{name}{suffix}").read_text("utf-8"), language == "zh")
+        rendered = MarkdownIt().enable("table").render(text)
+        rendered = re.sub(r"<img[^>]*>", "", rendered).replace("'", "’")
+        head, *parts = rendered.split("<h2>")
+        body = head + "".join(f"<section><h2>{part}</section>" for part in parts)
+        css, script = ((STATIC / f"panels.{kind}").read_text("utf-8") for kind in ("css", "js"))
+        path = tmp_path / f"{name}.html"
+        code = "zh-CN" if language == "zh" else "en"
+        page = PAGE.format(language=code, css=css, script=script, body=body)
+        path.write_text(page, encoding="utf-8")
+        return open_page(path, language=language, at=at)
+
+    return _show
+
+
+# -- museum
+
+
+def found(page: Page, words: str) -> set[str]:
+    """The entries that are shown after these words are typed into the field."""
+    page.fill(".museum-filter input", words)
+    return set(page.locator("details[id]:visible").evaluate_all("all => all.map(e => e.id)"))
+
+
+def entries(page: str) -> dict[str, str]:
+    """The entries of `MUSEUM.md`: their Markdown by id."""
+    text = (ROOT / page).read_text("utf-8")
+    return dict(re.findall(r'<details id="(.*?)">(.*?)</details>', text, re.S))
+
+
+def test_the_filter_finds_words_of_title_engine_symptom_cause_and_trap(show: Any) -> None:
+    page, texts = show("MUSEUM"), entries("MUSEUM.md")
+    assert found(page, "") == set(texts)
+    assert found(page, "double FREE") == {"bug-9"}  # title
+    assert "bug-9" not in found(page, "double freed")  # every word counts
+    assert found(page, "mlx-lm") == {i for i, text in texts.items() if "mlx-lm" in text}  # engine
+    assert found(page, "#53130") == {"bug-2"}
+    assert found(page, "health check stayed green") == {"bug-2"}  # symptom
+    assert found(page, "python creates once") == {"bug-7"}  # cause
+    assert found(page, "this step's admissions") == {"bug-1"}  # Sphinx curls the apostrophe
+    assert found(page, "test_running_never_exceeds") == {"line-1"}
+    assert found(page, "c++ (") == set()
+    traps = {i for i, text in texts.items() if re.search(r"\btrap 3\b", text, re.I)}
+    assert found(page, "trap 3") == found(page, "TRAP3") == traps
+    assert {"bug-15", "line-13"} <= traps
+
+
+def count(names: Iterable[str]) -> tuple[int, int]:
+    """How many bugs, and how many lines to break."""
+    bugs = [name.startswith("bug-") for name in names]
+    return sum(bugs), len(bugs) - sum(bugs)
+
+
+def test_the_filter_says_how_many_and_hides_what_has_no_entry(show: Any) -> None:
+    page = show("MUSEUM")
+    (all_bugs, all_lines), (bugs, lines) = count(entries("MUSEUM.md")), count(found(page, "radix"))
+    output = page.inner_text(".museum-filter output")
+    assert output == f"{bugs} of {all_bugs} bugs, {lines} of {all_lines} lines to break"
+    assert 0 < bugs < all_bugs and 0 < lines < all_lines
+    found(page, "double free")
+    assert page.locator("h2:visible").all_inner_texts() == ["2. Paged KV"]
+    assert page.locator("section > p:visible").count() == 0  # "Lines to break:"
+    page.press(".museum-filter input", "Enter")  # would send the form
+    assert page.locator("details[id]:visible").count() == 1
+
+
+@LANGUAGES
+def test_an_engine_is_chosen(show: Any, language: str) -> None:
+    page = show("MUSEUM", language)
+    texts = entries("MUSEUM.md")
+    heads = {i: re.search(r"^\*(.*) · trap", text, re.M) for i, text in texts.items()}
+    named = {i for i, head in heads.items() if head and re.search("(?<!-)SGLang", head[1])}
+    page.select_option(".museum-filter select", label=f"SGLang ({len(named)})")
+    assert found(page, "") == named
+    options = page.locator(".museum-filter option").all_inner_texts()
+    assert options[0] == {"en": "all", "zh": "全部"}[language]
+    assert [o.split(" (")[0] for o in options[1:3]] == ["vLLM", "nano-vllm"]
+
+
+def test_the_filter_speaks_chinese(show: Any) -> None:
+    page = show("MUSEUM", "zh")
+    assert found(page, "trap 17 准入") == {"bug-1"}
+    bugs, lines = count(entries("MUSEUM.zh.md"))
+    output = page.inner_text(".museum-filter output")
+    assert output == f"{bugs} 个 bug 中的 1 个，{lines} 行代码中的 0 行"
+
+
+def test_an_address_opens_its_entry_and_shows_it(show: Any) -> None:
+    page = show("MUSEUM", at="bug-12")
+    assert page.locator("details[open]").evaluate_all("all => all.map(e => e.id)") == ["bug-12"]
+    assert 0 <= page.locator("#bug-12").bounding_box()["y"] < 100
+    assert found(page, "double free") == {"bug-9"}
+    page.evaluate("location.hash = 'line-3'")
+    page.wait_for_selector("#line-3[open] pre", state="visible")
+    assert page.input_value(".museum-filter input") == ""
+    assert 0 <= page.locator("#line-3").bounding_box()["y"] < 100
+
+
+# -- tickets
+
+
+@LANGUAGES
+def test_the_tickets_are_listed_with_links_and_their_answers_are_folded(
+    show: Any, language: str
+) -> None:
+    page = show("INCIDENTS", language)
+    page.evaluate("location.hash = ''")
+    titles = page.locator("h3").all_inner_texts()
+    listed = page.locator("ol.tickets a").all_inner_texts()
+    assert len(listed) == 12
+    assert all(title.endswith(words) for title, words in zip(titles, listed, strict=True))
+    assert page.locator("details li:visible").count() == 0
+    page.locator("details summary").nth(3).click()
+    assert page.locator("details li:visible").count() == 4
+
+
+# -- ladder
+
+
+def record(workload: str = "many") -> list[dict[str, Any]]:
+    return list(json.loads(RECORD.read_text("utf-8"))["regimes"][workload]["rungs"].values())
+
+
+def medians(config: dict[str, Any]) -> list[float]:
+    return [median(run[name] for run in config["runs"]) for name in NUMBERS]
+
+
+def open_ladder(show: Any, language: str = "en") -> Page:
+    page = show("README", language)
+    page.locator("details:has(.ladder) > summary").click()
+    return page
+
+
+def rows(page: Page) -> dict[str, list[float]]:
+    """The numbers of each row, by its title."""
+    read = page.locator(".ladder tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.querySelectorAll('th, b')].map(e => e.textContent))"
+    )
+    return {title: [float(cell.replace(",", "")) for cell in cells] for title, *cells in read}
+
+
+@pytest.mark.parametrize("workload", ["many", "few"])
+def test_every_number_of_the_ladder_is_in_its_record(show: Any, workload: str) -> None:
+    page = open_ladder(show)
+    page.locator(".ladder select").first.select_option(index=["many", "few"].index(workload))
+    shown, configs = rows(page), record(workload)
+    assert list(shown) == [config["title"] for config in configs]
+    highest = [max(run[name] for config in configs for run in config["runs"]) for name in NUMBERS]
+    places = "all => all.map(e => [e.style.left || '0', e.style.width].map(parseFloat))"
+    bars = page.locator(".ladder-bar").evaluate_all(places)
+    ranges = page.locator(".ladder-range").evaluate_all(places)
+    for config, cells in zip(configs, shown.values(), strict=True):
+        assert len(cells) == 3
+        for i, (cell, value) in enumerate(zip(cells, medians(config), strict=True)):
+            assert abs(cell - value) <= (0.05 if value < 100 else 0.5)
+            assert any(run[NUMBERS[i]] == value for run in config["runs"])
+            values = [run[NUMBERS[i]] for run in config["runs"]]
+            assert bars.pop(0) == pytest.approx([0, 100 * value / highest[i]], rel=1e-3)
+            low, width = ranges.pop(0)
+            assert low == pytest.approx(100 * min(values) / highest[i], rel=1e-3)
+            assert low + width == pytest.approx(100 * max(values) / highest[i], rel=1e-3)
+
+
+def test_a_hidden_row_vanishes_and_the_others_are_drawn_larger(show: Any) -> None:
+    page = open_ladder(show)
+    titles = [config["title"] for config in record()]
+    bar = page.locator(".ladder tbody tr:last-child td:nth-of-type(2) .ladder-bar")
+    before = bar.bounding_box()["width"]
+    for title in titles[:3]:
+        page.get_by_label(title, exact=True).uncheck()
+    assert list(rows(page)) == titles[3:]
+    assert bar.bounding_box()["width"] > 3 * before
+    page.get_by_label(titles[0], exact=True).check()
+    assert list(rows(page)) == [titles[0], *titles[3:]]
+
+
+@LANGUAGES
+@pytest.mark.parametrize(("one", "other"), [(0, 7), (3, 4), (7, 5), (2, 2)])
+def test_the_ratios_of_two_rows_are_those_of_the_record(
+    show: Any, language: str, one: int, other: int
+) -> None:
+    page = open_ladder(show, language)
+    before, after = page.locator(".ladder-pair select").all()
+    before.select_option(index=one)
+    after.select_option(index=other)
+    sentences = page.locator(".ladder li").all_inner_texts()
+    configs = record()
+    pairs = zip(medians(configs[one]), medians(configs[other]), strict=True)
+    for sentence, (a, b) in zip(sentences, pairs, strict=True):
+        up, down, same = {
+            "en": ("rises to (.*) times", "falls to (.*)%", "stays the same"),
+            "zh": ("升到 (.*) 倍", "降到 (.*)%", "不变"),
+        }[language]
+        if a == b:
+            assert same in sentence
+            continue
+        found = re.search(up if b > a else down, sentence)
+        assert found is not None, sentence
+        ratio = float(found[1]) / (1 if b > a else 100)
+        assert ratio == pytest.approx(b / a, rel=0.05, abs=0.01)
+        ends = re.search(r"([\d.,]+) → ([\d.,]+) (tok/s|ms)", sentence)
+        assert ends is not None
+        for end, value in zip(ends.groups(), (a, b)):
+            assert float(end.replace(",", "")) == pytest.approx(value, abs=0.5)
+
+
+def test_the_ladder_speaks_chinese(show: Any) -> None:
+    page = open_ladder(show, "zh")
+    text = page.inner_text(".ladder")
+    for words in ("6 分块预填充", "首 token 延迟（p50）", "越多越好", "用户多：80 个请求"):
+        assert words in text
+    assert not re.search(r"throughput|better|users|chunked", text)
+
+
+def test_the_panel_takes_the_place_of_the_picture_which_stays_inside() -> None:
+    pages = ["README.md", "README.zh.md", "workshop/measure/bench/README.md"]
+    for name in pages:
+        text = (ROOT / name).read_text("utf-8")
+        (picture,) = PICTURE.findall(text)
+        staged = with_panel(text, name.endswith(".zh.md"))
+        panel = re.search(r'<div class="ladder".*?\n\n(.*?)\n\n</div>', staged, re.S)
+        assert panel is not None and panel[1] == picture
+    assert with_panel("![no ladder](figures/steps.svg)", False) == "![no ladder](figures/steps.svg)"
