@@ -48,14 +48,6 @@ def test_a_string_token_ids_and_a_list_of_both_are_the_same_prompt(llm: LLM) -> 
     assert two[0].prompt is None
 
 
-def test_text_is_the_tokens_decoded_and_logprobs_run_beside_the_tokens(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
-    (output,) = generate(llm, "def main():", params)
-    completion = output.outputs[0]
-    assert completion.text == llm.engine.tokenizer.decode(completion.token_ids)
-    assert len(completion.logprobs) == len(completion.token_ids) == 20
-
-
 @pytest.mark.sample(dtype=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(

@@ -285,10 +285,11 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     ("first", "second"),
     [
         (b"", b""),
+        (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"),
         (WHOLE, b"POST /v1/comp"),
         (WHOLE.replace(b"json", b"text").replace(b": 29", b": 99"), b"x" * 20),
     ],
-    ids=["nothing", "half of a second request", "half of a body that was refused"],
+    ids=["nothing", "half", "half of a second request", "half of a body that was refused"],
 )
 def test_a_client_that_sends_half_a_request_is_cut_off(
     server: Running, first: bytes, second: bytes, monkeypatch: pytest.MonkeyPatch

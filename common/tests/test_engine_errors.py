@@ -202,8 +202,6 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
         ("model", 5),
         ("model", ""),
         ("device", None),
-        ("events", ""),
-        ("events", b"x"),
         ("speculative", {"method": "draft", "model": 5}),
         ("num_blocks", 10**9),
         ("num_blocks", 10**18),
@@ -230,6 +228,7 @@ def test_a_device_beyond_those_that_there_are_is_refused_beside_a_gpu(monkeypatc
     ("named", "options"),
     [
         ("preempt_every", {"preempt_every": 0}),
+        *(("events must be a file to be written", {"events": value}) for value in ("", 5, b"x")),
         ("watermark", {"watermark": 1.0}),
         ("watermark", {"watermark": True}),
         ("kv_tiers", {"kv_tiers": 3}),

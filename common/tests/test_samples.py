@@ -73,6 +73,7 @@ def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
     several = SamplingParams(n=4, seed=5, max_tokens=8, ignore_eos=True)
     seeds = [seed_of_sample(5, i) for i in range(4)]
     assert seeds[0] == 5 and len(set(seeds)) == 4
+    assert 6 not in seeds, "the second sample would be the text of the next seed"
     alone = [
         run("hash", SamplingParams(seed=seed, max_tokens=8, ignore_eos=True))[0] for seed in seeds
     ]

@@ -198,21 +198,6 @@ def test_stats_of_late_begin_anew_with_all_others(oracle: Oracle, loaded) -> Non
     assert stats.recent_prompt_throughput == stats.recent_output_throughput == 0
 
 
-def test_the_second_sample_is_not_the_text_of_the_next_seed(oracle: Oracle, loaded) -> None:
-    """The first one has the seed itself. A sample does not depend on how many there are."""
-    engine = checked_engine(loaded, num_blocks=200)
-    prompt = oracle.prompts[3]
-    drawn = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
-    of_42, of_43, two, six = engine.generate_batch(
-        [prompt] * 4,
-        [replace(drawn, seed=seed, n=n) for seed, n in ((42, 1), (43, 1), (42, 2), (42, 6))],
-    ).values()
-    samples = [output.token_ids for output in six.outputs]
-    assert samples[0] == of_42.outputs[0].token_ids and of_43.outputs[0].token_ids not in samples
-    assert samples[:2] == [output.token_ids for output in two.outputs]
-    assert len(set(map(tuple, samples))) == 6
-
-
 def test_structured_outputs_is_another_name_of_grammar() -> None:
     wanted = {"choice": ["yes", "no"]}
     params = SamplingParams(structured_outputs=wanted)
