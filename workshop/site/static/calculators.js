@@ -3,8 +3,10 @@
 // loaded. The arithmetic is the book's Python again: `test_calculators.py` compares the two.
 "use strict";
 (() => {
-  const isChinese = document.documentElement.lang.startsWith("zh");
-  const say = (english, chinese) => (isChinese ? chinese : english);
+  const say = (english, chinese) => (document.documentElement.lang.startsWith("zh") ? chinese : english);
+  const check = (isRight, english, chinese) => {
+    if (!isRight) throw new Error(say(english, chinese));
+  };
   const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
   // -- models: a few known ones, and config.json of the families that the engine serves
@@ -29,44 +31,39 @@
   };
 
   // Defaults as in model_config.py; `fixed` are values of fields that the family does not read.
-  const WINDOW = {sliding_window: 4096};
   const FAMILIES = {
-    Qwen3ForCausalLM: {...WINDOW, max_window_layers: 28, head_dim: 128},
-    Qwen2ForCausalLM: {...WINDOW, max_window_layers: 28},
+    Qwen3ForCausalLM: {max_window_layers: 28, head_dim: 128},
+    Qwen2ForCausalLM: {max_window_layers: 28},
     LlamaForCausalLM: {isMultiHead: true, fixed: {sliding_window: null}},
-    MistralForCausalLM: {...WINDOW, num_key_value_heads: 8, fixed: {layer_types: null}},
-    Gemma3ForCausalLM: {...WINDOW, sliding_window_pattern: 6, head_dim: 256,
-      tie_word_embeddings: true},
-    Olmo3ForCausalLM: {...WINDOW, isMultiHead: true, fixed: {sliding_window_pattern: 4}},
-    Qwen3MoeForCausalLM: {...WINDOW, num_experts_per_tok: 8, moe_intermediate_size: 768,
+    MistralForCausalLM: {num_key_value_heads: 8, fixed: {layer_types: null}},
+    Gemma3ForCausalLM: {sliding_window_pattern: 6, head_dim: 256, tie_word_embeddings: true},
+    Olmo3ForCausalLM: {isMultiHead: true, fixed: {sliding_window_pattern: 4}},
+    Qwen3MoeForCausalLM: {num_experts_per_tok: 8, moe_intermediate_size: 768,
       fixed: {max_window_layers: 0}},
     MixtralForCausalLM: {num_key_value_heads: 8, num_local_experts: 8, num_experts_per_tok: 2,
-      fixed: {layer_types: null}},
+      sliding_window: null, fixed: {layer_types: null}},
   };
 
   // The shape of a model. Throws an Error for the reader if the book's engine would not serve it.
   function readConfig(config) {
-    const architecture = String(config?.architectures);
-    if (!Object.hasOwn(FAMILIES, architecture)) {
-      const known = Object.keys(FAMILIES).map((name) => name.replace("ForCausalLM", "")).join(", ");
-      throw new Error(say(`architectures is ${architecture}, which is not supported. Supported are `
-        + `${known} (...ForCausalLM).`,
-      `不支持 architectures 为 ${architecture} 的模型，只支持 ${known}（...ForCausalLM）。`));
-    }
+    const architecture = String(config?.architectures ?? "");
+    const known = Object.keys(FAMILIES).map((name) => name.replace("ForCausalLM", "")).join(", ");
+    check(Object.hasOwn(FAMILIES, architecture),
+      `This config.json names ${architecture || "no architecture"}. Known are ${known} (...ForCausalLM).`,
+      `这个 config.json 的 architectures：${architecture || "没有写"}。支持的有 ${known}（...ForCausalLM）。`);
     const family = FAMILIES[architecture];
-    const fields = {...family, ...config, ...family.fixed};
+    const fields = {sliding_window: 4096, ...family, ...config, ...family.fixed};
     const whole = (name, absent) => {
       const value = fields[name] ?? absent;
-      if (Number.isInteger(value) && value > 0) return value;
-      throw new Error(say(`${name} in config.json must be a whole number > 0, got ${fields[name]}.`,
-        `config.json 的 ${name} 应为大于 0 的整数，实际是 ${fields[name]}。`));
+      check(Number.isInteger(value) && value > 0,
+        `${name} in config.json must be a whole number > 0, got ${fields[name]}.`,
+        `config.json 的 ${name} 应为大于 0 的整数，实际是 ${fields[name]}。`);
+      return value;
     };
     const [layers, hidden, heads] = [SIZES[0], SIZES[1], SIZES[3]].map((name) => whole(name));
     const kvHeads = whole("num_key_value_heads", family.isMultiHead && heads);
-    if (heads % kvHeads) {
-      throw new Error(say(`num_key_value_heads in config.json must divide ${heads}, got ${kvHeads}.`,
-        `config.json 的 num_key_value_heads 应整除 ${heads}，实际是 ${kvHeads}。`));
-    }
+    check(heads % kvHeads === 0, `num_key_value_heads in config.json must divide ${heads}, got ${kvHeads}.`,
+      `config.json 的 num_key_value_heads 应整除 ${heads}，实际是 ${kvHeads}。`);
     const {max_window_layers: first, sliding_window_pattern: every, layer_types: types} = fields;
     const isOff = fields.sliding_window == null || (first !== undefined && !fields.use_sliding_window);
     const isWindowed = (i) => (types ? types[i] === "sliding_attention"
@@ -75,7 +72,7 @@
     const isSparse = (i) => (i + 1) % (fields.decoder_sparse_step ?? 1) === 0
       && !(fields.mlp_only_layers ?? []).includes(i);
     return {
-      layers, hidden, heads, kvHeads, headDim: whole("head_dim", Math.floor(hidden / heads)),
+      layers, hidden, heads, kvHeads, gpus: 1, headDim: whole("head_dim", Math.floor(hidden / heads)),
       inner: whole("intermediate_size"), vocab: whole("vocab_size"),
       isTied: Boolean(fields.tie_word_embeddings),
       windows: all.map((i) => (!isOff && isWindowed(i) ? whole("sliding_window") : null)),
@@ -89,34 +86,35 @@
   }
 
   // The weights in matrices: `every` step reads these, an `expert` has these in all layers, `all`.
-  function countWeights({layers, hidden, heads, kvHeads, headDim, inner, vocab, isTied, experts}) {
+  function countWeights({layers, hidden, heads, kvHeads, gpus, headDim, inner, vocab, isTied, experts}) {
     const {number, inner: expertInner, layers: sparse} = experts ?? {number: 0, inner: 0, layers: 0};
-    const every = layers * 2 * hidden * headDim * (heads + kvHeads) + sparse * hidden * number
+    const every = layers * 2 * hidden * headDim * (heads + kvHeads) + gpus * sparse * hidden * number
       + (layers - sparse) * 3 * hidden * inner + vocab * hidden;
     const expert = sparse * 3 * hidden * expertInner;
     return {every, expert, all: every + number * expert + (isTied ? 0 : vocab * hidden)};
   }
 
-  // -- KV memory: kv_budget.py, grouped_kv_memory.py, layer_groups.py
+  // -- KV memory: kv_budget.py, grouped_kv_memory.py, layer_groups.py, sharded_model.py
+
+  // Tensor parallelism: all GPUs together. Each has at least one KV head, and the experts' routers.
+  const onGPUs = (shape, gpus) => ({...shape, gpus, kvHeads: Math.max(shape.kvHeads, gpus)});
+  const numbersOfGPUs = ({heads, kvHeads}) => Array.from({length: heads}, (_, i) => i + 1)
+    .filter((n) => heads % n === 0 && (kvHeads % n === 0 || n % kvHeads === 0));
 
   // Groups of `size` layers that share a block table. A window of `longest` tokens hides nothing.
   function dealLayers(windows, longest) {
-    const counts = new Map();
-    for (const window of windows) {
-      const kind = window !== null && window < longest ? window : null;
-      counts.set(kind, (counts.get(kind) ?? 0) + 1);
-    }
-    const numbers = [...counts.values()];
+    const all = windows.map((window) => (window !== null && window < longest ? window : null));
+    const kinds = [...new Set(all)].sort((one, other) => (one ?? 0) - (other ?? 0)); // null first
+    const numbers = kinds.map((kind) => all.filter((other) => other === kind).length);
     const unused = (size) => sum(numbers.map((n) => Math.ceil(n / size) * size - n));
     const [few, many] = [Math.min(...numbers), Math.max(...numbers)];
     const size = unused(many) < unused(few) ? many : few;
-    const kinds = [...counts].sort(([a], [b]) => (a ?? 0) - (b ?? 0)); // null first
-    return {size, windows: kinds.flatMap(([kind, n]) => Array(Math.ceil(n / size)).fill(kind))};
+    return {size, windows: kinds.flatMap((kind, i) => Array(Math.ceil(numbers[i] / size)).fill(kind))};
   }
 
-  const bytesForKV = (total, share, weights, others) =>
-    Math.max(0, Math.trunc(total * share) - weights - others);
-
+  // `total` and `others` are those of each GPU, `weights` and the result those of all.
+  const bytesForKV = (total, share, weights, others, gpus = 1) =>
+    Math.max(0, gpus * Math.trunc(total * share - others) - weights);
   const kvBytesPerToken = ({layers, kvHeads, headDim}, size) => 2 * layers * kvHeads * headDim * size;
 
   // Requests of `length` tokens that fit into `bytes`, if a step computes up to `stepTokens` of one.
@@ -145,92 +143,108 @@
     const used = every + active * expert;
     const operations = 2 * requests * used + 4 * requests * keys * width;
     const [memoryMs, arithmeticMs] = [bytes / (bandwidth * 1e6), operations / (rate * 1e9)];
-    return {every, all: number * expert, keys, weights, kv, bytes, used, operations, memoryMs,
-      arithmeticMs, ms: Math.max(memoryMs, arithmeticMs)};
+    return {everyStep: every, experts: number * expert, layerTokens: keys, tokenWeights: used, weights, kv,
+      bytes, operations, memoryMs, arithmeticMs, ms: Math.max(memoryMs, arithmeticMs)};
   }
 
   // -- speculation: acceptance.py, draft_acceptance.py
 
-  const expectedTokens = (acceptance, drafts) => (acceptance === 1 ? drafts + 1
-    : (1 - acceptance ** (drafts + 1)) / (1 - acceptance));
+  const expectedTokens = (acceptance, drafts) =>
+    sum(Array.from({length: drafts + 1}, (_, i) => acceptance ** i));
 
   const expectedSpeedup = (acceptance, drafts, draftCost, verifyCost) =>
     expectedTokens(acceptance, drafts) / (verifyCost + drafts * draftCost);
 
-  globalThis.bookCalculators = {MODELS, readConfig, countWeights, dealLayers, bytesForKV,
-    kvBytesPerToken, fitRequests, decodeFloor, expectedTokens, expectedSpeedup};
+  globalThis.bookCalculators = {MODELS, readConfig, countWeights, onGPUs, numbersOfGPUs,
+    dealLayers, bytesForKV, kvBytesPerToken, fitRequests, decodeFloor, expectedTokens, expectedSpeedup};
 
-  // -- what is asked, and the answer: sentences, and lines of a name, a formula, numbers, an outcome
+  // -- what is asked (`notes`: vLLM's name, a hint); sentences; lines of a name, a formula, an outcome
 
   const show = (number) => number.toLocaleString("en",
     Math.abs(number) >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 4});
-  const memory = (bytes) => {
+  const about = (number) => number.toLocaleString("en", {maximumSignificantDigits: 3}); // in sentences
+  const memory = (bytes, write = show) => {
     const power = [2 ** 10, 2 ** 20, 2 ** 30].filter((unit) => bytes >= unit).length;
-    return `${show(bytes / 1024 ** power)} ${["B", "KiB", "MiB", "GiB"][power]}`;
+    return `${write(bytes / 1024 ** power)} ${["B", "KiB", "MiB", "GiB"][power]}`;
   };
   const giga = (bytes) => `${show(bytes / 1e9)} GB`;
 
-  const real = (name, label, value, min, max) => ({name, label, value, min, max});
-  const count = (name, label, value, max) => ({name, label, value, min: 1, max, isWhole: true});
+  const real = (name, label, value, min, max, ...notes) => ({name, label, value, min, max, notes});
+  const count = (name, label, value, max, ...notes) =>
+    ({...real(name, label, value, 1, max, ...notes), isWhole: true});
+  const pick = (name, label, choices, ...notes) => ({name, label, choices, notes});
   const FORMATS = [[2, "bfloat16"], [1, "8 bit"], [4, "float32"]];
-  const KV_IN = {name: "kvBytes", label: say("KV cache in", "KV 缓存的格式"), choices: FORMATS};
-  const WEIGHTS_IN = {name: "weightBytes", label: say("Weights in", "权重的格式"),
-    choices: [...FORMATS, [0.5, "4 bit"]]};
+  const KV_IN = pick("kvBytes", say("KV cache in", "KV 缓存的格式"), FORMATS, "kv_cache_dtype");
+  const WEIGHTS_IN = pick("weightBytes", say("Weights in", "权重的格式"), [...FORMATS, [0.5, "4 bit"]]);
 
   const CALCULATORS = {};
-
   CALCULATORS.kv = {
     hasModel: true,
     fields: [
-      real("total", say("Memory (GiB)", "内存（GiB）"), 24, 0.001, 1e6),
-      real("share", say("Share used (%)", "使用比例（%）"), 90, 1, 100),
+      count("gpus", say("GPUs", "GPU 数"), 1, 1e4, "tensor_parallel_size"),
+      real("total", say("Memory of each (GiB)", "每块的显存（GiB）"), 24, 0.001, 1e6),
+      real("share", say("Share used", "使用比例"), 0.9, 0.01, 1, "gpu_memory_utilization"),
       {...WEIGHTS_IN, choices: [...WEIGHTS_IN.choices, [0, say("not in it", "不在其中")]]},
-      real("others", say("Activations etc. (GiB)", "激活值等（GiB）"), 1.5, 0, 1e6),
+      real("others", say("Activations etc. (GiB)", "激活值等（GiB）"), 1.5, 0, 1e6, "",
+        say("On each GPU: activations of the largest step, CUDA context, graphs. vLLM measures them.",
+          "每块 GPU 上最大一步的激活值、CUDA context 和 graph，vLLM 启动时实测。")),
       KV_IN,
-      count("length", say("Tokens of a request", "一个请求的 token 数"), 2048, 1e8),
-      count("blockSize", say("Block size (tokens)", "块大小（token）"), 16, 1e6),
-      {...count("stepTokens", say("Tokens of a step", "一步的 token 数"), 2048, 1e6), ofWindows: true},
+      count("tokens", say("Tokens of a request", "一个请求的 token 数"), 2048, 1e8, "max_model_len"),
+      count("blockSize", say("Block size (tokens)", "块大小（token）"), 16, 1e6, "block_size"),
+      count("stepTokens", say("Tokens of a step", "一步的 token 数"), 2048, 1e6, "max_num_batched_tokens",
+        say("Asked because layers with a window hold the blocks of the window and of one step.",
+          "这个模型有带窗口的层：那里一个请求只占窗口加一步的块，所以要填。")),
     ],
-    compute(shape, {total, share, weightBytes, others, kvBytes, length, blockSize, stepTokens}) {
-      const {all} = countWeights(shape);
-      const weights = Math.ceil(all * weightBytes);
-      const bytes = bytesForKV(total * 2 ** 30, share / 100, weights, Math.round(others * 2 ** 30));
-      const {groups: {size, windows}, blockBytes, blocks, perRequest, requests} =
-        fitRequests(shape, {bytes, itemsize: kvBytes, blockSize, length, stepTokens});
+    compute(model, {gpus, total, share, weightBytes, others, kvBytes, tokens, blockSize, stepTokens}) {
+      const fit = (number) => {
+        const shape = onGPUs(model, number);
+        const weights = countWeights(shape).all * weightBytes;
+        const bytes = bytesForKV(total * 2 ** 30, share, weights, others * 2 ** 30, number);
+        return {shape, weights, bytes,
+          ...fitRequests(shape, {bytes, itemsize: kvBytes, blockSize, length: tokens, stepTokens})};
+      };
+      const possible = numbersOfGPUs(model);
+      check(possible.includes(gpus), `GPUs must be ${possible.join(", ")} for this model's heads.`,
+        `按这个模型的头数，GPU 数应为 ${possible.join("、")}。`);
+      const enough = possible.find((number) => number > gpus && fit(number).requests > 0);
+      const {shape, weights, bytes, groups: {size, windows}, blockBytes, blocks, perRequest, requests} =
+        fit(gpus);
       const token = kvBytesPerToken(shape, kvBytes);
-      const whole = `⌈${show(length)} / ${show(blockSize)}⌉`;
-      const ofGroup = (window) => (window === null ? whole : `min(${whole}, `
-        + `⌈(${show(window)} − 1 + ${show(stepTokens)}) / ${show(blockSize)}⌉ + 1)`);
-      const times = (window) => windows.filter((other) => other === window).length;
-      const ofGroups = [...new Set(windows)].map((window) => `${times(window)} × ${ofGroup(window)}`);
-      const isOne = windows.length === 1;
-      const numbers = `${shape.kvHeads} × ${shape.headDim} × ${kvBytes}`;
-      const [left, ofRequest] = [memory(bytes), memory(perRequest * blockBytes)];
+      const [whole, layers] = ["⌈tokens / block_size⌉", windows.length > 1 ? "group_layers" : "layers"];
+      const kvHeads = gpus > model.kvHeads ? "max(kv_heads, gpus)" : "kv_heads";
+      const ofGroups = [...new Set(windows)].map((window) => {
+        const times = windows.filter((other) => other === window).length;
+        const ofWindow = `min(${whole}, ⌈(${show(window ?? 0)} − 1 + step_tokens) / block_size⌉ + 1)`;
+        return (windows.length > 1 ? `${times} × ` : "") + (window === null ? whole : ofWindow);
+      });
+      const usable = gpus * total * share * 2 ** 30;
+      const need = weights > usable ? weights : weights + gpus * others * 2 ** 30;
+      const [left, ofRequest, needed, has] =
+        [bytes, perRequest * blockBytes, need, usable].map((number) => memory(number, about));
       return {
-        result: requests > 0
-          ? say(`${left} of KV memory hold ${show(requests)} request${requests > 1 ? "s" : ""} of `
-            + `${show(length)} tokens.`,
-          `${left} 的 KV 内存放得下 ${show(requests)} 个 ${show(length)} token 的请求。`)
-          : say(`No request of ${show(length)} tokens fits: ${left} are left for KV.`,
-            `${show(length)} token 的请求一个也放不下：留给 KV 的内存有 ${left}。`),
+        result: need > usable
+          ? say(`The weights${weights > usable ? "" : " and activations"}, ${needed}, are more than the `
+            + `usable ${has}.`, `权重${weights > usable ? "" : "和激活值"}有 ${needed}，超过可用的 ${has}。`)
+          : say(`${left} of KV memory hold ${show(requests)} request${requests === 1 ? "" : "s"} of `
+            + `${show(tokens)} tokens.`,
+          `${left} 的 KV 内存放得下 ${show(requests)} 个 ${show(tokens)} token 的请求。`),
         detail: say(`A request takes ${ofRequest} in ${show(perRequest)} blocks.`,
-          `一个请求占 ${ofRequest}，共 ${show(perRequest)} 块。`),
+          `一个请求占 ${ofRequest}，共 ${show(perRequest)} 块。`) + (requests > 0 || !enough ? ""
+          : say(` ${enough} GPUs of this size hold one.`, `要 ${enough} 块这样的 GPU 才放得下一个。`)),
+        symbols: {memory: `${show(total)} GiB`, activations: `${show(others)} GiB`, groupLayers: size,
+          numWeights: countWeights(shape).all, weights: memory(weights), kvMemory: bytes, nullBlock: 1,
+          block: blockBytes, blocks, requestBlocks: perRequest},
         lines: [
-          [say("KV of a token", "一个 token 的 KV"), "2 × layers × kv_heads × head_dim × kv_bytes",
-            `2 × ${shape.layers} × ${numbers}`, `${show(token)} B = ${memory(token)}`],
-          [say("Weights", "权重"), "num_weights × weight_bytes", `${show(all)} × ${weightBytes}`,
-            memory(weights)],
-          [say("KV memory", "KV 内存"), "memory × share − weights − activations",
-            `${show(total)} GiB × ${show(share)}% − ${memory(weights)} − ${show(others)} GiB`, left],
-          [say("A block", "一块"), `2 × ${isOne ? "layers" : "group_layers"} × block_size × kv_heads `
-            + "× head_dim × kv_bytes", `2 × ${size} × ${show(blockSize)} × ${numbers}`, memory(blockBytes)],
-          [say("Blocks", "块数"), "⌊kv_memory / block⌋", `⌊${show(bytes)} / ${show(blockBytes)}⌋`,
-            show(blocks)],
-          [say("Blocks of a request", "一个请求的块数"), isOne ? "⌈tokens / block_size⌉"
-            : "∑ groups: min(⌈tokens / block_size⌉, ⌈(window − 1 + step) / block_size⌉ + 1)",
-          isOne ? whole : ofGroups.join(" + "), show(perRequest)],
-          [say("Requests", "请求数"), "⌊(blocks − null_block) / request_blocks⌋",
-            `⌊(${show(blocks)} − 1) / ${show(perRequest)}⌋`, show(requests)],
+          [say("KV of a token", "一个 token 的 KV"), `2 × layers × ${kvHeads} × head_dim × kv_bytes`,
+            `${show(token)} B = ${memory(token)}`],
+          [say("Weights", "权重"), "num_weights × weight_bytes", memory(weights)],
+          [say("KV memory", "KV 内存"), "max(0, gpus × (memory × share − activations) − weights)",
+            memory(bytes)],
+          [say("A block", "一块"), `2 × ${layers} × block_size × ${kvHeads} × head_dim × kv_bytes`,
+            memory(blockBytes)],
+          [say("Blocks", "块数"), "⌊kv_memory / block⌋", show(blocks)],
+          [say("Blocks of a request", "一个请求的块数"), ofGroups.join(" + "), show(perRequest)],
+          [say("Requests", "请求数"), "⌊max(0, blocks − null_block) / request_blocks⌋", show(requests)],
         ],
       };
     },
@@ -240,45 +254,38 @@
     hasModel: true,
     fields: [
       count("requests", say("Requests in the step", "一步的请求数"), 64, 1e6),
-      count("context", say("Tokens of a request", "一个请求的 token 数"), 1024, 1e8),
+      count("tokens", say("Tokens of a request", "一个请求的 token 数"), 1024, 1e8),
       WEIGHTS_IN, KV_IN,
       real("bandwidth", say("Bandwidth (GB/s)", "带宽（GB/s）"), 3350, 0.001, 1e7),
       real("rate", say("Arithmetic (TFLOP/s)", "算力（TFLOP/s）"), 989, 0.001, 1e7),
       {...real("measured", say("Measured (ms)", "实测（ms）"), "", 1e-6, 1e9), isOptional: true},
     ],
     compute(shape, values) {
-      const {requests, context, weightBytes, kvBytes, measured} = values;
-      const {every, all, keys, weights, kv, bytes, used, operations, memoryMs, arithmeticMs, ms} =
-        decodeFloor(shape, values);
+      const cost = {...values, ...decodeFloor(shape, {...values, context: values.tokens})};
+      const {requests, measured, weights, kv, bytes, operations, memoryMs, arithmeticMs, ms} = cost;
+      const flops = `${show(operations / 1e12)} TFLOP`;
       const {number, active} = shape.experts ?? {};
-      const hasWindow = keys < shape.layers * context;
-      const tokens = hasWindow ? "layer_tokens" : "tokens × layers";
-      const seen = hasWindow ? show(keys) : `${show(context)} × ${shape.layers}`;
+      const seen = shape.windows.every((window) => window === null) ? "tokens × layers" : "layer_tokens";
       const bound = memoryMs < arithmeticMs ? say("arithmetic", "算力") : say("bandwidth", "带宽");
-      const [perSecond, percent] = [show(1000 * requests / ms), `${show(100 * ms / measured)}%`];
+      const [perSecond, percent] = [about(1000 * requests / ms), `${about(100 * ms / measured)}%`];
       return {
-        result: say(`The step takes at least ${show(ms)} ms, bound by ${bound}.`,
-          `这一步至少要 ${show(ms)} ms，受限于${bound}。`),
+        result: say(`The step takes at least ${about(ms)} ms, bound by ${bound}.`,
+          `这一步至少要 ${about(ms)} ms，受限于${bound}。`),
         detail: say(`That is at most ${perSecond} tokens a second.`, `每秒最多 ${perSecond} 个 token。`)
           + (measured && say(` The measured ${show(measured)} ms are ${percent} of the roofline.`,
-            `实测的 ${show(measured)} ms 达到 roofline 的 ${percent}。`) || ""),
+            `实测的 ${show(measured)} ms 达到 roofline 的 ${percent}。`)),
+        symbols: {...cost, active, numExperts: number, weights: giga(weights), kv: giga(kv),
+          activations: giga(bytes - weights - kv), bytes: giga(bytes), operations: flops,
+          bandwidth: `${show(values.bandwidth)} GB/s`, arithmetic: `${show(values.rate)} TFLOP/s`},
         lines: [
-          [say("Weights", "权重"), (number ? "(others + experts × (1 − (1 − active / num_experts)"
-            + "^requests))" : "read_weights") + " × weight_bytes", (number ? `(${show(every)} + `
-            + `${show(all)} × (1 − (1 − ${active} / ${number})^${requests}))` : show(every))
-            + ` × ${weightBytes}`, giga(weights)],
-          ["KV", `2 × requests × ${tokens} × kv_heads × head_dim × kv_bytes`,
-            `2 × ${show(requests)} × ${seen} × ${shape.kvHeads} × ${shape.headDim} × ${kvBytes}`,
-            giga(kv)],
-          [say("Bytes", "字节"), "weights + kv + activations",
-            `${giga(weights)} + ${giga(kv)} + ${giga(bytes - weights - kv)}`, giga(bytes)],
-          [say("Operations", "运算"), `2 × requests × token_weights + 4 × requests × ${tokens} × `
-            + "heads × head_dim", `2 × ${show(requests)} × ${show(used)} + 4 × ${show(requests)} × `
-            + `${seen} × ${shape.heads} × ${shape.headDim}`, `${show(operations / 1e12)} TFLOP`],
+          [say("Weights", "权重"), (number ? "(every_step + experts × (1 − (1 − active / num_experts)"
+            + "^requests))" : "every_step") + " × weight_bytes", giga(weights)],
+          ["KV", `2 × requests × ${seen} × kv_heads × head_dim × kv_bytes`, giga(kv)],
+          [say("Bytes", "字节"), "weights + kv + activations", giga(bytes)],
+          [say("Operations", "运算"), "2 × requests × token_weights + "
+            + `4 × requests × ${seen} × heads × head_dim`, flops],
           [say("Least time", "最短时间"), "max(bytes / bandwidth, operations / arithmetic)",
-            `max(${show(memoryMs)}, ${show(arithmeticMs)}) ms`, `${show(ms)} ms`],
-          ...(measured ? [[say("Share", "比例"), "least_time / measured",
-            `${show(ms)} / ${show(measured)}`, percent]] : []),
+            `max(${show(memoryMs)}, ${show(arithmeticMs)}) ms = ${show(ms)} ms`],
         ],
       };
     },
@@ -294,15 +301,14 @@
     compute(shape, {a, k, v, c}) {
       const [tokens, speedup] = [expectedTokens(a, k), expectedSpeedup(a, k, c, v)];
       return {
-        result: say(`Speculation ${speedup < 1 ? "loses" : "pays"}: ${show(speedup)} times the speed of `
-          + "plain decoding.", `${speedup < 1 ? "不划算" : "划算"}：速度是普通解码的 ${show(speedup)} 倍。`),
-        detail: say(`A pass yields ${show(tokens)} tokens and costs ${show(v + k * c)} plain steps.`,
-          `一次前向得到 ${show(tokens)} 个 token，代价是 ${show(v + k * c)} 个普通步。`),
+        result: say(`Speculation ${speedup < 1 ? "loses" : "pays"}: ${about(speedup)} times the speed of `
+          + "plain decoding.", `${speedup < 1 ? "不划算" : "划算"}：速度是普通解码的 ${about(speedup)} 倍。`),
+        detail: say(`A pass yields ${about(tokens)} tokens and costs ${about(v + k * c)} plain steps.`,
+          `一次前向得到 ${about(tokens)} 个 token，代价是 ${about(v + k * c)} 个普通步。`),
+        symbols: {tokens},
         lines: [
-          [say("Tokens a pass", "每次前向的 token 数"), a === 1 ? "k + 1" : "(1 − a^(k+1)) / (1 − a)",
-            a === 1 ? `${k} + 1` : `(1 − ${show(a)}^${k + 1}) / (1 − ${show(a)})`, show(tokens)],
-          [say("Speed-up", "加速比"), "tokens / (v + k × c)",
-            `${show(tokens)} / (${show(v)} + ${k} × ${show(c)})`, show(speedup)],
+          [say("Tokens a pass", "每次前向的 token 数"), "1 + a + … + a^k", show(tokens)],
+          [say("Speed-up", "加速比"), "tokens / (v + k × c)", show(speedup)],
         ],
       };
     },
@@ -316,83 +322,79 @@
     node.append(...children);
     return node;
   };
-  const option = (text, value) => h("option", {value}, text);
+
   function fill(div) {
     const {hasModel, fields, compute} = CALCULATORS[div.dataset.calculator];
-    const shapes = new Map(Object.entries(MODELS).map(([name, own]) => [name, readConfig(own)]));
-    const form = h("form", {onsubmit: (event) => event.preventDefault(), oninput: renew});
+    const form = h("form", {oninput: () => attempt(renew)});
     const [result, formulas] = [h("output", {}), h("dl", {})];
-    const add = (label, input) => {
+    const add = (input, label, parameter, hint = "") => {
       input.id = `calculator-${++numInputs}`;
-      form.append(h("p", {}, h("label", {htmlFor: input.id}, label), input));
+      const small = h("small", {}, parameter ? say(` (${parameter})`, `（${parameter}）`) : "");
+      const named = h("label", {htmlFor: input.id}, label, small);
+      form.append(h("p", {}, named, input, h("small", {}, hint)));
       return input;
     };
-    const picker = hasModel && add(say("Model", "模型"),
-      h("select", {}, ...[...shapes.keys()].map((name) => option(name, name))));
+    const known = Object.entries(MODELS).map(([name, config]) =>
+      h("option", {shape: readConfig(config), selected: name === "Qwen3-8B"}, name));
+    const picker = hasModel && add(h("select", {}, ...known), say("Model", "模型"));
     if (hasModel) {
-      picker.value = "Qwen3-8B";
-      const onchange = (event) => readFile(event.target.files[0]);
-      add(say("or drop a config.json", "或拖入 config.json"),
-        h("input", {type: "file", accept: ".json", onchange, oninput: (e) => e.stopPropagation()}));
-      div.ondragover = (event) => event.preventDefault();
-      div.ondrop = (event) => {
+      const onchange = (event) => attempt(() => readFile(event.target));
+      add(h("input", {type: "file", accept: ".json", onchange}),
+        say("or drop a config.json", "或拖入 config.json"));
+      div.ondragover = div.ondrop = (event) => {
         event.preventDefault();
-        readFile(event.dataTransfer.files[0]);
+        attempt(() => readFile(event.dataTransfer));
       };
     }
-    const inputs = fields.map(({label, value, min, max, choices}) => add(label, choices
-      ? h("select", {}, ...choices.map(([bytes, text]) => option(text, bytes)))
-      : h("input", {type: "number", step: "any", min, max, value})));
+    const inputs = fields.map(({label, notes, value, min, max, choices, isWhole, isOptional}) =>
+      add(choices ? h("select", {}, ...choices.map(([bytes, text]) => h("option", {value: bytes}, text)))
+        : h("input", {type: "number", min, max, step: isWhole ? 1 : "any", value,
+          required: !isOptional}), label, ...notes));
 
-    function complain(text) {
-      result.replaceChildren(h("span", {className: "calculator-error"}, text));
-      formulas.replaceChildren();
-    }
-
-    async function readFile(file) {
-      if (!file) return; // a selection that was cancelled, or dropped text
+    async function attempt(action) {
       try {
-        const shape = readConfig(JSON.parse(await file.text()));
-        const name = `${file.name} (${shape.layers} ${say("layers", "层")})`;
-        if (!shapes.has(name)) picker.append(option(name, name));
-        shapes.set(name, shape);
-        picker.value = name;
-        renew();
-      } catch (error) {
-        complain(error instanceof SyntaxError
-          ? say(`${file.name} is not JSON.`, `${file.name} 不是 JSON。`) : error.message);
+        await action();
+      } catch ({name, message}) {
+        const text = name === "SyntaxError" ? say("The file is not JSON.", "文件不是 JSON。") : message;
+        result.replaceChildren(h("span", {className: "calculator-error"}, text));
+        formulas.replaceChildren();
       }
     }
 
+    async function readFile({files: [file]}) {
+      if (!file) return; // a selection that was cancelled, dropped text, or a file not dropped yet
+      const config = JSON.parse(await file.text());
+      picker.append(h("option", {shape: readConfig(config), selected: true},
+        `${file.name} (${config.num_hidden_layers} ${say("layers", "层")})`));
+      renew();
+    }
+
     function renew() {
-      const [shape, values, wrong] = [shapes.get(picker?.value), {}, []];
-      fields.forEach(({name, label, min, max, choices, isWhole, isOptional, ofWindows}, i) => {
-        const [input, value] = [inputs[i], Number(inputs[i].value)];
-        const isEmpty = input.value === "" && !input.validity.badInput;
-        const isRight = choices || (isEmpty && isOptional) || (input.value !== "" && value >= min
-          && value <= max && (!isWhole || Number.isInteger(value)));
-        input.setAttribute("aria-invalid", !isRight);
-        input.parentNode.hidden = Boolean(ofWindows && shape.windows.every((w) => w === null));
-        values[name] = isEmpty ? null : value;
-        if (isRight) return;
-        const kind = isWhole ? say("a whole number", "整数") : say("a number", "数");
-        wrong.push(say(`“${label}” must be ${kind} from ${show(min)} to ${show(max)}.`,
-          `“${label}”应为 ${show(min)} 到 ${show(max)} 的${kind}。`));
+      const [shape, values] = [picker?.selectedOptions[0].shape, {}];
+      fields.forEach(({name, label, min = 0, max = 0, isWhole}, i) => {
+        const {parentNode, value, validity} = inputs[i];
+        parentNode.hidden = name === "stepTokens" && shape.windows.every((window) => window === null);
+        values[name] = value && Number(value);
+        check(validity.valid,
+          `“${label}” must be a ${isWhole ? "whole " : ""}number from ${show(min)} to ${show(max)}.`,
+          `“${label}”应为 ${show(min)} 到 ${show(max)} 的${isWhole ? "整" : ""}数。`);
       });
-      if (wrong.length > 0) return complain(wrong.join(" "));
-      const answer = compute(shape, values);
-      result.replaceChildren(h("strong", {}, answer.result), say(" ", "") + answer.detail);
-      formulas.replaceChildren(...answer.lines.flatMap(([name, formula, numbers, outcome]) => [
+      const {result: sentence, detail, symbols, lines} = compute(shape, values);
+      const known = {...shape, ...values, ...symbols};
+      const camelCase = (word) => word.replace(/_./g, ([, letter]) => letter.toUpperCase());
+      const valueOf = (word) => show(known[camelCase(word)] ?? word);
+      result.replaceChildren(h("strong", {}, sentence), say(" ", "") + detail);
+      formulas.replaceChildren(...lines.flatMap(([name, formula, outcome]) => [
         h("dt", {}, name),
-        h("dd", {}, `= ${formula}`, h("br", {}), `= ${numbers} = `, h("b", {}, outcome)),
+        h("dd", {}, `= ${formula}`, h("br", {}), `= ${formula.replace(/[a-z]\w*/gi, valueOf)} = `,
+          h("b", {}, outcome)),
       ]));
     }
 
     div.replaceChildren(form, result, formulas);
-    renew();
+    attempt(renew);
   }
 
-  const fillAll = () => document.querySelectorAll("div[data-calculator]").forEach(fill);
-  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", fillAll);
-  else fillAll();
+  document.addEventListener("DOMContentLoaded", () =>
+    document.querySelectorAll("div[data-calculator]").forEach(fill));
 })();
