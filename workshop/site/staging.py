@@ -48,8 +48,10 @@ def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "")
         if path.suffix == ".ipynb":
             notebook = json.loads(text)
             for cell in notebook["cells"]:
+                source = "".join(cell["source"])
+                if "find_spec" in source:  # how to get the chapter
+                    cell["metadata"]["tags"] = ["remove-input"]
                 if cell["cell_type"] == "markdown":
-                    source = "".join(cell["source"])
                     cell["source"] = staged(source, name, path, tree, has_films)
             target.write_text(json.dumps(notebook), encoding="utf-8")
         else:
@@ -65,6 +67,8 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
     home = path.parent
 
     def film(match: re.Match[str]) -> str:
+        if name == "INCIDENTS":  # there it is evidence
+            return match[0]
         still = (home / f"{match['path']}figures/film.png").resolve()
         film = match["name"] or str(int(still.relative_to(ROOT).parts[0][:2]))
         address = f"{up}../films/film_{film}.html#{'lang=zh' if tree.is_chinese else ''}"
