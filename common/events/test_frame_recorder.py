@@ -1,5 +1,4 @@
-"""What recording does between steps, at errors and at its end; and any cache that keeps the
-contract is recorded."""
+"""Recording between steps, at errors and at its end; and of any cache that keeps the contract."""
 
 from __future__ import annotations
 

@@ -335,8 +335,8 @@ def test_qwen_has_a_window_only_where_it_is_switched_on(checkpoints):
 def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):
     with caplog.at_level(logging.WARNING):
         for name, path in checkpoints.items():
-            own = {"cache_implementation": "hybrid"} if name == "gemma3" else {}
-            ModelConfig.from_hf(fields := {**read_config(path), "_private": 1, **own})
+            more = {"cache_implementation": "hybrid"} if name == "gemma3" else {}
+            ModelConfig.from_hf(fields := {**read_config(path), "_private": 1, **more})
         assert not caplog.records, "a configuration as transformers writes it has unknown fields"
         ModelConfig.from_hf({**fields, "favourite_colour": "green"})
     assert "favourite_colour" in caplog.text

@@ -72,8 +72,8 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
     with pytest.raises(RuntimeError, match="stop string"):
         take(make(), *ids)
     for num_known in range(1, num_wanted):  # some of them end within a character
-        take(grown := make(), *ids[:num_known])
-        assert grown.num_wanted(ids[num_known:]) == num_wanted - num_known
+        take(processor := make(), *ids[:num_known])
+        assert processor.num_wanted(ids[num_known:]) == num_wanted - num_known
 
 
 def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:

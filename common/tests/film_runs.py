@@ -27,7 +27,7 @@ class RecordedRun:
     broken: list[str] = field(default_factory=list)
     ends: dict[str, tuple] = field(default_factory=dict)  # by name of a member: how it ended
     num_errors: int = 0
-    what: str = ""
+    settings: str = ""
     is_late: bool = False  # some samples of its requests may have ended before it
     _position: int = 0
 
@@ -208,8 +208,8 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     return config
 
 
-def short_prompts(oracle: Oracle, most: int = 50) -> list[list[int]]:
-    return [prompt for prompt in oracle.prompts if len(prompt) <= most]
+def short_prompts(oracle: Oracle, max_len: int = 50) -> list[list[int]]:
+    return [prompt for prompt in oracle.prompts if len(prompt) <= max_len]
 
 
 @dataclass(repr=False)
@@ -230,14 +230,14 @@ class Workshop:
         tokenizer = self.tokenizer if rng.random() < 0.8 else None
         self.num_runs += 1
         path = self.folder / f"{self.num_runs}.jsonl"
-        how = (tokenizer, self.prompts, seed, self.draft, first_step)
-        recorded = serve(path, self.loaded, *how, **config)
-        recorded.what = f"seed {seed}: {config}"
+        work = (tokenizer, self.prompts, seed, self.draft, first_step)
+        recorded = serve(path, self.loaded, *work, **config)
+        recorded.settings = f"seed {seed}: {config}"
         return recorded
 
 
 def check_film(recorded: RecordedRun) -> None:
-    assert not recorded.broken, (str(recorded.broken)[:3000], recorded.what)
+    assert not recorded.broken, (str(recorded.broken)[:3000], recorded.settings)
     film = Film.read(recorded.path)
     requests = film.requests()
     for name, end in recorded.ends.items():
@@ -246,5 +246,5 @@ def check_film(recorded: RecordedRun) -> None:
         row = requests[name]
         finish = row["finish"]
         reached = (row["outputs"], row["text"], finish["reason"], finish["stop_reason"])
-        assert reached == end, (name, recorded.what)
+        assert reached == end, (name, recorded.settings)
     assert sum(line["at"] == "failed" for line in film.lines) == recorded.num_errors

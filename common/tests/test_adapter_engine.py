@@ -482,15 +482,15 @@ def test_a_closed_engine_neither_loads_nor_unloads(model, directories) -> None:
 def test_names_that_are_none(model, directories, prompts) -> None:
     engine = checked_engine(model, adapters=directories, num_blocks=99)
     plain, (one, two) = checked_engine(model, num_blocks=99), prompts[:2]
-    add, generate, wanted = engine.add_request, engine.generate_batch, SamplingParams()
+    add, generate, params = engine.add_request, engine.generate_batch, SamplingParams()
     refused: dict[Callable, str] = {
         lambda: add("a", one, adapter="z"): "adapter must .*'attention', .*, got 'z'",
         lambda: add("a", one, adapter=""): "adapter must .*, got ''",
         lambda: add("a", one, adapter=["attention"]): r"adapter must .*, got \['attention'\]",
-        lambda: generate([one, two], wanted, adapter=[None, "z"]): "adapter must .*, got 'z'",
-        lambda: generate([one, two], wanted, adapter=[None]): "adapter must .* 2 prompts, got 1",
-        lambda: generate([one], wanted, adapter=5): "adapter must be a str.*, got 5",
-        lambda: generate([one], wanted, adapter=""): "adapter must .*'attention', .*, got ''",
+        lambda: generate([one, two], params, adapter=[None, "z"]): "adapter must .*, got 'z'",
+        lambda: generate([one, two], params, adapter=[None]): "adapter must .* 2 prompts, got 1",
+        lambda: generate([one], params, adapter=5): "adapter must be a str.*, got 5",
+        lambda: generate([one], params, adapter=""): "adapter must .*'attention', .*, got ''",
         lambda: engine.add_requests([("a", one, PARAMS), ("b", two, PARAMS)], [None]): "shorter",
         lambda: engine.load_adapter("attention", "x"): "name must be unused, got 'attention'",
         lambda: engine.load_adapter("", "x"): "name must be a non-empty str, got ''",

@@ -21,13 +21,14 @@ highlight_language = "none"
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 6
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None, "other": None}
+myst_url_schemes |= {"film": None}
 html_theme = "furo"
 html_static_path = ["static"]
 templates_path = ["templates"]
 html_css_files = ["site.css", "calculators.css", "panels.css"]
 html_js_files = ["site.js", "calculators.js", "panels.js"]
 html_permalinks_icon = '<span data-pagefind-ignore="all">#</span>'
-html_show_sourcelink = html_copy_source = html_use_index = False
+html_show_sourcelink = html_copy_source = html_use_index = html_show_copyright = False
 html_context = {"is_chinese": is_chinese}
 html_sidebars = {
     "**": [
@@ -39,17 +40,23 @@ html_sidebars = {
         "sidebar/scroll-end.html",
     ]
 }
-# furo has no Chinese
-THEME_WORDS = {"On this page": "本页目录", "Next": "下一页", "Previous": "上一页", "Home": "首页"}
-EVERYDAY = {
+THEME_WORDS = {
+    "On this page": "本页目录",
+    "Next": "下一页",
+    "Previous": "上一页",
+    "Home": "首页",
+    "Back to top": "回到顶部",
+    "Skip to content": "跳到正文",
+}
+EVERYDAY = {  # words that mostly mean something else
     *("load", "request", "step", "position", "running", "waiting", "priority"),
-    *("请求", "步", "位置"),
+    *("请求", "步", "块", "位置", "发布", "专家", "直写", "加载"),
 }
 TERM = re.compile(r"^\| (?P<terms>\*\*.*?) \| (?P<meaning>.*?) \|", re.MULTILINE)
 
 
 def resolve(app, doctree, docname):
-    """Turn the addresses `source:` and `other:` of staged pages into those of the site."""
+    """Turn the addresses `source:`, `film:` and `other:` of staged pages into those of the site."""
     up = "../" * (docname.count("/") + 1)
     for node in doctree.findall(nodes.reference):
         scheme, _, target = node.get("refuri", "").partition(":")
@@ -60,6 +67,8 @@ def resolve(app, doctree, docname):
             node["refuri"] = f"{repository}/{kind}/{commit}/{path}{anchor}"
         elif scheme == "source":
             node["refuri"] = f"{up}source/{path}.html{anchor}"
+        elif scheme == "film":
+            node["refuri"] = f"{up}films/film_{path}.html#{'lang=zh' if is_chinese else ''}"
         elif scheme == "other":
             node["refuri"] = f"{up}en/{path}.html{anchor}"
 
@@ -100,14 +109,23 @@ def explain(app, doctree, docname):
             text.parent.replace(text, [*parts, nodes.Text(words[end:])])
 
 
-def translate(app, pagename, templatename, context, doctree):
+def finish(app, pagename, templatename, context, doctree):
+    """Give headings their anchors, of which their sections have them: search leads to headings."""
+    section = r'<section id="([^"]+)">(\s*(?:<span id="[^"]+"></span>)*)<(h[2-6])>'
+    context["body"] = re.sub(section, r'<section>\2<\3 id="\1">', context.get("body", ""))
+
+
+def translate(app):
+    """Translate the theme's own words, of which there is no Chinese."""
+    found = app.builder.templates.environment.globals
+    gettext = found["gettext"]
     if is_chinese:
-        gettext = app.builder.templates.environment.globals["gettext"]
-        context["_"] = lambda text: THEME_WORDS.get(text) or gettext(text)
+        found["_"] = found["gettext"] = lambda text: THEME_WORDS.get(text) or gettext(text)
 
 
 def setup(app):
     app.connect("doctree-resolved", resolve)
     app.connect("doctree-resolved", explain)
-    app.connect("html-page-context", translate)
+    app.connect("html-page-context", finish)
+    app.connect("builder-inited", translate)
     app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))

@@ -11,8 +11,14 @@ from workshop.book.path import ROOT
 
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
+FIRST_HOUR = (
+    "**New here?** [Your first hour](FIRST_HOUR.md) begins with half an hour in the browser, with "
+    "nothing to install.",
+    "**第一次来？** [第一个小时](FIRST_HOUR.md)：前半小时只用浏览器，什么都不用装。",
+)
 CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
+WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # was lined up with the removed lines
 
 # The sidebar: captions in both languages, and their pages. A page in or below the folder of an
 # `index` that no other `index` is nearer to is listed below that.
@@ -109,14 +115,15 @@ def owner(name: str, tree: Tree) -> str:
     return ""
 
 
-def home_page(text: str, repository: str) -> str:
+def home_page(text: str, repository: str, is_chinese: bool) -> str:
     """Return the home page with its film before the commands. Without the repository's address
     there is nothing to clone."""
     found = HOME_FILM.search(text)
     assert found is not None, "README.md has no picture of a film with a caption"
     text = text.replace(found[0], "", 1)
     start = text.index("\n```")
-    text = f"{text[:start]}\n{found[0].strip()}\n{text[start:]}"
+    hour = FIRST_HOUR[is_chinese]
+    text = f"{text[:start]}\n{found[0].strip()}\n\n{hour}\n{text[start:]}"
     if repository:
         return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
-    return CLONE_AND_ENTER.sub("", text)
+    return WIDE.sub(r"\1\2", CLONE_AND_ENTER.sub("", text))

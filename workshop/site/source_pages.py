@@ -15,11 +15,14 @@ _PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark"><title>{path}</title>
 <style>
 body {{ margin: 1em auto; max-width: 64em; padding: 0 1em; font: 15px/1.5 system-ui, sans-serif; }}
-pre {{ overflow-x: auto; font-size: 13px; line-height: 1.45; }} .linenos {{ opacity: .5; }}
+pre {{ overflow-x: auto; font-size: 13px; line-height: 1.45; }}
+body {{ background: #fff; }} :target {{ scroll-margin-top: 30vh; }}
+nav {{ position: sticky; top: 0; padding: .4em 0; background: inherit; overflow-wrap: anywhere; }}
+.linenos {{ opacity: .5; }}
 :target {{ outline: 2px solid #e69f00; }} a {{ color: inherit; }}
 {light}
 @media (prefers-color-scheme: dark) {{ body {{ background: #131416; color: #cfd0d0; }} {dark} }}
-</style></head><body><h1>{path}</h1>
+</style></head><body><nav>{home} · {path}</nav>
 <p>{pages}</p>
 {code}
 </body></html>
@@ -63,9 +66,12 @@ def source_page(path: str, pages: set[str]) -> str:
             lexer = TextLexer()
         numbered = HtmlFormatter(linenos="inline", linespans="L", anchorlinenos=True)
         code = highlight(file.read_text(encoding="utf-8"), lexer, numbered)
-        code = code.replace('id="L-', 'id="L')
+        code = code.replace('id="L-', 'id="L').replace('href="#L-', 'href="#L')
     up = "../" * (path.count("/") + 1)
+    home = f'<a href="{up}en/index.html">vllm-from-scratch</a>'
     links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))
     light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
     text = f"Linked from: {' · '.join(links)}"
-    return _PAGE.format(path=html.escape(path), pages=text, code=code, light=light, dark=dark)
+    return _PAGE.format(
+        path=html.escape(path), home=home, pages=text, code=code, light=light, dark=dark
+    )

@@ -26,11 +26,15 @@ CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MU
 FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 STILL = re.compile(
-    r"!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\)"
+    r"(?P<still>!\[(?P<text>[^\]]*)\]\((?P<path>\S*)figures/film(?:_(?P<name>\w+))?(?:\.zh)?\.png\))"
+    r"(?P<caption>\n\n\*(?:[^\n]|\n(?!\n))*\*\n(?=<!-- /table))?"
 )
+COMMAND = re.compile(r'make watch ARGS="?--film (?P<name>\w+)')
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
-FULL_SIZE = ("Full size", "全屏打开")
+FULL_SIZE = ("full size", "全屏打开")
+ANSWER = ("What it shows", "它演示了什么")  # folded: the film asks for it
+ON_SITE = ("film {} on this site", "本站上的影片 {}")
 
 
 def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "") -> Tree:
@@ -44,8 +48,10 @@ def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "")
         if path.suffix == ".ipynb":
             notebook = json.loads(text)
             for cell in notebook["cells"]:
+                source = "".join(cell["source"])
+                if "find_spec" in source:  # how to get the chapter
+                    cell["metadata"]["tags"] = ["remove-input"]
                 if cell["cell_type"] == "markdown":
-                    source = "".join(cell["source"])
                     cell["source"] = staged(source, name, path, tree, has_films)
             target.write_text(json.dumps(notebook), encoding="utf-8")
         else:
@@ -61,6 +67,8 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
     home = path.parent
 
     def film(match: re.Match[str]) -> str:
+        if name == "INCIDENTS":  # there it is evidence
+            return match[0]
         still = (home / f"{match['path']}figures/film.png").resolve()
         film = match["name"] or str(int(still.relative_to(ROOT).parts[0][:2]))
         address = f"{up}../films/film_{film}.html#{'lang=zh' if tree.is_chinese else ''}"
@@ -68,9 +76,15 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         question = "" if name == "index" else "&ask"
         return (
             f'<figure class="film"><iframe loading="lazy" src="{address}{question}" '
-            f'title="{words}"></iframe>\n\n{match[0]}\n\n'  # the still, for print
+            f'title="{words}"></iframe>\n\n{match["still"]}\n\n'  # the still, for print
             f'<a href="{address}">{words} · {FULL_SIZE[tree.is_chinese]}</a></figure>\n'
+            + folded(match["caption"])
         )
+
+    def folded(caption: str | None) -> str:
+        if name == "index" or not caption:
+            return caption or ""
+        return f"\n<details><summary>{ANSWER[tree.is_chinese]}</summary>{caption}\n</details>\n"
 
     def quotation(match: re.Match[str]) -> str:
         found = first_line(match, home)
@@ -88,6 +102,15 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             return match[0]
         tree.sources.setdefault(place, set()).add(name)
         return f"[{match[0]}](source:{place})"
+
+    def code_with_link(code: str) -> str:
+        command = COMMAND.search(code) if has_films else None
+        if command is None:
+            return FILE.sub(named_file, code)
+        if not code.startswith("```"):
+            return f"[{code}](film:{command['name']})"
+        words = ON_SITE[tree.is_chinese].format(command["name"])
+        return f"{code}\n\n{{.lines}}\n[{words}](film:{command['name']})\n"
 
     def link(match: re.Match[str]) -> str:
         target, anchor = (home / match["path"]).resolve(), match["anchor"] or ""
@@ -109,7 +132,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         return f"source:{place}{anchor}"
 
     if name == "index":
-        text = home_page(text, tree.repository)
+        text = home_page(text, tree.repository, tree.is_chinese)
     if has_films:
         text = STILL.sub(film, text)
     text = with_panel(text, tree.is_chinese)
@@ -120,5 +143,5 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         parts.append(LINK.sub(link, text[end : code.start()]))
         end = code.end()
         is_label = text[end : end + 1] == "]"
-        parts.append(code[0] if is_label else FILE.sub(named_file, code[0]))
+        parts.append(code[0] if is_label else code_with_link(code[0]))
     return "".join([*parts, LINK.sub(link, text[end:])])

@@ -75,6 +75,23 @@ def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
     assert home.startswith("../films/film_4.html#") and "ask" not in home
 
 
+def test_the_caption_does_not_answer_what_the_film_asks(tree: Tree) -> None:
+    chapter, home = text_of(tree, "04_scheduler/index"), text_of(tree, "index")
+    _, _, after = chapter.partition("</figure>")
+    assert after.lstrip().startswith("<details><summary>")
+    assert after.index("</details>") < after.index("<!-- /table:film")
+    assert "<details>" not in home[home.index("</figure>") :].partition("FIRST_HOUR")[0]
+
+
+def test_a_command_for_a_film_leads_to_the_film(tree: Tree) -> None:
+    page = tree.pages["COURSE"]
+    text = '`make watch ARGS="--film 4 --open"`\n```\nmake watch ARGS="--film adapters"\n```'
+    inline, _, fence = staged(text, "p", page, tree, True).partition("\n```")
+    assert inline == '[`make watch ARGS="--film 4 --open"`](film:4)'
+    assert fence.endswith("](film:adapters)\n") and "```\n\n{.lines}\n[" in fence
+    assert staged(text, "p", page, tree, False) == text
+
+
 def test_without_films_a_page_shows_the_still(tmp_path: Path) -> None:
     tree = find_pages(tmp_path, is_chinese=True, repository="")
     path = tree.pages["04_scheduler/index"]
@@ -88,7 +105,9 @@ def test_the_home_page_begins_with_the_film_and_clones_only_from_an_address(tree
     assert text.index("<iframe") < text.index("```") and text.count("<iframe") == 1
     assert "git clone" not in text and "cd vllm-from-scratch" not in text
     readme = tree.pages["index"].read_text(encoding="utf-8")
-    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in home_page(readme, ADDRESS)
+    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in home_page(
+        readme, ADDRESS, tree.is_chinese
+    )
 
 
 def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None:

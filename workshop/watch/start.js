@@ -7,6 +7,7 @@ async function textOf(script) {
 }
 
 async function start() {
+  document.documentElement.classList.toggle("embedded", self !== top); // in a page of the book
   Watch.frame.make();
   Object.assign(Watch.store, Watch.readHash(location.hash)); // its language: there may be no film
   const scripts = [...document.querySelectorAll('script[type="application/x-ndjson"]')];

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.watch_command import main
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Frame, Page
 
 CHAPTERS = pytest.mark.parametrize("chapter", FILMS)
 ALL = pytest.mark.parametrize("name", FILMS | BEYOND)
@@ -69,6 +69,7 @@ def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
         assert shot.say(moment.words)[0] in buttons.nth(number).inner_text()
     go(page, language="zh")
     assert page.inner_text(".film-caption .text") == shot.caption[1]
+    assert page.title() == page.inner_text("h1") and shot.film.title[1] in page.title()
     assert shot.say(shot.film.moments[0].words)[1] in page.inner_text(".film-caption button")
 
 
@@ -160,6 +161,119 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
     assert page.evaluate("Watch.store.step") == shot.step(moment)
 
 
+# -- in a page of the book
+
+
+@pytest.fixture
+def embedded(
+    open_page: Any, shots: dict[int | str, Shot], tmp_path: Path, complaints: list[str]
+) -> Iterator[Callable[..., tuple[Page, Frame]]]:
+    """The site's frame around a film that asks, and the film in it."""
+
+    def embedded(name: int | str, width: int = 736, language: str = "en") -> tuple[Page, Frame]:
+        (tmp_path / "film.html").write_text(page_of(shots[name]), encoding="utf-8")
+        path = tmp_path / "chapter.html"
+        path.write_text(
+            f"""<body style="margin: 0; height: 3000px"><iframe src="film.html#lang={language}&ask"
+            style="width: {width}px; height: 544px; border: 0"></iframe>""",
+            encoding="utf-8",
+        )
+        page = open_page(path, 800, 600)
+        frame = page.frames[1]
+        until(frame, "document.documentElement.dataset.ready === 'true'")
+        until(frame, "document.querySelector('.asking') !== null")
+        return page, frame
+
+    yield embedded
+    # The frame was requested; as a file, it has another origin, and may not take the focus.
+    expected = ("film.html", "Blocked autofocusing")
+    complaints[:] = [said for said in complaints if not any(part in said for part in expected)]
+
+
+def drawn(frame: Frame) -> None:
+    for _ in range(3):
+        frame.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
+@ALL
+@pytest.mark.parametrize("width", [736, 358])
+def test_in_the_book_a_question_and_what_to_point_at_are_in_sight_together(
+    name: int | str, width: int, embedded: Any, shots: dict[int | str, Shot]
+) -> None:
+    page, frame = embedded(name, width)
+    asked = next(moment for moment in shots[name].film.moments if moment.answer)
+    kind, _ = shots[name].answer(asked) or ("", "")
+    for language in (0, 1):
+        frame.evaluate("(language) => Watch.set({language})", ["en", "zh"][language])
+        drawn(frame)
+        assert frame.inner_text(".film-caption .text") == shots[name].say(asked.ask)[language]
+        place = ".scene-grid .root:last-child .grid-box" if kind == "request" else (
+            ".scene-cache .cache-scroll" if name == 3 else ".scene-pool .pool-cells"
+        )  # fmt: skip
+        top = 0.0
+        for part in (".transport", ".film-caption", place):
+            for box in frame.evaluate(BOXES, part):
+                assert box["top"] >= top - 1 and box["bottom"] <= 544, part
+                assert box["left"] >= 0 and box["right"] <= width, part
+            top = box["bottom"]
+        assert frame.evaluate("document.documentElement.scrollWidth") <= width
+    frame.evaluate("scrollTo(0, 300)")
+    drawn(frame)
+    (box,) = frame.evaluate(BOXES, ".film-caption")
+    assert 0 <= box["top"] < 60, "it stays when the reader scrolls"
+    frame.click("text=直接看")
+    frame.click(".film-caption .ask")
+    drawn(frame)
+    assert frame.evaluate("scrollY") == page.evaluate("scrollY") == 0
+
+
+BOXES = """(part) => [...document.querySelectorAll(part)].map((one) => one.getBoundingClientRect())
+    .map(({left, right, top, bottom}) => ({left, right, top, bottom}))"""
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "hint"),
+    [(2, {"request": "a", "step": 3}, "a block"), (4, {"block": 3}, "a request")],
+)
+def test_a_question_stays_when_something_of_another_kind_is_pointed_at(
+    name: int, other: dict[str, Any], hint: str, embedded: Any, shots: dict[int | str, Shot]
+) -> None:
+    _, frame = embedded(name)
+    step = frame.evaluate("Watch.store.step")
+    question = frame.inner_text(".film-caption .text")
+    frame.evaluate("(changes) => Watch.set(changes)", other)
+    drawn(frame)
+    assert frame.inner_text(".film-caption .text") == f"Point at {hint}. {question}"
+    assert frame.evaluate("[Watch.store.step, Watch.store.request, Watch.store.block]") == [
+        *(step, None, None)
+    ]
+    asked = next(moment for moment in shots[name].film.moments if moment.answer)
+    kind, right = shots[name].answer(asked) or ("", "")
+    frame.evaluate("(changes) => Watch.set(changes)", {kind: right})
+    drawn(frame)
+    assert frame.inner_text(".film-caption .text").startswith("Right, it is")
+
+
+def test_what_a_cell_says_goes_with_the_step(embedded: Any) -> None:
+    page, frame = embedded(4)
+
+    def point() -> tuple[float, float]:
+        (box,) = frame.evaluate(BOXES, ".grid-box")
+        place = box["left"] + 80, box["top"] + 30
+        page.mouse.move(*place)
+        until(frame, "!document.querySelector('.grid-tip').hidden")
+        return place
+
+    page.mouse.click(*point())  # an answer
+    until(frame, "!Watch.isAsking()")
+    drawn(frame)
+    assert frame.is_hidden(".grid-tip")
+    point()
+    page.keyboard.press("ArrowRight")
+    drawn(frame)
+    assert frame.is_hidden(".grid-tip")
+
+
 def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
@@ -230,6 +344,16 @@ def test_the_whole_cache_is_in_sight_where_the_page_says_to_look(
             assert exited == re.findall(r"\d+", did.partition("evicted block")[2].splitlines()[0])
 
 
+# The film and that of another setting, in the step before the one shown, and in that.
+ARE_ALIKE = """() => [-1, 0].map((more) => {
+    const [one, other] = [window.own, Watch.store.films[0]].map((film) => {
+        const {tables, running, waiting, outputs} = film.stateAfter(Watch.store.step + more);
+        return JSON.stringify([tables, running, waiting, outputs]);
+    });
+    return one === other;
+})"""
+
+
 def test_another_setting_has_a_name_its_own_number_and_its_own_places_to_look(
     watched: Path, open_page: Any, shots: dict[int | str, Shot]
 ) -> None:
@@ -238,11 +362,15 @@ def test_another_setting_has_a_name_its_own_number_and_its_own_places_to_look(
     setting = page.get_by_label("Change one setting")
     labels = setting.locator("option").all_inner_texts()
     assert len(labels) == 4
-    step = page.evaluate("Watch.store.step")
+    step = page.evaluate("[window.own] = Watch.store.films, Watch.store.step")
     for label in [*labels[1:], labels[0]]:
+        before = page.evaluate("Watch.store.step")
         setting.select_option(label)
         go(page)
-        assert page.evaluate("Watch.store.step") == step
+        if label == labels[0]:
+            assert page.evaluate("Watch.store.step") == before
+        else:
+            assert page.evaluate(ARE_ALIKE) == [True, False], "the first step that differs"
         is_told = label == labels[0]
         assert is_told == (shots[4].caption[0] == page.inner_text(".film-caption .text"))
         assert is_told or f"{label}:" in page.inner_text(".head .about"), "it is not one less"

@@ -74,7 +74,8 @@ Watch.onDraw(() => {
     : Watch.guideWords() ?? Watch.inLanguage(about.caption);
   text.setAttribute("role", Watch.guideWords() === null ? "" : "status");
   note.textContent = Watch.inLanguage(about.note);
-  note.hidden = !note.textContent || Watch.isAsking();
+  note.hidden = !note.textContent || Watch.guideWords() !== null;
+  box.classList.toggle("asking", Watch.isAsking());
   for (const part of [looks.name, looks.buttons]) part.hidden = Watch.isAsking(); // the answer
   looks.draw(momentsNow());
 });

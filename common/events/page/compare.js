@@ -156,4 +156,4 @@ function draw() {
   Watch.say(text, textWords(comparison(store.films)));
 }
 
-Watch.compare = {bar, draw};
+Watch.compare = {bar, draw, firstDifference};

@@ -50,7 +50,10 @@ class Grid {
       if (at !== null) Watch.set({step: at.step, request: at.id});
     });
     this.box.addEventListener("keydown", (event) => this.move(event));
-    this.box.addEventListener("focus", () => Watch.redraw());
+    this.box.addEventListener("focus", () => {
+      this.isByKeys = this.box.matches(":focus-visible"); // a click's focus has no ring
+      Watch.redraw();
+    });
     this.box.addEventListener("blur", () => Watch.redraw());
   }
 
@@ -135,6 +138,7 @@ class Grid {
     const [x, y] = [this.edges[step], this.followedRow() * this.row];
     const end = this.edges[step + 1] ?? x;
     const [width, height] = [this.width - this.gutter, this.height - HEAD];
+    if (this.seen.step !== store.step) this.isPointed = false; // its words cover the cells
     if (this.seen.step !== store.step || this.seen.width !== this.width) {
       const {left} = this.scroll;
       if (x < left) this.scrollTo({left: x - width * 0.7});
@@ -199,6 +203,7 @@ class Grid {
     const down = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10}[event.key];
     if (down === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
+    this.isByKeys = true;
     const isFirst = store.request === null && down > 0; // then it leads to the first row
     const from = isFirst ? -1 : this.cursorRow();
     const row = Math.min(this.rows.length - 1, Math.max(0, from + down));
@@ -211,7 +216,7 @@ class Grid {
     const words = isHere ? Watch.cellWords(this.view.film, id, store.step) : "";
     Watch.say(this.spoken, words);
     if (this.isPointed) return;
-    if (!isHere || !this.box.matches(":focus-visible")) this.tip.hidden = true;
+    if (!isHere || !this.isByKeys) this.tip.hidden = true;
     else this.showTip(words, ...this.cursorPlace());
   }
 

@@ -8,6 +8,8 @@ Watch.words({
   "guide.right": ["Right, it is {right}. {why}", "对，是 {right}。{why}"],
   "guide.wrong": ["It is {right}, and not {given}. {why}", "是 {right}，不是 {given}。{why}"],
   "guide.block": ["block {n}", "块 {n}"],
+  "guide.point.block": ["Point at a block. {ask}", "请指一个块。{ask}"],
+  "guide.point.request": ["Point at a request. {ask}", "请指一个请求。{ask}"],
 });
 const moments = (Watch.settings.film?.moments ?? []).filter(({answer}) => answer);
 let asked = null; // a moment
@@ -16,13 +18,14 @@ let next = 0;
 
 Watch.isAsking = () => asked !== null;
 
-function ask() {
-  asked = moments[next % moments.length];
+function ask(moment) {
+  asked = moment;
   verdict = null;
-  next += 1;
   Watch.play(false);
   Watch.set({step: asked.step - 1, request: null, block: null});
+  scrollTo(0, 0); // to the panel of the answer
 }
+const askNext = () => ask(moments[next++ % moments.length]);
 
 function show(given) {
   verdict = {moment: asked, given};
@@ -36,7 +39,8 @@ const nameOf = ([kind, what]) => (kind === "block" ? t("guide.block", {n: what})
 
 // What stands in the place of the caption; null: the caption itself.
 Watch.guideWords = () => {
-  if (asked) return Watch.inLanguage(asked.ask);
+  const ask = asked && Watch.inLanguage(asked.ask);
+  if (asked) return asked.isMissed ? t(`guide.point.${asked.answer[0]}`, {ask}) : ask;
   if (verdict?.given == null) return null;
   const {moment: {answer, why}, given} = verdict;
   const key = String(given) === String(answer[1]) ? "guide.right" : "guide.wrong";
@@ -44,16 +48,24 @@ Watch.guideWords = () => {
   return t(key, {...names, why: Watch.inLanguage(why)});
 };
 
-const begin = h("button", {class: "ask", hidden: !moments.length, onclick: ask,
+// The panel in which the question is answered, of those that are open.
+const PANELS = {request: ["grid"], block: ["pool", "cache"]};
+Watch.panelOfAnswer = (names) => {
+  const [kind] = (asked ?? verdict?.moment)?.answer ?? [];
+  return names.find((name) => PANELS[kind]?.includes(name));
+};
+
+const begin = h("button", {class: "ask", hidden: !moments.length, onclick: askNext,
   says: () => t(verdict ? "guide.next" : "guide.ask")});
 const stop = h("button", {hidden: true, says: "guide.stop", onclick: () => show(null)});
-Watch.guide = {begin, stop, draw, ask: () => moments.length && ask()};
+Watch.guide = {begin, stop, draw, ask: () => moments.length && askNext()};
 
 // Whoever points chooses a request or a block: that is the answer.
 function draw() {
   if (asked) {
     const given = store[asked.answer[0]];
     if (given !== null) show(given);
+    else if (store.request !== null || store.block !== null) ask({...asked, isMissed: true});
     else if (store.step !== asked.step - 1) Watch.forgetQuestion(); // the reader goes on
   }
   stop.hidden = !asked;

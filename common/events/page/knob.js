@@ -1,5 +1,5 @@
-// One setting of the engine, and the same requests with other values of it: recorded, too. What is
-// shown changes, and the step and the request that are looked at stay.
+// One setting of the engine, and the same requests with other values of it: recorded, too. The step
+// is the first one that this changes.
 const {store, h, t} = Watch;
 Watch.words({
   "knob.name": ["Change one setting", "改一项设置"],
@@ -20,7 +20,8 @@ function turn(value) {
   turned = value;
   Watch.forgetQuestion();
   const last = value === 0 ? num - 1 : num + value - 1;
-  const {step, request, block} = store;
+  const difference = value ? Watch.compare.firstDifference(films[num - 1], films[last]) : null;
+  const {step, request, block} = {...store, ...difference};
   const shown = [...films.slice(0, num - 1), films[last]];
   Watch.show(shown, [...labels.slice(0, num - 1), labels[last]], {step, request, block});
 }

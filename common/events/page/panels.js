@@ -37,9 +37,10 @@ Watch.arrangePanels = (main) => {
   main.style.setProperty("--rows", rows.map(([, height]) => height).join(" "));
   const height = Math.min(MAX_HEIGHT, REST + ROW * Watch.requestIds().length);
   main.style.setProperty("--grid-height", `${height}px`);
+  const first = Watch.panelOfAnswer(names); // in a narrow window: else it may be out of sight
   for (const panel of main.children) {
     const place = names.indexOf(panel.dataset.scene);
     panel.hidden = place < 0;
-    panel.style.order = place;
+    panel.style.order = panel.dataset.scene === first ? -1 : place;
   }
 };

@@ -164,6 +164,7 @@ function drawFrame() {
   document.documentElement.lang = Watch.inLanguage(["en", "zh-CN"]);
   parts.language.lang = OTHER[store.language];
   for (const write of writers) write();
+  document.title = parts.title.textContent;
   say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
   parts.about.title = parts.about.textContent;
   say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
