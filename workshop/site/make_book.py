@@ -94,7 +94,7 @@ def build(has_films: bool) -> None:
     for language in LANGUAGES:
         command = [sys.executable, "-m", "pagefind", "--site", str(OUT / language)]
         command += ["--root-selector", "article[role=main]"]
-        command += ["--exclude-selectors", "a.headerlink", "--include-characters", "_"]
+        command += ["--include-characters", "_"]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"make book: pagefind failed:\n{run.stdout}{run.stderr}")
