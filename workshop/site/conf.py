@@ -9,6 +9,7 @@ from pathlib import Path
 
 from docutils import nodes
 
+ROOT = Path(__file__).parents[2]
 is_chinese = os.environ["BOOK_LANGUAGE"] == "zh"
 repository = os.environ["BOOK_REPOSITORY"]  # "": sources are copied into the site
 commit = os.environ["BOOK_COMMIT"]
@@ -24,6 +25,7 @@ myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None,
 myst_url_schemes |= {"film": None}
 html_theme = "furo"
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 templates_path = ["templates"]
 html_css_files = ["site.css", "calculators.css", "panels.css"]
 html_js_files = ["site.js", "calculators.js", "panels.js"]
@@ -63,7 +65,7 @@ def resolve(app, doctree, docname):
         path, _, anchor = target.partition("#")
         anchor = anchor and f"#{anchor}"
         if scheme == "source" and repository:
-            kind = "blob" if "." in path.rpartition("/")[2] else "tree"
+            kind = "tree" if (ROOT / path).is_dir() else "blob"
             node["refuri"] = f"{repository}/{kind}/{commit}/{path}{anchor}"
         elif scheme == "source":
             node["refuri"] = f"{up}source/{path}.html{anchor}"

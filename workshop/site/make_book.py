@@ -28,19 +28,19 @@ from pathlib import Path
 from workshop.book.path import ROOT
 from workshop.book.repository import repository_address
 from workshop.site import source_pages, staging
+from workshop.site.page_tree import LANGUAGES, git
 
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "book"
 FILMS = ROOT / "build" / "site_films"  # a folder for each digest of what the films are made of
 MADE_OF = ("0*/*.py", "0*/beyond/*.py", "common", "workshop/watch", "workshop/book/text_rows.py")
-LANGUAGES = ("en", "zh")
 
 
 def film_folder() -> Path:
     """Return a folder with all films, recorded now if one of the files they are made of is new."""
-    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *MADE_OF)
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *MADE_OF)
     digest = hashlib.sha256()
-    for name in sorted(set(listed.split("\n"))):
+    for name in sorted(set(listed.split("\0"))):
         if name.endswith((".md", ".ipynb")) or "/test" in name or not (ROOT / name).is_file():
             continue
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
@@ -51,8 +51,9 @@ def film_folder() -> Path:
         from workshop.watch.films import FILMS as CHAPTERS
         from workshop.watch.workloads import load_cast
 
-        shutil.rmtree(FILMS, ignore_errors=True)  # those of older code
-        with tempfile.TemporaryDirectory() as place:
+        FILMS.mkdir(parents=True, exist_ok=True)
+        old = list(FILMS.iterdir())
+        with tempfile.TemporaryDirectory(dir=FILMS) as place:
             cast, made = load_cast(), Path(place, "made")
             made.mkdir()
             for film in (*CHAPTERS.values(), *BEYOND.values()):
@@ -60,52 +61,63 @@ def film_folder() -> Path:
                 shot = shoot(film, Path(place), cast if film.chapter else None, NUM_TAKES, True)
                 text = page_of(shot)
                 Path(made, f"film_{film.name}.html").write_text(text, encoding="utf-8")
-            shutil.copytree(made, folder)
+            made.rename(folder)
+        for other in old:
+            shutil.rmtree(other)
     return folder
 
 
 def build(has_films: bool) -> None:
-    """Build the site into `OUT`. Raises `SystemExit` with Sphinx's warnings, if it has any."""
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
-    repository, commit = repository_address(), _git("rev-parse", "HEAD").strip()
-    if has_films:
-        shutil.copytree(film_folder(), OUT / "films")
-    runs, sources = [], source_pages.Sources()
+    """Build the site, which takes the place of an earlier one in `OUT` when it is complete. Raises
+    `SystemExit` with what Sphinx or Pagefind says if they fail."""
+    OUT.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT.parent, prefix="book-") as place:
+        site = Path(place, "book")
+        site.mkdir()
+        if has_films:
+            shutil.copytree(film_folder(), site / "films")
+        _build_pages(site, Path(place, "stage"), has_films)
+        for language in LANGUAGES:
+            _index(site / language)
+        shutil.copyfile(HERE / "languages.html", site / "index.html")
+        shutil.rmtree(site / "jupyter_execute", ignore_errors=True)
+        shutil.rmtree(OUT, ignore_errors=True)
+        site.rename(OUT)
+
+
+def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
+    repository, commit = repository_address(), git("rev-parse", "HEAD").strip()
+    sources, commands = source_pages.Sources(), []
     for language in LANGUAGES:
-        tree = staging.stage(OUT / "stage" / language, language == "zh", has_films, repository)
+        tree = staging.stage(folder / language, language == "zh", has_films, repository)
         sources.add(tree, language)
         command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-        command += ["-c", str(HERE), "-d", str(OUT / "stage" / f"{language}.doctrees")]
-        settings = {"BOOK_LANGUAGE": language, "BOOK_REPOSITORY": repository, "BOOK_COMMIT": commit}
-        runs.append(
-            subprocess.Popen(
-                [*command, str(tree.folder), str(OUT / language)],
-                env={**os.environ, **settings},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command += ["-c", str(HERE), "-d", str(folder / f"{language}.doctrees")]
+        commands.append([*command, str(tree.folder), str(site / language)])
     if not repository:
-        sources.write(OUT / "source")
-    complaints = [run.communicate()[1] for run in runs]
+        sources.write(site / "source")
+    settings = {**os.environ, "BOOK_REPOSITORY": repository, "BOOK_COMMIT": commit}
+    runs = [
+        subprocess.Popen(
+            command, env={**settings, "BOOK_LANGUAGE": language}, stderr=subprocess.PIPE, text=True
+        )
+        for language, command in zip(LANGUAGES, commands, strict=True)
+    ]
+    try:
+        complaints = [run.communicate()[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
     if any(run.returncode for run in runs):
         raise SystemExit("make book: Sphinx warned:\n" + "".join(complaints))
-    for language in LANGUAGES:
-        command = [sys.executable, "-m", "pagefind", "--site", str(OUT / language)]
-        command += ["--root-selector", "article[role=main]"]
-        command += ["--include-characters", "_"]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            raise SystemExit(f"make book: pagefind failed:\n{run.stdout}{run.stderr}")
-    shutil.copyfile(HERE / "languages.html", OUT / "index.html")
-    for folder in ("stage", "jupyter_execute"):
-        shutil.rmtree(OUT / folder, ignore_errors=True)
 
 
-def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return run.stdout
+def _index(folder: Path) -> None:
+    command = [sys.executable, "-m", "pagefind", "--site", str(folder)]
+    command += ["--root-selector", "article[role=main]", "--include-characters", "_"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"make book: pagefind failed:\n{run.stdout}{run.stderr}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,8 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if sys.version_info < (3, 11) or find_spec("sphinx") is None:
         raise SystemExit(
-            "make book: the book is built by Python 3.11 or newer, with the extra [book]"
+            "make book: the site needs Python 3.11 or newer, and the extra [book]. With another "
+            "Python: rm -rf .venv, then make book PYTHON=python3.12"
         )
+    if options.check and options.no_films:
+        parser.error("--check needs the films")
     start = time.monotonic()
     build(has_films=not options.no_films)
     num_pages = sum(1 for _ in OUT.glob("??/**/*.html"))

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from workshop.book.path import ROOT
 
+LANGUAGES = ("en", "zh")
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
 HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
 FIRST_HOUR = (
@@ -18,7 +19,9 @@ FIRST_HOUR = (
 )
 CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
-WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # was lined up with the removed lines
+WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # too far from the commands
+BADGE = re.compile(r"^\[!\[[^]]*\]\(\S+\)\]\((?P<colab>https://colab\.\S+)\)$", re.MULTILINE)
+RAW = re.compile(r"\]\(https://raw\.githubusercontent\.com/\S+?/(?=figures/)")
 
 # The sidebar: captions in both languages, and their pages. A page in or below the folder of an
 # `index` that no other `index` is nearer to is listed below that.
@@ -58,6 +61,14 @@ class Tree:
     sources: dict[str, set[str]] = field(default_factory=dict)  # linked files -> pages
 
 
+def git(*arguments: str) -> str:
+    """Return the output of a command of git. Raises `SystemExit` where there is no clone."""
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"make book: git lists the pages, so a clone is needed: {run.stderr}")
+    return run.stdout
+
+
 def page_name(path: PurePath) -> str:
     """Return the name that the page `path`, relative to the repository, has in the site."""
     path = path.relative_to(PAGES) if path.is_relative_to(PAGES) else path
@@ -66,10 +77,8 @@ def page_name(path: PurePath) -> str:
 
 
 def find_pages(folder: Path, is_chinese: bool, repository: str) -> Tree:
-    """Return the pages that git tracks, and those of `pages/`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    """Return the pages that git tracks. Those of `PAGES` are at the root."""
+    listed = git("ls-files", "-z", "*.md", "*.ipynb").rstrip("\0").split("\0")
     english: dict[str, Path] = {}
     chinese: dict[str, Path] = {}
     for path in map(PurePath, listed):
@@ -127,3 +136,8 @@ def home_page(text: str, repository: str, is_chinese: bool) -> str:
     if repository:
         return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
     return WIDE.sub(r"\1\2", CLONE_AND_ENTER.sub("", text))
+
+
+def nothing_remote(text: str) -> str:
+    """Return the text of a notebook without pictures that another host has."""
+    return RAW.sub("](", BADGE.sub(r"[Open in Colab](\g<colab>)", text))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urljoin, urlsplit
 
+from workshop.site.page_tree import LANGUAGES
 from workshop.watch.chromium import started_browser
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup, Tag
 
-LANGUAGES = ("en", "zh")
 STYLE = Path(__file__).with_name("print.css")
 
 

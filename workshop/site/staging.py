@@ -20,7 +20,7 @@ from pathlib import Path
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line
 from workshop.site.ladder_panel import with_panel
-from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
+from workshop.site.page_tree import Tree, find_pages, home_page, nothing_remote, page_name, toctrees
 
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
@@ -48,7 +48,7 @@ def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "")
         if path.suffix == ".ipynb":
             notebook = json.loads(text)
             for cell in notebook["cells"]:
-                source = "".join(cell["source"])
+                source = nothing_remote("".join(cell["source"]))
                 if "find_spec" in source:  # how to get the chapter
                     cell["metadata"]["tags"] = ["remove-input"]
                 if cell["cell_type"] == "markdown":
@@ -123,6 +123,8 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             if anchor and is_translated and ".zh" not in target.name:
                 return f"other:{page}{anchor}"  # a heading of the English page
             return f"{up}{page}{tree.pages[page].suffix}{anchor}"
+        if not target.exists() or target.suffix in (".md", ".ipynb"):
+            raise ValueError(f"{path}: git has no {place}, to which this page links")
         if target.suffix in (".png", ".svg"):
             copy = tree.folder / place
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,14 @@ import pytest
 
 from workshop.book.path import ROOT
 from workshop.site import make_book
-from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
+from workshop.site.page_tree import (
+    Tree,
+    find_pages,
+    home_page,
+    nothing_remote,
+    page_name,
+    toctrees,
+)
 from workshop.site.source_pages import Sources
 from workshop.site.staging import LINK, stage, staged
 
@@ -36,8 +44,7 @@ def test_every_link_of_a_staged_page_leads_somewhere(tree: Tree) -> None:
             num_links += 1
             assert (path.parent / match["path"]).resolve().is_file(), f"{name}: {match[0]}"
     assert num_links > 300
-    for source in tree.sources:
-        assert (ROOT / source).exists()
+    assert not [s for s in tree.sources if s.endswith((".md", ".ipynb"))]
 
 
 def test_a_readme_is_the_index_of_its_folder() -> None:
@@ -70,6 +77,7 @@ def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
         (address,) = found[chapter]
         assert address.startswith(f"../../films/film_{film}.html#") and address.endswith("ask")
         assert ("lang=zh" in address) == tree.is_chinese
+    assert not FILM.findall(text_of(tree, "INCIDENTS"))  # there a still is evidence
     assert "/film_adapters.html#" in text_of(tree, "04_scheduler/beyond/ADAPTERS")
     (home,) = FILM.findall(text_of(tree, "index"))
     assert home.startswith("../films/film_4.html#") and "ask" not in home
@@ -173,3 +181,20 @@ def test_without_sphinx_the_command_says_which_python_has_it(
     monkeypatch.setattr(make_book, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"Python 3\.11 or newer"):
         make_book.main([])
+
+
+def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree: Tree) -> None:
+    path = (tree.folder / "04_scheduler" / "scheduler_demo").with_suffix(".ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    hidden = [c for c in cells if "remove-input" in c["metadata"].get("tags", [])]
+    assert len(hidden) == 1 and "find_spec" in "".join(hidden[0]["source"])
+    colab = "https://colab.research.google.com/github/a/b.ipynb"
+    raw = "https://raw.githubusercontent.com/a/b/main/04_scheduler/figures/film.png"
+    badge = f"[![Open](https://x.org/b.svg)]({colab})\n\n![Film]({raw})"
+    assert nothing_remote(badge) == f"[Open in Colab]({colab})\n\n![Film](figures/film.png)"
+
+
+def test_a_link_to_nothing_names_its_page(tree: Tree) -> None:
+    page = tree.pages["COURSE"]
+    with pytest.raises(ValueError, match=r"COURSE\S*: git has no nowhere.md"):
+        staged("[x](nowhere.md)", "COURSE", page, tree, True)

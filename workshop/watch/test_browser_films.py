@@ -187,7 +187,7 @@ def embedded(
     yield embedded
     # The frame was requested; as a file, it has another origin, and may not take the focus.
     expected = ("film.html", "Blocked autofocusing")
-    complaints[:] = [said for said in complaints if not any(part in said for part in expected)]
+    complaints[:] = [x for x in complaints if not any(part in x for part in expected)]
 
 
 def drawn(frame: Frame) -> None:
@@ -201,12 +201,12 @@ def test_in_the_book_a_question_and_what_to_point_at_are_in_sight_together(
     name: int | str, width: int, embedded: Any, shots: dict[int | str, Shot]
 ) -> None:
     page, frame = embedded(name, width)
-    asked = next(moment for moment in shots[name].film.moments if moment.answer)
-    kind, _ = shots[name].answer(asked) or ("", "")
+    moment = next(moment for moment in shots[name].film.moments if moment.answer)
+    kind, _ = shots[name].answer(moment) or ("", "")
     for language in (0, 1):
         frame.evaluate("(language) => Watch.set({language})", ["en", "zh"][language])
         drawn(frame)
-        assert frame.inner_text(".film-caption .text") == shots[name].say(asked.ask)[language]
+        assert frame.inner_text(".film-caption .text") == shots[name].say(moment.ask)[language]
         place = ".scene-grid .root:last-child .grid-box" if kind == "request" else (
             ".scene-cache .cache-scroll" if name == 3 else ".scene-pool .pool-cells"
         )  # fmt: skip
@@ -247,8 +247,8 @@ def test_a_question_stays_when_something_of_another_kind_is_pointed_at(
     assert frame.evaluate("[Watch.store.step, Watch.store.request, Watch.store.block]") == [
         *(step, None, None)
     ]
-    asked = next(moment for moment in shots[name].film.moments if moment.answer)
-    kind, right = shots[name].answer(asked) or ("", "")
+    moment = next(moment for moment in shots[name].film.moments if moment.answer)
+    kind, right = shots[name].answer(moment) or ("", "")
     frame.evaluate("(changes) => Watch.set(changes)", {kind: right})
     drawn(frame)
     assert frame.inner_text(".film-caption .text").startswith("Right, it is")

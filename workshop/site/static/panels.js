@@ -83,7 +83,7 @@
 
   // Open the folds around what the address names, and show it if the filter has hidden it.
   function openTarget() {
-    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const target = document.querySelector(":target");
     if (!target) return;
     if (target.closest("[hidden]")) museum.showAll?.();
     for (let fold = target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
@@ -98,7 +98,7 @@
       .filter(({words}) => words);
     if (!titles.length) return;
     const links = titles.map(({title, words}) =>
-      make("li", {}, make("a", {href: `#${title.closest("section[id]")?.id ?? title.id}`}, words[1])));
+      make("li", {}, make("a", {href: `#${title.id || title.closest("section[id]").id}`}, words[1])));
     document.querySelector("h1 ~ section, h2").before(make("ol", {class: "tickets"}, ...links));
   }
 

@@ -3,7 +3,8 @@ addEventListener("DOMContentLoaded", () => {
   const box = document.getElementById("book-search");
   const isChinese = document.documentElement.lang.startsWith("zh");
   if (location.protocol === "file:") {
-    const command = "python -m http.server -d build/book";
+    const folder = decodeURIComponent(new URL(`${box.dataset.root}..`, location).pathname);
+    const command = `python -m http.server -d ${folder}`;
     box.textContent = isChinese ? `要搜索，请先运行：${command}` : `To search, serve the folder: ${command}`;
     return;
   }
