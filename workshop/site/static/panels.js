@@ -83,7 +83,8 @@
 
   // Open the folds around what the address names, and show it if the filter has hidden it.
   function openTarget() {
-    const target = document.querySelector(":target");
+    if (/%(?![\da-f]{2})/i.test(location.hash)) return; // no address
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
     if (target.closest("[hidden]")) museum.showAll?.();
     for (let fold = target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
