@@ -18,5 +18,5 @@ def repository_address(root: Path = ROOT) -> str:
     """Return the environment's `BOOK_REPOSITORY`, even if it is "", else `[project.urls]
     Repository` of pyproject.toml, without a trailing `/` or `.git`; "" if neither is set."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    address: str = os.environ.get("BOOK_REPOSITORY", project.get("urls", {}).get("Repository", ""))
-    return address.rstrip("/").removesuffix(".git")
+    configured: str = project.get("urls", {}).get("Repository", "")
+    return os.environ.get("BOOK_REPOSITORY", configured).rstrip("/").removesuffix(".git")

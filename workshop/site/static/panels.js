@@ -99,7 +99,7 @@
       .filter(({words}) => words);
     if (!titles.length) return;
     const links = titles.map(({title, words}) =>
-      make("li", {}, make("a", {href: `#${title.id || title.closest("section[id]").id}`}, words[1])));
+      make("li", {}, make("a", {href: `#${title.id || title.closest("section[id]")?.id}`}, words[1])));
     document.querySelector("h1 ~ section, h2").before(make("ol", {class: "tickets"}, ...links));
   }
 
