@@ -154,6 +154,15 @@ def test_the_name_of_a_file_leads_to_it(tree: Tree) -> None:
     assert {"p", "common/index"} <= tree.sources["common/llm.py"]
 
 
+def test_a_script_is_not_its_notebook_and_the_language_is_in_the_sidebar(tree: Tree) -> None:
+    page = tree.pages["01_batching/index"]
+    text = "# A\n\n[中文](README.zh.md)\n\n[script](batching_demo.py) [`a`](batching_demo.ipynb)"
+    expected = (
+        "[script](source:01_batching/batching_demo.py) [`a`](../01_batching/batching_demo.ipynb)"
+    )
+    assert staged(text, "01_batching/index", page, tree, True) == f"# A\n\n\n{expected}"
+
+
 def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
     path = ROOT / "CONTRIBUTING.md"
     text = staged("[x](README.md#the-map) [y](README.md)", "CONTRIBUTING", path, tree, True)
