@@ -61,11 +61,11 @@ BUDGETS = {
     "workshop/book": Amounts(code=1699, tests=1436, tables=949),
     "workshop/measure": Amounts(code=7715, tests=1707, words=4373),
     "workshop/practice": Amounts(code=3475, tests=1833, tables=4026),
-    "workshop/site": Amounts(code=899, tests=905, pages=796, words=864),
+    "workshop/site": Amounts(code=889, tests=912, pages=804, words=864),
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2024, tests=3439, pages=242, tables=534, words=983),
 }
-ALL_PYTHON_LINES = 132_095  # as `wc -l` counts them
+ALL_PYTHON_LINES = 132_098  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

@@ -25,7 +25,6 @@ from docutils.utils import new_document
 from workshop.book.repository import repository_address
 from workshop.site.make_book import OUT
 from workshop.site.page_tree import LANGUAGES
-from workshop.watch.chromium import started_browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
@@ -82,12 +81,6 @@ def address() -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with started_browser() as started:
-        yield started
 
 
 @pytest.fixture

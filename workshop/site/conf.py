@@ -21,8 +21,7 @@ nb_execution_mode = "off"
 highlight_language = "none"
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 6
-myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": None, "other": None}
-myst_url_schemes |= {"film": None}
+myst_url_schemes = dict.fromkeys(("http", "https", "mailto", "source", "film", "other"))
 html_theme = "furo"
 html_static_path = ["static"]
 html_favicon = "static/favicon.svg"
@@ -92,11 +91,10 @@ def explain(app, doctree, docname):
     if docname == "GLOSSARY":
         return
     if not hasattr(app, "book_terms"):
-        app.book_terms = glossary(app.srcdir)
-    left = dict(app.book_terms)
-    longest = sorted(left, key=len, reverse=True)
-    ends = ("(?<![A-Za-z])", "(?![A-Za-z])")
-    pattern = re.compile("|".join(f"{ends[0]}{re.escape(t)}s?{ends[1]}" for t in longest))
+        terms = glossary(app.srcdir)
+        longest = "|".join(map(re.escape, sorted(terms, key=len, reverse=True)))
+        app.book_terms = terms, re.compile(f"(?<![A-Za-z])(?:{longest})s?(?![A-Za-z])")
+    left, pattern = dict(app.book_terms[0]), app.book_terms[1]
     for text in list(doctree.findall(nodes.Text)):
         if not isinstance(text.parent, nodes.paragraph | nodes.emphasis | nodes.strong):
             continue

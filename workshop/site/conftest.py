@@ -1,4 +1,4 @@
-"""The panels in a real browser: the fixtures of the watch page's tests."""
+"""The site in a real browser, by the fixtures of the watch page's tests."""
 
 import pytest
 

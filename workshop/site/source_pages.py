@@ -9,20 +9,13 @@ from pathlib import Path
 from workshop.book.path import ROOT
 from workshop.site.page_tree import Tree
 
+STYLE = Path(__file__).with_name("source.css")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{path}</title>
-<style>
-body {{ margin: 1em auto; max-width: 64em; padding: 0 1em; font: 15px/1.5 system-ui, sans-serif; }}
-pre {{ overflow-x: auto; font-size: 13px; line-height: 1.45; }}
-body {{ background: #fff; }} :target {{ scroll-margin-top: 30vh; }}
-nav {{ position: sticky; top: 0; padding: .4em 0; background: inherit; overflow-wrap: anywhere; }}
-.linenos {{ opacity: .5; }}
-:target {{ outline: 2px solid #e69f00; }} a {{ color: inherit; }}
-{light}
-@media (prefers-color-scheme: dark) {{ body {{ background: #131416; color: #cfd0d0; }} {dark} }}
-</style></head><body><nav>{home} · {path}</nav>
+<link rel="stylesheet" href="{up}source/source.css">
+</head><body><nav>{home} · {path}</nav>
 <p>{pages}</p>
 {code}
 </body></html>
@@ -40,11 +33,22 @@ class Sources:
             self._pages[path] |= {f"{language}/{page}" for page in pages}
 
     def write(self, folder: Path) -> None:
-        """Write a page for each file, with an anchor `#L12` at each line."""
+        """Write a page for each file, with an anchor `#L12` at each line, and the style of all."""
+        folder.mkdir(exist_ok=True)
+        (folder / STYLE.name).write_text(style(), encoding="utf-8")
         for path, pages in self._pages.items():
             target = folder / f"{path}.html"
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(source_page(path, pages), encoding="utf-8")
+
+
+def style() -> str:
+    """Return the style sheet of all source pages: ours, then the colours of code in both modes."""
+    from pygments.formatters import HtmlFormatter
+
+    light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
+    rules = STYLE.read_text(encoding="utf-8")
+    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n{rules}"
 
 
 def source_page(path: str, pages: set[str]) -> str:
@@ -70,8 +74,5 @@ def source_page(path: str, pages: set[str]) -> str:
     up = "../" * (path.count("/") + 1)
     home = f'<a href="{up}en/index.html">vllm-from-scratch</a>'
     links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))
-    light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
     text = f"Linked from: {' · '.join(links)}"
-    return _PAGE.format(
-        path=html.escape(path), home=home, pages=text, code=code, light=light, dark=dark
-    )
+    return _PAGE.format(path=html.escape(path), up=up, home=home, pages=text, code=code)
