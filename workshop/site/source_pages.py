@@ -43,7 +43,7 @@ class Sources:
 
 
 def style() -> str:
-    """Return the style sheet of all source pages: ours, then the colours of code in both modes."""
+    """Return the style sheet of all source pages: the colours of code in both modes, then ours."""
     from pygments.formatters import HtmlFormatter
 
     light, dark = (HtmlFormatter(style=s).get_style_defs("pre") for s in ("default", "monokai"))
