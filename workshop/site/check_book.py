@@ -22,7 +22,7 @@ import pytest
 from docutils import nodes
 from docutils.utils import new_document
 
-from workshop.book.repository import repository_address
+from workshop.book.repository import site_repository
 from workshop.site.make_book import OUT
 from workshop.site.page_tree import LANGUAGES
 
@@ -285,8 +285,8 @@ def test_a_term_of_the_glossary_says_its_meaning(
 def test_a_quotation_leads_to_its_first_line(address: str, open_page: Callable[..., Page]) -> None:
     page = open_page(f"{address}en/04_scheduler/index.html")
     link = page.locator("p.lines a", has_text="preemptive_scheduler.py").first
-    if repository_address():
-        assert (link.get_attribute("href") or "").startswith(repository_address())
+    if site_repository():
+        assert (link.get_attribute("href") or "").startswith(site_repository())
     else:
         quoted = link.locator("xpath=../preceding-sibling::*[1]").inner_text()
         link.click()

@@ -8,8 +8,8 @@
 tests it (`check_book.py`); `--pdf` also prints it, one PDF a language. The site makes no request
 to another host, and apart from its search works from `file://`.
 
-If `[project.urls] Repository` or the environment variable `BOOK_REPOSITORY` names the repository,
-links to source files go there, at the built commit."""
+If the environment variable `BOOK_REPOSITORY`, else `[project.urls] Repository`, names the
+repository, links to source files go there, at the built commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from workshop.book.path import ROOT
-from workshop.book.repository import repository_address
+from workshop.book.repository import site_repository
 from workshop.site import source_pages, staging
 from workshop.site.page_tree import LANGUAGES, git
 
@@ -86,7 +86,7 @@ def build(has_films: bool) -> None:
 
 
 def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
-    repository, commit = repository_address(), git("rev-parse", "HEAD").strip()
+    repository, commit = site_repository(), git("rev-parse", "HEAD").strip()
     sources, commands = source_pages.Sources(), []
     for language in LANGUAGES:
         tree = staging.stage(folder / language, language == "zh", has_films, repository)
