@@ -46,21 +46,15 @@ def film_folder() -> Path:
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
     folder = FILMS / digest.hexdigest()[:16]
     if not folder.exists():
-        # torch, and all that computes
-        from workshop.watch.films import BEYOND, NUM_TAKES, page_of, shoot
-        from workshop.watch.films import FILMS as CHAPTERS
-        from workshop.watch.workloads import load_cast
+        from workshop.watch import films  # torch, and all that computes
 
         FILMS.mkdir(parents=True, exist_ok=True)
         old = list(FILMS.iterdir())
         with tempfile.TemporaryDirectory(dir=FILMS) as place:
-            cast, made = load_cast(), Path(place, "made")
+            made = Path(place, "made")
             made.mkdir()
-            for film in (*CHAPTERS.values(), *BEYOND.values()):
-                # Those beyond the chapters bring models of their own.
-                shot = shoot(film, Path(place), cast if film.chapter else None, NUM_TAKES, True)
-                text = page_of(shot)
-                Path(made, f"film_{film.name}.html").write_text(text, encoding="utf-8")
+            for shot, page in films.film_pages([*films.FILMS.values(), *films.BEYOND.values()]):
+                Path(made, f"film_{shot.film.name}.html").write_text(page, encoding="utf-8")
             made.rename(folder)
         for other in old:
             shutil.rmtree(other)

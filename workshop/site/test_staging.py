@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from workshop.book.path import ROOT
-from workshop.site import make_book
 from workshop.site.page_tree import (
     Tree,
     find_pages,
@@ -182,14 +181,6 @@ def test_a_source_page_names_the_pages_that_link_to_it(tree: Tree, tmp_path: Pat
     page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
     assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
     assert "llm.py" in (tmp_path / "common.html").read_text(encoding="utf-8")
-
-
-def test_without_sphinx_the_command_says_which_python_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(make_book, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"Python 3\.11 or newer"):
-        make_book.main([])
 
 
 def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree: Tree) -> None:
