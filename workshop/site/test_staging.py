@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from workshop.book.path import ROOT
+from workshop.site import source_pages
 from workshop.site.page_tree import (
     Tree,
     find_pages,
@@ -169,18 +170,21 @@ def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree
     assert text == f"[x]({there}) [y](index.md)"
 
 
-def test_a_source_page_names_the_pages_that_link_to_it(tree: Tree, tmp_path: Path) -> None:
+def test_a_source_page_names_the_pages_that_link_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that of a folder lists what git tracks."""
     pytest.importorskip("pygments")
     sources = Sources()
-    tree.sources["common"] = {"index"}
     sources.add(
         Tree(tmp_path, False, {}, frozenset(), "", {"common/llm.py": {"common/index"}}), "en"
     )
     sources.add(Tree(tmp_path, True, {}, frozenset(), "", {"common": {"index"}}), "zh")
+    monkeypatch.setattr(source_pages, "git", lambda *_: "common/serve/a.py\ncommon/llm.py\n")
     sources.write(tmp_path)
     page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
     assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
-    assert "llm.py" in (tmp_path / "common.html").read_text(encoding="utf-8")
+    assert "<pre>llm.py\nserve</pre>" in (tmp_path / "common.html").read_text(encoding="utf-8")
 
 
 def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree: Tree) -> None:
