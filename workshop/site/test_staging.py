@@ -163,6 +163,14 @@ def test_a_script_is_not_its_notebook_and_the_language_is_in_the_sidebar(tree: T
     assert staged(text, "01_batching/index", page, tree, True) == f"# A\n\n\n{expected}"
 
 
+def test_a_page_named_by_its_file_has_its_title_on_the_site(tree: Tree) -> None:
+    """Sphinx puts it into a link without text."""
+    page = tree.pages["04_scheduler/index"]
+    text = "[`scheduler_demo.ipynb`](scheduler_demo.ipynb) [A.md](beyond/ADAPTERS.md) [in A.md](..)"
+    there = "../04_scheduler/scheduler_demo.ipynb) [](../04_scheduler/beyond/ADAPTERS.md"
+    assert staged(text, "04_scheduler/index", page, tree, True).startswith(f"[]({there}) [in A.md]")
+
+
 def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
     path = ROOT / "CONTRIBUTING.md"
     text = staged("[x](README.md#the-map) [y](README.md)", "CONTRIBUTING", path, tree, True)
