@@ -10,7 +10,8 @@ computes. A feature that is independent of the kind of scheduler is a `Scheduler
 Invariants: every unfinished request is either waiting or running; scheduled tokens count as
 computed from then on; after each plan, the runner's copy of a scheduled request equals the
 scheduler's.
-"""
+
+See 01_batching/README.md#bookkeeping"""
 
 from __future__ import annotations
 

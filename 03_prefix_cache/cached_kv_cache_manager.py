@@ -18,7 +18,8 @@ nothing more.
 Invariants: those of the manager and of the cache; the published blocks of a table are owned by the
 cache, in the order of the request's prefix. vLLM publishes a block when it is scheduled; SGLang
 defers requests that share an uncached prefix, as here.
-"""
+
+See 03_prefix_cache/README.md#the-manager-with-a-cache"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ cache-aware policy is called once for the whole iteration, and at every `pop_req
 Invariants: a request is in the queue once, either in front or as an entry; entries are in order of
 arrival. vLLM and SGLang have no such bound: an unlucky request waits as long as luckier ones
 arrive.
-"""
+
+See 04_scheduler/README.md#the-order-of-service"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ skip `fast_path_until` and `slow_path` (a decode inside its block needs no decis
 `*_hooks` (chapter 5's draft tokens).
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
-"""
+
+See 04_scheduler/README.md#two-phases"""
 
 from __future__ import annotations
 

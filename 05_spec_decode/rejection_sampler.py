@@ -28,7 +28,8 @@ accepted, and the token that replaces it is drawn from p; nothing here waits for
 same numbers give bitwise identical tokens in the Triton kernels.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
-"""
+
+See 05_spec_decode/README.md#the-rule-for-a-batch"""
 
 from __future__ import annotations
 

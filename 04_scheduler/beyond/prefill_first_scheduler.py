@@ -36,7 +36,8 @@ With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is n
 prefill whenever a waiting request fits, else decode. (nano-vllm sets nothing aside, and preempts
 the last admitted request.) The names are SGLang's. Priorities order the queue, but never preempt a
 running request.
-"""
+
+See 04_scheduler/beyond/PREFILL_FIRST.md#3-which-batch"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ and less often if the best k stays the same. Its decisions depend on a clock; no
 
 The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM takes a fixed number, or turns
 speculation off from a given batch size on.
-"""
+
+See 05_spec_decode/README.md#a-runner-around-a-runner"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ The host reads tokens and log-probabilities in one copy too.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
-request only."""
+request only.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
