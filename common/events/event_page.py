@@ -4,7 +4,7 @@ would fetch.
 Its files are in `page/`, and are read here as data. `make watch` uses them for complete films, the
 server for a live one. Each adds its own last script.
 
-See workshop/watch/README.md#how-it-is-made"""
+See common/events/README.md#the-film"""
 
 from __future__ import annotations
 

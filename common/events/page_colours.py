@@ -2,7 +2,7 @@
 
 The hues are Okabe and Ito's, which colour-blind readers can tell apart.
 
-See workshop/watch/README.md#how-it-is-made"""
+See common/events/README.md#the-film"""
 
 PROMPT = "#0072b2"  # prompt tokens, and a scheduler that puts prompts first
 DECODE = "#56b4e9"  # output tokens, and KV memory that is written

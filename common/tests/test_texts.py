@@ -85,8 +85,8 @@ def unknown_places(text: Path, sources: dict[str, str]) -> list[str]:
 
 
 def wrong_page(module: Path, root: Path = ROOT, *, must_name_it: bool = False) -> str:
-    """What is wrong with the page that a module's docstring names at its end. A section with
-    `must_name_it` names the module, too."""
+    """Return a fault of the page that ends a module's docstring, "" if there is none. With
+    `must_name_it`, the section must also name the module."""
     found = PAGE.search(ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "")
     if found is None:
         return "names no page"
