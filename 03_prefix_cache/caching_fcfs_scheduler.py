@@ -5,7 +5,8 @@
     publish              after the forward pass, not before
 
 A request can be overtaken in this queue, but only while its KV is being computed or loaded.
-"""
+
+See 03_prefix_cache/README.md#the-scheduler-looks-up-then-sizes"""
 
 from __future__ import annotations
 

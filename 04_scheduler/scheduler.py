@@ -36,7 +36,8 @@ skip `fast_path_until` and `slow_path` (a decode inside its block needs no decis
 `*_hooks` (chapter 5's draft tokens).
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
-"""
+
+See 04_scheduler/README.md#two-phases"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ MAX_SKIPPED = 128
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    SKIPPED = "passed over"  # not ready yet: try the next request
+    SKIPPED = "skipped"  # not ready yet: try the next request
     BATCH_FULL, CONSTRAINT, BUDGET, BLOCKS = (
         "seat",
         "constraint",
@@ -239,7 +240,7 @@ class Scheduler(PreemptiveScheduler):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """Try to admit one waiting request. Checks in this order: budget left, batch slot, plugins,
+        """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
         cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
         ready skips the request; so do plugins and the chunk policy, until it has aged. All other
         checks that fail end admission."""

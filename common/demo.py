@@ -9,7 +9,8 @@ python -m common.demo --grammar                        JSON with a grammar, and 
 python -m common.demo --events run.jsonl               write the events of each step to a file
 python -m common.demo --adapters                       each prompt with an adapter and without
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
-"""
+
+See common/README.md"""
 
 from __future__ import annotations
 
