@@ -23,12 +23,13 @@ Every step spends one token budget, `max_num_batched_tokens`:
     then admission stops there.
 
 With priorities, a strictly more urgent request can also preempt the least urgent running request
-when the batch is full, provided that it then fits into memory. Equal priorities never preempt each
-other, or they would alternate forever.
+when the batch or the memory is full, provided that it then fits. Equal priorities never preempt
+each other, or they would alternate forever.
 
-No request starves. A request is preempted at most `max_preemptions` times
-(`preemptive_scheduler.py`), and the number of requests that can overtake it is bounded
-(`policy_queue.py`; chapter 3's `kv_loads.py` for requests that wait for external KV).
+No request starves. The request that was admitted first is never a victim; with priorities, a
+request is preempted at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
+requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loads.py` for requests
+that wait for external KV).
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
 uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None. Also
@@ -208,6 +209,12 @@ class Scheduler(PreemptiveScheduler):
                 return 0
         return num_tokens
 
+    def is_pinned(self, request: Request) -> bool:
+        """Only with priorities. Without, preemptions need no bound, because the request that was
+        admitted first is never a victim, and so every request finishes; and to reserve up to
+        `max_tokens` for a pinned request would waste what chapter 2 wastes."""
+        return self._has_priorities and super().is_pinned(request)
+
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one and,
         among equals, the latest arrival. Skips pinned requests and those in `exclude`; None if no
@@ -241,9 +248,10 @@ class Scheduler(PreemptiveScheduler):
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
         """Try to admit one waiting request. Checks in this order: budget left, batch slot, plugins,
-        cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
-        ready skips the request; so do plugins and the chunk policy, until it has aged. All other
-        checks that fail end admission."""
+        cached prefix, chunk policy, then its tokens against budget and memory. For a slot or for
+        memory, a more urgent request may preempt. A prefix that is not ready skips the request; so
+        do plugins and the chunk policy, until it has aged. All other checks that fail end
+        admission."""
         if step.budget == 0:
             return _Admission.BUDGET
         preempted_for_it = None
@@ -258,7 +266,10 @@ class Scheduler(PreemptiveScheduler):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
             return self._skip_unless_aged(request)
-        return self._try_schedule_new(request, computed, preempted_for_it, step)
+        outcome = self._try_schedule_new(request, computed, preempted_for_it, step)
+        if outcome is _Admission.BLOCKS and (victim := self._find_lower_priority(request, step)):
+            return self._try_schedule_new(request, computed, victim, step)
+        return outcome
 
     def _skip_unless_aged(self, request: Request) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop

@@ -213,9 +213,8 @@ def measure_thrash(measurement: Measurement) -> dict:
     """Serve bursts on a third of the memory, at a rate above its capacity."""
     requests = bursts(measurement.of(20, 300), rate=30.0, seed=3)
     ways: dict[str, dict] = {
-        "no bound, no watermark": {"max_preemptions": 10**6, "watermark": 0.0},
-        "at most 3 preemptions": {"max_preemptions": 3, "watermark": 0.0},
-        "and a watermark of 0.05": {"max_preemptions": 3, "watermark": 0.05},
+        "no watermark": {"watermark": 0.0},
+        "a watermark of 0.05": {"watermark": 0.05},
         "everything reserved": {"reserve_all": True, "watermark": 0.0},
         PREFILL_FIRST: {},
         "prefill first, a tenth set aside": dict.fromkeys(
