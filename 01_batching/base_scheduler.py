@@ -194,7 +194,7 @@ class BaseScheduler:
         for reason, room in limits.items():
             if room < 1:
                 raise ValueError(
-                    f"{describe_prompt(request)}, but {reason} leaves no room for an output token"
+                    f"{describe_prompt(request)}, which leaves no room for an output: {reason}"
                 )
         self.check_prompt(request)
         for reason, room in limits.items():

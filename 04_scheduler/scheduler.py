@@ -65,7 +65,7 @@ MAX_SKIPPED = 128
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    SKIPPED = "passed over"  # not ready yet: try the next request
+    SKIPPED = "skipped"  # not ready yet: try the next request
     BATCH_FULL, CONSTRAINT, BUDGET, BLOCKS = (
         "seat",
         "constraint",
@@ -247,11 +247,11 @@ class Scheduler(PreemptiveScheduler):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """Try to admit one waiting request. Checks in this order: budget left, batch slot, plugins,
-        cached prefix, chunk policy, then its tokens against budget and memory. For a slot or for
-        memory, a more urgent request may preempt. A prefix that is not ready skips the request; so
-        do plugins and the chunk policy, until it has aged. All other checks that fail end
-        admission."""
+        """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
+        cached prefix, chunk policy, then its tokens against budget and memory. If the batch or the
+        memory is full, a more urgent request may preempt another. A prefix that is not ready skips
+        the request; so do plugins and the chunk policy, until it has aged. All other checks that
+        fail end admission."""
         if step.budget == 0:
             return _Admission.BUDGET
         preempted_for_it = None

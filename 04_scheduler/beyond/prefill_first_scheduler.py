@@ -230,7 +230,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             request_id = request.request_id
             if len(self.running) >= self._max_num_seqs or num_skipped == MAX_SKIPPED:
                 is_full = len(self.running) >= self._max_num_seqs
-                step.stop = ("seat" if is_full else "passed over", request_id)
+                step.stop = ("seat" if is_full else "skipped", request_id)
                 break
             if not self.can_start(request):
                 if self.waiting.is_aged(request):

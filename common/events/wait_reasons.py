@@ -23,7 +23,7 @@ from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
 from step_plan import PreemptiveSchedulerOutput
 
-_STOPS = {"admitted": "seat", "passed over": "enough"}  # a plan's terms that differ from `REASONS`
+_STOPS = {"admitted": "seat", "skipped": "enough"}  # a plan's terms that differ from `REASONS`
 
 
 class WaitReasons(PreemptionPlugin):

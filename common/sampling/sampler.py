@@ -12,7 +12,7 @@
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-This is the order of vLLM (0.22), up to the last step, but vLLM applies top-k after min-p: the same
+This is the order of vLLM (0.33), up to the last step, but vLLM applies top-k after min-p: the same
 tokens are kept. Biases are added before EOS is ruled out, in one pass: impossible stays impossible.
 
 A batch of greedy rows needs only this file; `distributions.py` has the other steps. The arrays of a
