@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from workshop.book.path import ROOT
-from workshop.site.page_tree import Tree
+from workshop.site.page_tree import Tree, git
 
 STYLE = Path(__file__).with_name("source.css")
 _PAGE = """<!doctype html>
@@ -62,7 +62,9 @@ def source_page(path: str, pages: set[str]) -> str:
 
     file = ROOT / path
     if file.is_dir():
-        code = "<pre>" + "\n".join(sorted(one.name for one in file.iterdir())) + "</pre>"
+        tracked = git("ls-files", path).splitlines()
+        names = {name.removeprefix(f"{path}/").partition("/")[0] for name in tracked}
+        code = "<pre>" + "\n".join(sorted(names)) + "</pre>"
     else:
         try:
             lexer = get_lexer_for_filename(path)
