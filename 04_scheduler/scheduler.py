@@ -66,12 +66,11 @@ MAX_SKIPPED = 128
 class _Admission(Enum):
     ADMITTED = "admitted"
     SKIPPED = "skipped"  # not ready yet: try the next request
-    BATCH_FULL, CONSTRAINT, BUDGET, BLOCKS = (
-        "seat",
-        "constraint",
-        "budget",
-        "blocks",
-    )  # admission stops
+    # Admission stops.
+    BATCH_FULL = "seat"
+    CONSTRAINT = "constraint"
+    BUDGET = "budget"
+    BLOCKS = "blocks"
 
 
 class Scheduler(PreemptiveScheduler):
@@ -305,10 +304,11 @@ class Scheduler(PreemptiveScheduler):
         num_deferred_tokens = num_uncomputed_tokens - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
+            # The last token is sampled and never fed back, so it needs no slot.
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
         num_slots, num_watermark_blocks = num_tokens + num_reserved, 0
-        if len(self.running) > (0 if preempted_for_it is None else 1):
-            # Slots for its whole prompt, and free blocks for the other running requests.
+        if len(self.running) > (0 if preempted_for_it is None else 1):  # others stay running
+            # Slots for its whole prompt, and free blocks for the others.
             num_slots = max(num_slots, num_uncomputed_tokens)
             num_deferred_total = 0
             if self._reserves_per_request:
