@@ -234,4 +234,6 @@ $(WORK): $(TEST)
 $(BOOK): $(TEST)
 	@echo "make: installing what the book's site is built with"
 	@$(PIP) -e '.[book]' || { $(NOT_INSTALLED); }
+	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || \
+	  $(PY) -c 'import furo, myst_nb, pagefind, sphinx' || { $(BROKEN); }
 	@touch $(BOOK)

@@ -10,7 +10,8 @@ computes. A feature that is independent of the kind of scheduler is a `Scheduler
 Invariants: every unfinished request is either waiting or running; scheduled tokens count as
 computed from then on; after each plan, the runner's copy of a scheduled request equals the
 scheduler's.
-"""
+
+See 01_batching/README.md#bookkeeping"""
 
 from __future__ import annotations
 
@@ -193,7 +194,7 @@ class BaseScheduler:
         for reason, room in limits.items():
             if room < 1:
                 raise ValueError(
-                    f"{describe_prompt(request)}, but {reason} leaves no room for an output token"
+                    f"{describe_prompt(request)}, which leaves no room for an output: {reason}"
                 )
         self.check_prompt(request)
         for reason, room in limits.items():

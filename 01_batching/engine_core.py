@@ -6,7 +6,8 @@
 
 Chapter 1 uses `FCFSScheduler` and `HFModelRunner`, the engine in `common` uses others, and this
 file stays unchanged. (nano-vllm's loop has the same three lines, vLLM's `EngineCore.step` too.)
-"""
+
+See 01_batching/README.md#the-loop"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ the next step (Orca, OSDI 2022). One step has a budget of `max_num_batched_token
 
 Invariants: `len(running) <= max_num_seqs`; no plan exceeds the budget; between two steps, a running
 request has exactly one uncomputed token.
-"""
+
+See 01_batching/README.md#which-requests-compute-how-much"""
 
 from __future__ import annotations
 

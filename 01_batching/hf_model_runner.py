@@ -15,7 +15,8 @@ copied twice to add one token per request; in chapter 2, attention reads KV with
 
 Invariants: between two steps the runner holds KV for exactly the positions that the scheduler
 counts as computed; padding is zero, never uninitialised (a masked NaN is still a NaN: 0 * NaN).
-"""
+
+See 01_batching/README.md#calling-the-model"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ a rectangle, so rows are padded on the right to the longest one:
 Invariants: a row holds exactly the tokens that the plan schedules for its request; padding holds
 `pad_token_id` and position 0, never what happened to be in memory. (vLLM and SGLang concatenate the
 tokens of all requests without padding, as chapter 2 does.)
-"""
+
+See 01_batching/README.md#the-rectangle"""
 
 from __future__ import annotations
 

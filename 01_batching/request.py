@@ -18,7 +18,8 @@ Invariants: `0 <= num_computed_tokens <= num_tokens + num_output_placeholders`; 
 the prompt followed by the outputs; a finished request never changes again. (vLLM V1 has the same
 two counters. SGLang keeps extend and decode batches apart, nano-vllm distinguishes the phases by an
 argument.)
-"""
+
+See 01_batching/README.md#a-request"""
 
 from __future__ import annotations
 

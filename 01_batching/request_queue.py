@@ -6,7 +6,8 @@ entry from the middle without touching the others.
 
 Invariants: a request is in the queue at most once; iteration order is the order of service. (vLLM
 and nano-vllm use a deque, SGLang sorts a list every step.)
-"""
+
+See 01_batching/README.md#the-queue"""
 
 from __future__ import annotations
 

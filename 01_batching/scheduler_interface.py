@@ -8,7 +8,8 @@ is the answer: the sampled tokens.
 Invariants: a request is new at most once; every scheduled request has at least one token; the batch
 order is new requests first, then known ones; `finished_req_ids` has each finished request once, in
 the first plan after it finished. (vLLM sends the same classes to its workers.)
-"""
+
+See 01_batching/README.md#the-plan-and-the-answer"""
 
 from __future__ import annotations
 

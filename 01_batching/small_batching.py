@@ -1,4 +1,6 @@
-"""Chapter 1 in 25 lines: a loop that batches. Run it: `python 01_batching/small_batching.py`."""
+"""Chapter 1 in 25 lines: a loop that batches. Run it: `python 01_batching/small_batching.py`.
+
+See 01_batching/README.md#the-idea-in-one-small-file"""
 
 from collections import deque
 

@@ -9,7 +9,8 @@ with others of similar length:
                                                bytes that stays in the processor's cache
 
 Invariant: a group's unused slots are overwritten before they are read (0 * NaN is NaN).
-"""
+
+See 02_paged_kv/README.md#decodes-together"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ The tokens of all requests are concatenated, each request's at its own positions
 A `ComposedBatch` is the only input of the model in a step, besides the cache. Tokens and tables are
 gathered from the columns in which the runner keeps them (`block_delta.py`), without looping over
 lists.
-"""
+
+See 02_paged_kv/README.md#a-step-laid-out"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ a tensor, so a scheduler can be imported, and tested, without PyTorch.
 
 Invariant: after each plan, the runner's tokens and tables of a scheduled request equal the
 scheduler's. vLLM keeps such arrays on the host, in `InputBatch`, and copies of some on the device.
-"""
+
+See 02_paged_kv/README.md#tables-travel-and-become-columns"""
 
 from __future__ import annotations
 

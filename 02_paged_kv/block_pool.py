@@ -16,7 +16,8 @@ Invariants: free + held = `num_blocks - 1`; a block is in the free order exactly
 vLLM's `BlockPool` also keeps the hashes of cached blocks; here a cache holds a reference to each
 block that it keeps. SGLang and FlashInfer say page instead of block. Source: PagedAttention, arXiv
 2309.06180.
-"""
+
+See 02_paged_kv/README.md#the-pool"""
 
 from __future__ import annotations
 

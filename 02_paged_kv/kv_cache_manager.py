@@ -15,7 +15,8 @@ Invariants: a refused allocation changes nothing; a block is in one table only; 
 number of references.
 
 vLLM's `KVCacheManager` does the same. SGLang keeps a table of slots, one entry per token.
-"""
+
+See 02_paged_kv/README.md#the-manager"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ of the dtype and shape that it was made for.
 
 vLLM and SGLang call kernels that read through the table without gathering, as does
 `beyond/paged_attention_triton.py`. Source: PagedAttention, arXiv 2309.06180.
-"""
+
+See 02_paged_kv/README.md#the-memory-and-attention"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ because most requests stop early. Chapter 4 replaces it.
 
 The last token is sampled and never fed back, so it needs no slot. Invariant: a running request's
 table reaches every position that it may still write.
-"""
+
+See 02_paged_kv/README.md#the-scheduler-asks-for-memory"""
 
 from __future__ import annotations
 

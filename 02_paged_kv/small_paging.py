@@ -1,4 +1,6 @@
-"""Chapter 2 in 32 lines: a table finds a slot. Run it: `python 02_paged_kv/small_paging.py`."""
+"""Chapter 2 in 32 lines: a table finds a slot. Run it: `python 02_paged_kv/small_paging.py`.
+
+See 02_paged_kv/README.md#the-idea-in-one-small-file"""
 
 from collections import deque
 

@@ -10,15 +10,15 @@ never before, so a step that fails leaves no wrong block in the cache. While a r
 block that it will publish next, other requests with the same content are not ready; one step later
 they hit the block.
 
-A request that ends in an error may have been corrupted by any block with which no request has
-sampled a token yet. The first of these blocks, found in the cache or its own, leaves the cache with
-all blocks that extend it. Other requests with such blocks in their tables keep running, but publish
-nothing more.
+A block is *verified* once a request has sampled with it and left without an error. If a request
+ends in an error, its first unverified block and all that extend it leave the cache. Other requests
+with such blocks in their tables keep running, but publish nothing more.
 
 Invariants: those of the manager and of the cache; the published blocks of a table are owned by the
-cache, in the order of the request's prefix. vLLM publishes a block when it is scheduled; SGLang
-defers requests that share an uncached prefix, as here.
-"""
+cache, in the order of the request's prefix. vLLM publishes a block when it is scheduled; SGLang's
+`lpm` order moves a request whose uncached prefix an earlier one shares to the end of the queue.
+
+See 03_prefix_cache/README.md#the-manager-with-a-cache"""
 
 from __future__ import annotations
 

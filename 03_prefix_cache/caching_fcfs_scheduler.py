@@ -4,10 +4,14 @@
     wait for equals      blocks that another request computes in this step are cached in the next
     publish              after the forward pass, not before
 
-A request can be overtaken in this queue, but only while its KV is being computed or loaded.
-"""
+A request can be overtaken in this queue, but only while its KV is being computed or loaded. A step
+tries at most `max_num_seqs` waiting requests, however long the queue is.
+
+See 03_prefix_cache/README.md#the-scheduler-looks-up-then-sizes"""
 
 from __future__ import annotations
+
+from itertools import islice
 
 from kv_memory import NotReady, UncachedKVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
@@ -27,7 +31,7 @@ class CachingFCFSScheduler(PagedFCFSScheduler):
 
     def _admit(self, budget: int) -> dict[str, int]:
         admitted: dict[str, int] = {}
-        for request in self.waiting:
+        for request in islice(self.waiting, self.max_num_seqs):
             if len(self.running) == self.max_num_seqs or not self.can_start(request):
                 break
             computed = self.kv_memory.get_computed_blocks(request)

@@ -9,7 +9,8 @@ Chapter 2's manager allocates slots and frees them. A prefix cache adds:
 
 `UncachedKVCacheManager` implements the interface without a cache, so a scheduler need not know
 whether there is one. Choosing `UncachedKVCacheManager` turns this chapter off.
-"""
+
+See 03_prefix_cache/README.md#what-the-scheduler-calls"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ Invariants: a cached block's parent is cached; a request that uses a block uses 
 it; a use of a block is a use of all blocks before it; the content of a cached block never changes.
 
 Sources: vLLM's automatic prefix caching (design document); RadixAttention, arXiv 2312.07104.
-"""
+
+See 03_prefix_cache/README.md#the-interface-of-a-cache"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ tenant's salt): chains of two roots never meet. The hash is a cryptographic dige
 Invariants: those of `prefix_cache.py`; `_evictable` holds exactly the cached blocks without users,
 least recently used first, so every child before its parent. vLLM keeps the hashes on the pool's
 blocks, and its free list has this order.
-"""
+
+See 03_prefix_cache/README.md#the-hash-chain"""
 
 from __future__ import annotations
 

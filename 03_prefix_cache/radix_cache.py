@@ -13,7 +13,8 @@ Invariants: those of `prefix_cache.py`; all blocks of a node have `ref_cnt == lo
 has fewer users than a child of it; every unlocked leaf is in the heap, at its last use or earlier,
 and no node twice. SGLang's tree holds slots of tokens, or pages; a lock there walks up to the root,
 here over the blocks it is given. Source: RadixAttention, arXiv 2312.07104.
-"""
+
+See 03_prefix_cache/README.md#the-cache-over-the-tree"""
 
 from __future__ import annotations
 

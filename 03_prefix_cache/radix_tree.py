@@ -13,7 +13,8 @@ one-page nodes.
 Invariants: `key` holds `page_size` tokens per block; no node except a root is empty; no two
 children begin with the same page; each block is in one node, and `node_of` has that node; a root
 without children is removed. Source: RadixAttention, arXiv 2312.07104.
-"""
+
+See 03_prefix_cache/README.md#the-tree"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Chapter 3 in 37 lines: a dictionary finds a prefix.
 
 Run it: `python 03_prefix_cache/small_prefix_cache.py`.
-"""
+
+See 03_prefix_cache/README.md#the-idea-in-one-small-file"""
 
 from block_pool import BlockPool
 from prefix_cache_local import PrefixCacheLocal

@@ -104,6 +104,15 @@ def test_requests_overtake_only_one_that_is_not_ready(make_cache):
     assert step(scheduler).num_scheduled_tokens == {"b": 1, "d": 9, "e": 1}
 
 
+@pytest.mark.parametrize("max_num_seqs", [3, 2])
+def test_a_step_does_not_search_a_long_queue(make_cache, max_num_seqs):
+    """Thousands of samples of one prompt wait for the first; `c`, the third, is tried or not."""
+    scheduler = make_scheduler(make_cache, max_num_seqs=max_num_seqs)
+    for request_id, tokens in (("a", [1] * 9), ("b", [1] * 9), ("c", [2] * 5)):
+        scheduler.add_request(greedy(request_id, tokens))
+    assert ("c" in step(scheduler).num_scheduled_tokens) == (max_num_seqs == 3)
+
+
 def test_a_refused_request_keeps_nothing_and_may_wait(make_cache):
     scheduler = make_scheduler(make_cache, num_usable=5)
     scheduler.add_request(greedy("a", [1] * 9, max_tokens=4))  # reserves 12 positions

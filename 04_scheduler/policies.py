@@ -19,7 +19,8 @@ To write your own policy, give a class a `key`, and pass an instance to the sche
             return request.num_prompt_tokens
 
 vLLM has the two policies below. SGLang's are in `beyond/sglang_policies.py`.
-"""
+
+See 04_scheduler/README.md#the-order-of-service"""
 
 from __future__ import annotations
 

@@ -26,9 +26,10 @@ queue, for the requests after it. So a step that admits many requests keeps the 
 cache-aware policy is called once for the whole iteration, and at every `pop_request`.)
 
 Invariants: a request is in the queue once, either in front or as an entry; entries are in order of
-arrival. vLLM and SGLang have no such bound: an unlucky request waits as long as luckier ones
-arrive.
-"""
+arrival. vLLM (0.33) and SGLang (0.5.23) bound overtaking only under FCFS; SGLang's `hrrn` favours
+requests that have waited long.
+
+See 04_scheduler/README.md#the-order-of-service"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ memory for everything that it may still generate, and is never chosen again.
 
 Invariants: those of chapter 1's base scheduler; only running requests have KV; a plan schedules a
 request at most once.
-"""
+
+See 04_scheduler/README.md#phase-1-running-requests"""
 
 from __future__ import annotations
 

@@ -23,12 +23,13 @@ Every step spends one token budget, `max_num_batched_tokens`:
     then admission stops there.
 
 With priorities, a strictly more urgent request can also preempt the least urgent running request
-when the batch is full, provided that it then fits into memory. Equal priorities never preempt each
-other, or they would alternate forever.
+when the batch or the memory is full, provided that it then fits. Equal priorities never preempt
+each other, or they would alternate forever.
 
-No request starves. A request is preempted at most `max_preemptions` times
-(`preemptive_scheduler.py`), and the number of requests that can overtake it is bounded
-(`policy_queue.py`; chapter 3's `kv_loads.py` for requests that wait for external KV).
+No request starves. The request that was admitted first is never a victim; with priorities, a
+request is preempted at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
+requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loads.py` for requests
+that wait for external KV).
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
 uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None. Also
@@ -36,7 +37,8 @@ skip `fast_path_until` and `slow_path` (a decode inside its block needs no decis
 `*_hooks` (chapter 5's draft tokens).
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
-"""
+
+See 04_scheduler/README.md#two-phases"""
 
 from __future__ import annotations
 
@@ -63,13 +65,12 @@ MAX_SKIPPED = 128
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    SKIPPED = "passed over"  # not ready yet: try the next request
-    BATCH_FULL, CONSTRAINT, BUDGET, BLOCKS = (
-        "seat",
-        "constraint",
-        "budget",
-        "blocks",
-    )  # admission stops
+    SKIPPED = "skipped"  # not ready yet: try the next request
+    # Admission stops.
+    BATCH_FULL = "seat"
+    CONSTRAINT = "constraint"
+    BUDGET = "budget"
+    BLOCKS = "blocks"
 
 
 class Scheduler(PreemptiveScheduler):
@@ -207,6 +208,12 @@ class Scheduler(PreemptiveScheduler):
                 return 0
         return num_tokens
 
+    def is_pinned(self, request: Request) -> bool:
+        """Only with priorities. Without, preemptions need no bound, because the request that was
+        admitted first is never a victim, and so every request finishes; and to reserve up to
+        `max_tokens` for a pinned request would waste what chapter 2 wastes."""
+        return self._has_priorities and super().is_pinned(request)
+
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one and,
         among equals, the latest arrival. Skips pinned requests and those in `exclude`; None if no
@@ -239,10 +246,11 @@ class Scheduler(PreemptiveScheduler):
             self.waiting.remove_request(request)
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
-        """Try to admit one waiting request. Checks in this order: budget left, batch slot, plugins,
-        cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
-        ready skips the request; so do plugins and the chunk policy, until it has aged. All other
-        checks that fail end admission."""
+        """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
+        cached prefix, chunk policy, then its tokens against budget and memory. If the batch or the
+        memory is full, a more urgent request may preempt another. A prefix that is not ready skips
+        the request; so do plugins and the chunk policy, until it has aged. All other checks that
+        fail end admission."""
         if step.budget == 0:
             return _Admission.BUDGET
         preempted_for_it = None
@@ -257,7 +265,10 @@ class Scheduler(PreemptiveScheduler):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
             return self._skip_unless_aged(request)
-        return self._try_schedule_new(request, computed, preempted_for_it, step)
+        outcome = self._try_schedule_new(request, computed, preempted_for_it, step)
+        if outcome is _Admission.BLOCKS and (victim := self._find_lower_priority(request, step)):
+            return self._try_schedule_new(request, computed, victim, step)
+        return outcome
 
     def _skip_unless_aged(self, request: Request) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
@@ -293,10 +304,11 @@ class Scheduler(PreemptiveScheduler):
         num_deferred_tokens = num_uncomputed_tokens - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
+            # The last token is sampled and never fed back, so it needs no slot.
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
         num_slots, num_watermark_blocks = num_tokens + num_reserved, 0
-        if len(self.running) > (0 if preempted_for_it is None else 1):
-            # Slots for its whole prompt, and free blocks for the other running requests.
+        if len(self.running) > (0 if preempted_for_it is None else 1):  # others stay running
+            # Slots for its whole prompt, and free blocks for the others.
             num_slots = max(num_slots, num_uncomputed_tokens)
             num_deferred_total = 0
             if self._reserves_per_request:

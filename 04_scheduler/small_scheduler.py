@@ -1,7 +1,8 @@
 """Chapter 4 in 45 lines: two phases and a victim.
 
 Run it: `python 04_scheduler/small_scheduler.py`.
-"""
+
+See 04_scheduler/README.md#the-idea-in-one-small-file"""
 
 from block_pool import BlockPool
 from kv_memory import UncachedKVCacheManager

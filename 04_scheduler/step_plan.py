@@ -4,7 +4,8 @@ never sent                  -> NewRequestData: prompt, whole block table       (
 sent before                 -> CachedRequestData: new tokens, new blocks
 preempted, now resumed      -> CachedRequestData: all tokens, whole block table; the new table has
                                nothing in common with the one that the runner has
-"""
+
+See 04_scheduler/README.md#the-step-begun-and-finished"""
 
 from __future__ import annotations
 

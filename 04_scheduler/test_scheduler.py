@@ -231,23 +231,9 @@ def test_who_makes_room_for_itself_is_not_running_as_well():
     assert [r.request_id for r in loop.scheduler.waiting] == ["b", "c"], "in front of c"
 
 
-def test_a_request_after_the_victim_still_gets_its_token():
-    """Trap 20: the victim leaves the list while it is walked through."""
-    loop = Loop(5, policy="priority")
-    loop.add("a", 4, 8, priority=0)
-    loop.add("b", 4, 8, priority=9)
-    loop.add("c", 3, 8, priority=1)
-    assert list(scheduled_tokens(loop.step())) == ["a", "c", "b"]
-    loop.step()
-    loop.scheduler.running["b"].priority = 9
-    output = loop.step()
-    for _ in as_long_as(lambda: not preempted_ids(output)):
-        output = loop.step()
-    assert preempted_ids(output) == ["b"] and set(scheduled_tokens(output)) == {"a", "c"}
-
-
 def test_a_victim_in_front_of_others_costs_none_of_them_its_token():
-    """Trap 20: v is first, so every request after it moves up when it leaves."""
+    """Trap 20: the victim leaves the list while it is walked through. v is first, so every request
+    after it moves up."""
     loop = Loop(6, policy="priority")
     for name, priority in (("v", 9), ("u", 0), ("w", 1)):
         loop.add(name, 5, 8, priority=priority)
@@ -348,7 +334,7 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
 
 def test_nobody_is_preempted_more_often_than_allowed():
     for max_preemptions in (1, 2, 3):
-        loop = Loop(8, max_preemptions=max_preemptions)
+        loop = Loop(8, max_preemptions=max_preemptions, policy="priority")
         requests = [loop.add(name, 4, 24) for name in "abcdef"]
         loop.run()
         assert max(r.num_preemptions for r in requests) == max_preemptions
@@ -357,15 +343,18 @@ def test_nobody_is_preempted_more_often_than_allowed():
             assert loop.outputs[request.request_id] == expected
 
 
-def test_a_pinned_request_gets_everything_at_admission():
-    loop = Loop(7, max_preemptions=1)
+@pytest.mark.parametrize(("policy", "num_blocks"), [("priority", 5), ("fcfs", 2)])
+def test_a_pinned_request_gets_everything_at_admission(policy, num_blocks):
+    """Without priorities no request is pinned: memory for all of `max_tokens` would be idle."""
+    loop = Loop(7, max_preemptions=1, policy=policy)
     request = loop.add("a", 4, 17)
     loop.step()
     with preempting(loop.scheduler):
         loop.step()
     loop.step()
-    assert loop.scheduler.is_pinned(request)
-    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 5  # 4 + 17 - 1 positions
+    assert loop.scheduler.is_pinned(request) == (policy == "priority")
+    # 4 + 17 - 1 positions, or 6
+    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
 
 
 # -- admission control
@@ -496,6 +485,31 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
     for _ in range(2):
         assert set(scheduled_tokens(loop.step())) == {"a", "b"}
     assert set(scheduled_tokens(loop.step())) == {"urgent"}, "when a and b have ended"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "priority", "victims"), [(16, 0, ["b"]), (17, 0, []), (16, 1, []), (8, 0, [])]
+)
+def test_an_urgent_request_displaces_another_for_its_memory(num_prompt, priority, victims):
+    """6 blocks: a has 2, b has 2, and 2 are free; the batch has room. Without b there are 4."""
+    loop = Loop(6, max_num_seqs=8, policy="priority")
+    for name, urgency in (("a", 0), ("b", 1)):
+        loop.add(name, 7, 8, priority=urgency)
+    loop.step()
+    loop.add("urgent", num_prompt, 1, priority=priority)
+    output = loop.step()
+    assert preempted_ids(output) == victims
+    assert ("urgent" in scheduled_tokens(output)) == (bool(victims) or num_prompt == 8)
+    loop.run()
+
+
+def test_nobody_is_displaced_for_the_budget_of_one_step():
+    loop = Loop(100, max_num_seqs=8, max_num_batched_tokens=10, policy="priority")
+    loop.add("a", 4, 8, priority=5)
+    loop.step()
+    loop.add("urgent", 10, 1, priority=0)
+    assert scheduled_tokens(loop.step()) == {"a": 1}
+    loop.run()
 
 
 def test_shared_blocks_of_the_victim_are_not_counted_as_freed():

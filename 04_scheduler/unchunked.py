@@ -6,7 +6,8 @@ not fit into the remaining budget waits for the next step.
 A preempted request is the exception. It returns with a prompt that fitted into a step, plus the
 outputs generated since, and together they can exceed any step's budget. It then takes the whole
 remaining budget, in several steps.
-"""
+
+See 04_scheduler/README.md#how-many-tokens-of-a-prompt"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The expected number of tokens is a geometric sum, if each draft token is accepte
 probability a, given that those before it were. Real probabilities differ by position and are
 correlated, so the sum is a guide. For the probability itself, for each way to draw and verify a
 draft token: `testing/draft_acceptance.py`. Source: Leviathan et al., arXiv 2211.17192, section 3.1.
-"""
+
+See 05_spec_decode/README.md#counting"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ request gets its tokens.
 
 Invariants: a draft token is not among a request's tokens before it is verified, so none is ever
 published to a prefix cache; no draft token exceeds the request's `max_tokens`.
-"""
+
+See 05_spec_decode/README.md#draft-tokens-in-a-scheduler"""
 
 from __future__ import annotations
 

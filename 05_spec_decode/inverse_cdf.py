@@ -12,7 +12,8 @@ integers first, whose sums are exact in any order:
 
 Intervals are closed on the left and open on the right, so a token of weight 0 is never sampled, for
 any `u`.
-"""
+
+See 05_spec_decode/README.md#drawing-a-token"""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ text is. (The engine indexes a long prompt in bulk, `beyond/ngram_index.py`, wit
 
 vLLM calls this lookup `ngram` and searches the text again in each step; the idea is prompt lookup
 decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.
-"""
+
+See 05_spec_decode/README.md#where-draft-tokens-come-from"""
 
 from __future__ import annotations
 

@@ -17,18 +17,20 @@ enumeration: the tests).
     matching     draw x from p at every row, without looking at the drafts; accept d while d == x;
                  the first x that differs is the next token
 
-Rejection accepts as often as any rule can: sum(min(p, q)). Matching accepts less, unless draft
-tokens are deterministic (q one-hot, as in a lookup), where both accept with probability p(d). The
-advantage of matching is that x is the same token that plain decoding draws from the same random
-numbers. So matching serves greedy requests, draft tokens without probabilities, and requests with a
-seed, whose tokens must not depend on how many draft tokens they happened to get.
+Rejection accepts as often as any rule for one position can: sum(min(p, q)). (A rule for the whole
+run accepts more: Sun et al.) Matching accepts less, unless draft tokens are deterministic (q
+one-hot, as in a lookup), where both accept with probability p(d). The advantage of matching is that
+x is the same token that plain decoding draws from the same random numbers. So matching serves
+greedy requests, draft tokens without probabilities, and requests with a seed, whose tokens must not
+depend on how many draft tokens they happened to get.
 
 Invariants: a token with p = 0 is never returned; an out-of-range id is never looked up and never
 accepted, and the token that replaces it is drawn from p; nothing here waits for the device; the
 same numbers give bitwise identical tokens in the Triton kernels.
 
-Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
-"""
+Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Sun et al., 2403.10444.
+
+See 05_spec_decode/README.md#the-rule-for-a-batch"""
 
 from __future__ import annotations
 
@@ -101,9 +103,9 @@ def rejection_sampling_batched(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # upper bound of the draft tokens per request
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify draft tokens by the matching rule (the function's name is the field's). Returns the
-    fields of `VerifiedTokens` as a pair. With the target's most likely tokens as `target_sampled`
-    this is greedy speculative decoding."""
+    """Verify draft tokens by the matching rule (the function's name is that of the Chinese blog
+    posts). Returns the fields of `VerifiedTokens` as a pair. With the target's most likely tokens
+    as `target_sampled` this is greedy speculative decoding."""
     num_reqs = len(cu_num_logits) - 1
     layout = _Layout.of(cu_num_logits, num_speculative_steps, len(target_sampled) - num_reqs)
     if len(draft_tokens) == len(target_sampled):

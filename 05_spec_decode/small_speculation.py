@@ -1,4 +1,6 @@
-"""Chapter 5 in 38 lines: accept or reject. Run it: `python 05_spec_decode/small_speculation.py`."""
+"""Chapter 5 in 38 lines: accept or reject. Run it: `python 05_spec_decode/small_speculation.py`.
+
+See 05_spec_decode/README.md#the-idea-in-one-small-file"""
 
 import random
 from collections import Counter

@@ -24,7 +24,8 @@ rejected draft tokens, and requests with different numbers of them share a pass:
 `speculating_runner.py`, `beyond/draft_model_proposer.py`.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
-"""
+
+See 05_spec_decode/README.md#a-whole-step-on-a-toy-model"""
 
 from __future__ import annotations
 

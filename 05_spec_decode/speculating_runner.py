@@ -13,7 +13,8 @@ next plan sends them again, to the same positions.
 
 How many tokens to propose: `FixedLength` is a constant, `beyond/adaptive_length.py` learns the best
 length.
-"""
+
+See 05_spec_decode/README.md#a-runner-around-a-runner"""
 
 from __future__ import annotations
 

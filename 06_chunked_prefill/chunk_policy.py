@@ -22,10 +22,11 @@ computed.
 Invariants: no request gets more than its uncomputed tokens or than the budget, and a running
 request gets at least one token if any budget is left, so every prompt finishes.
 
-vLLM has these names (its V1 scheduler does not enforce the last). SGLang splits prompts into chunks
-of a fixed size and of whole pages, and has one partial prompt at a time (chapter 4's
-`beyond/prefill_adder.py`). Source: Sarathi-Serve, arXiv 2403.02310.
-"""
+vLLM has these names (the last one only in V0). SGLang splits prompts into chunks of a fixed size
+and of whole pages, and has one partial prompt at a time (chapter 4's `beyond/prefill_adder.py`).
+Source: Sarathi-Serve, arXiv 2403.02310.
+
+See 06_chunked_prefill/README.md#how-a-prompt-is-cut"""
 
 from __future__ import annotations
 

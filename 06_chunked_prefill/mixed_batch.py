@@ -19,7 +19,8 @@ only speed, and no token depends on it.
 
 vLLM reorders its batch like this (`reorder_batch_to_split_decodes_and_prefills`); SGLang has
 decodes and chunks in separate passes unless mixing is enabled.
-"""
+
+See 06_chunked_prefill/README.md#decodes-first-chunks-after"""
 
 from __future__ import annotations
 

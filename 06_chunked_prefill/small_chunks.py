@@ -1,7 +1,8 @@
 """Chapter 6 in 32 lines: a prompt in chunks.
 
 Run it: `python 06_chunked_prefill/small_chunks.py`.
-"""
+
+See 06_chunked_prefill/README.md#the-idea-in-one-small-file"""
 
 import math
 

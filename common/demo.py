@@ -9,7 +9,8 @@ python -m common.demo --grammar                        JSON with a grammar, and 
 python -m common.demo --events run.jsonl               write the events of each step to a file
 python -m common.demo --adapters                       each prompt with an adapter and without
 python -m common.demo --model DIRECTORY_OR_HUB_ID --prompt "Hello"
-"""
+
+See common/README.md"""
 
 from __future__ import annotations
 
@@ -353,6 +354,9 @@ def _main(args: argparse.Namespace) -> int:
         f"{engine.num_parameters / 1e6:.1f} M parameters"
         + (f", {engine.config.num_ranks} ranks" if engine.config.has_workers else "")
     )
+    if args.max_tokens > engine.max_model_len:
+        limit = f"prompt and output together have at most {engine.max_model_len} tokens"
+        print(f"note: --max-tokens {args.max_tokens} is too many: {limit}", file=sys.stderr)
     progress = sys.stderr.isatty() and not args.trace
     if args.events is None:  # the warm-up must not be in the recorded events
         llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)

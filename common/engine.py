@@ -7,7 +7,9 @@ returns text.
 
 A user's request is a group of `n` sequences that share a prompt. Each sequence is a `Request` in
 the scheduler and an `OutputProcessor` here. Invariants: a rejected request changes no state; every
-unfinished `Request` is in exactly one group; two engines in a process share no state."""
+unfinished `Request` is in exactly one group; two engines in a process share no state.
+
+See common/README.md"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ a name or an object:
     attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
     kv_connector        None                            a KVConnector
 
-A table maps each name to a "module:attribute", which is imported only when the name is chosen."""
+A table maps each name to a "module:attribute", which is imported only when the name is chosen.
+
+See common/README.md"""
 
 from __future__ import annotations
 

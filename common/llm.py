@@ -7,7 +7,8 @@
     print(outputs[0].outputs[0].text)
 
 Importing this module is cheap, because only `LLM(...)` loads torch and transformers.
-"""
+
+See common/README.md"""
 
 from __future__ import annotations
 

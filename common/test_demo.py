@@ -124,6 +124,16 @@ def test_each_prompt_is_answered_with_the_adapter_and_without_in_one_batch(capsy
         assert not any("def test_" in line for line in plain)
 
 
+def test_more_tokens_than_the_model_can_hold_are_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "show_grammar", lambda *_: None)  # else a run of 2,000 steps
+    for length, note in ("2048", ""), ("2049", "2049 is too many: prompt and output together"):
+        assert demo.main(["--grammar", "--max-tokens", length]) == 0
+        shown = capsys.readouterr().err
+        assert note in shown and shown.count("too many") == bool(note)
+
+
 def test_prompts_come_from_a_file_and_are_repeated_to_the_number(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n")

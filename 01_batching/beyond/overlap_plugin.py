@@ -20,7 +20,8 @@ the request was preempted, a token in flight is kept.
 
 Invariant: when no step is in flight, no token is pending. (vLLM counts `num_output_placeholders`;
 SGLang puts future token ids into the sequence.)
-"""
+
+See common/README.md#a-step-ahead"""
 
 from __future__ import annotations
 

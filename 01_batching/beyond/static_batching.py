@@ -19,7 +19,8 @@ useful step yields one; padding never changes a token.
 
 Orca (OSDI 2022) named the problem; its remedy, scheduling per iteration, is called continuous
 batching in vLLM and in-flight batching in TensorRT-LLM.
-"""
+
+See 01_batching/README.md#and-the-static-batch"""
 
 from __future__ import annotations
 

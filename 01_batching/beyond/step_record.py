@@ -6,7 +6,8 @@ The loop sees a scheduler like any other. After every step each observer is call
 `StepRecord`. The demo's trace, the benchmarks, the pictures of this book, and chapter 6's chunks,
 which learn from the clock, use only these records. (A runner reports the times of its own parts in
 its output, because it may compute while other steps are planned.)
-"""
+
+See 01_batching/beyond/README.md"""
 
 from __future__ import annotations
 

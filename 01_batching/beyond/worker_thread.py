@@ -8,7 +8,8 @@ leaves the lock taken. Here the thread starts with its owner, and a caller waits
 
 Invariants: jobs run in the order in which they were submitted, each at most once; the result of a
 job is stored before the job counts as done, so an interrupted wait can be repeated.
-"""
+
+See 01_batching/beyond/README.md"""
 
 from __future__ import annotations
 

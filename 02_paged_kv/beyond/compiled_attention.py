@@ -9,7 +9,8 @@ In a batch in any order:
 The compiled function needs a head's keys of a block in one run, so this backend has its own memory,
 in which a block is stored head-major. All other code sees the same `[num_blocks, block_size,
 num_kv_heads, head_dim]`. Invariant: the memory layout and the choice of function affect only speed.
-"""
+
+See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ source, the compiler, the processor and the constants, so the next start takes m
 
 A C interface, called by `ctypes`, needs neither PyTorch's headers nor Python's. A call checks
 nothing, whereas a function made by `torch.compile` first checks whether it fits its arguments.
-"""
+
+See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 

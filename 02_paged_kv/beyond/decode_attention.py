@@ -21,7 +21,8 @@ Invariants: memory that is not a row's own does not reach its output, not even N
 bitwise independent of the other sequences in the batch and of which blocks a sequence has, because
 splits are counted from key 0, have one size and are merged in order. Sources: FlashDecoding; the
 merge is that of FlashAttention-2, arXiv 2307.08691.
-"""
+
+See 02_paged_kv/beyond/README.md#decode-attention-compiled"""
 
 from __future__ import annotations
 

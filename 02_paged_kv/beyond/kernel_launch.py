@@ -24,7 +24,8 @@ operations. Then the same launch is an operation of PyTorch with a schema:
 
 The constants belong to the operation, as they do to the machine code. The schema does not say which
 tensors a kernel writes: it may be each of them. Without such a mode a launch makes no operation.
-"""
+
+See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ largest possible steps is run, its sampler included, and the peak is read.
 On a CPU, where such a step could take half a minute and other programs share the memory, half of
 the free memory becomes KV blocks. Never more than `max_num_seqs` requests of `max_model_len` could
 fill. vLLM measures in the same way (`determine_available_memory`).
-"""
+
+See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 

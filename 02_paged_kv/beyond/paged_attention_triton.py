@@ -23,7 +23,8 @@ keys among short ones is walked by one program for each KV head, while the rest 
 `split_attention_triton.py` is version 2.
 
 Sources: FlashAttention-2, arXiv 2307.08691; vLLM's unified Triton attention kernel has this shape.
-"""
+
+See 02_paged_kv/README.md#a-kernel-for-a-gpu"""
 
 from __future__ import annotations
 

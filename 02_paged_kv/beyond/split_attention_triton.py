@@ -37,7 +37,8 @@ written reaches no output; nothing here waits for the device.
 
 Sources: FlashDecoding; FlashInfer plans such items on the host (arXiv 2501.01005); vLLM's unified
 Triton kernel searches for an item's sequence in each program.
-"""
+
+See 02_paged_kv/beyond/README.md#the-kernels-in-versions"""
 
 from __future__ import annotations
 

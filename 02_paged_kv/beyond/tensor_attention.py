@@ -11,7 +11,8 @@ for every step that replays it. Here every sequence is as wide as its table, and
 So it reads far more than it needs, and computes in float64: it is for testing replays, not for
 serving. Invariants: hidden keys reach no output, not even NaN; a slot of -1 is written to the null
 block, which no request uses.
-"""
+
+See common/README.md#graphs"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ matrix product does. So the scores of a tile of queries are stored, which a GPU 
 Query heads that share keys are rows of one product. Scores, and weights after the softmax, are
 rounded to bfloat16, as in the "eager" attention of `transformers`; sums are in float32. Invariant:
 nothing after a query's own position reaches its output, if a sequence's keys and values are finite.
-"""
+
+See 02_paged_kv/beyond/README.md#prompts-by-tiles"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Triton, if it is installed. Without it, modules with kernels can still be imported; callers of a
-kernel check `HAS_TRITON` first and report what is missing."""
+kernel check `HAS_TRITON` first and report what is missing.
+
+See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 

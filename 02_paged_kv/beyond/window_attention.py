@@ -18,7 +18,8 @@ sequence's own, and hidden by a mask.
 
 vLLM and FlashAttention have the window as an argument of the kernel. Sources: Longformer, arXiv
 2004.05150; Mistral 7B, arXiv 2310.06825.
-"""
+
+See 02_paged_kv/beyond/WINDOWS.md"""
 
 from __future__ import annotations
 

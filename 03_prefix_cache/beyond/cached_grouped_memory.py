@@ -14,7 +14,8 @@ does not share blocks of a window: a block that it frees must become free at tha
 Invariants: those of `GroupedKVMemory`; the published blocks of a table are known to the cache under
 their own prefix, or have been withdrawn; a block is in several tables only if it is or was known,
 at one index of one group. vLLM's coordinator of several managers does this.
-"""
+
+See 03_prefix_cache/beyond/GROUPS.md"""
 
 from __future__ import annotations
 

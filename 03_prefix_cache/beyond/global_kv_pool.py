@@ -22,7 +22,8 @@ flight; its blocks are intact and from the front of the chain.
 Mooncake keeps this index in a master process and moves bytes by RDMA or TCP (`mooncake_pool.py`).
 vLLM's LMCache and SGLang's HiCache use such stores as a last tier. Source: Mooncake, arXiv
 2407.00079.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

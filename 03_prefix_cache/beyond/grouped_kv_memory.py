@@ -22,7 +22,8 @@ for blocks that no token sees any longer.
 
 No prefix is kept here: `cached_grouped_memory.py` does that. vLLM's coordinator of several managers
 does both.
-"""
+
+See 02_paged_kv/beyond/WINDOWS.md#layers-of-two-kinds"""
 
 from __future__ import annotations
 

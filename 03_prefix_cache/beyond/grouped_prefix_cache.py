@@ -18,7 +18,8 @@ the pool's free order is the order of eviction.
 Invariants: for one (group, hash) at most one block is known; a block is known by at most one key;
 its content has not changed since it was published. vLLM's pool is such a cache, and its coordinator
 of several managers checks them in turn.
-"""
+
+See 03_prefix_cache/beyond/GROUPS.md"""
 
 from __future__ import annotations
 

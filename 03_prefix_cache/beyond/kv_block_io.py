@@ -5,7 +5,8 @@
 Bytes can be compared, stored and checked whatever the dtype is. They are valid only for the same
 model, dtype and block size, which a connector's namespace identifies. Invariant: `write_block(b,
 read_block(a))` makes block b bitwise equal to block a.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

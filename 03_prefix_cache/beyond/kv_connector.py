@@ -18,7 +18,8 @@ each request loads at most once at a time; a failing connector costs only its be
 
 vLLM's `KVConnectorBase_V1` has these three hooks; there a load writes directly into the request's
 own blocks.
-"""
+
+See 03_prefix_cache/beyond/README.md#the-seam"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ hold at most half of the blocks, unless there is only one load; a load waits onl
 flight; a request whose load was refused, and that has since seen `MAX_OVERTAKES` loads begin for
 later requests, stops waiting and computes; a request is looked up again only if the cache has lost
 something since.
-"""
+
+See 03_prefix_cache/beyond/README.md#loads"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ the process is a *record*, which its reader checks.
 Invariants: a record that was damaged, cut or stored under another link is never taken for a block;
 an engine never depends on a store, so one that has lost a block, is slow, raises or is gone costs
 only a computation.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ All methods can be called from different threads; the listener is called in thei
 lock.
 
 Invariants: those of `kv_store.py`; never more than `max_blocks`; a hash is in at most one record.
-"""
+
+See 03_prefix_cache/beyond/README.md#tiers-down-and-up-again"""
 
 from __future__ import annotations
 

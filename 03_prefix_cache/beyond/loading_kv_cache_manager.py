@@ -16,7 +16,8 @@ of the next request with these blocks comes later, but a load may not, so it wai
 
 Invariants: those of `CachedKVCacheManager` and of `kv_loads.py`; no request has both a load and a
 table.
-"""
+
+See 03_prefix_cache/beyond/README.md#loads"""
 
 from __future__ import annotations
 

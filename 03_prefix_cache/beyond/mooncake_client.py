@@ -17,7 +17,8 @@ values are the caller's, unchanged; importing this module needs only the standar
 
 vLLM and SGLang have the library in the engine's process, which lets RDMA read the KV memory without
 any copy. Source: Mooncake, arXiv 2407.00079.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ only in trusted networks.
 
 Invariants: a master that was returned is ready; one that was stopped is gone; importing this module
 needs only the standard library.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

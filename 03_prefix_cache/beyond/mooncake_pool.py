@@ -15,7 +15,8 @@ Invariants: those of `kv_store.py`; a store that fails, at any time, is an empty
 Differences from `GlobalKVPool`: a block has one copy, in the memory that its publisher lends if
 there is space, else in another's; `total_cached_blocks` counts every key of the store. vLLM's and
 SGLang's Mooncake stores use the hash as the key as well. Source: Mooncake, arXiv 2407.00079.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

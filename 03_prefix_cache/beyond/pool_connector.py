@@ -16,7 +16,8 @@ can replace it.
 
 Invariants: those of `store_connector.py`; a block is written only if it has the requested hash and
 tokens and as many bytes as a block of this engine; an exception of the store is caught here.
-"""
+
+See 03_prefix_cache/beyond/README.md#a-pool-that-engines-share"""
 
 from __future__ import annotations
 

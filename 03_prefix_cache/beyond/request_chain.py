@@ -3,7 +3,8 @@
 The chain is the local cache's (`prefix_cache_local.py`), but its root also mixes in the engine's
 namespace: model, dtype, layout. So KV of another model is not even found. The tags of engine and
 request are kept apart, so no request can imitate a namespace.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ written; no state is kept for a request that is gone.
 
 vLLM's connectors to LMCache and Mooncake write from their own threads straight into GPU memory,
 which is faster, and the reason why cancelling is hard there.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ load that starts threads could leave some of them uncounted (`worker_thread.py`)
 Invariants: a load is taken once; after `take` or `cancel` it has no further effect; loads begin in
 the order of their starts; Ctrl-C at any point of a caller leaves no lock taken. vLLM's connectors
 poll in the same way (`get_finished` once a step).
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

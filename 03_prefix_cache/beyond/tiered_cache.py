@@ -19,7 +19,8 @@ does not arrive in time, ends the load before it, and is computed.
 
 SGLang's HiCache and vLLM's offloading connectors do this with pinned memory and copy streams, and
 overlap the copies with the layers of the forward pass.
-"""
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A digest of a model's weights, which identifies KV that several engines share, besides the
-tokens."""
+tokens.
+
+See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 

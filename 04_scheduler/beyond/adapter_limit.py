@@ -6,7 +6,8 @@ request has aged, admission stops at it (`policy_queue.py`). So requests for a r
 cannot overtake it forever, and every adapter is served. Chapter 1's scheduler never skips a
 request: there admission stops immediately. SGLang groups by adapter when it picks from the queue;
 vLLM skips requests, as here.
-"""
+
+See 04_scheduler/beyond/ADAPTERS.md#what-has-the-scheduler-to-do-with-it"""
 
 from __future__ import annotations
 

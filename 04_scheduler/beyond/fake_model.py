@@ -10,7 +10,8 @@ does:
 
 One wrong slot changes every later token, and `continuation` computes the correct ones. Integers
 instead of tensors make a step take microseconds, so tests can run thousands of them.
-"""
+
+See 04_scheduler/beyond/OWN_POLICY.md"""
 
 from __future__ import annotations
 

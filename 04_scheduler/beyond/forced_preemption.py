@@ -2,7 +2,8 @@
 
 Preemption is rare and happens at bad moments. A run that preempts at every possible moment must
 generate the same tokens as an undisturbed one (`common/tests/test_claims.py`).
-"""
+
+See 04_scheduler/beyond/README.md"""
 
 from __future__ import annotations
 

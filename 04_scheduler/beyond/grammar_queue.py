@@ -9,7 +9,8 @@
 Compiling takes milliseconds for most grammars and seconds for a few, which is not known in advance.
 So it does not happen inside a step. vLLM and SGLang keep such requests apart, too
 (`WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR`, `grammar_queue`).
-"""
+
+See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ request waits for that.
 
 A dictionary as in vLLM's `structured_outputs` is accepted too: `json`, `json_object`, `regex`,
 `choice`, `grammar`.
-"""
+
+See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A tenant's n-th request is served after the (n - 1)-th of every other tenant, however many it sends
 at the same time. `OWN_POLICY.md` explains it step by step.
-"""
+
+See 04_scheduler/beyond/OWN_POLICY.md"""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ no step of it is in flight, because such a step does not write to its new blocks
 Invariants: a request has at most one step in flight that samples; a running request is in its
 prompt, ready, or in flight; no token sent to the runner is pending. (vLLM's scheduler skips
 requests in flight too, and takes all others; SGLang keeps a running batch for each stage.)
-"""
+
+See common/parallel/README.md#the-scheduler"""
 
 from __future__ import annotations
 

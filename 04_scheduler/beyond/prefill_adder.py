@@ -26,7 +26,8 @@ A chunked prompt gets one chunk per step. A chunk ends at a page boundary, so th
 cached, and nothing is set aside for outputs that are still far away.
 
 Names and rules are those of SGLang's `PrefillAdder`, which rounds all three counters to pages.
-"""
+
+See 04_scheduler/beyond/PREFILL_FIRST.md#6-chunks-end-where-a-page-ends"""
 
 from __future__ import annotations
 

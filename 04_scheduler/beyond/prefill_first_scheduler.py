@@ -36,7 +36,8 @@ With `policy="fcfs"`, `mixing` off and `max_consecutive_prefills=None` this is n
 prefill whenever a waiting request fits, else decode. (nano-vllm sets nothing aside, and preempts
 the last admitted request.) The names are SGLang's. Priorities order the queue, but never preempt a
 running request.
-"""
+
+See 04_scheduler/beyond/PREFILL_FIRST.md#3-which-batch"""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             request_id = request.request_id
             if len(self.running) >= self._max_num_seqs or num_skipped == MAX_SKIPPED:
                 is_full = len(self.running) >= self._max_num_seqs
-                step.stop = ("seat" if is_full else "passed over", request_id)
+                step.stop = ("seat" if is_full else "skipped", request_id)
                 break
             if not self.can_start(request):
                 if self.waiting.is_aged(request):

@@ -7,7 +7,8 @@ many pages its next decode needs, and which requests to retract if they are not 
                                                | 0 1 2 3 | 4 5 6 7 |     position 8: a page
 
 SGLang's `ScheduleBatch` also holds the tensors of the batch; here those are the runner's.
-"""
+
+See 04_scheduler/beyond/PREFILL_FIRST.md#a-retraction"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ again.
 SGLang sorts its list at every step; it defers duplicates, and stops doing so above 128 waiting
 requests, for `lpm` but not for `dfs-weight`. Source: SGLang, arXiv 2312.07104 (for a batch known in
 advance, depth first is the best order, and longest prefix first is equivalent to it).
-"""
+
+See 04_scheduler/beyond/PREFILL_FIRST.md#9-compared-with-the-post"""
 
 from __future__ import annotations
 

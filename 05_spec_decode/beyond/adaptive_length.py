@@ -16,9 +16,10 @@ times, keeps each request's recent acceptance, and computes the rate for each k.
 tries another k for two steps, because it could not detect changed times otherwise; it does so less
 and less often if the best k stays the same. Its decisions depend on a clock; no token does.
 
-The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM takes a fixed number, or turns
-speculation off from a given batch size on.
-"""
+The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM (0.33) takes a fixed
+number, or one for each range of batch sizes.
+
+See 05_spec_decode/README.md#a-runner-around-a-runner"""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from the first block that does not match.
 Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; the
 content of a block in `_filled` matches its hash; nothing is written outside the request's own
 table. vLLM keeps the draft's KV in layers of the same manager; it had exactly this bug (Trap 41).
-"""
+
+See 05_spec_decode/README.md#where-draft-tokens-come-from"""
 
 from __future__ import annotations
 

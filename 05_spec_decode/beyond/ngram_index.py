@@ -12,7 +12,8 @@ token before them, so one walk back from the end of a text finds its suffixes of
 
 Each level is three arrays, sorted by pair: O(n log n) to make, a binary search to look up, at most
 12 bytes a token. Nothing is hashed, so no tokens have to be compared again.
-"""
+
+See 05_spec_decode/README.md#where-draft-tokens-come-from"""
 
 from __future__ import annotations
 

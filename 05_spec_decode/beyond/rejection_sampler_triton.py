@@ -24,7 +24,8 @@ rounding left nothing of p - q: about once in 10**7 drafts.
 One program uses one SM, so a few requests leave most of a GPU idle. vLLM has one program a request
 for acceptance, too; another kernel before it draws a replacement for every draft, needed or not.
 Sources: those of `rejection_sampler.py`.
-"""
+
+See 05_spec_decode/README.md#the-rule-for-a-batch"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ stops.
 One long prompt gets all the available time; with `long_prefill_token_threshold` it leaves some to
 others. Decisions depend on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
 (arXiv 2403.02310) chooses its size from a profile made in advance.
-"""
+
+See 06_chunked_prefill/beyond/README.md"""
 
 from __future__ import annotations
 

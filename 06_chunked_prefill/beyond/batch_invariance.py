@@ -23,7 +23,8 @@ the cost of each for 1, 32 and 512 rows, as a multiple of the plain product. `CA
 order of the geometric mean of these three: in float32 from that record, in bfloat16 from times on a
 processor with AMX, where a call takes 85 ms for 1 to 16 rows, 133 for 32, 110 for 64 and 157 for
 128 (all layers of Qwen3-0.6B).
-"""
+
+See 06_chunked_prefill/beyond/BATCH_INVARIANCE.md"""
 
 from __future__ import annotations
 

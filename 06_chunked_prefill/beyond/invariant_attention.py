@@ -26,7 +26,8 @@ end are replaced by its first one, with the weight 0 (0 * NaN would be NaN).
 Invariant: the output of a token is a function of its query and of the keys and values up to it. It
 holds where `batch_invariance.py` finds that matrix products preserve it. Sources: FlashAttention-2,
 arXiv 2307.08691; Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025).
-"""
+
+See 06_chunked_prefill/beyond/BATCH_INVARIANCE.md"""
 
 from __future__ import annotations
 

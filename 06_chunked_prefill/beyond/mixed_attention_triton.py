@@ -20,7 +20,8 @@ Invariant: on which side of the border a sequence stands is a matter of speed on
 
 Sources: vLLM's FlashInfer backend calls one kernel for decodes and one for prefills, in this order;
 its Triton backend has one launch for both.
-"""
+
+See 02_paged_kv/beyond/README.md#the-kernels-in-versions"""
 
 from __future__ import annotations
 

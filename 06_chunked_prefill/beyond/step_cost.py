@@ -20,7 +20,8 @@ fitted to the last steps, with less weight on old ones. `largest_chunk` inverts 
 
 Invariants: a step is predicted before it is observed; a pause of the machine changes the fit only a
 little; every method returns a value before anything was measured.
-"""
+
+See 06_chunked_prefill/beyond/README.md"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ the parts around them, and `SchedulerParts` the others. Each is read from top to
 
 Nothing is implemented here. To turn a chapter off, a plain part takes its role, and no output token
 changes. A part that is not chosen is not imported. The code in this file runs in the process that
-has the model: in a worker (`parallel/worker.py`) if there are several ranks."""
+has the model: in a worker (`parallel/worker.py`) if there are several ranks.
+
+See common/README.md#how-the-engine-imports-the-chapters"""
 
 from __future__ import annotations
 

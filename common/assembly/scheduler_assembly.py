@@ -14,7 +14,9 @@
                               PipelinedEngineCore
 
 The runner is a `RunnerHandle`: in this process (`assembly.py`) or in others (`parallel/remote.py`).
-The code here is the same for both. A part that is not chosen is not imported."""
+The code here is the same for both. A part that is not chosen is not imported.
+
+See common/README.md#how-the-engine-imports-the-chapters"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Read an engine's whole state as a frame (`frames.py`). Has no side effects; its cost grows with
-the pool and the cache, so the recorder calls it only where a film begins."""
+the pool and the cache, so the recorder calls it only where a film begins.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 would fetch.
 
 Its files are in `page/`, and are read here as data. `make watch` uses them for complete films, the
-server for a live one. Each adds its own last script."""
+server for a live one. Each adds its own last script.
+
+See common/events/README.md#the-film"""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ The first line describes the run (`run_line.py`); changes start from `empty_fram
 step are written together when it has ended, so that nothing is encoded while a part is timed.
 
 A step costs what changed: blocks as `memory_changes.py` reports them, requests as the plans and the
-first plugin of the scheduler's list (`wait_reasons.py`) do."""
+first plugin of the scheduler's list (`wait_reasons.py`) do.
+
+See common/events/README.md"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ A frame, with every id of a block as a string where it is a key:
     in_flight           plans without results, the oldest first
     result              of the step that ended last
 
-An ended request stays in the frame in which it ended and is removed in the next one."""
+An ended request stays in the frame in which it ended and is removed in the next one.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

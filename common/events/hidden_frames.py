@@ -3,7 +3,9 @@
 The other requests keep their lengths: each token id becomes -1, and each text empty. Their names,
 blocks and counters stay too, so the frames still lead to the engine's state. Block hashes are
 hidden as well, because a hash can confirm a suspected content, and the labels that a client can
-choose are hidden too: tenant, order key, adapter, grammar, stop string."""
+choose are hidden too: tenant, order key, adapter, grammar, stop string.
+
+See common/serve/README.md#seen-live"""
 
 from __future__ import annotations
 

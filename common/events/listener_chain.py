@@ -1,5 +1,7 @@
 """Several parts can observe one prefix cache: its recorder and its KV events, added and removed in
-any order. The cache still has one listener, the tiers or none."""
+any order. The cache still has one listener, the tiers or none.
+
+See common/events/README.md"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@
     tables    compared, for the requests that the pool worked for
 
 A part is read for the values when the frame is taken. Nothing scans the pool or the cache after
-`put_in`."""
+`put_in`.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

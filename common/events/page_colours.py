@@ -1,6 +1,8 @@
 """The colours of the page, and of every figure in this book. A colour keeps its meaning.
 
-The hues are Okabe and Ito's, which colour-blind readers can tell apart."""
+The hues are Okabe and Ito's, which colour-blind readers can tell apart.
+
+See common/events/README.md#the-film"""
 
 PROMPT = "#0072b2"  # prompt tokens, and a scheduler that puts prompts first
 DECODE = "#56b4e9"  # output tokens, and KV memory that is written

@@ -1,5 +1,7 @@
 """The first line of a recorded run: the engine that ran, its settings, its model and its versions;
-and the file that gets it."""
+and the file that gets it.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

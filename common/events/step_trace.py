@@ -8,7 +8,9 @@ forward    one pass through the model
 sample     the sampled tokens
 update     requests that finished, with the reason
 
-With speculation (chapter 5), an eighth line: proposing draft tokens for the next step."""
+With speculation (chapter 5), an eighth line: proposing draft tokens for the next step.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The text that each token of a recorded run adds."""
+"""The text that each token of a recorded run adds.
+
+See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 

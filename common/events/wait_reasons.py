@@ -3,7 +3,9 @@ request waits, in which order requests were admitted and preempted, and for whic
 
 A plan contains only the requests that it computes. The reason why a considered request waits
 follows from the calls made for it: the plugin is the first of the list, so its `can_start` runs for
-every candidate before the other rules and before blocks are allocated."""
+every candidate before the other rules and before blocks are allocated.
+
+See common/events/README.md#why-a-request-waits"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
 from step_plan import PreemptiveSchedulerOutput
 
-_STOPS = {"admitted": "seat", "passed over": "enough"}  # a plan's terms that differ from `REASONS`
+_STOPS = {"admitted": "seat", "skipped": "enough"}  # a plan's terms that differ from `REASONS`
 
 
 class WaitReasons(PreemptionPlugin):

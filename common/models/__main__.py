@@ -2,7 +2,9 @@
 
 The rows come from the tables that decide: the families of `model_config.py`, and the architectures
 that it refuses by name. So a new family gets a row automatically. `MODELS.md` also names a random
-checkpoint to try, and the tests that show that a family is computed correctly."""
+checkpoint to try, and the tests that show that a family is computed correctly.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

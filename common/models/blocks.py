@@ -6,7 +6,9 @@
 Each has a norm, matrices and `checkpoint_tensors`. Where one block adds to the residual stream, the
 next one norms the sum. A layer does both in one call (`model.py`), so an attention block returns
 the input of `o`, and an MLP block takes an input normed with `mlp_norm_weight`. Some families also
-norm the output of `o` and `down` before it is added (`post_norm_weight`)."""
+norm the output of `o` and `down` before it is added (`post_norm_weight`).
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

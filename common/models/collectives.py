@@ -18,7 +18,9 @@ sent to the others. The order of addition depends on the tensor's size, so a row
 between batches (except with two ranks: a + b is b + a).
 
 The transport is Gloo on a CPU, over the loopback interface, and NCCL on CUDA, where nothing here
-waits for the device."""
+waits for the device.
+
+See common/parallel/README.md#tensor-parallel"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Both spellings of rotary parameters are `transformers`': `rope_theta` and `rope_scaling` (old),
 `rope_parameters` (since transformers 5). An invalid value raises a `ValueError` that names the
-field."""
+field.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

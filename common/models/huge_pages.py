@@ -5,7 +5,9 @@ for memory for which a program requests them (`madvise` in
 `/sys/kernel/mm/transparent_hugepage/enabled`). NumPy requests them for the KV memory before it is
 written. oneDNN allocates packed weights and writes them in the same call, so these are in small
 pages and are moved to large ones afterwards. That takes 0.5 to 5 ms a page, so the start moves as
-many as fit in `MAX_SECONDS`; the kernel moves the rest while the engine runs, some MB a second."""
+many as fit in `MAX_SECONDS`; the kernel moves the rest while the engine runs, some MB a second.
+
+See common/README.md"""
 
 from __future__ import annotations
 

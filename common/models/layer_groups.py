@@ -10,7 +10,9 @@ draw from one pool. If the number of layers of a kind is not a multiple of k, so
 last tensors unused; k is chosen to keep that small. A pipeline stage has the same groups, with a
 tensor for each of a group's layers on that stage, so a block's size depends on the stage.
 
-vLLM's hybrid KV cache manager deals layers in the same way."""
+vLLM's hybrid KV cache manager deals layers in the same way.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

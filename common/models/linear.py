@@ -13,7 +13,9 @@ plain ones in their last bits.
 
 oneDNN's packing needs an x86 processor, and float32 or bfloat16; float64, in which this book
 compares tokens one by one, stays plain. The plain copy is freed, unless it is shared (an embedding
-that is tied to the output)."""
+that is tied to the output).
+
+See common/README.md"""
 
 from __future__ import annotations
 

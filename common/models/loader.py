@@ -15,7 +15,9 @@ and copied tensor by tensor, and the pages of a tensor are released once it is c
 is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is packed as soon
 as it is complete, and its plain copy is freed before the next one is read, so only one plain matrix
 exists at a time. If several processes share a model, each copies its own slices and checks names
-and shapes of the whole."""
+and shapes of the whole.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

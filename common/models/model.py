@@ -20,7 +20,9 @@ Nothing in `forward` waits for a GPU. Parameters are uninitialised memory until 
 them; `checkpoint_tensors` lists the place of each tensor.
 
 Here one process has the whole model. `common/parallel/sharded_model.py` builds a part of each
-matrix, or some of the layers, from the same blocks."""
+matrix, or some of the layers, from the same blocks.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's c
 lists them. Gemma's and OLMo's windowed layers rotate by other angles, and these families norm a
 block's output before it is added. Gemma stores norm weights minus 1.
 
-Defaults of absent fields are those of `transformers`."""
+Defaults of absent fields are those of `transformers`.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@
 Queries are normed as one vector of all heads, and keys as another one, while other families norm
 each head separately. Several ranks would need each other's sums for that: refused with an error.
 
-Source: 2 OLMo 2 Furious, arXiv 2501.00656, which moved the norms after the blocks."""
+Source: 2 OLMo 2 Furious, arXiv 2501.00656, which moved the norms after the blocks.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

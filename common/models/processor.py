@@ -1,4 +1,6 @@
-"""The dtypes that this processor multiplies natively."""
+"""The dtypes that this processor multiplies natively.
+
+See common/README.md"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@
     stage 1       rank 2      rank 3      the upper layers, norm and head
 
 The ranks of a stage compute the same layers, each a part of every matrix. A rank's neighbours in
-other stages are those with its `tp_rank`."""
+other stages are those with its `tp_rank`.
+
+See common/parallel/README.md#tensor-parallel"""
 
 from __future__ import annotations
 

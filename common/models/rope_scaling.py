@@ -10,7 +10,9 @@ computes the angles. They equal those of `transformers`, which a test compares. 
 "dynamic", whose angles change when a text grows, so that keys in the KV cache would have to be
 rotated again; "longrope", which has two lists of factors and switches in the middle of a text.
 
-Sources: YaRN, arXiv 2309.00071; "llama3": the Llama 3.1 model card."""
+Sources: YaRN, arXiv 2309.00071; "llama3": the Llama 3.1 model card.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ computes them. A step looks its rows up by `positions`, so the tables have no st
 disagree with a cache.
 
 Source: RoFormer, arXiv 2104.09864. For texts longer than in training: `rope_scaling.py`.
-"""
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

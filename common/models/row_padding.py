@@ -4,7 +4,9 @@ Seen with bfloat16 on AMX: 17 to 32 rows 133 ms, 33 rows 85. Such a step is fast
 are added. The slow counts differ by processor and version, so the matrices of a large model are
 timed once, in a fraction of a second, and the result is kept. A busy machine can make one time
 longer, but hardly all of `NUM_REPEATS`, and not twice. So a padded count must gain in the median
-and in the shortest time, in both timings."""
+and in the shortest time, in both timings.
+
+See common/README.md"""
 
 from __future__ import annotations
 

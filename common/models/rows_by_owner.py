@@ -2,7 +2,9 @@
 
 owners of rows    7 2 7 2 2            whose matrices each row needs
 order             1 3 4 | 0 2          rows of one owner next to each other, in their old order
-segments          (2, 0, 3) (7, 3, 5)  owner, start, stop: one product each"""
+segments          (2, 0, 3) (7, 3, 5)  owner, start, stop: one product each
+
+See common/models/experts/README.md#how-does-a-token-choose"""
 
 from __future__ import annotations
 

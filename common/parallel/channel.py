@@ -13,7 +13,9 @@ read again.
 
 A second socket, the lifeline, carries no engine messages. A worker thread reads it. The thread ends
 the process when the driver has exited, and reports the process's current position on request, even
-while the model computes or waits for another rank."""
+while the model computes or waits for another rank.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ A worker that raises reports the error. A killed worker's socket closes. A stuck
 driver then asks over its lifeline, where a thread answers even if the model waits in a collective.
 That tells the rank that the others wait for from the ranks that wait. After any failure all workers
 are ended, and every later call raises the same message, because ranks that are no longer in the
-same step cannot continue."""
+same step cannot continue.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

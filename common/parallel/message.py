@@ -10,7 +10,9 @@ Never pickle: it would run any code that the bytes name, and would also send the
 and the whole history of each request, because a plan points to them.
 
 nano-vllm pickles method names and `Sequence` objects into a shared memory of 1 MiB with a fixed
-name; vLLM pickles `SchedulerOutput` into a ring buffer of shared memory."""
+name; vLLM pickles `SchedulerOutput` into a ring buffer of shared memory.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

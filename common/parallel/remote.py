@@ -8,7 +8,9 @@
 `execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
 needs no thread. Work on the engine's objects stays here: a run of accepted draft tokens is trimmed
 where the request's text is, draft tokens are counted, and KV tiers and connectors get the bytes of
-a block from all ranks."""
+a block from all ranks.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ notebook. Worker 0 is a separate process under torchrun too: in both cases the d
 the model computes, and outlives its worker to report what happened.
 
 No port and no name is fixed: sockets use a port that the system assigns. The other ranks read it
-from torchrun's store, with the secret that a connection must present."""
+from torchrun's store, with the secret that a connection must present.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

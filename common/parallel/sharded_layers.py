@@ -12,7 +12,9 @@ ordinary `Linear` with fewer rows, so it has no class here.
 
     vocabulary-parallel    a rank has some of the tokens: their embeddings, their logits
 
-Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053)."""
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053).
+
+See common/parallel/README.md#tensor-parallel"""
 
 from __future__ import annotations
 

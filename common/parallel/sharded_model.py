@@ -17,7 +17,9 @@ norm and the head, and the tied matrix too. The residual stream passes between s
 is not done here.
 
 All ranks of the last stage get bitwise identical logits: they are gathered, not computed twice. So
-all of them sample the same tokens, and none has to be sent."""
+all of them sample the same tokens, and none has to be sent.
+
+See common/parallel/README.md#tensor-parallel"""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ lifeline.
 
 The worker uses the engine's runner: a `PagedModelRunner`, inside a `SpeculatingRunner` if draft
 tokens are proposed. All ranks of a stage sample the same tokens from the same logits, and propose
-the same draft tokens. A decision that depends on measured time gets its times from the driver."""
+the same draft tokens. A decision that depends on measured time gets its times from the driver.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

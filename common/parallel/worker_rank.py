@@ -1,4 +1,6 @@
-"""A worker's message handlers: one rank of the model, its KV memory, its runner."""
+"""A worker's message handlers: one rank of the model, its KV memory, its runner.
+
+See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 

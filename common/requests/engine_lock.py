@@ -4,7 +4,9 @@ Each line of a step relies on the state that the previous line left. A second th
 a forked copy that writes to the same workers, would produce wrong tokens. So the second caller gets
 an error immediately: waiting would only hide that two threads do not make an engine faster. Calls
 that are allowed from any thread at any time (aborting a request) are deferred, and the thread that
-holds the lock runs them between two steps."""
+holds the lock runs them between two steps.
+
+See common/README.md"""
 
 from __future__ import annotations
 

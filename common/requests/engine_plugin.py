@@ -1,7 +1,9 @@
 """Engine plugins: features on the engine's side, notified of requests and steps by hooks.
 
 A feature that every engine can have, such as grammars, is made when the first request has it
-(`LAZY_ENGINE_PLUGINS`). The scheduler and the runner have plugins of their own."""
+(`LAZY_ENGINE_PLUGINS`). The scheduler and the runner have plugins of their own.
+
+See common/README.md"""
 
 from __future__ import annotations
 

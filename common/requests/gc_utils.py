@@ -1,5 +1,7 @@
 """Python's garbage collector, for a program that serves or measures. The program should configure
-it: a library that froze the heap would keep other code's memory forever."""
+it: a library that froze the heap would keep other code's memory forever.
+
+See common/README.md"""
 
 import atexit
 import gc

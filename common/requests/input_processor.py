@@ -1,6 +1,8 @@
 """`InputProcessor`: validates prompts and parameters, and makes the requests of one group.
 
-Nothing here changes the engine's state, so a rejected request leaves no trace."""
+Nothing here changes the engine's state, so a rejected request leaves no trace.
+
+See common/README.md"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Recent statistics, which engines log in addition to their totals: hit rate and throughput."""
+"""Recent statistics, which engines log in addition to their totals: hit rate and throughput.
+
+See common/README.md"""
 
 from __future__ import annotations
 

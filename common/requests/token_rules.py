@@ -11,7 +11,9 @@ and after a space; vLLM omits the latter if it has another number of tokens.
 
 `token_rules_of` checks a user's rules and converts them to plain data, once for each request. The
 data is sent to the runner as `features["token_rules"]`. The runner keeps it in its columns
-(`TokenRules`) and applies it to the rows of a step (`constrained_rows.py`)."""
+(`TokenRules`) and applies it to the rows of a step (`constrained_rows.py`).
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ of tokens twice and compare. That requires less of the tokenizer, but stalls on 
 at a character border, and needs extra code to hide the prompt.
 
 Stop strings are searched in the text, so token borders do not matter. Text that could still become
-a stop string is held back from the stream."""
+a stop string is held back from the stream.
+
+See common/README.md"""
 
 from __future__ import annotations
 

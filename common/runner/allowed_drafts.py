@@ -1,5 +1,7 @@
 """Drop draft tokens that a runner plugin knows to be impossible: each would cost a row of the next
-step, and none can be accepted."""
+step, and none can be accepted.
+
+See 04_scheduler/beyond/GRAMMARS.md#what-else-depends-on-it"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ of the plugins.
 
 A step that is planned before the previous step's tokens are read (`overlap.py`) has `PENDING` for
 them. The state stores -1 - i instead: the token of row i of the last sampled tokens. On a GPU the
-host does not know that token yet, so it is put into the model's input on the device (`fill_in`)."""
+host does not know that token yet, so it is put into the model's input on the device (`fill_in`).
+
+See common/README.md"""
 
 from __future__ import annotations
 

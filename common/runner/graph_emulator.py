@@ -20,7 +20,8 @@ they are operations (`02_paged_kv/beyond/kernel_launch.py`). The checks:
 
 The emulation cannot show the order and races of streams, memory that is freed too early, or speed.
 It does not see computation outside of PyTorch (compiled C++).
-"""
+
+See common/README.md#graphs"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Choose whether and how decode steps are captured as graphs (`graphs.py`)."""
+"""Choose whether and how decode steps are captured as graphs (`graphs.py`).
+
+See common/README.md#graphs"""
 
 from __future__ import annotations
 

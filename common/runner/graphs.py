@@ -28,7 +28,8 @@ depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
 
 nano-vllm captures the same buckets, mini-sglang every 8; both for decodes only. vLLM also captures
 the parts between attention layers, for any batch.
-"""
+
+See common/README.md#graphs"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Size the KV cache: `num_blocks`, or as many blocks as fit in memory, with a log message.
 
 `kv_budget.py` of chapter 2 has the arithmetic. On a GPU it starts from the peak of the largest
-possible step, which is built and run here; on a CPU from the free memory."""
+possible step, which is built and run here; on a CPU from the free memory.
+
+See common/README.md#on-a-gpu"""
 
 from __future__ import annotations
 

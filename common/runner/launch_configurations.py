@@ -13,7 +13,8 @@ for a compiler, and for a GPU that this machine does not have (`resources.py`).
     sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest; shapes also of
                                  float32, where rules have changed the model's logits
     rejection, matching          where drafts come with probabilities, where they come without
-"""
+
+See common/models/regions/README.md#compiled-at-the-start"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ The runner knows the requests only from the deltas in each plan, so it can run i
 The tokens of all requests of a step are concatenated in one row, without padding, in the order that
 `compose` chooses. A request has logits if the step reaches its last known token: one row for that
 token, and one for each draft after it (chapter 5). For the sampler, the history of a draft's row
-includes the drafts before it."""
+includes the drafts before it.
+
+See common/README.md"""
 
 from __future__ import annotations
 

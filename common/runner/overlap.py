@@ -19,7 +19,8 @@ a CPU is small or zero: a table in `common/README.md` has the times.
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
 output is read once; the host writes no block before every step that can still write to that block
 has finished (`wait_for_steps`).
-"""
+
+See common/README.md#a-step-ahead"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ or new requests, never a decode.
 
 Invariants: steps end in the order in which they were planned; every plan is executed once, and its
 output is read once. An empty plan also goes through the stages, which need its other contents. It
-counts as a step only if it is the only plan in flight or a request was preempted for it."""
+counts as a step only if it is the only plan in flight or a request was preempted for it.
+
+See common/parallel/README.md#the-loop"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ out the same tokens in the same order. Only `hidden` [num_tokens, hidden_size] g
 to the next. Only the last stage has a sampler, token counts for penalties, and draft tokens.
 
 A stage does not wait until the next one has received `hidden`: it continues with its next plan.
-"""
+
+See common/parallel/README.md#pipeline-parallel"""
 
 from __future__ import annotations
 

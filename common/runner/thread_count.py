@@ -9,7 +9,9 @@ number under compiled code costs more than it gains. After the last engine has c
 earlier number again.
 
 torch keeps one number for the process and one for each thread that has computed. A thread starts
-with the process's number, so only a new thread can read that number."""
+with the process's number, so only a new thread can read that number.
+
+See 02_paged_kv/beyond/README.md#how-many-threads"""
 
 from __future__ import annotations
 

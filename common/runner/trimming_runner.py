@@ -2,7 +2,9 @@
 
 Only the text shows where the stop string ends, and only the engine has the text. So a runner that
 verifies draft tokens (chapter 5) is wrapped in `TrimmingRunner`: its tokens are trimmed before they
-are counted, their blocks published, or new drafts proposed."""
+are counted, their blocks published, or new drafts proposed.
+
+See 05_spec_decode/README.md#8-how-the-engine-uses-it"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ disk, and the next start of the same engine reads it.
 
 Nothing is launched. Arguments are stand-ins with a type and an address that is a multiple of 16, as
 in PyTorch's memory. Lengths and counts can be any numbers, because no kernel is specialised to
-them (`triton_or_none.jit_for_any`)."""
+them (`triton_or_none.jit_for_any`).
+
+See common/models/regions/README.md#compiled-at-the-start"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Apply the rules of `token_rules.py` to the rows of a step.
 
 A step sends indices into its flattened logits: one for each token that is allowed, biased, or ruled
-out by bad words. If a bad word includes a pending token, the comparison is done on the device."""
+out by bad words. If a bad word includes a pending token, the comparison is done on the device.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 No generator has state that could depend on other requests in the batch, slots, preemption or the
 number of drafts, and every rank and restart draws the same numbers. vLLM keeps a `torch.Generator`
 for each seeded request and draws a whole row of exponential noise from it. The hash is splitmix64
-(Steele et al. 2014)."""
+(Steele et al. 2014).
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Rows with the same needs are computed together, and each row gets the same result as alone. The
 host's arrays are sent to the device in one copy, before the logits exist. Nothing here waits for
-the device, except on a CPU to find how many tokens top-p keeps."""
+the device, except on a CPU to find how many tokens top-p keeps.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

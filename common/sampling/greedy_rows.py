@@ -1,4 +1,6 @@
-"""Greedy tokens, and the placeholders of rows without a token."""
+"""Greedy tokens, and the placeholders of rows without a token.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ time, which the memory plan includes: for a whole step they would be larger than
 
 A cached prefix has no hidden states, so a request with `prompt_logprobs` reads no cached prefix.
 Its KV is published as usual. If a prompt has `n` samples, only the first one requests the scores.
-Positions scored before a preemption are not scored again."""
+Positions scored before a preemption are not scored again.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

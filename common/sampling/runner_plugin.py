@@ -9,7 +9,9 @@
 
 Data of a request is stored in columns of the plugin, by row. Data of a step is stored in the batch,
 because two steps can be in flight. Hooks are called in the order of the plugin list, which is in
-the assembly, and only if the plugin's class defines them: that is looked up once."""
+the assembly, and only if the plugin's class defines them: that is looked up once.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

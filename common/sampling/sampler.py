@@ -12,7 +12,7 @@
         | softmax                                    `StagedRows.probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
-This is the order of vLLM (0.22), up to the last step, but vLLM applies top-k after min-p: the same
+This is the order of vLLM (0.33), up to the last step, but vLLM applies top-k after min-p: the same
 tokens are kept. Biases are added before EOS is ruled out, in one pass: impossible stays impossible.
 
 A batch of greedy rows needs only this file; `distributions.py` has the other steps. The arrays of a
@@ -21,7 +21,9 @@ The host reads tokens and log-probabilities in one copy too.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
-request only."""
+request only.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ remainder for a second draw (first a block, then a token in it).
 A row's highest logit, which greedy rows need anyway, is an argument. So without top-k, `shape` is
 one pass, and a program takes a tile of a row. A search takes the whole row, so a few rows leave
 most of a GPU idle. Logits are float32, or the model's 16-bit type, converted when loaded. PyTorch
-samples from the logits of a float64 model."""
+samples from the logits of a float64 model.
+
+See common/models/regions/README.md#the-sampler"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """The sampling parameters of each request, in columns: written at admission, read at every step.
 
 A step selects its rows of the columns with NumPy, without a Python object per request. The bits of
-`needs` are the features that a row uses: a batch in which all of them are 0 is greedy."""
+`needs` are the features that a row uses: a batch in which all of them are 0 is greedy.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ higher logit first, and lower id first among equals. So `top_k=1` and a tiny `to
 greedy, and top-k keeps exactly k.
 
 Repetition penalty: Keskar et al. 2019 (arXiv 1909.05858); top-p: Holtzman et al. 2019 (arXiv
-1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082)."""
+1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082).
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Score the rows of a step for `prompt_logprobs.py`."""
+"""Score the rows of a step for `prompt_logprobs.py`.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

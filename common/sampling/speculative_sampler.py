@@ -7,7 +7,9 @@
 Drafts have no probabilities if they are from a look-up, or if the request is greedy or has a seed.
 From the same logits, such a request gets exactly the tokens that it gets without speculation,
 however many drafts the load, the budget or a preemption leave it. Every constraint applies at every
-draft's position, with the drafts before it as history (Trap 37)."""
+draft's position, with the drafts before it as history (Trap 37).
+
+See 05_spec_decode/README.md#8-how-the-engine-uses-it"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ output, and how often. A history only grows, so a step adds only its new tokens:
 
 The rows are those of the columns. A row that now belongs to another request, or whose history has
 become shorter, is counted again. Drafts, and a last token that is still pending (`BatchState`), are
-added to the step's copy of the rows, never to the table."""
+added to the step's copy of the rows, never to the table.
+
+See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 python -m common.serve                                      the shipped checkpoint, on port 8000
 python -m common.serve --model DIRECTORY_OR_HUB_ID --api-key SECRET
 python -m common.serve --speculative '{"method": "ngram"}' --num-blocks 400
-"""
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

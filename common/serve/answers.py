@@ -1,7 +1,9 @@
 """Responses to clients: OpenAI's objects, complete or as chunks of a stream.
 
 All chunks have the same id, `created` and `model`; only the first has the role; `finish_reason` is
-null until the last; `usage` comes in a separate chunk if the client requested it."""
+null until the last; `usage` comes in a separate chunk if the client requested it.
+
+See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 

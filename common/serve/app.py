@@ -1,5 +1,7 @@
 """The HTTP routes. Each converts a request to arguments of `AsyncLLM` and its deltas to a response;
-none accesses the engine directly."""
+none accesses the engine directly.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

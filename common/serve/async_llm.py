@@ -5,7 +5,9 @@
 
 Prompts are tokenized here, not in the engine's thread. A step delivers the deltas of all requests
 together. Each request has a mailbox that merges unread deltas, so a slow reader gets several deltas
-merged into one and never blocks other requests."""
+merged into one and never blocks other requests.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Render messages to a prompt, with the model's template or the server's `--chat-template`. The
-template also determines how the model writes its reasoning and its tool calls."""
+template also determines how the model writes its reasoning and its tool calls.
+
+See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 

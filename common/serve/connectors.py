@@ -1,6 +1,8 @@
 """A connector to a pool of KV blocks, configured as JSON:
 
---kv-connector '{"kind": "mooncake", "master": "HOST:PORT", "metadata": "HOST:PORT"}'"""
+--kv-connector '{"kind": "mooncake", "master": "HOST:PORT", "metadata": "HOST:PORT"}'
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The values that leave the engine's thread, made once per step. Other threads never read a request
-that is still growing, so no text is decoded while a step appends to it."""
+that is still growing, so no text is decoded while a step appends to it.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

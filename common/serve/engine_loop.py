@@ -3,7 +3,9 @@ and the commands in its inbox between two steps.
 
     inbox: add, abort, call  ->  engine.step()  ->  deliver(EngineUpdate), once a step
 
-Any thread can put commands into the inbox, and never waits."""
+Any thread can put commands into the inbox, and never waits.
+
+See common/serve/README.md#the-way-of-one-request"""
 
 from __future__ import annotations
 

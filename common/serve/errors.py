@@ -1,4 +1,6 @@
-"""Errors as clients get them: OpenAI's error object, and never a part of an answer."""
+"""Errors as clients get them: OpenAI's error object, and never a part of an answer.
+
+See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Every field of `EngineConfig` as a flag: its name, default and comment are read from there, so
-that they are written only once."""
+that they are written only once.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

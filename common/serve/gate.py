@@ -1,7 +1,9 @@
 """`Gate`: checks every request before the application sees it.
 
 Loopback requests are not trusted: a foreign page in a browser on this machine can send requests
-here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name."""
+here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name.
+
+See common/serve/README.md#what-one-client-can-take-from-others"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ block changes unsent, the stream restarts: `AllBlocksCleared`, then each block t
 stream is either complete or starts again.
 
 Not published: tier blocks of an earlier process until they have been on the device once (their
-tokens are unknown here), and the content of a pool shared by engines."""
+tokens are unknown here), and the content of a pool shared by engines.
+
+See common/serve/KV_EVENTS.md"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Print the KV events of an engine: `python -m common.serve.kv_listen tcp://127.0.0.1:5557`."""
+"""Print the KV events of an engine: `python -m common.serve.kv_listen tcp://127.0.0.1:5557`.
+
+See common/serve/KV_EVENTS.md#try-it"""
 
 from __future__ import annotations
 

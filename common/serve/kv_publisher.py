@@ -10,7 +10,9 @@ detects that from the sequence. It requests them once; if they are no longer kep
 all readers restarts the stream with the complete state.
 
 Sources: vLLM's `vllm/distributed/kv_events.py` (0.33; older ones replay without the
-topic, and a batch is a map there)."""
+topic, and a batch is a map there).
+
+See common/serve/KV_EVENTS.md"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@
     BlockRemoved       block_hashes, medium
     AllBlocksCleared
 
-Blocks that follow each other are one event."""
+Blocks that follow each other are one event.
+
+See common/serve/KV_EVENTS.md"""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 The parser holds Python's lock until it has read a body, for 0.15 s at most, because `gate.py`
 limits the number of values in a body. An answer is encoded a few entries at a time, as fast as its
 client reads, so the lock is free in between and no complete answer is in memory. There is only one
-thread, because several would take the lock from the engine in turns; large answers share it."""
+thread, because several would take the lock from the engine in turns; large answers share it.
+
+See common/serve/README.md#what-one-client-can-take-from-others"""
 
 from __future__ import annotations
 

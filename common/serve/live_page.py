@@ -16,7 +16,9 @@ An engine with inconsistent state ends its film itself, so this is checked after
 
 A viewer reads only the texts of its own requests: those sent with the same token, which the page
 makes and sends with each request in a header. For the others it gets lengths (`hidden_frames.py`).
-With an API key, a viewer that sends the key and no token reads everything."""
+With an API key, a viewer that sends the key and no token reads everything.
+
+See common/serve/README.md#seen-live"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server's port, bound before the model is loaded."""
+"""The server's port, bound before the model is loaded.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

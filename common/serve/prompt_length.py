@@ -3,7 +3,9 @@ a minute of a core. No token covers more bytes than the longest one of the vocab
 
 The bound holds if each byte of a text goes to some token. Other tokenizers can drop a part of a
 text, or make one unknown token of any number of bytes; then only the token ids give the length.
-vLLM multiplies by the longest token's characters whatever the tokenizer does."""
+vLLM multiplies by the longest token's characters whatever the tokenizer does.
+
+See common/serve/README.md#what-one-client-can-take-from-others"""
 
 from __future__ import annotations
 

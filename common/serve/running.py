@@ -1,4 +1,6 @@
-"""Run the server: from the parsed command line to shutdown."""
+"""Run the server: from the parsed command line to shutdown.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

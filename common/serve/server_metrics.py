@@ -1,4 +1,6 @@
-"""`GET /metrics`, under vLLM's names, so that its dashboards show this engine too."""
+"""`GET /metrics`, under vLLM's names, so that its dashboards show this engine too.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

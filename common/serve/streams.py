@@ -1,4 +1,6 @@
-"""Streamed and long-running responses, and clients that disconnect before the end."""
+"""Streamed and long-running responses, and clients that disconnect before the end.
+
+See common/serve/README.md#the-way-of-one-request"""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@
 
 A token that continues a character begins where the character does. A special token that is skipped
 adds no text. A stop string counts although it is removed later, so a stream has the same offsets as
-a complete answer."""
+a complete answer.
+
+See common/serve/README.md"""
 
 from __future__ import annotations
 

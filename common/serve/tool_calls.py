@@ -9,7 +9,9 @@ arguments.
 The text is parsed in order and output is never retracted, so a stream's deltas add up to the
 complete answer, wherever they are split. Marks are not sent to clients, and neither are the
 newlines next to them, which chat templates add again. A call begins when its name and `{` have
-arrived. Text after `<tool_call>` that is not a call is content."""
+arrived. Text after `<tool_call>` that is not a call is content.
+
+See common/serve/README.md#tools-and-reasoning"""
 
 from __future__ import annotations
 

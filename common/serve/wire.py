@@ -2,7 +2,9 @@
 
 A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
 engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name; OpenAI
-fields that would change the answer, and are not supported, are rejected by name."""
+fields that would change the answer, and are not supported, are rejected by name.
+
+See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 

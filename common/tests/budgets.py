@@ -56,7 +56,7 @@ BUDGETS = {
     "common/runner": Amounts(code=1452, tests=1897),
     "common/sampling": Amounts(code=1497, tests=1193),
     "common/serve": Amounts(code=3572, tests=5118, pages=629, words=8693),
-    "common/tests": Amounts(tests=10712),
+    "common/tests": Amounts(tests=10750),
     "workshop": Amounts(code=4, tests=17),
     "workshop/book": Amounts(code=1699, tests=1436, tables=949),
     "workshop/measure": Amounts(code=7715, tests=1707, words=4373),
@@ -65,7 +65,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2024, tests=3439, pages=242, tables=534, words=983),
 }
-ALL_PYTHON_LINES = 132_098  # as `wc -l` counts them
+ALL_PYTHON_LINES = 132_501  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

@@ -20,6 +20,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
 FILE = re.compile(r"(?<![\w./*])((?:\w[\w-]*/)*\w+\.(?:py|ipynb|md))\b")
 PLACE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 TEST = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
+PAGE = re.compile(r"\n\nSee (\S+?)(?:#(\S+))?$")  # the end of a docstring
 BEGINS_WITH_WHO = re.compile(r"(?:^|[.!?:]\s+|\|\s|\*\*\s?)Who\s[^?.!|]*[.!|]")
 
 
@@ -83,6 +84,22 @@ def unknown_places(text: Path, sources: dict[str, str]) -> list[str]:
     return unknown
 
 
+def wrong_page(module: Path, root: Path = ROOT, *, must_name_it: bool = False) -> str:
+    """Return a fault of the page that ends a module's docstring, "" if there is none. With
+    `must_name_it`, the section must also name the module."""
+    found = PAGE.search(ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "")
+    if found is None:
+        return "names no page"
+    page, anchor = root / found[1], found[2]
+    if not page.is_file():
+        return f"names {found[1]}, which is not there"
+    named = [s for s in sections_of(page) if anchor in (None, s.anchor)]
+    if not named:
+        return f"names {found[1]}, which has no heading {anchor}"
+    is_named = any(module.name in section.source for section in named)
+    return "" if is_named or not must_name_it else f"is not named by {found[1]}#{anchor}"
+
+
 def texts(house: House) -> list[Path]:
     """Every page but those that speak of an older commit, or of the files of a corpus."""
     pages = [path for path in house.files if path.suffix == ".md"]
@@ -123,6 +140,16 @@ def test_every_file_that_is_named_exists(text: Path) -> None:
 @EVERY_TEXT
 def test_every_place_and_test_that_is_named_exists(text: Path, sources: dict[str, str]) -> None:
     assert not unknown_places(text, sources)
+
+
+def test_every_module_of_the_engine_names_its_page() -> None:
+    """In chapters and `common`; what the workshop's folders are for, their README.md says."""
+    roots, files = HOUSE.root_modules(), HOUSE.python_files(aside=False)
+    modules = [p for p in files if p.name != "__init__.py" and "workshop" not in p.parts]
+    modules = [p for p in modules if p.parent != ROOT]
+    wrong = {HOUSE.name(p): wrong_page(p, must_name_it=p in roots) for p in modules}
+    assert not {name: fault for name, fault in wrong.items() if fault}
+    assert len(modules) > 200
 
 
 def test_the_readme_is_short_where_nothing_is_unfolded() -> None:
@@ -172,6 +199,24 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     assert unknown_files(text, ["room/here.py"]) == ["far.py", "far/here.py", "gone.py", "lost.py"]
     sources = {"room/here.py": "class A:\n    def f(self): ...\n\ndef test_a(): ...\n"}
     assert unknown_places(text, sources) == ["here.py::A.g", "far.py::A", "test_b"]
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [
+        ("See a.md#b", ""),
+        ("See a.md", ""),
+        ("See a.md#c", "is not named by a.md#c"),
+        ("See a.md#d", "names a.md, which has no heading d"),
+        ("See b.md", "names b.md, which is not there"),
+        ("Plan. See a.md#b", "names no page"),
+        ("See a.md#b\n\nMore.", "names no page"),
+    ],
+)
+def test_a_wrong_page_of_a_module_is_found(end: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# a\n## b\n`plan.py`\n## c\n")
+    (module := tmp_path / "plan.py").write_text(f'"""A plan.\n\n{end}"""\n')
+    assert wrong_page(module, tmp_path, must_name_it=True) == fault
 
 
 def test_an_anchor_that_leads_nowhere_is_found(tmp_path: Path) -> None:

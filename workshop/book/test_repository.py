@@ -1,4 +1,4 @@
-"""The address comes from the environment, else from pyproject.toml."""
+"""The address comes from pyproject.toml; the site's from the environment, if it is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.book.repository import repository_address
+from workshop.book.repository import repository_address, site_repository
 
 URLS = '[project]\nname = "a"\n[project.urls]\nRepository = "https://host/of/pyproject.git"\n'
 
@@ -21,7 +21,7 @@ URLS = '[project]\nname = "a"\n[project.urls]\nRepository = "https://host/of/pyp
         ("https://host/a.git/", URLS, "https://host/a"),
     ],
 )
-def test_environment_is_asked_first(
+def test_the_environment_is_asked_first_and_for_the_site_only(
     environment: str | None,
     pyproject: str,
     address: str,
@@ -32,4 +32,6 @@ def test_environment_is_asked_first(
     if environment is not None:
         monkeypatch.setenv("BOOK_REPOSITORY", environment)
     (tmp_path / "pyproject.toml").write_text(pyproject, encoding="utf-8")
-    assert repository_address(tmp_path) == address
+    assert site_repository(tmp_path) == address
+    committed = "https://host/of/pyproject" if pyproject == URLS else ""
+    assert repository_address(tmp_path) == committed

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,9 +24,11 @@ import pytest
 from docutils import nodes
 from docutils.utils import new_document
 
-from workshop.book.repository import repository_address
+from workshop.book.path import ROOT
+from workshop.book.repository import site_repository
 from workshop.site.make_book import OUT
 from workshop.site.page_tree import LANGUAGES
+from workshop.site.print_book import whole_book
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
@@ -127,6 +131,17 @@ def test_every_link_leads_to_a_page_and_an_anchor() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_a_source_leads_to_the_section_that_its_docstring_names() -> None:
+    named = {
+        ((page.parent / target).resolve(), anchor)
+        for page in (OUT / "source").rglob("*.py.html")
+        for target, anchor in re.findall(r'See <a href="(\S+?)#(\S+?)"', page.read_text("utf-8"))
+    }
+    anchors = {page: _Links(page).anchors for page, _ in named}
+    assert len(named) > 50
+    assert not [(page, anchor) for page, anchor in named if anchor not in anchors[page]]
+
+
 def test_every_page_exists_in_both_languages() -> None:
     first, second = ({p.partition("/")[2] for p in PAGES if p.startswith(x)} for x in LANGUAGES)
     assert first == second and len(first) >= 48
@@ -189,7 +204,7 @@ def test_a_ticket_is_found_in_the_list_at_the_top(
         assert page.evaluate("document.querySelector(':target').textContent").startswith(words)
 
 
-def test_the_language_link_leads_to_the_same_page(
+def test_the_language_link_leads_to_the_same_page_and_section(
     address: str, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(f"{address}en/04_scheduler/beyond/PREFILL_FIRST.html")
@@ -198,6 +213,11 @@ def test_the_language_link_leads_to_the_same_page(
     page.click("a.language")
     assert page.url == f"{address}en/04_scheduler/beyond/PREFILL_FIRST.html"
     assert page.evaluate("document.documentElement.lang") == "en"
+    page = open_page(f"{page.url}#which-batch")
+    page.locator(".toc-tree .scroll-current a[href='#which-batch']").wait_for()  # scrolled there
+    page.click("a.language")
+    page.wait_for_url("**/zh/**")
+    assert page.evaluate("document.querySelector(':target').innerText") == "3. 选哪个批"
 
 
 def test_a_film_asks_inside_its_chapter_and_the_home_page_shows_the_preemption(
@@ -236,6 +256,39 @@ def test_dark_mode_reaches_the_page_and_its_figures(
     scheme = "getComputedStyle(document.querySelector('article img')).colorScheme"
     assert page.evaluate(scheme) == "dark"
     assert not _is_light(open_page(f"{address}en/index.html", color_scheme="dark"))
+
+
+def test_the_print_has_every_page_once_in_the_order_of_the_sidebar(tmp_path: Path) -> None:
+    names = ("#", "in/b.html", "a.html", "in/b.html")
+    links = "".join(f'<a class="reference internal" href="{name}">x</a>' for name in names)
+    images = '<img src="../_images/c.svg"><a href="https://x.org/">y</a><a href="../no.html">z</a>'
+    articles = {
+        "in/b.html": f'<details id="x"><a href="../a.html#y">a</a>{images}</details>',
+        "a.html": '<h2 id="x">A</h2><a href="#x">here</a><a href="in/b.html">b</a>',
+        "index.html": "Home",
+    }
+    for name, text in [(f"{one}/{n}", text) for n, text in articles.items() for one in LANGUAGES]:
+        page = tmp_path / name
+        page.parent.mkdir(parents=True, exist_ok=True)
+        article = f'<nav class="sidebar-tree">{links}</nav><article role="main">{text}</article>'
+        page.write_text(article, encoding="utf-8")
+    body = whole_book(tmp_path / "zh").partition("<body>")[2].removesuffix("</body></html>")
+    assert body == (
+        '<article id="index.html" role="main">Home</article>'
+        '<article id="in/b.html" role="main"><details id="in/b.html--x" open="">'
+        '<a href="#a.html--y">a</a><img src="zh/_images/c.svg"/><a href="https://x.org/">y</a>'
+        "<a>z</a></details></article>"
+        '<article id="a.html" role="main"><h2 id="a.html--x">A</h2><a href="#a.html--x">here</a>'
+        '<a href="#in/b.html">b</a></article>'
+    )
+    code = "import pathlib, workshop.site.print_book as it\n"
+    code += f"it.print_book(pathlib.Path({str(tmp_path)!r}))"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True
+    )  # playwright runs once in each
+    assert {path.name for path in tmp_path.glob("*.*")} == {"book.en.pdf", "book.zh.pdf"}
+    sheets = (tmp_path / "book.zh.pdf").read_bytes().count(b"/Type /Page\n")
+    assert sheets == len(articles)
 
 
 def _is_light(page: Page) -> bool:
@@ -285,8 +338,8 @@ def test_a_term_of_the_glossary_says_its_meaning(
 def test_a_quotation_leads_to_its_first_line(address: str, open_page: Callable[..., Page]) -> None:
     page = open_page(f"{address}en/04_scheduler/index.html")
     link = page.locator("p.lines a", has_text="preemptive_scheduler.py").first
-    if repository_address():
-        assert (link.get_attribute("href") or "").startswith(repository_address())
+    if site_repository():
+        assert (link.get_attribute("href") or "").startswith(site_repository())
     else:
         quoted = link.locator("xpath=../preceding-sibling::*[1]").inner_text()
         link.click()

@@ -8,8 +8,8 @@
 tests it (`check_book.py`); `--pdf` also prints it, one PDF a language. The site makes no request
 to another host, and apart from its search works from `file://`.
 
-If `[project.urls] Repository` or the environment variable `BOOK_REPOSITORY` names the repository,
-links to source files go there, at the built commit."""
+If the environment variable `BOOK_REPOSITORY`, else `[project.urls] Repository`, names the
+repository, links to source files go there, at the built commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from workshop.book.path import ROOT
-from workshop.book.repository import repository_address
+from workshop.book.repository import site_repository
 from workshop.site import source_pages, staging
 from workshop.site.page_tree import LANGUAGES, git
 
@@ -46,21 +46,15 @@ def film_folder() -> Path:
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
     folder = FILMS / digest.hexdigest()[:16]
     if not folder.exists():
-        # torch, and all that computes
-        from workshop.watch.films import BEYOND, NUM_TAKES, page_of, shoot
-        from workshop.watch.films import FILMS as CHAPTERS
-        from workshop.watch.workloads import load_cast
+        from workshop.watch import films  # torch, and all that computes
 
         FILMS.mkdir(parents=True, exist_ok=True)
         old = list(FILMS.iterdir())
         with tempfile.TemporaryDirectory(dir=FILMS) as place:
-            cast, made = load_cast(), Path(place, "made")
+            made = Path(place, "made")
             made.mkdir()
-            for film in (*CHAPTERS.values(), *BEYOND.values()):
-                # Those beyond the chapters bring models of their own.
-                shot = shoot(film, Path(place), cast if film.chapter else None, NUM_TAKES, True)
-                text = page_of(shot)
-                Path(made, f"film_{film.name}.html").write_text(text, encoding="utf-8")
+            for shot, page in films.film_pages([*films.FILMS.values(), *films.BEYOND.values()]):
+                Path(made, f"film_{shot.film.name}.html").write_text(page, encoding="utf-8")
             made.rename(folder)
         for other in old:
             shutil.rmtree(other)
@@ -86,7 +80,7 @@ def build(has_films: bool) -> None:
 
 
 def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
-    repository, commit = repository_address(), git("rev-parse", "HEAD").strip()
+    repository, commit = site_repository(), git("rev-parse", "HEAD").strip()
     sources, commands = source_pages.Sources(), []
     for language in LANGUAGES:
         tree = staging.stage(folder / language, language == "zh", has_films, repository)

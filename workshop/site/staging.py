@@ -31,6 +31,7 @@ STILL = re.compile(
 )
 COMMAND = re.compile(r'make watch ARGS="?--film (?P<name>\w+)')
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
+FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
 FULL_SIZE = ("full size", "全屏打开")
 ANSWER = ("What it shows", "它演示了什么")  # folded: the film asks for it
@@ -139,7 +140,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         text = STILL.sub(film, text)
     text = with_panel(text, tree.is_chinese)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
-    text = BLOCK.sub(quotation, SWITCH.sub("", text, count=1))
+    text = BLOCK.sub(quotation, FILE_NAME.sub("", SWITCH.sub("", text, count=1)))
     parts, end = [], 0
     for code in CODE.finditer(text):  # in code nothing is a link
         parts.append(LINK.sub(link, text[end : code.start()]))

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from workshop.book.path import ROOT
-from workshop.site import make_book
+from workshop.site import source_pages
 from workshop.site.page_tree import (
     Tree,
     find_pages,
@@ -163,6 +163,14 @@ def test_a_script_is_not_its_notebook_and_the_language_is_in_the_sidebar(tree: T
     assert staged(text, "01_batching/index", page, tree, True) == f"# A\n\n\n{expected}"
 
 
+def test_a_page_named_by_its_file_has_its_title_on_the_site(tree: Tree) -> None:
+    """Sphinx puts it into a link without text."""
+    page = tree.pages["04_scheduler/index"]
+    text = "[`scheduler_demo.ipynb`](scheduler_demo.ipynb) [A.md](beyond/ADAPTERS.md) [in A.md](..)"
+    there = "../04_scheduler/scheduler_demo.ipynb) [](../04_scheduler/beyond/ADAPTERS.md"
+    assert staged(text, "04_scheduler/index", page, tree, True).startswith(f"[]({there}) [in A.md]")
+
+
 def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
     path = ROOT / "CONTRIBUTING.md"
     text = staged("[x](README.md#the-map) [y](README.md)", "CONTRIBUTING", path, tree, True)
@@ -170,26 +178,22 @@ def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree
     assert text == f"[x]({there}) [y](index.md)"
 
 
-def test_a_source_page_names_the_pages_that_link_to_it(tree: Tree, tmp_path: Path) -> None:
+def test_a_source_page_names_the_pages_that_link_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the page that its docstring names. That of a folder lists what git tracks."""
     pytest.importorskip("pygments")
     sources = Sources()
-    tree.sources["common"] = {"index"}
     sources.add(
         Tree(tmp_path, False, {}, frozenset(), "", {"common/llm.py": {"common/index"}}), "en"
     )
     sources.add(Tree(tmp_path, True, {}, frozenset(), "", {"common": {"index"}}), "zh")
+    monkeypatch.setattr(source_pages, "git", lambda *_: "common/serve/a.py\ncommon/llm.py\n")
     sources.write(tmp_path)
     page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
     assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
-    assert "llm.py" in (tmp_path / "common.html").read_text(encoding="utf-8")
-
-
-def test_without_sphinx_the_command_says_which_python_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(make_book, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"Python 3\.11 or newer"):
-        make_book.main([])
+    assert 'See <a href="../../en/common/index.html">common/README.md</a>' in page
+    assert "<pre>llm.py\nserve</pre>" in (tmp_path / "common.html").read_text(encoding="utf-8")
 
 
 def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree: Tree) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import tempfile
 from pathlib import Path
 
 from workshop.watch.page_maker import write_page
@@ -33,29 +32,22 @@ def is_about_films(args: argparse.Namespace) -> bool:
 
 def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
     """Make the requested films. `mine` is as for `page_of`. Raises `ValueError` if that fails."""
-    # torch, and all that computes
-    from workshop.watch.films import BEYOND, FILMS, NUM_TAKES, page_of, shoot
-    from workshop.watch.workloads import load_cast
+    from workshop.watch.films import BEYOND, FILMS, film_pages  # torch, and all that computes
 
     if args.stills:
         from workshop.watch.stills import make_stills
 
         make_stills()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if args.film is not None:
-            film = BEYOND.get(args.film) or FILMS[int(args.film)]
-            shot = shoot(film, Path(folder), num_takes=NUM_TAKES, has_knob=True)
-            print(shot.caption[0])
-            path = args.out or FOLDER / f"film_{args.film}.html"
-            write_page(path, page_of(shot, mine), args.open)
-            return
-        cast, rows = load_cast(), []
-        target = args.out or FOLDER
-        for number, film in FILMS.items():
-            shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
-            write_page(target / f"film_{number}.html", page_of(shot, mine))
-            rows.append((number, film.title, shot.caption))
+    elif args.film is not None:
+        film = BEYOND.get(args.film) or FILMS[int(args.film)]
+        ((shot, page),) = film_pages([film], mine)
+        print(shot.caption[0])
+        write_page(args.out or FOLDER / f"film_{args.film}.html", page, args.open)
+    else:
+        target, rows = args.out or FOLDER, []
+        for film, (shot, page) in zip(FILMS.values(), film_pages(FILMS.values(), mine)):
+            write_page(target / f"film_{film.name}.html", page)
+            rows.append((film.chapter, film.title, shot.caption))
         write_page(target / "index.html", index_page(rows), args.open)
 
 

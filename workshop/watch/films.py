@@ -25,7 +25,8 @@ The texts are in `films.txt`, in two languages, a row for a film and then its mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +182,17 @@ def page_of(
     settings: dict[str, Any] = {"film": about | {"scenes": film.scenes, "rule": film.rule}}
     settings |= {"num_turned": len(shot.turned), "mine": mine, "link": link}
     return make_page(reels, title_of(film), shot.start(film.moments[0]), **settings)
+
+
+def film_pages(
+    films: Iterable[ChapterFilm], mine: tuple[int, int] | None = None
+) -> Iterator[tuple[Shot, str]]:
+    """Perform each film with the settings of its knob, and make its page. `mine`: see `page_of`."""
+    cast = load_cast()
+    with tempfile.TemporaryDirectory() as folder:
+        for film in films:
+            shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
+            yield shot, page_of(shot, mine)
 
 
 def calmest(*takes: str) -> str:

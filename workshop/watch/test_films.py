@@ -16,7 +16,7 @@ from common.engine_config import EngineConfig
 from common.events.frames import Frame, users_of
 from common.tests.film_answers import Answers
 from workshop.practice.tasks import mine
-from workshop.watch import film_facts, film_scripts, films, watch_command, workloads
+from workshop.watch import film_facts, film_scripts, films, watch_command
 from workshop.watch.film_facts import NotShown, _table
 from workshop.watch.film_scripts import CONSTRAINED, WINDOWED
 from workshop.watch.films import BEYOND, FILMS, Shot, calmest, page_of
@@ -144,7 +144,7 @@ def test_pages_know_how_many_functions_were_the_readers(
 ) -> None:
     monkeypatch.setattr(mine, "installed", lambda bench: nullcontext((17, 24)))
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots.get(film.chapter, shots[1]))
-    monkeypatch.setattr(workloads, "load_cast", lambda: None)
+    monkeypatch.setattr(films, "load_cast", lambda: None)
     for option, sentences in (["--mine"], "[17, 24]"), ([], "null"):
         assert watch_command.main([*arguments, *option, "--out", str(tmp_path / "out")]) == 0
         assert f'"mine": {sentences}' in (tmp_path / page).read_text(encoding="utf-8")

@@ -2,8 +2,8 @@
 // is the first one that this changes.
 const {store, h, t} = Watch;
 Watch.words({
-  "knob.name": ["Change one setting", "改一项设置"],
-  "knob.own": ["as told above", "按上面所讲"],
+  "knob.name": ["Change one setting", "换个设置"],
+  "knob.own": ["as told above", "原设置"],
   "knob.words": [
     "The same requests with {label}, and where to look in this run. What the film tells is at “{own}”.",
     "同样的请求，设置改为 {label}；下面是这次运行里值得看的几步。影片所讲的那次运行在“{own}”。"],

@@ -7,7 +7,7 @@ Watch.words({
   "shell.back": ["Step back", "后退一步"],
   "shell.on": ["Step on", "前进一步"],
   "shell.scrub": ["Step of the run", "当前步"],
-  "shell.now": ["step {step} of {last}", "第 {step} 步（末步 {last}）"],
+  "shell.now": ["step {step} of {last}", "第 {step} 步（最后一步 {last}）"],
   "shell.no_step": ["no steps", "没有步"],
   "shell.request": ["Request", "请求"],
   "shell.all": ["all requests", "全部请求"],

@@ -1,7 +1,9 @@
 """The runner's side of adapters: the adapter of each row of a step.
 
 The scheduler sends the digest of a request's adapter once, when the request is admitted. Each
-runner assigns slots (`adapter_slots.py`); all ranks assign the same, without communication."""
+runner assigns slots (`adapter_slots.py`); all ranks assign the same, without communication.
+
+See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 
 from __future__ import annotations
 

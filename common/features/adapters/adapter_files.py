@@ -12,7 +12,8 @@ configuration matches must exist: an adapter that changes half of its matrices s
 Variants of LoRA that compute something else (DoRA, biases, whole modules) are rejected by name.
 
 Sources: Hu et al., LoRA (arXiv 2106.09685); Kalajdzievski, rsLoRA (arXiv 2312.03732); PEFT 0.21.
-"""
+
+See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
     name --> digest of the content --> matrices, in the process that has the model
 
 A name can be removed at any time; the content stays until the last request that uses it has ended.
-KV is keyed by the digest, so a later adapter of the same name never finds the first one's KV."""
+KV is keyed by the digest, so a later adapter of the same name never finds the first one's KV.
+
+See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 

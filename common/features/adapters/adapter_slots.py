@@ -23,7 +23,9 @@ Invariants: a row without an adapter is not changed; a step has at most `max_lor
 the scheduler ensures.
 
 Sources: Chen et al., Punica (arXiv 2310.18547), computes such batches in one kernel; Sheng et al.,
-S-LoRA (arXiv 2311.03285), keeps the adapters of thousands in the host's memory."""
+S-LoRA (arXiv 2311.03285), keeps the adapters of thousands in the host's memory.
+
+See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Python's `re` backtracks: an expression of ten characters, such as `(a|a)*b`, can keep it busy for
 years. In the meantime it holds the interpreter's lock, so that no other thread runs and no signal
-is handled."""
+is handled.
+
+See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 
 from __future__ import annotations
 

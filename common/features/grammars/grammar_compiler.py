@@ -10,7 +10,9 @@ An abandoned compilation continues until the library's own limits end it (`_LIMI
 
 The result is text, from which each rank that samples makes a matcher (`grammar_masks.py`), so masks
 never cross processes. A separate process for compiling could be ended, but its matcher would stay
-in it, and the next step would have to compile again."""
+in it, and the next step would have to compile again.
+
+See 04_scheduler/beyond/GRAMMARS.md#which-tokens-may-come-next"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ rolled back: only tokens that the runner has accepted stay. The rows after a dra
 grammar forbids get no mask, because that draft token is rejected in any case.
 
 A step that was planned before the previous step's tokens were read (`overlap.py`) waits for them
-here, when the device already has work, and not earlier. So no request has to skip a step."""
+here, when the device already has work, and not earlier. So no request has to skip a step.
+
+See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@
                         The library excludes the names of properties from a pattern, but allows a
                         comma even if no name is left that could follow it
 
-The rewritten schema has the same meaning."""
+The rewritten schema has the same meaning.
+
+See 04_scheduler/beyond/GRAMMARS.md#which-tokens-may-come-next"""
 
 from __future__ import annotations
 

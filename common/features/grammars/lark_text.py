@@ -3,7 +3,9 @@
 Two features of llguidance would give other masks than the grammar defines, and are avoided here. If
 the text is certain, it allows only the tokens that a tokenizer would choose (`no_forcing` turns
 that off). And it matches terminals greedily before it applies rules, so `[a-z]+ "b"` would match
-nothing. So in the translation of an `Ebnf`, each terminal is a single character."""
+nothing. So in the translation of an `Ebnf`, each terminal is a single character.
+
+See 04_scheduler/beyond/GRAMMARS.md#which-tokens-may-come-next"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The scheduler's side of grammars, made when the first request with a grammar arrives."""
+"""The scheduler's side of grammars, made when the first request with a grammar arrives.
+
+See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 A grammar is over bytes, as tokens are: a token can be half a character, and can be allowed. Special
 tokens have no bytes here, so no grammar ever allows one. EOS is handled in `grammar_masks.py`, not
-by the library."""
+by the library.
+
+See 04_scheduler/beyond/GRAMMARS.md#which-tokens-may-come-next"""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@
     Mixtral      all                                     always          float32
 
 Experts that every token reads ("shared"), groups of experts, and scores other than softmax
-are refused by name."""
+are refused by name.
+
+See common/models/experts/README.md#what-depends-on-it-here"""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ Invariants: a row's result does not depend on another row's choice; no pair is l
 
 The order of operations is that of `transformers`. vLLM and SGLang have a kernel that reads rows
 through the order instead of copying them. Shazeer et al. (arXiv 1701.06538); Jiang et al., Mixtral
-(arXiv 2401.04088)."""
+(arXiv 2401.04088).
+
+See common/models/experts/README.md#how-does-a-token-choose"""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@
 
 `transformers` 5 computes with the second and writes either. The loader's rule, that every tensor is
 used and every parameter filled once, applies to tensors per expert. So the loader sees a fused
-tensor as slices, which are read only on access."""
+tensor as slices, which are read only on access.
+
+See common/models/experts/README.md#what-depends-on-it-here"""
 
 from __future__ import annotations
 

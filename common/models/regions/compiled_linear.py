@@ -4,7 +4,9 @@ oneDNN's packed product is made for many rows; a decode step has few. Weights th
 exactly, as in nearly all checkpoints, are kept in bfloat16: half the memory to read, and the same
 numbers, because they are widened before they are multiplied.
 
-Invariant: a row's result depends neither on the other rows nor on the number of threads."""
+Invariant: a row's result depends neither on the other rows nor on the number of threads.
+
+See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ embedding is similar. Here each of these is one loop, for any number of tokens:
     silu_and_multiply    the MLP's gate
 
 In float32 and bfloat16, intermediate results are not rounded, so last bits differ from those of the
-plain functions. In float64, norms are computed in float32, as in the plain functions."""
+plain functions. In float64, norms are computed in float32, as in the plain functions.
+
+See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ attention:
     silu_and_multiply   the MLP's gate
 
 The MLP's last matrix product includes the addition to the residual (`Linear.add_to`). With a bias,
-or split over several GPUs, whose products are summed first, the addition is one launch more."""
+or split over several GPUs, whose products are summed first, the addition is one launch more.
+
+See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ Everything between a load and a store is float32: a kernel rounds once where PyT
 each operation. That changes low bits in bfloat16, as between any two implementations.
 
 `kernel_regions.py` makes them available to the model.
-"""
+
+See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 

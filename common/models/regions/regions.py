@@ -3,7 +3,9 @@ versions for a CPU, `kernel_regions.py` for a GPU.
 
 In every dtype the numbers follow `transformers`: norms are computed in float32. That holds in
 float64 too, where tests compare tokens one by one. In bfloat16 a fused norm rounds once where
-`transformers` rounds twice."""
+`transformers` rounds twice.
+
+See common/README.md#which-models"""
 
 from __future__ import annotations
 

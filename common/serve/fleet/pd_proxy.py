@@ -13,7 +13,9 @@ by their content, so our connectors leave it empty.
 
 The first request is optional: if it fails or is late, the decode server computes the prompt.
 (`vllm-router` 0.1.17 answers with an error then.) Requests other than generations go to the decode
-server."""
+server.
+
+See common/serve/fleet/README.md"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Servers and a router as local processes, each on a free port, ended at the end of a `with` block.
 
 The real router is not a dependency: `pip install vllm-router`, in a separate environment if
-necessary, whose program you then name with `VLLM_ROUTER=/path/to/vllm-router`."""
+necessary, whose program you then name with `VLLM_ROUTER=/path/to/vllm-router`.
+
+See common/serve/fleet/README.md"""
 
 from __future__ import annotations
 

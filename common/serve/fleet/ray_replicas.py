@@ -4,7 +4,9 @@ Ray starts, routes, counts and ends them.
     python -m common.serve.fleet.ray_replicas --max-replicas 2 --streams 24
 
 sends that many concurrent streams, and prints the number of replicas while the streams run and
-after the last request. Run `pip install "ray[serve]"` first."""
+after the last request. Run `pip install "ray[serve]"` first.
+
+See common/serve/fleet/README.md#ray-serve"""
 
 from __future__ import annotations
 

@@ -339,7 +339,8 @@
     const picker = hasModel && add(h("select", {}, ...known), say("Model", "模型"));
     if (hasModel) {
       const onchange = (event) => attempt(() => readFile(event.target));
-      add(h("input", {type: "file", accept: ".json", onchange}),
+      const onclick = ({target}) => (target.value = ""); // so that the same file is read again
+      add(h("input", {type: "file", accept: ".json", onchange, onclick}),
         say("or drop a config.json", "或拖入 config.json"));
       div.ondragover = div.ondrop = (event) => {
         event.preventDefault();

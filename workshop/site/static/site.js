@@ -1,5 +1,18 @@
-// Loads the search; says why there is none where pages are opened as files.
+// Leads the language switch to the same section. Loads the search; says why there is none where pages
+// are opened as files.
+"use strict";
 addEventListener("DOMContentLoaded", () => {
+  const headings = [...document.querySelectorAll("article[role=main] :is(h1, h2, h3, h4, h5, h6)")];
+  const levels = headings.map(({tagName}) => tagName[1]).join("");
+  const [, index, of] = /^#heading-(\d+)-(\d+)$/.exec(location.hash) ?? [];
+  if (of === levels) location.replace(`#${headings[index].id}`);
+  const language = document.querySelector("a.language");
+  language.addEventListener("click", () => {
+    const current = document.querySelector(".toc-tree .scroll-current > a")?.hash.slice(1);
+    const at = headings.findIndex(({id}) => id && id === decodeURIComponent(current));
+    language.hash = at < 0 ? "" : `heading-${at}-${levels}`;
+  });
+
   const box = document.getElementById("book-search");
   const isChinese = document.documentElement.lang.startsWith("zh");
   if (location.protocol === "file:") {
