@@ -490,7 +490,7 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
         assert '"torch==' in run.stdout and '"triton==' in run.stdout
         return re.findall(r"-e '\.\[([\w,]+)\]'", run.stdout)
 
-    layers = [["grammar"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
+    layers = [["grammar,chapters"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
     expected = [[extra for layer in layers[: i + 1] for extra in layer] for i in range(4)]
     of = ["demo watch bench ladder", "serve", "check test matrix museum task"]
     of.append("lint format notebooks figures sync")
