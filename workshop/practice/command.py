@@ -112,7 +112,7 @@ def list_exhibits() -> str:
 def look(number: int, exhibit: Exhibit) -> None:
     """Print the whole story, the patch, its effect and a test that fails."""
     words = exhibit.words
-    _say(f"{number}. {words.text('title')}   ({exhibit.origin}; trap {exhibit.trap})")
+    _say(f"{number}. {words.text('title')}   ({exhibit.origin})")
     _say(_labelled(words, "symptom", "cause"))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
@@ -250,7 +250,8 @@ def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None
     task = None if options.number is None else task_numbered(options.number)
     if options.number is not None and task is None:
         known = ", ".join(task.number for task in TASKS)
-        parser.error(f"task must be one of {known}, got {options.number}")
+        evening = "; for an evening: EVENING=4" if options.number.isdigit() else ""
+        parser.error(f"task must be one of {known}, got {options.number}{evening}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
     try:
         bench = bench or Workbench()
