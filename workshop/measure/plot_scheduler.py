@@ -449,8 +449,8 @@ def tables_of_fit(record: dict) -> dict[str, str]:
     cost = {name.removesuffix("_ms"): 1e3 * value for name, value in record["cost_model"].items()}
     numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
     note = (
-        f"Cost model in µs, fitted to {record['num_steps']} steps of the shipped checkpoint, median "
-        f"error {record['median_relative_error']:.0%}: {numbers}."
+        f"Cost model in µs, fitted to {record['num_steps']} steps of the shipped checkpoint, "
+        f"median error {record['median_relative_error']:.0%}: {numbers}."
     )
     return {"fit": note}
 
