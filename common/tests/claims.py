@@ -333,7 +333,7 @@ def bound_params(name: str | None, **how: Any) -> SamplingParams:
 # -- the table
 
 
-FAMILY, TEXTS = ("family",), ("shipped texts",)
+FAMILY, TEXTS = ("family",), ("draft's texts",)
 # Hardly more memory than the largest request needs, or less.
 SCARCE = dict(
     block_size=any_of(1, 3, 4, 16, 33),

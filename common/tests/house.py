@@ -10,8 +10,9 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from workshop.book import palette
@@ -131,15 +132,32 @@ class ImportSite:
     line: int
     module: str  # "" when it is computed and cannot be read from the source
     relative: bool = False
+    names: tuple[str, ...] = ()  # what is imported from the module
 
 
-def imports(tree: ast.Module) -> Iterator[ImportSite]:
-    """Every import, at whatever depth: statements, `import_module("...")`, `__import__("...")`."""
-    for node in ast.walk(tree):
+@dataclass(frozen=True)
+class Outline:
+    """The imports and classes of a file, at whatever depth, so that most laws parse it once."""
+
+    imports: tuple[ImportSite, ...]
+    classes: tuple[tuple[int, str], ...]  # line and name
+
+
+@cache
+def outline(path: Path) -> Outline:
+    nodes = list(ast.walk(parse(path)))
+    classes = tuple((n.lineno, n.name) for n in nodes if isinstance(n, ast.ClassDef))
+    return Outline(tuple(imports(nodes)), classes)
+
+
+def imports(nodes: Iterable[ast.AST]) -> Iterator[ImportSite]:
+    """Every import: statements, `import_module("...")`, `__import__("...")`."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (ImportSite(node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield ImportSite(node.lineno, node.module or "", relative=node.level > 0)
+            names = tuple(alias.name for alias in node.names)
+            yield ImportSite(node.lineno, node.module or "", node.level > 0, names)
         elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
             name = node.args[0] if node.args else None
             known = isinstance(name, ast.Constant) and isinstance(name.value, str)
@@ -159,7 +177,7 @@ def law_of_floors(house: House) -> list[str]:
     broken = []
     for path in house.chapter_modules():
         chapter = house.chapter_of(path)
-        for site in imports(parse(path)):
+        for site in outline(path).imports:
             top = site.module.partition(".")[0]
             if site.relative:
                 reason = "imports relatively; chapters are no packages, names are flat"
@@ -190,7 +208,7 @@ def rule_of_helpers(house: House) -> list[str]:
     broken = []
     for path in house.python_files():
         chapter, known = house.chapter_of(path), floor_of if path.stem in helpers else helpers
-        for site in imports(parse(path)) if chapter else ():
+        for site in outline(path).imports if chapter else ():
             top = site.module.partition(".")[0]
             if known.get(top, "") > str(chapter):
                 broken.append(f"{house.name(path)}:{site.line} imports `{top}` of {known[top]}")
@@ -211,12 +229,11 @@ def law_of_one_definition(house: House) -> list[str]:
     defined: dict[str, list[str]] = {}
     taught = set()
     for path in house.python_files():
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.ClassDef):
-                name = node.name.lstrip("_")
-                defined.setdefault(name, []).append(f"{house.name(path)}:{node.lineno}")
-                if house.chapter_of(path) and not house.is_aside(path):
-                    taught.add(name)
+        for line, class_name in outline(path).classes:
+            name = class_name.lstrip("_")
+            defined.setdefault(name, []).append(f"{house.name(path)}:{line}")
+            if house.chapter_of(path) and not house.is_aside(path):
+                taught.add(name)
     return [
         f"class {name} is defined {len(places)} times: {', '.join(places)}"
         for name, places in sorted(defined.items())
@@ -227,11 +244,11 @@ def law_of_one_definition(house: House) -> list[str]:
 def law_of_composition(house: House) -> list[str]:
     """`common` and `workshop` define no block pool, cache, scheduler, proposer, rejection rule."""
     return [
-        f"{house.name(path)}:{node.lineno} defines `{node.name}`; that belongs to a chapter"
+        f"{house.name(path)}:{line} defines `{name}`; that belongs to a chapter"
         for path in house.python_files(aside=False)
         if house.name(path).startswith(("common/", "workshop/"))
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.ClassDef) and CHAPTER_TRADES.search(node.name)
+        for line, name in outline(path).classes
+        if CHAPTER_TRADES.search(name)
     ]
 
 
@@ -260,7 +277,7 @@ def law_of_names(house: House) -> list[str]:
         if name in taken
     ]
     for path in house.python_files():
-        for site in imports(parse(path)):
+        for site in outline(path).imports:
             package, _, name = site.module.partition(".")
             folder = house.root / package / name.partition(".")[0]
             if package == "workshop" and not (name and folder.is_dir()):
@@ -274,7 +291,7 @@ def law_of_demos(house: House) -> list[str]:
     that the book's palette also has, has the palette's value."""
     broken = []
     for path in house.demo_scripts():
-        for node in ast.walk(tree := parse(path)):
+        for node in ast.walk(parse(path)):
             at = f"{house.name(path)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ClassDef):
                 broken.append(f"{at} defines class {node.name}; a demo imports its chapter")
@@ -284,7 +301,7 @@ def law_of_demos(house: House) -> list[str]:
                     broken.append(f"{at} has another {name} than the palette")
         broken += [
             f"{house.name(path)}:{site.line} imports `{site.module}` of the workshop"
-            for site in imports(tree)
+            for site in outline(path).imports
             if site.module.partition(".")[0] == "workshop"
         ]
     return broken

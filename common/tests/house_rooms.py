@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
-from common.tests.house import House, imports, parse
+from common.tests.house import House, outline, parse
 
 
 def law_of_rooms(house: House) -> list[str]:
@@ -17,7 +18,7 @@ def law_of_rooms(house: House) -> list[str]:
     return [
         f"{house.name(path)}:{site.line} imports `{site.module}` of a `beyond/`"
         for path in house.root_modules()
-        for site in imports(parse(path))
+        for site in outline(path).imports
         if site.module in far
     ]
 
@@ -107,12 +108,12 @@ def rule_of_layers(house: House) -> list[str]:
             broken.append(f"{house.name(path)} is in no layer: {', '.join(LAYERS)}")
         broken += [
             f"{house.name(path)}:{line} imports `{target}` of a higher layer"
-            for line, target in _imported_files(parse(path), files)
+            for line, target in _imported_files(path, files)
             if _layer_of(target) > layer
         ]
         broken += [
             f"{house.name(path)}:{site.line} imports `{site.module}`, which is beside the engine"
-            for site in imports(parse(path))
+            for site in outline(path).imports
             if site.module in aside
         ]
     return broken
@@ -131,9 +132,7 @@ def law_of_circles(house: House) -> list[str]:
     files = {house.name(p)[:-3].replace("/", "."): p for p in named}
     files |= {p.stem: p for p in named if house.chapter_of(p) is not None}
     graph = {
-        house.name(path): {
-            house.name(files[name]) for _, name in _imported_files(parse(path), files)
-        }
+        house.name(path): {house.name(files[name]) for _, name in _imported_files(path, files)}
         for path in named
     }
     try:
@@ -143,12 +142,7 @@ def law_of_circles(house: House) -> list[str]:
     return []
 
 
-def _imported_files(tree: ast.Module, files: Collection[str]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from ((node.lineno, name) for name in names if name in files)
+def _imported_files(path: Path, files: Collection[str]) -> Iterator[tuple[int, str]]:
+    for site in outline(path).imports:
+        names = [*(f"{site.module}.{name}" for name in site.names), site.module]
+        yield from ((site.line, name) for name in names if name in files)

@@ -85,8 +85,8 @@ def shipped_texts() -> list[list[int]]:
 windowed = partial(random_prompts, 12, vocab_size=97, longest=60, seed=1)
 of_two_kinds = partial(random_prompts, 7, vocab_size=89, longest=60, seed=2)
 save = partial(save_random_model, seed=3)
-# What saves the checkpoint (none: it is the shipped one), and the prompts.
-MODELS: dict[str, tuple[Callable | None, Callable[[], list[list[int]]]]] = {
+# What saves the checkpoint, or a shipped one, and the prompts.
+MODELS: dict[str, tuple[Callable | Path, Callable[[], list[list[int]]]]] = {
     # of the matrix
     "random": (save, partial(sharing, *LENGTHS)),
     "experts": (partial(save, kind=Qwen3MoeConfig, **EXPERTS), partial(sharing, *FEWER)),
@@ -98,8 +98,9 @@ MODELS: dict[str, tuple[Callable | None, Callable[[], list[list[int]]]]] = {
         partial(save, kind=Olmo3Config, **TWO_KINDS | dict(sliding_window=10)),
         partial(sharing, *FEWER),
     ),
-    "shipped": (None, shipped_prompts),
-    "shipped texts": (None, shipped_texts),
+    "shipped": (SHIPPED_CHECKPOINT, shipped_prompts),
+    "shipped texts": (SHIPPED_CHECKPOINT, shipped_texts),
+    "draft's texts": (SHIPPED_DRAFT, shipped_texts),  # a fourth of the time
     # prompts that share nothing, and families of them (chapter 3)
     "unrelated": (
         partial(save, seed=0),
@@ -180,13 +181,14 @@ class Subject:
 def subject(name: str) -> Subject:
     """One of `MODELS`, in float64. Takes seconds."""
     how, prompts = MODELS[name]
-    path = SHIPPED_CHECKPOINT if how is None else Path(_folder().name) / name
-    if how is not None:
-        how(path=path)
+    if is_shipped := isinstance(how, Path):
+        path = how
+    else:
+        how(path=(path := Path(_folder().name) / name))
     oracle = make_oracle(path, prompts())
     said = {token for tokens in oracle.continuations for token in tokens}
     assert len(said) > 30, "output is too uniform to show a wrong position"
-    tokenizer = load_tokenizer(path) if how is None else small_tokenizer()
+    tokenizer = load_tokenizer(path) if is_shipped else small_tokenizer()
     return Subject(oracle, load_model(path, torch.float64, CPU), tokenizer)
 
 

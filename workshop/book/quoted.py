@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
 import textwrap
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from workshop.book.path import ROOT, modules_in
+from workshop.book.private_words import STRING_OR_COMMENT
 from workshop.practice.source_patch import module_files
 
 BLOCK = re.compile(
@@ -29,15 +28,6 @@ BLOCK = re.compile(
     r"(?P<code>.*?)^(?P=fence)[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
-# Tokens that are not code, in a file that is read only for its structure.
-_NOT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -72,11 +62,12 @@ def docstring_lines(source: str, *, whole_bodies: bool = True) -> frozenset[int]
 
 def code_lines(source: str) -> set[int]:
     """Return the numbers, from 1, of the lines that have code."""
-    lines: set[int] = set()
-    for found in tokenize.generate_tokens(io.StringIO(source).readline):
-        if found.type not in _NOT_CODE:
-            lines.update(range(found.start[0], found.end[0] + 1))
-    return lines - docstring_lines(source)
+
+    def without_comments(found: re.Match[str]) -> str:
+        return "" if found[0][0] == "#" else "x" + "\nx" * found[0].count("\n")
+
+    lines = STRING_OR_COMMENT.sub(without_comments, source).split("\n")
+    return {i for i, line in enumerate(lines, 1) if line.strip()} - docstring_lines(source)
 
 
 def without_docstrings(source: str) -> tuple[list[str], list[int]]:

@@ -87,7 +87,7 @@ def test_lines_without_code_do_not_count() -> None:
 
 PROJECT = {
     "thing.py": """
-import functools
+import functools, time
 
 @functools.cache
 def is_small(a):
@@ -99,6 +99,7 @@ def unused(a):
 def count(n):
     i = 0
     while i < n:
+        time.sleep(0.01)  # one that never ends waits, too
         i += 1
     return i
 """,

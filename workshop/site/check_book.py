@@ -131,6 +131,17 @@ def test_every_link_leads_to_a_page_and_an_anchor() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_a_source_leads_to_the_section_that_its_docstring_names() -> None:
+    named = {
+        ((page.parent / target).resolve(), anchor)
+        for page in (OUT / "source").rglob("*.py.html")
+        for target, anchor in re.findall(r'See <a href="(\S+?)#(\S+?)"', page.read_text("utf-8"))
+    }
+    anchors = {page: _Links(page).anchors for page, _ in named}
+    assert len(named) > 50
+    assert not [(page, anchor) for page, anchor in named if anchor not in anchors[page]]
+
+
 def test_every_page_exists_in_both_languages() -> None:
     first, second = ({p.partition("/")[2] for p in PAGES if p.startswith(x)} for x in LANGUAGES)
     assert first == second and len(first) >= 48

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import defaultdict
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from workshop.book.path import ROOT
-from workshop.site.page_tree import Tree, git
+from workshop.site.page_tree import Tree, git, page_name
 
+# The end of a docstring.
+SEE = re.compile(r"""(?<=See )(?P<page>[\w/]+\.md)(?P<anchor>(?:#[\w-]+)?)(?=\"{3})""")
 STYLE = Path(__file__).with_name("source.css")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -73,7 +76,13 @@ def source_page(path: str, pages: set[str]) -> str:
         numbered = HtmlFormatter(linenos="inline", linespans="L", anchorlinenos=True)
         code = highlight(file.read_text(encoding="utf-8"), lexer, numbered)
         code = code.replace('id="L-', 'id="L').replace('href="#L-', 'href="#L')
+
+    def explained(match: re.Match[str]) -> str:
+        name, anchor = page_name(PurePath(match["page"])), match["anchor"]
+        return f'<a href="{up}en/{name}.html{anchor}">{match[0]}</a>'
+
     up = "../" * (path.count("/") + 1)
+    code = SEE.sub(explained, code, count=1)
     home = f'<a href="{up}en/index.html">vllm-from-scratch</a>'
     links = (f'<a href="{up}{page}.html">{html.escape(page)}</a>' for page in sorted(pages))
     text = f"Linked from: {' · '.join(links)}"

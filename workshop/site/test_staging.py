@@ -181,7 +181,7 @@ def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree
 def test_a_source_page_names_the_pages_that_link_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that of a folder lists what git tracks."""
+    """And the page that its docstring names. That of a folder lists what git tracks."""
     pytest.importorskip("pygments")
     sources = Sources()
     sources.add(
@@ -192,6 +192,7 @@ def test_a_source_page_names_the_pages_that_link_to_it(
     sources.write(tmp_path)
     page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
     assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
+    assert 'See <a href="../../en/common/index.html">common/README.md</a>' in page
     assert "<pre>llm.py\nserve</pre>" in (tmp_path / "common.html").read_text(encoding="utf-8")
 
 

@@ -285,7 +285,8 @@ def _told(failure: Failure, trial: _Trial) -> str:
 
 # How a run of pytest is told to repeat itself. (A reader runs the task again.)
 _FOR_PYTEST = ("Use -v to get more", "@reproduce_failure", "You can reproduce this example")
-_BYTES = re.compile(r"""\bb(['"])(?:\\x[0-9a-f]{2}|\\[^x]|(?!\1)[^\\]){8,}\1""")  # a block's hash
+# A block's hash; not the text behind a key, as in {'b': 7}.
+_BYTES = re.compile(r"""(?<![\w'"])b(['"])(?:\\x[0-9a-f]{2}|\\[^x]|(?!\1)[^\\]){8,}\1""")
 
 
 def _shown_hash(found: re.Match[str]) -> str:

@@ -201,6 +201,7 @@ def test_a_random_failure_is_shown_without_lines_for_pytest() -> None:
         "You can reproduce this example by temporarily adding @reproduce_failure('6.1', b'AXic')"
     )
     assert _shown(message) == "    AssertionError: assert hash 00010203 == 5"
+    assert _shown("{'a': 5, 'b': 7}, blocks: {'b': 2}") == "    {'a': 5, 'b': 7}, blocks: {'b': 2}"
     # What pytest has cut stays as it is, and takes no longer.
     for cut in ("b'" + r"\xb7" * 30 + "...", r"b'\xf0\x9...\x01\x02\x03\x04'"):
         assert _shown(cut) == f"    {cut}"
