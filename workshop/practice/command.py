@@ -184,8 +184,8 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
     effects.append(f"{told}\n\n{compared(wrong, right)}")
     if (where := parting(right, wrong)) is None:
         return effects, []
-    lines = side_by_side(line_of(where.wrong), line_of(where.right))
-    return effects, [f"The first difference, in `{where.key}`:\n\n{lines}"]
+    lines = side_by_side(*map(line_of, where.changes))
+    return effects, [f"The first difference, {where.place}:\n\n{lines}"]
 
 
 def _is_asked_for() -> bool:
