@@ -23,8 +23,8 @@ TRITON_VERSION := 3.9.0
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# What is installed, in four layers, each upon the one before: `run` to serve from Python, `server`
-# to serve over HTTP, `test` to check what is written, `work` to change the book. `book`, upon `test`,
+# What is installed, in four layers, each upon the one before: `run` to serve from Python and to
+# test a chapter, `server` to serve over HTTP, `test` to check what is written, `work` to change the book. `book`, upon `test`,
 # builds its site.
 RUN := $(VENV)/.run
 SERVER := $(VENV)/.server
@@ -64,13 +64,17 @@ TARGETS := demo serve check test matrix museum watch task lint format notebooks 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+UNKNOWN := $(filter-out help say-% $(VENV)/% $(TARGETS),$(MAKECMDGOALS))
+$(if $(UNKNOWN),$(error no target '$(UNKNOWN)'; numbers are settings: BUG=32, N=4.3, EVENING=4))
+
 .NOTPARALLEL:
 .PHONY: help $(TARGETS)
 .DEFAULT_GOAL := help
 
 # `say-NAME` is the first prerequisite of NAME, so that its line is printed before any installation.
+# With a setting there is nothing to say: the line is about the target without one.
 say-%:
-	@echo "make $*: $(WHAT_$*)"
+	@$(if $(ARGS)$(BUG)$(N)$(EVENING),:,echo "make $*: $(WHAT_$*)")
 
 # With ARGS=--mine a program runs with the functions that you have written, after it has tested them.
 MINE = $(if $(filter --mine,$(ARGS)),workshop.tasks.mine)
@@ -191,7 +195,7 @@ $(RUN): pyproject.toml
 	    exit 1; }; \
 	fi
 	@echo "make: installing this project"
-	@$(PIP) -e '.[grammar]' || { $(NOT_INSTALLED); }
+	@$(PIP) -e '.[grammar,chapters]' || { $(NOT_INSTALLED); }
 	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
 	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }

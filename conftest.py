@@ -23,9 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+try:
+    import psutil
+    import pytest
+    from hypothesis import HealthCheck, Phase, settings
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. Run `make demo` once, then `source .venv/bin/activate`")
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
 # `make check`: the chapters' roots and the engine in one process. A test that starts another
@@ -146,6 +149,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     counts = zip(config.stash.get(LEFT_OUT, [0, 0]), ("cases of large grids", "long tests"))
+    errors = terminalreporter.stats.get("error", [])
+    if any("ModuleNotFoundError" in error.longreprtext for error in errors):
+        terminalreporter.write_line("a package is missing: `make test ARGS=PATH` installs it")
     if left_out := " and ".join(f"{number} {kind}" for number, kind in counts if number):
         terminalreporter.write_line(f"left out: {left_out}; to run them: -m slow")
 

@@ -23,8 +23,9 @@ Every step spends one token budget, `max_num_batched_tokens`:
     then admission stops there.
 
 With priorities, a strictly more urgent request can also preempt the least urgent running request
-when the batch or the memory is full, provided that it then fits. Equal priorities never preempt
-each other, or they would alternate forever.
+when the batch is full, provided that it then fits into memory. Equal priorities never preempt each
+other, or they would alternate forever. If there is a place in the batch but no memory, an urgent
+request waits, as in vLLM: to compute long prompts again would cost the others more than it gains.
 
 No request starves. The request that was admitted first is never a victim; with priorities, a
 request is preempted at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
@@ -247,10 +248,9 @@ class Scheduler(PreemptiveScheduler):
 
     def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
         """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
-        cached prefix, chunk policy, then its tokens against budget and memory. If the batch or the
-        memory is full, a more urgent request may preempt another. A prefix that is not ready skips
-        the request; so do plugins and the chunk policy, until it has aged. All other checks that
-        fail end admission."""
+        cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
+        ready skips the request; so do plugins and the chunk policy, until it has aged. All other
+        checks that fail end admission."""
         if step.budget == 0:
             return _Admission.BUDGET
         preempted_for_it = None
@@ -265,10 +265,7 @@ class Scheduler(PreemptiveScheduler):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
             return self._skip_unless_aged(request)
-        outcome = self._try_schedule_new(request, computed, preempted_for_it, step)
-        if outcome is _Admission.BLOCKS and (victim := self._find_lower_priority(request, step)):
-            return self._try_schedule_new(request, computed, victim, step)
-        return outcome
+        return self._try_schedule_new(request, computed, preempted_for_it, step)
 
     def _skip_unless_aged(self, request: Request) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop

@@ -487,29 +487,17 @@ def test_nobody_is_displaced_for_a_newcomer_that_does_not_fit_the_memory(cache):
     assert set(scheduled_tokens(loop.step())) == {"urgent"}, "when a and b have ended"
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "priority", "victims"), [(16, 0, ["b"]), (17, 0, []), (16, 1, []), (8, 0, [])]
-)
-def test_an_urgent_request_displaces_another_for_its_memory(num_prompt, priority, victims):
-    """6 blocks: a has 2, b has 2, and 2 are free; the batch has room. Without b there are 4."""
-    loop = Loop(6, max_num_seqs=8, policy="priority")
-    for name, urgency in (("a", 0), ("b", 1)):
-        loop.add(name, 7, 8, priority=urgency)
-    loop.step()
-    loop.add("urgent", num_prompt, 1, priority=priority)
-    output = loop.step()
-    assert preempted_ids(output) == victims
-    assert ("urgent" in scheduled_tokens(output)) == (bool(victims) or num_prompt == 8)
-    loop.run()
-
-
-def test_nobody_is_displaced_for_the_budget_of_one_step():
-    loop = Loop(100, max_num_seqs=8, max_num_batched_tokens=10, policy="priority")
-    loop.add("a", 4, 8, priority=5)
-    loop.step()
-    loop.add("urgent", 10, 1, priority=0)
-    assert scheduled_tokens(loop.step()) == {"a": 1}
-    loop.run()
+def test_nobody_is_displaced_for_memory_or_budget_if_the_batch_has_room():
+    """6 blocks: a and b have 2 each, and 2 are free. Without b, 4 blocks would be free, and there
+    would be budget for 10 tokens."""
+    for num_prompt, max_num_batched_tokens in ((16, 100), (10, 11)):
+        loop = Loop(6, max_num_batched_tokens=max_num_batched_tokens, policy="priority")
+        for name, priority in (("a", 0), ("b", 1)):
+            loop.add(name, 5, 3, priority=priority)
+        loop.step()
+        loop.add("urgent", num_prompt, 1, priority=0)
+        assert scheduled_tokens(loop.step()) == {"a": 1, "b": 1}
+        loop.run()
 
 
 def test_shared_blocks_of_the_victim_are_not_counted_as_freed():

@@ -97,7 +97,7 @@ def size_kv_cache(
     explanation = (
         f"KV cache: {available.explanation} / {kv_bytes_per_block / 1024:.1f} KiB "
         f"a block of {block_size} tokens = {num_affordable:,} blocks; {max_num_seqs} requests of "
-        f"{max_model_len} tokens can use {num_useful:,}; taking {num_blocks:,} "
+        f"{max_model_len} tokens can use {num_useful - 1:,}; taking {num_blocks - 1:,} "
         f"({num_blocks * kv_bytes_per_block / _GIB:.2f} GiB, "
         f"{(num_blocks - 1) * block_size:,} tokens)"
     )

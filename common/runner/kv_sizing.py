@@ -116,8 +116,7 @@ def make_kv_cache(
     kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
     if loaded.model.embed_weight.device.type == "cpu":
         logger.info(
-            "KV cache: %.2f GiB are reserved, and in use as they are written; all of this process "
-            "uses %.2f GiB now",
+            "KV cache: up to %.2f GiB, used as blocks fill; this process uses %.2f GiB now",
             num_blocks * kv_cache.kv_bytes_per_block / 2**30,
             psutil.Process().memory_info().rss / 2**30,
         )

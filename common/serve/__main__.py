@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         address = f"port {args.port} of {args.host}"
-        print(f"serve: cannot listen on {address}: {reason} (another: --port)", file=sys.stderr)
+        another = 'another: --port 8001, or make serve ARGS="--port 8001"'
+        print(f"serve: cannot listen on {address}: {reason} ({another})", file=sys.stderr)
         return 2
     try:
         from common.serve.running import make_event_loop, serve

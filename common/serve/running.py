@@ -259,7 +259,7 @@ def _print_addresses(args: argparse.Namespace, name: str, listener: socket.socke
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
-    _print_line(f"{name} is served at http://{address}/v1")
+    _print_line(f"{name} is served at http://{address}/v1 until Ctrl-C")
     _print_line(f"  watch it, and try it, at http://{address}/")
     body = json.dumps({"model": name, "prompt": TRY_IT, "max_tokens": 16, "temperature": 0})
     kind = "-H 'Content-Type: application/json'"

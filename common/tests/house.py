@@ -137,7 +137,7 @@ class ImportSite:
 
 @dataclass(frozen=True)
 class Outline:
-    """What most laws read of a file, so that it is parsed once. At whatever depth."""
+    """The imports and classes of a file, at whatever depth, so that most laws parse it once."""
 
     imports: tuple[ImportSite, ...]
     classes: tuple[tuple[int, str], ...]  # line and name

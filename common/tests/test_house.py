@@ -479,6 +479,12 @@ def test_make_says_what_it_can_make() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_says_what_a_number_is_for_before_it_does_anything() -> None:
+    run = subprocess.run(["make", "museum", "32"], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "") and "BUG=32" in run.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     """By a dry run in a bare clone: who serves waits for no notebooks, tests or Mooncake."""
     for name in ("Makefile", "pyproject.toml"):
@@ -490,7 +496,7 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
         assert '"torch==' in run.stdout and '"triton==' in run.stdout
         return re.findall(r"-e '\.\[([\w,]+)\]'", run.stdout)
 
-    layers = [["grammar"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
+    layers = [["grammar,chapters"], ["server"], ["test", "mooncake", "browser"], ["notebooks,dev"]]
     expected = [[extra for layer in layers[: i + 1] for extra in layer] for i in range(4)]
     of = ["demo watch bench ladder", "serve", "check test matrix museum task"]
     of.append("lint format notebooks figures sync")

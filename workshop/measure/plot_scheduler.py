@@ -1,13 +1,13 @@
 """Chapter 4's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    lab        every policy and both schedulers, on a cost model fitted to this machine
+    fit        a cost model of this machine's steps, with which all but `control` are simulated
+    lab        every policy and both schedulers
     memory     the same requests on one pool: reserved, and filled as needed
     thrash     bursts on a third of the memory (Trap 26)
     rules      two rules of admission, each as here and as in vLLM
     control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
-All but `control` are simulated with the cost model of `lab`. One more command prints the parts of a
-decision with 1,024 running:
+One more command prints the parts of a decision with 1,024 running:
 
     python -m workshop.plot_scheduler --profile
 """
@@ -90,7 +90,7 @@ def systems() -> dict[str, Scheduler | PrefillFirstScheduler]:
     }
 
 
-def fit_to_this_machine(num_requests: int) -> dict:
+def measure_fit(measurement: Measurement) -> dict:
     """Fit to chats and long prompts on the shipped checkpoint; each step is one sample."""
     samples: list[tuple[int, int, int, float]] = []
 
@@ -102,7 +102,7 @@ def fit_to_this_machine(num_requests: int) -> dict:
             samples.append((num_tokens, len(scheduled), record.kv_tokens_written, time_ms))
 
     config = EngineConfig(prefix_cache=None, num_blocks=4 * NUM_BLOCKS, **LIMITS)
-    engine = LLMEngine(config, on_step=note)
+    engine, num_requests = LLMEngine(config, on_step=note), measurement.of(4, 48)
     for kind in ("chat", "long"):
         requests = WORKLOADS[kind](num_requests, 1.0, seed=7)
         prompts = [[t % engine.vocab_size for t in r.prompt_token_ids] for r in requests]
@@ -115,14 +115,19 @@ def fit_to_this_machine(num_requests: int) -> dict:
         del samples[samples_before:]
         engine.generate_batch(prompts, params)
     model, error = fit_cost_model(samples)
-    return {"cost_model": asdict(model), "median_relative_error": error, "num_steps": len(samples)}
+    return {
+        "config": {"num_requests": num_requests},
+        "cost_model": asdict(model),
+        "median_relative_error": error,
+        "num_steps": len(samples),
+    }
 
 
 def cost_model_of(measurement: Measurement) -> CostModel:
-    """The cost model that `--record lab` has fitted. Raises `ValueError` if there is none."""
-    if "lab" not in measurement.records:
-        raise ValueError("cannot simulate without the cost model; run --record lab first")
-    return CostModel(**measurement.records["lab"]["fit"]["cost_model"])
+    """The cost model that `--record fit` has fitted. Raises `ValueError` if there is none."""
+    if "fit" not in measurement.records:
+        raise ValueError("cannot simulate without the cost model; run --record fit first")
+    return CostModel(**measurement.records["fit"]["cost_model"])
 
 
 def capacity(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
@@ -168,9 +173,7 @@ def run_with(
 
 
 def measure_lab(measurement: Measurement) -> dict:
-    fit = fit_to_this_machine(measurement.of(4, 48))
-    num_requests = measurement.of(12, NUM_REQUESTS)
-    cost_model = CostModel(**fit["cost_model"])
+    num_requests, cost_model = measurement.of(12, NUM_REQUESTS), cost_model_of(measurement)
     workloads, rates = {}, {}
     for name, make in WORKLOADS.items():
         rates[name] = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
@@ -179,7 +182,7 @@ def measure_lab(measurement: Measurement) -> dict:
             system: summarise(simulate(scheduler, requests, cost_model), scheduler)
             for system, scheduler in systems().items()
         }
-    return {"config": config(num_requests) | {"rates": rates}, "fit": fit, "workloads": workloads}
+    return {"config": config(num_requests) | {"rates": rates}, "workloads": workloads}
 
 
 def measure_memory(measurement: Measurement) -> dict:
@@ -430,9 +433,6 @@ def tables_of_lab(record: dict) -> dict[str, str]:
             same = equal.setdefault(cells, [])
             same.append(name.removeprefix("two phases, ") if same else name)
     rows = [[f"{cells[0]}: {' = '.join(same)}", *cells[1:]] for cells, same in equal.items()]
-    fit = record["fit"]
-    cost = {name.removesuffix("_ms"): 1e3 * value for name, value in fit["cost_model"].items()}
-    numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
     config = record["config"]
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in config["rates"].items())
     note = (
@@ -440,11 +440,19 @@ def tables_of_lab(record: dict) -> dict[str, str]:
         f"{config['num_blocks'] - 1} blocks of {config['block_size']}, "
         f"{config['max_num_seqs']} slots, a budget of {config['max_num_batched_tokens']} tokens. "
         "Goodput: the share of requests with a first token within "
-        f"{config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token after it. "
-        f"Cost model in µs, fitted to {fit['num_steps']} steps of the shipped checkpoint, median "
-        f"error {fit['median_relative_error']:.0%}: {numbers}."
+        f"{config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token after it."
     )
     return {"lab": markdown_table(["simulated", *columns], rows), "lab_note": note}
+
+
+def tables_of_fit(record: dict) -> dict[str, str]:
+    cost = {name.removesuffix("_ms"): 1e3 * value for name, value in record["cost_model"].items()}
+    numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
+    note = (
+        f"Cost model in µs, fitted to {record['num_steps']} steps of the shipped checkpoint, "
+        f"median error {record['median_relative_error']:.0%}: {numbers}."
+    )
+    return {"fit": note}
 
 
 def tables_of_rules(record: dict) -> dict[str, str]:
@@ -553,6 +561,7 @@ def draw_thrash(record: dict) -> Figure:
 
 
 PARTS = {
+    "fit": Part(measure_fit, tables=tables_of_fit, clock="time.perf_counter"),
     "lab": Part(measure_lab, tables=tables_of_lab),
     "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
     "thrash": Part(measure_thrash, {"thrash": draw_thrash}, tables_of_thrash),

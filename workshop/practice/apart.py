@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,8 +28,15 @@ def forked_with_libraries() -> Any:
     """Return the `multiprocessing` context that starts these processes."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LIBRARIES)
+    if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+        # The children inherit it: Ctrl-C is for this process to answer.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, before)
     return context
 
 
@@ -64,12 +74,14 @@ def _answer(
     os.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]
+    problem = ""
     try:
         if swap is not None:
             swap.install()
             swap.check()  # before anything else
     except Exception as error:
-        connection.send(f"{swap and swap.file.name}: {type(error).__name__}: {error}")
-        return
-    connection.send("")  # it begins
-    connection.send(work(*arguments))
+        problem = f"{swap and swap.file.name}: {type(error).__name__}: {error}"
+    with suppress(BrokenPipeError):  # the other process was stopped
+        connection.send(problem)
+        if not problem:  # it begins
+            connection.send(work(*arguments))

@@ -112,7 +112,7 @@ def list_exhibits() -> str:
 def look(number: int, exhibit: Exhibit) -> None:
     """Print the whole story, the patch, its effect and a test that fails."""
     words = exhibit.words
-    _say(f"{number}. {words.text('title')}   ({exhibit.origin}; trap {exhibit.trap})")
+    _say(f"{number}. {words.text('title')}   ({exhibit.origin})")
     _say(_labelled(words, "symptom", "cause"))
     _say(_revealed(exhibit))
     with broken_copy(exhibit.patch) as swap:
@@ -184,8 +184,8 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
     effects.append(f"{told}\n\n{compared(wrong, right)}")
     if (where := parting(right, wrong)) is None:
         return effects, []
-    lines = side_by_side(line_of(where.wrong), line_of(where.right))
-    return effects, [f"The first difference, in `{where.key}`:\n\n{lines}"]
+    lines = side_by_side(*map(line_of, where.changes))
+    return effects, [f"The first difference, {where.place}:\n\n{lines}"]
 
 
 def _is_asked_for() -> bool:
@@ -250,7 +250,8 @@ def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None
     task = None if options.number is None else task_numbered(options.number)
     if options.number is not None and task is None:
         known = ", ".join(task.number for task in TASKS)
-        parser.error(f"task must be one of {known}, got {options.number}")
+        evening = "; for an evening: EVENING=4" if options.number.isdigit() else ""
+        parser.error(f"task must be one of {known}, got {options.number}{evening}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
     try:
         bench = bench or Workbench()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -34,6 +36,16 @@ def test_libraries_are_there_and_nothing_of_ours() -> None:
 
 def test_a_run_of_pytest_there_has_none_of_the_settings_of_this_one() -> None:
     assert _settings_of_pytest() and apart(_settings_of_pytest, (), 60) == []
+
+
+def test_ctrl_c_is_for_the_process_that_asks() -> None:
+    assert apart(signal.getsignal, (signal.SIGINT,), 60) == signal.SIG_IGN
+
+
+def test_ctrl_c_ends_a_command_with_a_word() -> None:
+    code = "import sys; sys.argv[0] = '-m'; import workshop; raise KeyboardInterrupt"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (-signal.SIGINT, "interrupted\n")
 
 
 def test_a_process_that_dies_is_an_error() -> None:

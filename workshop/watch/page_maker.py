@@ -62,7 +62,7 @@ def _reel(reel: Reel) -> str:
 def write_page(path: Path, page: str, is_opened: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
-    size = f"{len(page) / 1e6:.1f} MB; no network."
+    size = f"{len(page) / 1e6:.1f} MB; works offline."
     if is_opened and webbrowser.open(path.resolve().as_uri()):
         print(f"{path}: {size}")
     else:

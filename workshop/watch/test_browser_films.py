@@ -278,7 +278,7 @@ def test_in_the_step_that_preempted_and_no_other_that_is_why_nobody_is_admitted(
     opened: Opened, shots: dict[int | str, Shot]
 ) -> None:
     step, page = shots[4].step(shots[4].film.moments[0]), opened(4)
-    rule = "none is admitted, 1 wait: a step that preempts admits none"
+    rule = "none is admitted, 1 waiting: a step that preempts admits none"
     assert rule in page.inner_text(".words-list")
     assert "d\npreemption" in page.inner_text(".queue-lists")
     go(page, step=step + 1)

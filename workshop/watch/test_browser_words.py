@@ -191,7 +191,7 @@ def test_urgent_requests_displace_others(tmp_path: Path, cast: Cast, open_page: 
     assert "c is more urgent" in lost["text"]
     assert lost["sources"] == ["preempted:seat"]
     assert sentences["", "say.queue"]["text"].startswith("the queue stands in the order d, b")
-    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 wait")
+    assert sentences["", "say.stop.others"]["text"].startswith("no other is admitted, 2 waiting")
 
 
 # -- the lines of source

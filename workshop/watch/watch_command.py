@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from workshop.practice.tasks.workbench import Workbench
-from workshop.watch.film_command import add_films, is_about_films, make_films
+from workshop.watch.film_command import NAMES, add_films, is_about_films, make_films
 from workshop.watch.page_maker import Reel, make_page, write_page
 from workshop.watch.replay.film import Film
 
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside needs a run to show it next to")
+    if args.run is not None and args.run.name in NAMES:
+        parser.error(f"run must be a file; the film of {args.run} is: --film {args.run}")
     if args.run is not None and is_about_films(args):
         parser.error("--film records a new run; give no run")
     if args.run is not None and args.mine:

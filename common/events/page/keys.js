@@ -16,8 +16,8 @@ Watch.words({
   "help.tab": ["the next thing that can be used", "移到下一个可操作的元素"],
   "help.this": ["this page of keys", "显示本说明"],
   "help.about": [
-    "Nothing here is simulated: it is the record of an engine. Drop one or two others on it.",
-    "本页展示的是引擎自己的记录，没有任何模拟。可以拖入另外一个或两个运行记录。"],
+    "Nothing here is simulated: it is an engine's record. Drop another one here, or two to compare.",
+    "本页展示的是引擎自己的记录，没有任何模拟。拖入另一个运行记录就显示它，拖入两个就并排对比。"],
 });
 
 const go = (step) => Watch.set({step});

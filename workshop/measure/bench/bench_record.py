@@ -230,7 +230,7 @@ def made_on(record: dict[str, Any]) -> str:
     where = record["environment"]
     dirty = " with uncommitted changes," if where["is_dirty"] else ""
     load = where["load_average"]
-    is_timed = "clock" in record["config"] or "fit" in record
+    is_timed = "clock" in record["config"]
     busy = " Other programs were running: the times are rough." if load > 1 and is_timed else ""
     return (
         f"Made by `{record['command']}` at commit `{(where['commit'] or 'unknown')[:10]}`{dirty} "

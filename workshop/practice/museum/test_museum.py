@@ -149,7 +149,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_look_tells_all(without_processes: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["1"]) == 0
     exhibit, shown = EXHIBITS[0], capsys.readouterr().out
-    for part in (exhibit.title, exhibit.origin, "0, between, free", "[8, 7]", "THE REPORT"):
+    for part in (exhibit.title, exhibit.origin, "in the free blocks", "[8, 7]", "THE REPORT"):
         assert part in shown
     assert exhibit.patch.new.strip() in shown
 
@@ -203,7 +203,7 @@ def test_the_patch_is_hidden_until_it_is_asked_for(
     monkeypatch.setattr(sys, "stdin", io.StringIO(keys))
     find(1, exhibit, is_revealed=False)
     shown = capsys.readouterr().out
-    secrets = ["difference is in step 0, between, free", "THE REPORT", "[8, 7]"]
+    secrets = ["difference is in step 0, in the free blocks", "THE REPORT", "[8, 7]"]
     secrets += [exhibit.patch.symbol, exhibit.patch.new.strip()]
     assert [secret in shown for secret in secrets] == [n < num_clues for n in range(5)]
     assert (exhibit.title in shown) == (num_clues == 5)

@@ -132,6 +132,12 @@ def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, expect
     assert parting(film_of(*right), film_of(*right)) is None
 
 
+def test_a_difference_is_shown_without_what_is_the_same() -> None:
+    where = parting(film_of(plan()), film_of(plan(num_tokens=[4, 2])))
+    assert where is not None and where.place == "in step 0, in the plan of b"
+    assert where.changes == tuple({"start": 4, "num_tokens": n, "drafts": []} for n in (2, 1))
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -30,7 +30,7 @@ def compared(wrong: RunOnFilm, right: RunOnFilm) -> str:
     """Return the differences that can be found without looking."""
     lines = [f"with the bug {wrong.num_steps} steps, without {right.num_steps}"]
     if (where := parting(right, wrong)) is not None:
-        lines.append(f"the first difference is in {where}")
+        lines.append(f"the first difference is {where.place}")
     if wrong.error:
         lines.append(f"the run with the bug ended with {wrong.error}")
     if (broken := contradiction(wrong)) is not None:

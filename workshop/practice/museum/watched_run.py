@@ -43,6 +43,8 @@ _ASIDE = {"time", "times", "schedule_ms", "update_ms", "arrived_at", "order_key"
 # Two runs part at the first of these keys whose changes differ in a frame.
 _KEYS = ("in_flight", "result", "outputs", "waiting", "running", "requests", "loads", "tables")
 _KEYS += ("computed", "cached", "evictable", "refs", "free")
+_SAID = {"in_flight": "plan", "requests": "state", "tables": "block table"}
+_SAID |= {kind: f"{kind} blocks" for kind in ("cached", "evictable", "free")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,22 @@ class Parting:
             return ""
         return _first_other(right or {}, wrong or {})
 
+    @property
+    def place(self) -> str:
+        """Where that is, in words."""
+        of = f" of {self.request}" if self.request else ""
+        return f"in step {self.step}, in the {_SAID.get(self.key, self.key)}{of}"
+
+    @property
+    def changes(self) -> tuple[Any, Any]:
+        """What changed, with the bug and without: of `request`, where that is enough."""
+        wrong, right = self.wrong, self.right
+        if self.key == "in_flight" and self.request:
+            wrong, right = map(_rows_of_plan, (wrong, right))
+        elif self.key not in ("requests", "outputs", "tables", "computed"):
+            return wrong, right
+        return (wrong or {}).get(self.request), (right or {}).get(self.request)
+
     def __str__(self) -> str:
         return ", ".join(filter(None, (f"step {self.step}", self.at, self.key, self.request)))
 
@@ -109,11 +127,12 @@ def _rows_of_plan(change: Any) -> dict[str, Any]:
     plans = [plan[0] for plan in (change or {}).values() if plan]
     rows: dict[str, Any] = {}
     for plan in plans:
-        drafts = [plan.get("drafts", {}).get(name) for name in plan.get("requests", ())]
         columns = (plan.get(name, ()) for name in ("requests", "starts", "num_tokens"))
-        rows |= {name: facts for name, *facts in zip(*columns, drafts)}
+        for name, start, num in zip(*columns):
+            drafts = plan.get("drafts", {}).get(name, [])
+            rows[name] = {"start": start, "num_tokens": num, "drafts": drafts}
         for fact in ("skipped", "recomputed", "found"):
-            rows |= {name: [fact, value] for name, value in plan.get(fact, {}).items()}
+            rows |= {name: {fact: value} for name, value in plan.get(fact, {}).items()}
     return rows
 
 
