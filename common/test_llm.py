@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
+from common.engine_config import SHIPPED_DRAFT
 from common.llm import LLM, SamplingParams
 from common.tests.engine_oracle import Oracle
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", num_blocks=400, block_size=4, check_invariants=True)
+    return LLM(SHIPPED_DRAFT, dtype="float32", num_blocks=400, block_size=4, check_invariants=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,9 @@ def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(
     mates = [SamplingParams(temperature=0.7, max_tokens=5 + i) for i in range(9)]
     crowd = generate(llm, ["def "] * 10, [*mates[:6], params, *mates[6:]])
     assert crowd[6].outputs[0].token_ids == alone.outputs[0].token_ids
-    shuffled = LLM(dtype=dtype, num_blocks=400, block_size=7, shuffle_batch=True)
+    shuffled = LLM(
+        llm.engine.config.model, dtype=dtype, num_blocks=400, block_size=7, shuffle_batch=True
+    )
     again = generate(shuffled, ["def "] * 10, [*mates[:2], params, *mates[2:]])
     assert again[2].outputs[0].token_ids == alone.outputs[0].token_ids
     other = SamplingParams(temperature=1.0, seed=43, max_tokens=24, ignore_eos=True)
@@ -68,7 +71,7 @@ def test_seeded_output_does_not_depend_on_batch_mates_or_arrival(
 
 def test_engine_seed_repeats_unseeded_requests_and_another_seed_does_not() -> None:
     def run(seed: int) -> list:
-        llm = LLM(dtype="float32", num_blocks=400, seed=seed)
+        llm = LLM(SHIPPED_DRAFT, dtype="float32", num_blocks=400, seed=seed)
         outputs = generate(llm, ["x = "] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
         return [o.outputs[0].token_ids for o in outputs]
 
@@ -104,7 +107,9 @@ def test_stream_whose_request_is_ended_from_outside_ends_with_what_it_has(
     llm: LLM, ends: str
 ) -> None:
     if ends == "close":
-        llm = LLM(dtype="float32", num_blocks=400, block_size=4, check_invariants=True)
+        llm = LLM(
+            SHIPPED_DRAFT, dtype="float32", num_blocks=400, block_size=4, check_invariants=True
+        )
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (whole,) = generate(llm, "def a(", params)
     stream = llm.stream("def a(", params)
@@ -168,8 +173,8 @@ def test_min_tokens_holds_off_every_way_to_stop(llm: LLM) -> None:
 
 def test_two_engines_in_one_process_share_nothing() -> None:
     """Trap 50."""
-    small = LLM(dtype="float32", num_blocks=50, block_size=2)
-    large = LLM(dtype="float32", num_blocks=60, block_size=16)
+    small = LLM(SHIPPED_DRAFT, dtype="float32", num_blocks=50, block_size=2)
+    large = LLM(SHIPPED_DRAFT, dtype="float32", num_blocks=60, block_size=16)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     streams = [small.stream("def a", params), large.stream("def a", params)]
     mixed = ["", ""]
