@@ -305,6 +305,17 @@ def test_a_client_that_sends_half_a_request_is_cut_off(
         assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
 
 
+def test_a_client_that_keeps_sending_a_refused_body_is_cut_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
+    with server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % 10**12) as connection:
+        end = time.monotonic() + 4
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < end:
+                connection.sendall(b"x" * (1 << 18))
+
+
 def test_a_client_read_late_is_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of forty simultaneous connections is served later than its time limit to send."""
     hear = PatientProtocol.data_received

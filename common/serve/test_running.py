@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import selectors
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +311,16 @@ def test_engine_statistics_are_a_line_of_the_log(
         "prompts 100.0 tok/s, outputs 20.0 tok/s, running 2, waiting 0, KV blocks in use 25.0%"
     )
     assert record.getMessage().startswith(printed) and record.getMessage().endswith(" 25.0%")
+
+
+def test_connections_that_always_have_data_starve_no_other() -> None:
+    with running.FewAtOnce() as selector, ExitStack() as stack:
+        for _ in range(running.FEW + 1):
+            here, there = map(stack.enter_context, socket.socketpair())
+            there.send(b"x")
+            selector.register(here, selectors.EVENT_READ)
+        served = {key.fd for _ in range(3) for key, _ in selector.select(0)}
+        assert len(served) == running.FEW + 1
 
 
 def test_the_lock_is_released_soon() -> None:
