@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -116,6 +117,7 @@ class AsyncLLM:
         live page that knows it may show the request's text. Raises `ValueError` if the request
         cannot be served, `QueueFull` if too many wait, `EngineError` if it cannot continue."""
         self._bind()
+        options.setdefault("arrival_time", time.monotonic())
         self._num_requests += 1
         if request_id in self._names:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
