@@ -157,17 +157,13 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
-    @property
-    def _num_unfinished(self) -> int:
-        return sum(llm.num_unfinished for llm in self.llms)
-
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        logger.info("shutting down; requests that may finish: %d", self._num_unfinished)
-        while self._num_unfinished and loop.time() - begin < self.drain_seconds:
+        logger.info("shutting down; requests that may finish: %d", self.gate.num_posts)
+        while self.gate.num_posts and loop.time() - begin < self.drain_seconds:
             await asyncio.sleep(0.05)
-        self.num_cut_short = self._num_unfinished
+        self.num_cut_short = self.gate.num_posts
         for llm in self.llms:
             llm.abort_all("the server is shut down")
         self.should_exit = True
