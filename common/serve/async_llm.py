@@ -16,8 +16,10 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
 MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
+_TOKENIZERS = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
 
 class Mailbox:
@@ -194,8 +197,8 @@ class AsyncLLM:
             return self.tokenizer.encode(text, add_special_tokens)
         # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
-        batch = await asyncio.to_thread(encode, [text], add_special_tokens=add_special_tokens)
-        return batch[0].ids
+        call = partial(encode, [text], add_special_tokens=add_special_tokens)
+        return (await asyncio.get_running_loop().run_in_executor(_TOKENIZERS, call))[0].ids
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""
