@@ -349,7 +349,7 @@ def test_nobody_is_preempted_more_often_than_allowed():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_equals_preempt_without_a_bound(policy):
-    """They pin none: memory for all of `max_tokens` would be idle."""
+    """None is pinned: memory for all of `max_tokens` would be idle."""
     loop = Loop(8, max_preemptions=1, policy=policy)
     priorities = range(6) if policy == "fcfs" else [9] * 6
     requests = [loop.add(f"{i}", 4, 24, priority=p) for i, p in enumerate(priorities)]
