@@ -1,8 +1,8 @@
 """A request with a grammar waits until the grammar is compiled, without blocking other requests.
 
     arrives     its grammar is compiled in a thread, once for all requests with an equal one
-    waits       WAITING_FOR_GRAMMAR: skipped, like a request whose KV is being loaded; when it has
-                aged, admission stops at it (`policy_queue.py`)
+    waits       WAITING_FOR_GRAMMAR: skipped, like a request whose KV is being loaded, even when it
+                has aged: if others waited too, its grammar would not be compiled sooner
     starts      the compiled grammar goes to the runner with the prompt
     cannot      its grammar is wrong, or takes too long: it ends with an error, others do not
 

@@ -50,7 +50,7 @@ from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_SKIPPED
+from scheduler import MAX_SKIPPED, passes_unread
 from step_plan import PreemptiveSchedulerOutput, StepPlan
 from unchunked import ChunkToBudget
 
@@ -228,7 +228,9 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         num_running = len(adder.can_run_list)
         for request in self.waiting:
             request_id = request.request_id
-            if len(self.running) >= self._max_num_seqs or num_skipped == MAX_SKIPPED:
+            if passes_unread(request, num_skipped):
+                continue
+            if len(self.running) >= self._max_num_seqs or num_skipped >= 2 * MAX_SKIPPED:
                 is_full = len(self.running) >= self._max_num_seqs
                 step.stop = ("seat" if is_full else "skipped", request_id)
                 break
@@ -236,7 +238,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 if self.waiting.is_aged(request):
                     step.stop = ("constraint", request_id)
                     break
-                num_skipped += 1
+                num_skipped += 1 / 4
                 continue
             computed = self.get_computed_blocks(request)
             if isinstance(computed, NotReady):
