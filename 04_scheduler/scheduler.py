@@ -67,8 +67,9 @@ MAX_SKIPPED = 128
 class _Admission(Enum):
     ADMITTED = "admitted"
     # Try the next request.
-    SKIPPED = "skipped"  # not ready yet
+    PASSED = "passed"  # unread
     REJECTED = "rejected"  # by a plugin
+    SKIPPED = "skipped"  # not ready yet
     # Admission stops.
     BATCH_FULL = "seat"
     CONSTRAINT = "constraint"
@@ -76,9 +77,14 @@ class _Admission(Enum):
     BLOCKS = "blocks"
 
 
-# What the outcomes after which admission goes on count towards `MAX_SKIPPED`: a rejection takes a
-# fraction of the time of a lookup.
-_SKIP_COSTS = {_Admission.ADMITTED: 0, _Admission.REJECTED: 1 / 4, _Admission.SKIPPED: 1}
+# How much each outcome after which admission goes on counts towards `MAX_SKIPPED`: roughly its time,
+# in lookups.
+_SKIP_COSTS = {
+    _Admission.ADMITTED: 0,
+    _Admission.PASSED: 1 / 16,
+    _Admission.REJECTED: 1 / 4,
+    _Admission.SKIPPED: 1,
+}
 
 
 def passes_unread(request: Request, num_skipped: float) -> bool:
@@ -255,9 +261,8 @@ class Scheduler(PreemptiveScheduler):
             return  # before a cache-aware policy sorts the queue in vain
         num_skipped = 0
         for request in self.waiting:
-            if passes_unread(request, num_skipped):
-                continue
-            outcome = self._try_to_admit(request, step)
+            is_passed = passes_unread(request, num_skipped)
+            outcome = _Admission.PASSED if is_passed else self._try_to_admit(request, step)
             num_skipped += _SKIP_COSTS.get(outcome, 0)
             if outcome not in _SKIP_COSTS or step.preempted or num_skipped >= 2 * MAX_SKIPPED:
                 step.stop = (outcome.value, request.request_id)

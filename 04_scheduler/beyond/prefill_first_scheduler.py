@@ -228,12 +228,13 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         num_running = len(adder.can_run_list)
         for request in self.waiting:
             request_id = request.request_id
-            if passes_unread(request, num_skipped):
-                continue
             if len(self.running) >= self._max_num_seqs or num_skipped >= 2 * MAX_SKIPPED:
                 is_full = len(self.running) >= self._max_num_seqs
                 step.stop = ("seat" if is_full else "skipped", request_id)
                 break
+            if passes_unread(request, num_skipped):
+                num_skipped += 1 / 16
+                continue
             if not self.can_start(request):
                 if self.waiting.is_aged(request):
                     step.stop = ("constraint", request_id)

@@ -24,7 +24,7 @@ from scheduler_interface import SchedulerOutput
 from step_plan import PreemptiveSchedulerOutput
 
 # A plan's terms that differ from `REASONS`.
-_STOPS = {"admitted": "seat", "skipped": "enough", "rejected": "enough"}
+_STOPS = {"admitted": "seat", **dict.fromkeys(("passed", "rejected", "skipped"), "enough")}
 _REASONS = {  # of a request with this status, whether or not it was considered
     RequestStatus.WAITING_FOR_GRAMMAR: "grammar",
     RequestStatus.WAITING_FOR_REMOTE_KVS: "remote_kv",
