@@ -89,8 +89,8 @@ _SKIP_COSTS = {
 
 def passes_unread(request: Request, num_skipped: float) -> bool:
     """Whether to pass a waiting request without trying it, and without a stop if it has aged: no
-    running request holds what it waits for. Of those that wait for KV, the first `MAX_SKIPPED` are
-    tried, because only a lookup shows whether it has arrived."""
+    running request holds what it waits for. The first `MAX_SKIPPED` that wait for KV are tried,
+    because only a lookup shows whether it has arrived."""
     status, is_enough = request.status, num_skipped >= MAX_SKIPPED
     return status == RequestStatus.WAITING_FOR_GRAMMAR or (
         is_enough and status == RequestStatus.WAITING_FOR_REMOTE_KVS

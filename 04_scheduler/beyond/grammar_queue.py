@@ -46,7 +46,8 @@ class GrammarsCompiled(SchedulerPlugin):
     def begin_step(self) -> None:
         """Release requests whose grammar is compiled by now; later ones wait for the next step."""
         for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
-            self._waits.pop(name).status = RequestStatus.WAITING
+            self._waits[name].status = RequestStatus.WAITING
+            del self._waits[name]  # last: if it is interrupted before, the next step does it again
 
     def can_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._jobs:
