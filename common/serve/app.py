@@ -142,9 +142,7 @@ class Server:
                 events = self._events(answer, first_deltas, requests)
                 stream_owns_requests = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
-            totals = await unless_disconnected(request.receive, gathered(first_deltas, requests))
-            if totals is None:
-                return CLIENT_DISCONNECTED
+            totals = await gathered(first_deltas, requests)
             num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
             is_large = num_bytes > LARGE
             whole = await run_in_thread(answer.whole, totals) if is_large else None
@@ -311,7 +309,7 @@ class Server:
             raise ApiError(403, "cannot unload adapters over HTTP without --adapter-root")
         if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
-        await self.llm.unload_adapter(body.lora_name)
+        await asyncio.shield(self.llm.unload_adapter(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self) -> Response:
@@ -337,7 +335,8 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             more = [request] if "request" in hints else []
-            return await self.endpoint(await read_body(request, hints["body"]), *more)
+            answer = self.endpoint(await read_body(request, hints["body"]), *more)
+            return await unless_disconnected(request.receive, answer) or CLIENT_DISCONNECTED
 
         return handle
 

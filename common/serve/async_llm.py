@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
 MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
+_TOKENIZERS = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
 
 class Mailbox:
@@ -116,6 +120,7 @@ class AsyncLLM:
         live page that knows it may show the request's text. Raises `ValueError` if the request
         cannot be served, `QueueFull` if too many wait, `EngineError` if it cannot continue."""
         self._bind()
+        options.setdefault("arrival_time", time.monotonic())
         self._num_requests += 1
         if request_id in self._names:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
@@ -192,8 +197,8 @@ class AsyncLLM:
             return self.tokenizer.encode(text, add_special_tokens)
         # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
-        batch = await asyncio.to_thread(encode, [text], add_special_tokens=add_special_tokens)
-        return batch[0].ids
+        call = partial(encode, [text], add_special_tokens=add_special_tokens)
+        return (await asyncio.get_running_loop().run_in_executor(_TOKENIZERS, call))[0].ids
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""

@@ -62,6 +62,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.app, self.config = app, config
         self.is_draining = False
+        self.num_posts = 0  # without a complete answer
         self.posts: Collection[str] | None = None  # paths that take a body; None: all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +82,7 @@ class Gate:
                 status = message["status"]
             await send(message)
 
+        self.num_posts += scope["method"] == "POST"
         try:
             app, received = self.app, _again(b"", receive)
             try:
@@ -93,6 +95,7 @@ class Gate:
                 app = error_response(error)
             await app(scope, received, send_with_id)
         finally:
+            self.num_posts -= scope["method"] == "POST"
             if status != 200 or scope["path"] not in POLLED:
                 path = scope.get("raw_path", scope["path"].encode("utf-8", "replace"))[:MAX_ID]
                 ms = (time.monotonic() - begin) * 1e3

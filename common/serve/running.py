@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from h11 import LocalProtocolError
+from h11 import SEND_BODY, LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.engine_config import EngineConfig
@@ -65,10 +65,11 @@ class PatientProtocol(H11Protocol):
             self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
 
     def _cut_off(self) -> None:
-        """Close the connection, unless it has data that the busy loop has not read yet."""
+        """Close the connection, unless it has data that the busy loop has not read yet, other than
+        the rest of a body that was refused."""
         unheard = select.poll()
         unheard.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        if unheard.poll(0):
+        if unheard.poll(0) and self.conn.their_state is not SEND_BODY:
             self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
         else:
             self.transport.close()
@@ -86,11 +87,15 @@ class PatientProtocol(H11Protocol):
 
 
 class FewAtOnce(selectors.DefaultSelector):
-    """A selector that returns at most `FEW` events. The loop starts all events of one iteration in
-    that iteration, so a thousand simultaneous requests would delay every stream."""
+    """A selector that returns at most `FEW` events, in turns. The loop starts all events of one
+    iteration in that iteration, so a thousand simultaneous requests would delay every stream."""
+
+    _begin = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(timeout)[:FEW]
+        events = super().select(timeout)
+        self._begin = (self._begin + FEW) % max(len(events), 1)
+        return (events[self._begin :] + events[: self._begin])[:FEW]
 
 
 def make_event_loop() -> asyncio.AbstractEventLoop:
@@ -152,17 +157,13 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
-    @property
-    def _num_unfinished(self) -> int:
-        return sum(llm.num_unfinished for llm in self.llms)
-
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        logger.info("shutting down; requests that may finish: %d", self._num_unfinished)
-        while self._num_unfinished and loop.time() - begin < self.drain_seconds:
+        logger.info("shutting down; requests that may finish: %d", self.gate.num_posts)
+        while self.gate.num_posts and loop.time() - begin < self.drain_seconds:
             await asyncio.sleep(0.05)
-        self.num_cut_short = self._num_unfinished
+        self.num_cut_short = self.gate.num_posts
         for llm in self.llms:
             llm.abort_all("the server is shut down")
         self.should_exit = True

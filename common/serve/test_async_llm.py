@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,6 +152,14 @@ async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
         with pytest.raises(ValueError, match=says):
             await asyncio.wait_for(whole(llm, prompt, params), 10)
     assert await is_clean(llm)
+
+
+async def test_queue_time_includes_the_wait_for_the_step_that_runs(llm: AsyncLLM) -> None:
+    step = asyncio.ensure_future(llm.call(lambda _: time.sleep(0.2)))
+    await asyncio.sleep(0)
+    metrics = (await whole(llm, PROMPT)).metrics
+    await step
+    assert metrics is not None and metrics.queue_time is not None and metrics.queue_time > 0.15
 
 
 async def test_nobody_is_computed_for_who_has_left(llm: AsyncLLM) -> None:

@@ -28,6 +28,7 @@ class Asked:
         own = [(name.encode(), value.encode()) for name, value in headers.items()]
         about = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": own}
         asyncio.run(self.gate(about | scope, self._receive, self._send))
+        assert self.gate.num_posts == 0
         self.status = self.sent[0]["status"]
         self.headers = {k.decode(): v.decode() for k, v in self.sent[0]["headers"]}
 
@@ -47,6 +48,7 @@ class Asked:
         self.sent.append(reason)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        assert self.gate.num_posts == (scope["method"] == "POST"), "a shutdown waits for it"
         if scope["method"] == "POST":
             self.read.append(await receive())
         if self._parts:

@@ -144,6 +144,35 @@ def test_the_engines_thread_makes_no_token_ids(
     assert threads and "engine" not in threads
 
 
+def test_texts_of_disconnected_clients_occupy_no_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, texts, may_go = server.llm.tokenizer.backend, list[str](), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+        def encode_batch_fast(self, batch: list[str], **options: Any) -> Any:
+            texts.extend(batch)
+            may_go.wait(20)
+            return backend.encode_batch_fast(batch, **options)
+
+    monkeypatch.setattr(server.llm.tokenizer, "backend", Slow())
+    gate = server.app.state.server.live.gate
+    with ExitStack() as stack:
+        for i in range(20):
+            body = {"prompt": f"{i}" * 5000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+            stack.enter_context(server.connect(posted(body)))
+        wait_for(lambda: gate.num_posts == 20)
+        assert server.post("/detokenize", {"tokens": [5]})[0] == 200, "it needs a thread, too"
+    try:
+        wait_for(lambda: not gate.num_posts, 5)
+    finally:
+        may_go.set()
+    assert len(texts) == 2
+
+
 def test_large_json_is_neither_read_nor_made_in_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,6 +332,17 @@ def test_a_client_that_sends_half_a_request_is_cut_off(
         while connection.recv(1 << 16):
             pass
         assert time.monotonic() - begin < 4, "by the timer of headers, not of connections kept"
+
+
+def test_a_client_that_keeps_sending_a_refused_body_is_cut_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
+    with server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % 10**12) as connection:
+        end = time.monotonic() + 4
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < end:
+                connection.sendall(b"x" * (1 << 18))
 
 
 def test_a_client_read_late_is_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import selectors
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +26,14 @@ from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connectio
 
 
 class Engine:
-    """The interface of `AsyncLLM` that a server uses. `num_unfinished` requests run, and end on
-    abort."""
+    """The interface of `AsyncLLM` that a server uses."""
 
-    def __init__(self, num_unfinished: int = 0) -> None:
-        self.num_unfinished, self.death_reason, self.stats = num_unfinished, None, EngineStats()
+    def __init__(self) -> None:
+        self.death_reason, self.stats = None, EngineStats()
         self.calls: list[str] = []
 
     def abort_all(self, reason: str) -> None:
-        self.calls.append(f"{self.num_unfinished} aborted: {reason}")
+        self.calls.append(f"aborted: {reason}")
 
     def close(self) -> None:
         self.calls.append("closed")
@@ -42,15 +43,14 @@ class Engine:
 
 
 async def drained(
-    engine: Engine,
+    engines: Any,
+    num_posts: int,
     drain_seconds: float,
     ends_after: float | None,
     num_signals: int,
-    others: tuple[Engine, ...],
 ) -> DrainingServer:
     """By a signal, or two, while requests run."""
-    gate: Any = SimpleNamespace(is_draining=False)
-    engines: Any = [*others, engine]
+    gate: Any = SimpleNamespace(is_draining=False, num_posts=num_posts)
     server = DrainingServer(engines[0], gate, drain_seconds, *engines[1:])
     server.handle_exit(15, None)
     assert gate.is_draining and not server.should_exit, "what runs may finish"
@@ -59,8 +59,8 @@ async def drained(
         server.handle_exit(15, None)
     if ends_after is not None:
         await asyncio.sleep(ends_after)
-        assert not server.should_exit and not engine.calls
-        engine.num_unfinished = 0
+        assert not server.should_exit and not engines[0].calls
+        gate.num_posts = 0
     for _ in range(100):
         if server.should_exit:
             return server
@@ -68,7 +68,6 @@ async def drained(
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("num_idle", [0, 1], ids=["alone", "in the small engine"])
 @pytest.mark.parametrize(
     ("num", "drain_seconds", "ends_after", "num_cut_short", "num_signals"),
     [
@@ -86,14 +85,13 @@ def test_running_requests_can_finish_in_time(
     ends_after: float | None,
     num_cut_short: int,
     num_signals: int,
-    num_idle: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    engine, others = Engine(num), tuple(Engine() for _ in range(num_idle))
-    server = asyncio.run(drained(engine, drain_seconds, ends_after, num_signals, others))
+    engines = [Engine(), Engine()]
+    server = asyncio.run(drained(engines, num, drain_seconds, ends_after, num_signals))
     assert server.num_cut_short == num_cut_short
-    assert engine.calls == [f"{num_cut_short} aborted: the server is shut down"]
+    assert [engine.calls for engine in engines] == [["aborted: the server is shut down"]] * 2
     assert f"may finish: {num}" in caplog.text
 
 
@@ -309,6 +307,16 @@ def test_engine_statistics_are_a_line_of_the_log(
         "prompts 100.0 tok/s, outputs 20.0 tok/s, running 2, waiting 0, KV blocks in use 25.0%"
     )
     assert record.getMessage().startswith(printed) and record.getMessage().endswith(" 25.0%")
+
+
+def test_connections_that_always_have_data_starve_no_other() -> None:
+    with running.FewAtOnce() as selector, ExitStack() as stack:
+        for _ in range(running.FEW + 1):
+            here, there = map(stack.enter_context, socket.socketpair())
+            there.send(b"x")
+            selector.register(here, selectors.EVENT_READ)
+        served = {key.fd for _ in range(3) for key, _ in selector.select(0)}
+        assert len(served) == running.FEW + 1
 
 
 def test_the_lock_is_released_soon() -> None:

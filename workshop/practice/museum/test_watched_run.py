@@ -133,9 +133,9 @@ def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, expect
 
 
 def test_a_difference_is_shown_without_what_is_the_same() -> None:
-    where = parting(film_of(plan()), film_of(plan(num_tokens=[4, 2])))
-    assert where is not None and where.place == "in step 0, in the plan of b"
-    assert where.changes == tuple({"start": 4, "num_tokens": n, "drafts": []} for n in (2, 1))
+    location = parting(film_of(plan()), film_of(plan(num_tokens=[4, 2])))
+    assert location is not None and location.place == "in step 0, in the plan of b"
+    assert location.changes == tuple({"start": 4, "num_tokens": n, "drafts": []} for n in (2, 1))
 
 
 @pytest.mark.parametrize(

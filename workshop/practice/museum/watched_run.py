@@ -104,13 +104,13 @@ class Parting:
 
     @property
     def place(self) -> str:
-        """Where that is, in words."""
+        """The step, the key and the request, in words."""
         of = f" of {self.request}" if self.request else ""
         return f"in step {self.step}, in the {_SAID.get(self.key, self.key)}{of}"
 
     @property
     def changes(self) -> tuple[Any, Any]:
-        """What changed, with the bug and without: of `request`, where that is enough."""
+        """The changes with the bug and without it: of `request`, where that is enough."""
         wrong, right = self.wrong, self.right
         if self.key == "in_flight" and self.request:
             wrong, right = map(_rows_of_plan, (wrong, right))
