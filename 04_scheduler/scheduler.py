@@ -18,9 +18,9 @@ Every step spends one token budget, `max_num_batched_tokens`:
     budget.
 2.  Waiting requests, only if phase 1 preempted nothing. For each: look up its cached prefix,
     compute how many tokens remain, allocate. Admission stops at the first request that does not
-    fit, so no later request overtakes it. A request whose KV is still being loaded or computed is
-    skipped. A request that a plugin or the chunk policy rejects is skipped too, until it has aged;
-    then admission stops there.
+    fit, so no later request overtakes it. A request that waits for a grammar, or whose KV is still
+    being loaded or computed, is skipped. A request that a plugin or the chunk policy rejects is
+    skipped too, until it has aged; then admission stops there.
 
 With priorities, a strictly more urgent request can also preempt the least urgent running request
 when the batch is full, provided that it then fits into memory. Equal priorities never preempt each
@@ -59,14 +59,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-# At most this many waiting requests are skipped in a step; to look at all of a long queue would
-# take longer than the step.
+# To try all of a long queue would take longer than the step. So a step tries this many requests,
+MAX_TRIED = 4096
+# and looks up the prefixes of this many that it then skips, and of as many again whose KV is not
+# being loaded.
 MAX_SKIPPED = 128
 
 
 class _Admission(Enum):
     ADMITTED = "admitted"
-    SKIPPED = "skipped"  # not ready yet: try the next request
+    # Try the next request.
+    SKIPPED = "skipped"  # not ready yet
+    REJECTED = "rejected"  # by a plugin
     # Admission stops.
     BATCH_FULL = "seat"
     CONSTRAINT = "constraint"
@@ -233,11 +237,19 @@ class Scheduler(PreemptiveScheduler):
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             step.stop = ("seat", "")
             return  # before a cache-aware policy sorts the queue in vain
-        num_skipped, continue_on = 0, (_Admission.ADMITTED, _Admission.SKIPPED)
+        num_skipped, num_tried = 0, 0
+        continue_on = (_Admission.ADMITTED, _Admission.SKIPPED, _Admission.REJECTED)
         for request in self.waiting:
+            if (
+                num_skipped >= MAX_SKIPPED
+                and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            ):
+                continue
             outcome = self._try_to_admit(request, step)
             num_skipped += outcome is _Admission.SKIPPED
-            if outcome not in continue_on or step.preempted or num_skipped == MAX_SKIPPED:
+            num_tried += 1
+            is_enough = num_skipped == 2 * MAX_SKIPPED or num_tried == MAX_TRIED
+            if outcome not in continue_on or step.preempted or is_enough:
                 step.stop = (outcome.value, request.request_id)
                 break  # after a preemption for priority, later requests wait for the next step
         for request in step.admitted:
@@ -256,19 +268,23 @@ class Scheduler(PreemptiveScheduler):
             if preempted_for_it is None:
                 return _Admission.BATCH_FULL
         if not self.can_start(request):
-            return self._skip_unless_aged(request, step)
+            if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                return _Admission.REJECTED  # if others waited too, it would not start sooner
+            return self._skip_unless_aged(request, step, _Admission.REJECTED)
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self._skip_unless_aged(request, step)
+            return self._skip_unless_aged(request, step, _Admission.SKIPPED)
         return self._try_schedule_new(request, computed, preempted_for_it, step)
 
-    def _skip_unless_aged(self, request: Request, step: StepPlan) -> _Admission:
+    def _skip_unless_aged(
+        self, request: Request, step: StepPlan, outcome: _Admission
+    ) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
         admission."""
         is_aged = self.waiting.is_aged(request, len(step.admitted))
-        return _Admission.CONSTRAINT if is_aged else _Admission.SKIPPED
+        return _Admission.CONSTRAINT if is_aged else outcome
 
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
         """Return the running request that `new_request` may preempt: the least urgent one, if

@@ -11,6 +11,7 @@ from base_scheduler import SchedulerPlugin
 from bounded_loops import as_long_as
 from fake_model import continuation
 from forced_preemption import ForcedPreemption
+from kv_memory import NotReady
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import (
@@ -643,7 +644,7 @@ def test_preemption_gives_the_adapter_back():
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_so_many_are_passed_over_and_no_more(kind):
+def test_so_many_are_passed_over_and_no_more(kind, monkeypatch):
     """Each has to be asked whether it is ready: by a constraint, or in the cache."""
 
     class NobodyMayRun(SchedulerPlugin):
@@ -653,13 +654,22 @@ def test_so_many_are_passed_over_and_no_more(kind):
             self.queries += request.request_id.startswith("held")
             return not request.request_id.startswith("held")
 
-    constraint = NobodyMayRun()
+    constraint, max_tried = NobodyMayRun(), 2 * MAX_SKIPPED + 10
+    for module in ("scheduler", "prefill_first_scheduler"):
+        monkeypatch.setattr(f"{module}.MAX_TRIED", max_tried)
     loop = Loop(100, kind, plugins=[constraint], max_overtakes=None)
-    for i in range(MAX_SKIPPED + 20):
-        loop.add(f"held {i}", 8)
+    for i in range(max_tried - 1):
+        loop.add(f"held {i}", 9)
     loop.add("a", 3)
-    assert scheduled_tokens(loop.step()) == {} and constraint.queries == MAX_SKIPPED
-    num_equals = MAX_SKIPPED + 10
+    assert scheduled_tokens(loop.step()) == {"a": 3}
+    for i in range(20):
+        loop.add(f"held too {i}", 12)
+    loop.add("b", 3)
+    constraint.queries = 0
+    loop.scheduler.abort_request("a")
+    assert scheduled_tokens(loop.step()) == {} and constraint.queries == max_tried
+    monkeypatch.undo()
+    num_equals = 2 * MAX_SKIPPED + 10
     loop = Loop(2000, kind, cache="hash", max_num_seqs=num_equals)
     for i in range(num_equals):
         loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
@@ -669,8 +679,33 @@ def test_so_many_are_passed_over_and_no_more(kind):
         queries.append(request.request_id) or get_computed_blocks(request)
     )
     assert scheduled_tokens(loop.step()) == {"s0": 10}
-    assert len(queries) == 1 + MAX_SKIPPED
+    assert len(queries) == 1 + 2 * MAX_SKIPPED
     loop.run()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_requests_behind_many_loads_are_reached_and_no_load_is_forgotten(kind, monkeypatch):
+    loop, lookups = Loop(100, kind), []
+    get_computed_blocks = loop.memory.get_computed_blocks
+
+    def find(request, wait_for_others):
+        lookups.append(request.request_id)
+        is_loading = request.request_id in loading
+        return NotReady.LOADING if is_loading else get_computed_blocks(request, wait_for_others)
+
+    monkeypatch.setattr(loop.memory, "get_computed_blocks", find)
+    names = [f"load {i}" for i in range(2 * MAX_SKIPPED)]
+    loading = set(names)
+    for name in names:
+        loop.add(name, 9, 1)
+    loop.add("a", 3)
+    for plan in ({}, {"a": 3}):
+        lookups.clear()
+        assert scheduled_tokens(loop.step()) == plan
+    assert len(lookups) == MAX_SKIPPED + 1
+    loading.clear()
+    loop.run()
+    assert loop.reasons.keys() == {"a", *names}
 
 
 # -- from outside

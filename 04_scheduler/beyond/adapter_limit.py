@@ -30,6 +30,7 @@ class MaxLoRAs(SchedulerPlugin):
         check_integers(1, max_loras=max_loras)
         self.max_loras = max_loras
         self._adapters: dict[str, str | int] = {}  # of running requests, by request id
+        self._taken: set[str | int] = set()  # the same adapters
 
     def attach(self, scheduler: BaseScheduler) -> None:
         self.scheduler = cast("BaseScheduler", proxy(scheduler))
@@ -43,17 +44,18 @@ class MaxLoRAs(SchedulerPlugin):
         if self._adapters:
             running = self.scheduler.running
             self._adapters = {r: a for r, a in self._adapters.items() if r in running}
+            self._taken = set(self._adapters.values())
 
     def can_start(self, request: Request) -> bool:
-        adapter, taken = self.adapter_of(request), set(self._adapters.values())
+        adapter, taken = self.adapter_of(request), self._taken
         return adapter is None or adapter in taken or len(taken) < self.max_loras
 
     def on_start(self, request: Request) -> None:
         if (adapter := self.adapter_of(request)) is not None:
             self._adapters[request.request_id] = adapter
+            self._taken.add(adapter)
 
     def check(self) -> None:
         running = map(self.adapter_of, self.scheduler.running.values())
-        taken = set(self._adapters.values())
-        assert {adapter for adapter in running if adapter is not None} <= taken
-        assert len(taken) <= self.max_loras
+        assert {adapter for adapter in running if adapter is not None} <= self._taken
+        assert len(self._taken) <= self.max_loras

@@ -1,8 +1,8 @@
 """A request with a grammar waits until the grammar is compiled, without blocking other requests.
 
     arrives     its grammar is compiled in a thread, once for all requests with an equal one
-    waits       WAITING_FOR_GRAMMAR: skipped, like a request whose KV is being loaded; when it has
-                aged, admission stops at it (`policy_queue.py`)
+    waits       WAITING_FOR_GRAMMAR: skipped, like a request whose KV is being loaded, even when it
+                has aged: if others waited too, its grammar would not be compiled sooner
     starts      the compiled grammar goes to the runner with the prompt
     cannot      its grammar is wrong, or takes too long: it ends with an error, others do not
 
@@ -46,7 +46,8 @@ class GrammarsCompiled(SchedulerPlugin):
     def begin_step(self) -> None:
         """Release requests whose grammar is compiled by now; later ones wait for the next step."""
         for name in [name for name in self._waits if _is_compiled(self._jobs[name])]:
-            self._waits.pop(name).status = RequestStatus.WAITING
+            self._waits[name].status = RequestStatus.WAITING
+            del self._waits[name]  # last: if it is interrupted before, the next step does it again
 
     def can_start(self, request: Request) -> bool:
         if self.name in request.features and request.request_id not in self._jobs:

@@ -48,9 +48,9 @@ from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from request import Request, check_integers
+from request import Request, RequestStatus, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_SKIPPED
+from scheduler import MAX_SKIPPED, MAX_TRIED
 from step_plan import PreemptiveSchedulerOutput, StepPlan
 from unchunked import ChunkToBudget
 
@@ -224,19 +224,24 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         """Try waiting requests in order, until one does not fit. A request that is not ready is
         skipped; a request that a plugin or the chunk policy rejects is skipped too, unless it has
         aged."""
-        num_skipped = 0
+        num_skipped, num_tried = 0, 0
         num_running = len(adder.can_run_list)
         for request in self.waiting:
             request_id = request.request_id
-            if len(self.running) >= self._max_num_seqs or num_skipped == MAX_SKIPPED:
+            is_enough = num_skipped == 2 * MAX_SKIPPED or num_tried == MAX_TRIED
+            if len(self.running) >= self._max_num_seqs or is_enough:
                 is_full = len(self.running) >= self._max_num_seqs
                 step.stop = ("seat" if is_full else "skipped", request_id)
                 break
+            status = request.status
+            if num_skipped >= MAX_SKIPPED and status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            num_tried += 1
             if not self.can_start(request):
-                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
+                is_aged = self.waiting.is_aged(request, len(adder.can_run_list) - num_running)
+                if is_aged and request.status != RequestStatus.WAITING_FOR_GRAMMAR:
                     step.stop = ("constraint", request_id)
                     break
-                num_skipped += 1
                 continue
             computed = self.get_computed_blocks(request)
             if isinstance(computed, NotReady):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from grammar_queue import GrammarsCompiled
+from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
-from scheduler import Scheduler
+from scheduler import MAX_SKIPPED, Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, preempting, scheduled_tokens
 from worker_thread import ThreadJob
 
@@ -32,10 +33,9 @@ def queue(compiler) -> GrammarsCompiled:
     return GrammarsCompiled(compiler)
 
 
-def make_loop(queue: GrammarsCompiled, **options) -> SchedulerLoop:
-    memory = make_memory(None, 100, 4)
-    options |= {"kv_memory": memory, "watermark": 0.0, "plugins": [queue]}
-    return SchedulerLoop(make_scheduler(Scheduler, **options))
+def make_loop(queue: GrammarsCompiled, kind: type = Scheduler, **options) -> SchedulerLoop:
+    options |= {"kv_memory": make_memory(None, 100, 4), "plugins": [queue]}
+    return SchedulerLoop(make_scheduler(kind, **options))
 
 
 def add(
@@ -83,17 +83,17 @@ def test_a_compiled_grammar_is_sent_again_after_a_preemption(queue, compiler) ->
     loop.run()
 
 
-def test_admission_stops_at_a_request_that_was_skipped_too_often(queue, compiler) -> None:
-    loop = make_loop(queue, max_overtakes=2)
-    waits = add(loop, queue, "a", "digits")
-    for name in "bcd":
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_slow_grammars_stop_admission_neither_by_age_nor_by_number(kind, queue, compiler) -> None:
+    loop = make_loop(queue, kind, max_overtakes=2)
+    for i in range(2 * MAX_SKIPPED + 1):
+        add(loop, queue, f"slow {i}", "digits", 9)
+    for name in "bcde":
         add(loop, queue, name, None)
-        assert (name in scheduled_tokens(loop.step())) == (name != "d")
+        assert name in scheduled_tokens(loop.step())
     compiler.jobs["digits"].set_result("DIGITS")
-    assert {"a", "d"} <= scheduled_tokens(
-        loop.step()
-    ).keys() and waits.status == RequestStatus.RUNNING
-    loop.run()
+    loop.step()
+    assert loop.requests["slow 0"].status == RequestStatus.RUNNING
 
 
 def test_a_request_that_can_never_start_is_reported_with_its_reason(queue, compiler) -> None:

@@ -11,7 +11,8 @@ target in addition to the decodes:
 Nothing is known at first, so the first chunk is `min_chunk` tokens, and no step is more than twice
 as large as the largest that met the target: five steps from 16 tokens to 256. At least `min_chunk`
 tokens of one prompt are computed in every step, however long the step is already, so prefill never
-stops.
+stops. If even a step with only these takes longer than the target, the target limits chunks beside
+decodes, and no other chunk.
 
 One long prompt gets all the available time; with `long_prefill_token_threshold` it leaves some to
 others. Decisions depend on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
@@ -49,7 +50,7 @@ class AdaptiveChunks(ChunkedPrefill):
         self.cost = StepCost()
         self._largest_kept = 0  # tokens of the largest step within the target
         self._planned = StepWork()  # decodes of the step, and its chunks so far
-        self._has_chunk = False
+        self._has_chunk, self._has_limit = False, True
 
     def begin_step(
         self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
@@ -59,6 +60,9 @@ class AdaptiveChunks(ChunkedPrefill):
         starts = [request.num_computed_tokens for request in decodes]
         self._planned = count_work(starts, [num_uncomputed_tokens(request) for request in decodes])
         self._has_chunk = False
+        largest = self.cost.largest_chunk(self.target_step_ms, StepWork(), 0)
+        can_meet = largest >= self.min_chunk or not self.cost.is_known
+        self._has_limit = bool(decodes) or can_meet
 
     def num_tokens_to_schedule(
         self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
@@ -69,7 +73,8 @@ class AdaptiveChunks(ChunkedPrefill):
         if num_tokens == 0:
             return 0
         start = request.num_tokens - num_uncomputed_tokens
-        num_tokens = min(num_tokens, self._fitting(start))
+        if self._has_limit:
+            num_tokens = min(num_tokens, self._fitting(start))
         self._planned += count_work([start], [num_tokens])
         self._has_chunk = True
         return num_tokens

@@ -235,14 +235,18 @@ def test_the_first_chunks_grow_by_doubling():
 
 def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
     policy = AdaptiveChunks(0.001, min_chunk=5)
-    times = prefill_alone(policy, 100)
+    times = prefill_alone(policy, 100, num_decodes=1)
     assert len(times) == 20
-    policy.begin_step([], num_known_after)
+    decode = Request.from_tokens("d", [1], max_new_tokens=9)
+    policy.begin_step([decode], num_known_after)
     first, second = (Request.from_tokens(n, [1] * 50, max_new_tokens=1) for n in "ab")
     assert policy.num_tokens_to_schedule(first, 50, 100, 100) == 5
     assert policy.num_tokens_to_schedule(second, 50, 100, 100) == 0
-    policy.begin_step([], num_known_after)
+    policy.begin_step([decode], num_known_after)
     assert policy.num_tokens_to_schedule(second, 50, 3, 100) == 3
+    policy.begin_step([], num_known_after)  # a target that no step meets, and nothing decodes
+    assert policy.num_tokens_to_schedule(first, 50, 100, 100) == 50
+    assert policy.num_tokens_to_schedule(second, 50, 50, 100) == 50
 
 
 def test_a_decode_counts_with_its_drafts_and_leaves_less_for_a_chunk():

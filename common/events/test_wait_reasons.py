@@ -20,7 +20,7 @@ from common.llm import LLM
 from common.tests.engine_oracle import Oracle, failing_steps, finish
 from common.tests.film_runs import Workshop, short_prompts
 from kv_connector import KVConnector
-from request import Request, SamplingParams
+from request import Request, RequestStatus, SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
@@ -363,8 +363,9 @@ def test_random_runs_give_each_waiting_request_one_known_reason(
 def test_lost_and_cached_tokens_belong_to_the_request_and_the_step() -> None:
     memory: Any = SimpleNamespace(current_req_id="a", blocking_req_id=None, cache=None)
     reasons = WaitReasons(memory, lambda request: None, lambda: None)
-    reasons.watched = SimpleNamespace(running={}, max_num_seqs=0)  # type: ignore[assignment]
     request = Request.from_tokens("a", tokens(9))
+    watched: Any = SimpleNamespace(running={}, max_num_seqs=0, requests={"a": request})
+    reasons.watched = watched
     request.num_preemptions = 2
     plan: Any = SimpleNamespace(scheduled_requests=[request], start_positions=[0])
     for num_computed in (6, 4):  # preempted again before it had recomputed all of the six
@@ -377,6 +378,19 @@ def test_lost_and_cached_tokens_belong_to_the_request_and_the_step() -> None:
     reasons.on_finish(request)  # another request may get its id
     decisions = reasons.decisions(plan, ["a"])
     assert (decisions["recomputed"], decisions["found"]) == ({}, {})
+
+
+def test_a_request_that_was_passed_unread_has_the_reason_of_its_status() -> None:
+    memory: Any = SimpleNamespace(current_req_id=None, blocking_req_id=None, cache=None)
+    reasons = WaitReasons(memory, lambda request: None, lambda: None)
+    requests = {name: Request.from_tokens(name, tokens(9)) for name in "abc"}
+    requests["a"].status = RequestStatus.WAITING_FOR_GRAMMAR
+    requests["b"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    watched: Any = SimpleNamespace(running={}, max_num_seqs=0, requests=requests)
+    reasons.watched = watched
+    plan: Any = SimpleNamespace(scheduled_requests=[], start_positions=[])
+    decisions = reasons.decisions(plan, ["a", "b", "c"])
+    assert decisions["skipped"] == {"a": "grammar", "b": "remote_kv"}
 
 
 def test_kinds_of_tokens_are_distinguished(random_oracle, random_loaded, tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
 from step_plan import PreemptiveSchedulerOutput
 
-_STOPS = {"admitted": "seat", "skipped": "enough"}  # a plan's terms that differ from `REASONS`
+# A plan's terms that differ from `REASONS`.
+_STOPS = {"admitted": "seat", **dict.fromkeys(("rejected", "skipped"), "enough")}
+_REASONS = {  # of a request with this status, whether or not it was considered
+    RequestStatus.WAITING_FOR_GRAMMAR: "grammar",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "remote_kv",
+}
 
 
 class WaitReasons(PreemptionPlugin):
@@ -128,7 +133,9 @@ class WaitReasons(PreemptionPlugin):
         self._conclude()
         present = set(waiting)
         stop = self._stop_of(plan, waiting) if waiting else None
-        skipped = {name: why for name, why in self._skipped.items() if name in present}
+        requests = self.watched.requests
+        reasons = {n: _REASONS.get(requests[n].status) or self._skipped.get(n) for n in waiting}
+        skipped = {name: why for name, why in reasons.items() if why is not None}
         if stop is not None:
             stop = [_STOPS.get(stop[0], stop[0]), stop[1] if stop[1] in present else ""]
             skipped.pop(stop[1], None)
@@ -162,12 +169,10 @@ class WaitReasons(PreemptionPlugin):
         if request is None:
             return
         request_id, was_looked_up = request.request_id, memory.current_req_id == request.request_id
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            reason = "grammar"
+        if (by_status := _REASONS.get(request.status)) is not None:
+            reason = by_status
         elif not was_looked_up:
             reason = "pending" if request.num_output_placeholders else "constraint"
-        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            reason = "remote_kv"
         elif memory.blocking_req_id is not None:
             reason, self._parents[request_id] = "parent", memory.blocking_req_id
         else:

@@ -346,9 +346,10 @@ def test_chunks_of_the_size_that_there_is_time_for(mixing, scheduler, oracle, lo
             for record, left in zip(steps.records, steps.num_left)
         ]
         assert prefills[0] == 16  # nothing is known yet
+        beside = [n for n, left in zip(prefills, steps.num_left) if 1 in left.values()]
+        assert target > 1 or max(beside, default=0) <= 16
         largest[target] = max(prefills)
-    assert largest[1e-6] == 16  # prefill never stops
-    assert largest[1e6] > 64
+    assert min(largest.values()) > 64  # a target that no step meets limits only steps with decodes
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

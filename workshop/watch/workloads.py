@@ -150,6 +150,9 @@ class CompiledLate(SchedulerPlugin):
             if isinstance(plugin, GrammarsCompiled):
                 for job in plugin._jobs.values():
                     job.wait()
+        for request in self._scheduler.requests.values():
+            if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+                self.can_start(request)
 
     def can_start(self, request: Request) -> bool:
         if (source := request.features.get("grammar")) is None:
