@@ -124,11 +124,11 @@ class Server:
     ) -> Response:
         num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
-        max_unfinished, n = self.llm.max_unfinished, answer.params.n
-        if max_unfinished is not None and len(prompts) * n > max_unfinished:
-            allowed = f"at most {max_unfinished}, got {len(prompts) * n}"
-            name = "prompt" if n == 1 else "n"
-            raise bad(f"{name}: prompts x n must be {allowed} (--max-waiting)", name)
+        num, total = len(prompts) * answer.params.n, self.llm.max_unfinished
+        if total is not None and num > max(1, total // 2):
+            name = "prompt" if answer.params.n == 1 else "n"
+            allowed = f"at most {max(1, total // 2)} (half of max_num_seqs + --max-waiting)"
+            raise bad(f"{name}: prompts x n must be {allowed}, got {num}", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
