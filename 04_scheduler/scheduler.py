@@ -27,8 +27,8 @@ when the batch is full, provided that it then fits into memory. Equal priorities
 other, or they would alternate forever. If there is a place in the batch but no memory, an urgent
 request waits, as in vLLM: to compute long prompts again would cost the others more than it gains.
 
-No request starves. The request that was admitted first is never a victim; with priorities, a
-request is preempted at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
+No request starves. Among equals, the request that came first is never a victim; more urgent ones
+displace a request at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
 requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loads.py` for requests
 that wait for external KV).
 
@@ -204,16 +204,10 @@ class Scheduler(PreemptiveScheduler):
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             assert victim is not None, "no victim left, but a pinned request never allocates"
-            self._preempt(victim, step)
+            self._preempt(victim, request, step)
             if victim is request:
                 return 0
         return num_tokens
-
-    def is_pinned(self, request: Request) -> bool:
-        """Only with priorities. Without, preemptions need no bound, because the request that was
-        admitted first is never a victim, and so every request finishes; and to reserve up to
-        `max_tokens` for a pinned request would waste what chapter 2 wastes."""
-        return self._has_priorities and super().is_pinned(request)
 
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one and,
@@ -225,10 +219,13 @@ class Scheduler(PreemptiveScheduler):
             return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return next(candidates, None)
 
-    def _preempt(self, victim: Request, step: StepPlan) -> None:
+    def _preempt(self, victim: Request, request: Request, step: StepPlan) -> None:
+        """Preempt `victim` for `request`. Only more urgent requests displace: among equals, the one
+        that came first is never a victim, so every request finishes without a bound; and to reserve
+        up to `max_tokens` for a pinned request would waste what chapter 2 wastes."""
         step.remove(victim)
         step.preempted.append(victim)
-        self.preempt(victim)
+        self.preempt(victim, self._has_priorities and request.priority < victim.priority)
 
     # -- phase 2: waiting requests
 
@@ -259,18 +256,18 @@ class Scheduler(PreemptiveScheduler):
             if preempted_for_it is None:
                 return _Admission.BATCH_FULL
         if not self.can_start(request):
-            return self._skip_unless_aged(request)
+            return self._skip_unless_aged(request, step)
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self._skip_unless_aged(request)
+            return self._skip_unless_aged(request, step)
         return self._try_schedule_new(request, computed, preempted_for_it, step)
 
-    def _skip_unless_aged(self, request: Request) -> _Admission:
+    def _skip_unless_aged(self, request: Request, step: StepPlan) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
         admission."""
-        is_aged = self.waiting.is_aged(request)
+        is_aged = self.waiting.is_aged(request, len(step.admitted))
         return _Admission.CONSTRAINT if is_aged else _Admission.SKIPPED
 
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
@@ -317,7 +314,7 @@ class Scheduler(PreemptiveScheduler):
         ):
             return _Admission.BLOCKS
         if preempted_for_it is not None:
-            self._preempt(preempted_for_it, step)
+            self._preempt(preempted_for_it, request, step)
         fits = self.start_running(request, computed, num_tokens, num_reserved)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens, num_deferred_tokens)

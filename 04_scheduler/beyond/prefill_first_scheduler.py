@@ -233,7 +233,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 step.stop = ("seat" if is_full else "skipped", request_id)
                 break
             if not self.can_start(request):
-                if self.waiting.is_aged(request):
+                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
                     step.stop = ("constraint", request_id)
                     break
                 num_skipped += 1
@@ -244,7 +244,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 continue
             num_uncomputed_tokens = request.num_tokens - computed.num_tokens
             if not self.chunk_policy.can_start(request, num_uncomputed_tokens):
-                if self.waiting.is_aged(request):
+                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
                     step.stop = ("constraint", request_id)
                     break
                 num_skipped += 1
