@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-# A step looks up this many waiting requests and skips them, then as many again of those whose KV is
-# not being loaded; to look up all of a long queue would take longer than the step.
+# A step skips this many waiting requests, then as many again, without those whose KV is being loaded;
+# to look up all of a long queue would take longer than the step.
 MAX_SKIPPED = 128
 
 
@@ -77,8 +77,7 @@ class _Admission(Enum):
     BLOCKS = "blocks"
 
 
-# How much each outcome after which admission goes on counts towards `MAX_SKIPPED`: roughly its time,
-# in lookups.
+# How much an outcome after which admission goes on counts towards `MAX_SKIPPED`: roughly its time.
 _SKIP_COSTS = {
     _Admission.ADMITTED: 0,
     _Admission.PASSED: 1 / 16,
