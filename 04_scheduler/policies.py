@@ -36,7 +36,7 @@ class SchedulePolicy:
     name: ClassVar[str]  # shown in events and errors; the name of the class by default
     is_cache_aware: ClassVar[bool] = False
     preempted_first: ClassVar[bool] = True  # False: sorted by its key again
-    max_requests_to_sort: int = 128  # `order` is not called if more requests wait
+    max_requests_to_sort: int = 128  # of the waiting requests, `order` gets the first
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)

@@ -8,10 +8,10 @@ two groups that take precedence:
 A preempted request was already scheduled once. It lost its KV, and part of that may still be
 cached, so it goes first. (Under `priority` it is sorted by its priority.)
 
-A request has *aged* when `max_overtakes` others have left the queue since it arrived. Earlier
-arrivals age earlier, so aged requests are the front of the order of arrival, and looking at the
-oldest request finds them. As long as requests are served from the front of the queue, this gives
-two bounds:
+A request has *aged* when as many requests have left the queue as waited when it arrived, and
+`max_overtakes` more. So the oldest request ages when `max_overtakes` later arrivals have left, and
+the others in order of arrival after it: looking at the oldest finds them. As long as requests are
+served from the front of the queue, this gives two bounds:
 
     At most `max_overtakes` later arrivals are served before a request.
     So the requests served before it are at most `max_overtakes`, plus those that waited when it
@@ -36,7 +36,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
@@ -53,7 +53,7 @@ class _QueueEntry(NamedTuple):
     key: Any
     # In order of arrival; negative for a preempted request, so that it precedes equal keys.
     number: int
-    num_dequeued: int  # how many requests had left the queue when it arrived
+    num_before: int  # how many requests had left the queue or waited when it arrived
     request: Request
 
 
@@ -95,7 +95,7 @@ class PolicyQueue(RequestQueue):
     def _insert_in_order(self, request: Request, number: int) -> None:
         # A cache-aware policy has no keys. With equal keys, the order of arrival remains.
         key = 0 if self.policy.is_cache_aware else self.policy.key(request)
-        entry = _QueueEntry(key, number, self._num_dequeued, request)
+        entry = _QueueEntry(key, number, self._num_dequeued + len(self), request)
         self._sorted.add(entry)
         self._entries[request.request_id] = entry
 
@@ -126,17 +126,17 @@ class PolicyQueue(RequestQueue):
         entry = self._entries.get(request.request_id)
         return None if entry is None or self.policy.is_cache_aware else entry.key
 
-    def is_aged(self, request: Request) -> bool:
-        """Whether no other request may overtake this one any longer. True for preempted requests in
-        front as well. Raises `KeyError` if the request is not in the queue."""
+    def is_aged(self, request: Request, num_leaving: int = 0) -> bool:
+        """Whether no other request may overtake this one any longer, after `num_leaving` others
+        will have left. True for preempted requests in front as well. Raises `KeyError` if the
+        request is not in the queue."""
         if request.request_id in self._preempted:
             return True
-        return self._has_aged(self._entries[request.request_id], self._num_dequeued)
+        return self._has_aged(self._entries[request.request_id], self._num_dequeued + num_leaving)
 
     def _has_aged(self, entry: _QueueEntry, num_dequeued: int) -> bool:
         return (
-            self.max_overtakes is not None
-            and num_dequeued - entry.num_dequeued >= self.max_overtakes
+            self.max_overtakes is not None and num_dequeued - entry.num_before >= self.max_overtakes
         )
 
     def __len__(self) -> int:
@@ -173,16 +173,16 @@ class PolicyQueue(RequestQueue):
                     yield request
 
     def _policy_order(self) -> Iterable[Request]:
-        """All requests with an entry, in the policy's order, aged ones included."""
-        if self.policy.is_cache_aware and len(self) <= self.policy.max_requests_to_sort:
-            return self._cache_aware_order()
-        return (entry.request for entry in self._sorted)
-
-    def _cache_aware_order(self) -> Iterable[Request]:
-        ordered = self.policy.order([entry.request for entry in self._sorted])
-        if sorted(r.request_id for r in ordered) != sorted(self._entries):
+        """All requests with an entry, in the policy's order, aged ones included. A cache-aware
+        policy orders the first `max_requests_to_sort`."""
+        requests = (entry.request for entry in self._sorted)
+        if not self.policy.is_cache_aware:
+            return requests
+        first = list(islice(requests, self.policy.max_requests_to_sort))
+        ordered = self.policy.order(first)
+        if sorted(r.request_id for r in ordered) != sorted(r.request_id for r in first):
             raise ValueError(f"policy {self.policy.name!r}: order must return each request once")
-        return ordered
+        return chain(ordered, requests)
 
     # -- checks
 
@@ -190,9 +190,10 @@ class PolicyQueue(RequestQueue):
         """Raise `AssertionError` if the queue is inconsistent. O(n log n)."""
         assert self._preempted.keys().isdisjoint(self._entries), "preempted, and sorted"
         assert sorted(self._entries.values()) == list(self._sorted), "the two orders differ"
-        ages = [entry.num_dequeued for entry in self._entries.values()]
-        assert ages == sorted(ages), "entries are not in order of arrival"
-        assert not ages or ages[-1] <= self._num_dequeued, "an entry counts too many departures"
+        before = [entry.num_before for entry in self._entries.values()]
+        assert before == sorted(before), "entries are not in order of arrival"
+        num_before = self._num_dequeued + len(self)
+        assert not before or before[-1] <= num_before, "an entry counts too many requests"
         for request_id, entry in self._entries.items():
             assert entry.request.request_id == request_id, entry
 

@@ -11,8 +11,9 @@ Preemption is by recomputation: a victim loses its KV and keeps its tokens. When
 again, its prompt and outputs are computed as one prompt, except for the prefix that is still
 cached. So preemption sets `num_computed_tokens = 0`, and needs no other counter.
 
-A request that was preempted `max_preemptions` times is *pinned*: it is admitted again only with
-memory for everything that it may still generate, and is never chosen again.
+A request that others have displaced `max_preemptions` times is *pinned*: it is admitted again only
+with memory for everything that it may still generate, and is never chosen again. Which preemptions
+count as displacements, the subclass says.
 
 Invariants: those of chapter 1's base scheduler; only running requests have KV; a plan schedules a
 request at most once.
@@ -21,6 +22,7 @@ See 04_scheduler/README.md#phase-1-running-requests"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, cast
@@ -154,6 +156,7 @@ class PreemptiveScheduler(BaseScheduler):
         self._num_preempted_tokens: dict[
             str, int
         ] = {}  # computed tokens that each preempted request lost
+        self._num_displacements: Counter[str] = Counter()
         self._stats = SchedulerStats()
 
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
@@ -187,6 +190,7 @@ class PreemptiveScheduler(BaseScheduler):
         request.fast_path_until = -1
         self.kv_memory.free(request)
         self._num_preempted_tokens.pop(request.request_id, None)
+        self._num_displacements.pop(request.request_id, None)
         super()._free_request(request)
         if request.status == RequestStatus.FINISHED_ABORTED:
             self._stats.total_aborted += 1
@@ -200,9 +204,9 @@ class PreemptiveScheduler(BaseScheduler):
     # -- from waiting to running, and back
 
     def is_pinned(self, request: Request) -> bool:
-        """Whether the request was preempted `max_preemptions` times: it gets all its memory at
+        """Whether the request was displaced `max_preemptions` times: it gets all its memory at
         admission, and keeps it."""
-        return request.num_preemptions >= self.max_preemptions
+        return self._num_displacements[request.request_id] >= self.max_preemptions
 
     def num_uncomputed_tokens(self, request: Request) -> int:
         """Number of uncomputed tokens of a running request; 0 if a plugin skips it in this step."""
@@ -265,15 +269,17 @@ class PreemptiveScheduler(BaseScheduler):
             plugin.on_start(request)
         return True
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, is_displaced: bool = True) -> None:
         """Free a running request's KV and return it to the queue: to the front, or where the policy
-        sorts it."""
+        sorts it. If it `is_displaced`, this counts towards `max_preemptions`."""
         for plugin in self._preemption_plugins:
             plugin.on_preempt(request)
         self.kv_memory.free(request)
         self._num_preempted_tokens[request.request_id] = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        if is_displaced:
+            self._num_displacements[request.request_id] += 1
         request.status = RequestStatus.PREEMPTED
         request.fast_path_until = -1
         del self.running[request.request_id]
@@ -390,6 +396,7 @@ class PreemptiveScheduler(BaseScheduler):
                 repr(request)
             )
         assert self._num_preempted_tokens.keys() <= self.requests.keys() - self.running.keys()
+        assert self._num_displacements.keys() <= self.requests.keys()
         for request in self.running.values():
             # The next step is on the fast path.
             if request.num_computed_tokens <= request.fast_path_until:

@@ -27,8 +27,8 @@ when the batch is full, provided that it then fits into memory. Equal priorities
 other, or they would alternate forever. If there is a place in the batch but no memory, an urgent
 request waits, as in vLLM: to compute long prompts again would cost the others more than it gains.
 
-No request starves. The request that was admitted first is never a victim; with priorities, a
-request is preempted at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
+No request starves. Among equals, the request that came first is never a victim; more urgent ones
+displace a request at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
 requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loads.py` for requests
 that wait for external KV).
 
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-# A step skips this many waiting requests, then as many again, without those whose KV is being loaded;
-# to look up all of a long queue would take longer than the step.
+# A step skips this many waiting requests, then as many again without those whose KV is loaded; to
+# look up all of a long queue would take longer than the step.
 MAX_SKIPPED = 128
 
 
@@ -226,16 +226,10 @@ class Scheduler(PreemptiveScheduler):
         while not self.kv_memory.allocate_slots(request, num_tokens):
             victim = self._choose_victim()
             assert victim is not None, "no victim left, but a pinned request never allocates"
-            self._preempt(victim, step)
+            self._preempt(victim, request, step)
             if victim is request:
                 return 0
         return num_tokens
-
-    def is_pinned(self, request: Request) -> bool:
-        """Only with priorities. Without, preemptions need no bound, because the request that was
-        admitted first is never a victim, and so every request finishes; and to reserve up to
-        `max_tokens` for a pinned request would waste what chapter 2 wastes."""
-        return self._has_priorities and super().is_pinned(request)
 
     def _choose_victim(self, exclude: Sequence[Request] = ()) -> Request | None:
         """Return the most recently admitted request or, with priorities, the least urgent one and,
@@ -247,10 +241,13 @@ class Scheduler(PreemptiveScheduler):
             return max(candidates, key=lambda r: (r.priority, r.arrival_time), default=None)
         return next(candidates, None)
 
-    def _preempt(self, victim: Request, step: StepPlan) -> None:
+    def _preempt(self, victim: Request, request: Request, step: StepPlan) -> None:
+        """Preempt `victim` for `request`. Only more urgent requests displace: among equals, the one
+        that came first is never a victim, so every request finishes without a bound; and to reserve
+        up to `max_tokens` for a pinned request would waste what chapter 2 wastes."""
         step.remove(victim)
         step.preempted.append(victim)
-        self.preempt(victim)
+        self.preempt(victim, self._has_priorities and request.priority < victim.priority)
 
     # -- phase 2: waiting requests
 
@@ -282,18 +279,21 @@ class Scheduler(PreemptiveScheduler):
             if preempted_for_it is None:
                 return _Admission.BATCH_FULL
         if not self.can_start(request):
-            return self._skip_unless_aged(request, _Admission.REJECTED)
+            return self._skip_unless_aged(request, step, _Admission.REJECTED)
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return _Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self._skip_unless_aged(request, _Admission.SKIPPED)
+            return self._skip_unless_aged(request, step, _Admission.SKIPPED)
         return self._try_schedule_new(request, computed, preempted_for_it, step)
 
-    def _skip_unless_aged(self, request: Request, outcome: _Admission) -> _Admission:
+    def _skip_unless_aged(
+        self, request: Request, step: StepPlan, outcome: _Admission
+    ) -> _Admission:
         """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
         admission."""
-        return _Admission.CONSTRAINT if self.waiting.is_aged(request) else outcome
+        is_aged = self.waiting.is_aged(request, len(step.admitted))
+        return _Admission.CONSTRAINT if is_aged else outcome
 
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
         """Return the running request that `new_request` may preempt: the least urgent one, if
@@ -339,7 +339,7 @@ class Scheduler(PreemptiveScheduler):
         ):
             return _Admission.BLOCKS
         if preempted_for_it is not None:
-            self._preempt(preempted_for_it, step)
+            self._preempt(preempted_for_it, request, step)
         fits = self.start_running(request, computed, num_tokens, num_reserved)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens, num_deferred_tokens)

@@ -65,7 +65,7 @@ class Entry:
     request: Request
     arrival: int
     tie: int  # between equal keys: order of arrival, but a preempted request is before its equals
-    num_deferred_tokens: int
+    num_before: int  # requests that had left the queue or waited when it arrived
     is_in_front: bool
     num_overtakes: int = 0  # by requests that arrived later and were served before it
 
@@ -76,21 +76,21 @@ class NaiveQueue:
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
         self.policy, self.max_overtakes = policy, max_overtakes
         self.entries: list[Entry] = []
-        self.num_deferred_tokens = self.num_arrived = 0
+        self.num_dequeued = self.num_arrived = 0
 
     def enqueue(self, request: Request, is_preempted: bool) -> None:
         self.num_arrived += 1
         n, front = self.num_arrived, is_preempted and self.policy.name != "priority"
-        entry = Entry(request, n, -n if is_preempted else n, self.num_deferred_tokens, front)
-        self.entries.append(entry)
+        num_before = self.num_dequeued + len(self.entries)
+        self.entries.append(Entry(request, n, -n if is_preempted else n, num_before, front))
 
     def remove(self, request: Request) -> Entry:
         (removed,) = [entry for entry in self.entries if entry.request is request]
         self.entries.remove(removed)
-        self.num_deferred_tokens += 1
+        self.num_dequeued += 1
         return removed
 
-    def key(self, request: Request, num_waiting: int) -> object:
+    def key(self, request: Request, sorted_ids: Sequence[str]) -> object:
         match self.policy.name:
             case "fcfs":
                 return 0
@@ -101,28 +101,28 @@ class NaiveQueue:
             case "random":
                 return self.policy.key(request)
             case "live":
-                is_asked = num_waiting <= self.policy.max_requests_to_sort
-                return self.policy.ranks.get(request.request_id, 0) if is_asked else 0
+                is_sorted = request.request_id in sorted_ids
+                return (not is_sorted, is_sorted and self.policy.ranks.get(request.request_id, 0))
 
-    def has_aged(self, entry: Entry, num_deferred_tokens: int) -> bool:
-        return (
-            self.max_overtakes is not None
-            and num_deferred_tokens - entry.num_deferred_tokens >= self.max_overtakes
-        )
+    def has_aged(self, entry: Entry, num_dequeued: int) -> bool:
+        bound = self.max_overtakes
+        return bound is not None and num_dequeued - entry.num_before >= bound
 
-    def next(self, entries: list[Entry], num_deferred_tokens: int, num_waiting: int) -> Entry:
+    def next(self, entries: list[Entry], num_dequeued: int, sorted_ids: Sequence[str]) -> Entry:
         if front := [entry for entry in entries if entry.is_in_front]:
             return max(front, key=lambda entry: entry.arrival)
-        if aged := [entry for entry in entries if self.has_aged(entry, num_deferred_tokens)]:
+        if aged := [entry for entry in entries if self.has_aged(entry, num_dequeued)]:
             return min(aged, key=lambda entry: entry.arrival)
-        return min(entries, key=lambda entry: (self.key(entry.request, num_waiting), entry.tie))
+        return min(entries, key=lambda entry: (self.key(entry.request, sorted_ids), entry.tie))
 
     def in_order(self) -> list[Request]:
-        entries, num_deferred_tokens, result = list(self.entries), self.num_deferred_tokens, []
+        entries, num_dequeued, result = list(self.entries), self.num_dequeued, []
+        by_arrival = [entry.request for entry in entries if not entry.is_in_front]
+        sorted_ids = ids(by_arrival[: getattr(self.policy, "max_requests_to_sort", 0)])
         while entries:
-            entry = self.next(entries, num_deferred_tokens, len(self.entries))
+            entry = self.next(entries, num_dequeued, sorted_ids)
             entries.remove(entry)
-            num_deferred_tokens += 1
+            num_dequeued += 1
             result.append(entry.request)
         return result
 
@@ -233,9 +233,7 @@ class QueueAgainstNaiveQueue(QueueMachine):
         if expected:
             assert self.queue.peek_request() is expected[0]
         for entry in self.model.entries:
-            is_aged = entry.is_in_front or self.model.has_aged(
-                entry, self.model.num_deferred_tokens
-            )
+            is_aged = entry.is_in_front or self.model.has_aged(entry, self.model.num_dequeued)
             assert self.queue.is_aged(entry.request) == is_aged
             bound = self.model.max_overtakes
             assert bound is None or entry.num_overtakes <= bound, "the bound of `nobody starves`"
@@ -269,7 +267,7 @@ def test_a_request_overtaken_too_often_is_before_the_policys_choice_but_after_pr
     assert [queue.pop_request().request_id for _ in range(2)] == ["a", "b"]
     assert queue.is_aged(low) and ids(queue) == ["low", "c"]
     queue.add_request(make("d", -5))
-    assert ids(queue) == ["low", "c", "d"]  # two have left since c came, too
+    assert ids(queue) == ["low", "d", "c"]  # those that left since c came were before it
 
     queue = create_queue("lof", max_overtakes=1)
     a, b, _ = fill(queue, "abc")
@@ -320,7 +318,7 @@ def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
 
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
 @pytest.mark.parametrize("limit", [0, 5, 128])
-def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
+def test_the_first_so_many_are_sorted_and_the_others_follow_in_order_of_arrival(kind, limit):
     queries: list[str] = []
 
     def find(request: Request) -> list[int]:
@@ -333,12 +331,11 @@ def test_above_so_many_waiting_the_order_of_arrival_has_to_do(kind, limit):
     fill(queue, names)
     assert ids(queue) == names[::-1] and queries == names
     queries.clear()
-    newest = fill(queue, [str(limit)])
-    assert ids(queue) == [*names, str(limit)] and not queries
-    queue.remove_request(newest[0])
-    assert ids(queue) == names[::-1]
-    queue.prepend_request(newest[0])  # preempted ones count: they wait too
-    assert ids(queue) == [str(limit), *names]
+    newest = fill(queue, [str(limit), str(limit + 1)])
+    assert ids(queue) == [*names[::-1], *ids(newest)] and queries == names
+    queue.remove_request(newest[1])
+    queue.prepend_request(newest[1])  # preempted ones are not sorted
+    assert ids(queue) == [str(limit + 1), *names[::-1], str(limit)]
 
 
 @pytest.mark.parametrize("wrong", [lambda r: r[1:], lambda r: [*r, r[0]], lambda r: r[:1] * len(r)])

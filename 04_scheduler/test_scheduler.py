@@ -335,27 +335,40 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
 
 def test_nobody_is_preempted_more_often_than_allowed():
     for max_preemptions in (1, 2, 3):
-        loop = Loop(8, max_preemptions=max_preemptions, policy="priority")
-        requests = [loop.add(name, 4, 24) for name in "abcdef"]
+        loop = Loop(10, max_preemptions=max_preemptions, policy="priority")
+        requests = [loop.add(name, 4, 24, priority=9) for name in "ab"]
+        for name in "cdefghijklmnop":
+            requests.append(loop.add(name, 4, 16))
+            for _ in range(8):
+                loop.step()
         loop.run()
-        assert max(r.num_preemptions for r in requests) == max_preemptions
+        assert max(r.num_preemptions for r in requests[:2]) == max_preemptions
         for request in requests:
-            expected = continuation(request.prompt_token_ids, 24)
+            expected = continuation(request.prompt_token_ids, request.max_tokens)
             assert loop.outputs[request.request_id] == expected
 
 
-@pytest.mark.parametrize(("policy", "num_blocks"), [("priority", 5), ("fcfs", 2)])
-def test_a_pinned_request_gets_everything_at_admission(policy, num_blocks):
-    """Without priorities no request is pinned: memory for all of `max_tokens` would be idle."""
-    loop = Loop(7, max_preemptions=1, policy=policy)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_equals_preempt_without_a_bound(policy):
+    """None is pinned: memory for all of `max_tokens` would be idle."""
+    loop = Loop(8, max_preemptions=1, policy=policy)
+    priorities = range(6) if policy == "fcfs" else [9] * 6
+    requests = [loop.add(f"{i}", 4, 24, priority=p) for i, p in enumerate(priorities)]
+    for _ in as_long_as(loop.scheduler.has_unfinished_requests):
+        assert not any(loop.scheduler.is_pinned(request) for request in requests)
+        loop.step()
+    assert max(r.num_preemptions for r in requests) > 1
+
+
+def test_a_pinned_request_gets_everything_at_admission():
+    loop = Loop(7, max_preemptions=1)
     request = loop.add("a", 4, 17)
     loop.step()
     with preempting(loop.scheduler):
         loop.step()
     loop.step()
-    assert loop.scheduler.is_pinned(request) == (policy == "priority")
-    # 4 + 17 - 1 positions, or 6
-    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
+    assert loop.scheduler.is_pinned(request)
+    assert len(loop.scheduler.kv_memory.get_block_ids("a")) == 5  # 4 + 17 - 1 positions
 
 
 # -- admission control
@@ -599,10 +612,12 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
     loop.add("d", 3, 4)
     loop.add("e", 3, 4, extra_keys=lora["x"])
     assert list(scheduled_tokens(loop.step())) == ["a", "b", "d", "e"]
-    loop.add("f", 3, 4, extra_keys=lora["x"])  # four have left the queue since c came
-    assert "f" not in scheduled_tokens(loop.step()) and held_back.status == RequestStatus.WAITING
+    loop.add("f", 3, 4, extra_keys=lora["x"])  # two that came after c have overtaken it
+    assert "f" in scheduled_tokens(loop.step())
+    loop.add("g", 3, 4, extra_keys=lora["x"])  # and now three
+    assert "g" not in scheduled_tokens(loop.step()) and held_back.status == RequestStatus.WAITING
     loop.run()
-    assert set(loop.reasons) == set("abcdef")
+    assert set(loop.reasons) == set("abcdefg")
     plugin = loop.scheduler.plugins[0]
     plugin.begin_step()
     assert plugin._adapters == {}

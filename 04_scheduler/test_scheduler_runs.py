@@ -170,8 +170,8 @@ class World:
             expected = continuation(request.prompt_token_ids, len(outputs), VOCAB)
             assert outputs == expected == request.output_token_ids, request
             if isinstance(self.scheduler, PreemptiveScheduler) and not self.is_forced:
-                is_bounded = getattr(self.scheduler, "_has_priorities", True)
-                assert not is_bounded or request.num_preemptions <= self.scheduler.max_preemptions
+                num_displacements = self.scheduler._num_displacements[request.request_id]
+                assert num_displacements <= self.scheduler.max_preemptions
 
     def check_end(self) -> None:
         """Everything finished: nothing is held, and every token is accounted for."""
@@ -498,6 +498,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
     def name(block_id: int) -> int:
         return blocks.setdefault(block_id, len(blocks))
 
+    num_displacements = getattr(scheduler, "_num_displacements", Counter())
     states = tuple(
         (
             request_id,
@@ -505,7 +506,8 @@ def fingerprint(world: World, num_added: int) -> tuple:
             request.num_computed_tokens,
             request.num_tokens,
             request.num_output_placeholders,
-            min(request.num_preemptions, getattr(scheduler, "max_preemptions", 0)),
+            request.num_preemptions > 0,
+            min(num_displacements[request_id], getattr(scheduler, "max_preemptions", 0)),
             tuple(name(b) for ids in scheduler.kv_memory.get_tables(request_id) for b in ids),
         )
         for request_id, request in sorted(scheduler.requests.items())

@@ -119,12 +119,12 @@ class KVLoads:
             if not all([self._has_arrived(load) for load in self._loads.values()]):
                 return self._refuse(request.request_id)  # not now: others are first
             self.give_way()  # loads of requests that wait for admission may come after this one
-        offer.num_local_at_decision = computed.num_tokens
         self.cache.touch(computed.blocks)
         blocks = self._allocate_blocks(num_blocks)
-        if blocks is None:
+        if blocks is None:  # its admission needs as many, so it will be looked up again
             self.cache.release(computed.blocks)
             return True
+        offer.num_local_at_decision = computed.num_tokens
         self._overtake(request.request_id)
         load = self._loads[request.request_id] = Load(request, computed.blocks, blocks)
         block_ids = [block.block_id for block in blocks]

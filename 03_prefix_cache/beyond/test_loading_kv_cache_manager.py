@@ -216,6 +216,9 @@ def test_a_load_waits_for_the_steps_that_could_still_write_to_its_blocks(make_ca
     found = manager.get_computed_blocks(make_request("a", [1] * 9))
     assert (found is NotReady.LOADING) == (num_reserved == 0)
     assert calls == ([("steps",), ("load", "a", 6)] if num_reserved == 0 else [])
+    if num_reserved:  # there was no memory; now there is
+        manager.free(make_request("x", [9]))
+        assert manager.get_computed_blocks(make_request("a", [1] * 9)) is NotReady.LOADING
 
 
 def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache):

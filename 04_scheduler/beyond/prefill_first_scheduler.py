@@ -236,7 +236,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 num_skipped += 1 / 16
                 continue
             if not self.can_start(request):
-                if self.waiting.is_aged(request):
+                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
                     step.stop = ("constraint", request_id)
                     break
                 num_skipped += 1 / 4
@@ -247,7 +247,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 continue
             num_uncomputed_tokens = request.num_tokens - computed.num_tokens
             if not self.chunk_policy.can_start(request, num_uncomputed_tokens):
-                if self.waiting.is_aged(request):
+                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
                     step.stop = ("constraint", request_id)
                     break
                 num_skipped += 1

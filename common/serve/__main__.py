@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="sampling where a request says nothing: the model's own; vllm: OpenAI's",
     )
     parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
-    parser.add_argument("--drain-seconds", type=float, default=30.0, metavar="S")
+    parser.add_argument("--drain-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
     parser.add_argument("--kv-events", metavar="ADDRESS", help="tcp://*:5557: told to routers")

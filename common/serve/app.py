@@ -98,7 +98,7 @@ class Server:
         params = await self.llm.without_texts(params)  # once for all prompts
         ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
-        texts = [p if isinstance(p, str) else await self._decode(p, "prompt") for p in echoed]
+        texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
         name, only_echo = request.state.request_id, body.only_echo
@@ -124,11 +124,11 @@ class Server:
     ) -> Response:
         num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
-        max_unfinished, n = self.llm.max_unfinished, answer.params.n
-        if max_unfinished is not None and len(prompts) * n > max_unfinished:
-            allowed = f"at most {max_unfinished}, got {len(prompts) * n}"
-            name = "prompt" if n == 1 else "n"
-            raise bad(f"{name}: prompts x n must be {allowed} (--max-waiting)", name)
+        num, total = len(prompts) * answer.params.n, self.llm.max_unfinished
+        if total is not None and num > max(1, total // 2):
+            name = "prompt" if answer.params.n == 1 else "n"
+            allowed = f"at most {max(1, total // 2)} (half of max_num_seqs + --max-waiting)"
+            raise bad(f"{name}: prompts x n must be {allowed}, got {num}", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model
@@ -191,6 +191,8 @@ class Server:
         adds, found = body.add_special_tokens is not False, list[list[int]]()
         for prompt in body.prompts():
             await asyncio.sleep(0)  # each can take a millisecond, and there can be thousands
+            if not isinstance(prompt, str):
+                self._check_ids(prompt, "prompt")
             found.append(await self.llm.prompt_ids(prompt, params, adds))
         return found
 
@@ -239,13 +241,16 @@ class Server:
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         self._model(body)
-        text = await self._decode(body.tokens, "tokens")
+        self._check_ids(body.tokens, "tokens")
+        text = await self._decode(body.tokens)
         return answered({"prompt": text}, len(text))
 
-    async def _decode(self, ids: list[int], field: str) -> str:
+    def _check_ids(self, ids: list[int], field: str) -> None:
         vocab_size = self.llm.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise bad(f"{field} must be < {vocab_size}, got {max(ids)}", field)
+
+    async def _decode(self, ids: list[int]) -> str:
         decode = self.llm.tokenizer.backend.decode_batch  # releases Python's lock
         return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 

@@ -28,7 +28,7 @@ from common.engine_config import EngineConfig, EngineStats
 from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
 from common.serve.deltas import EngineUpdate, RequestDelta
-from common.serve.engine_loop import EngineError, EngineLoop, QueueFull
+from common.serve.engine_loop import EngineError, EngineLoop, EngineStopped, QueueFull
 from common.serve.prompt_length import PromptTooLong, longest_token
 from request import SamplingParams
 
@@ -204,16 +204,16 @@ class AsyncLLM:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""
         if (name := self._names.get(request_id)) is not None:
             self._engine_loop.abort(name)
-            self._fail(name, "the request was aborted")
+            self._fail(name, EngineError("the request was aborted"))
 
     def abort_all(self, reason: str) -> None:
-        """Abort all requests, as `abort` does, with `reason` as the error's message."""
+        """Abort all requests, as `abort` does, with an `EngineStopped` that gives `reason`."""
         for name in self._mailboxes:
             self._engine_loop.abort(name)
-            self._fail(name, reason)
+            self._fail(name, EngineStopped(reason))
 
-    def _fail(self, name: str, reason: str) -> None:
-        self._mailboxes[name].put(RequestDelta(name, finished=True, error=EngineError(reason)))
+    def _fail(self, name: str, error: EngineError) -> None:
+        self._mailboxes[name].put(RequestDelta(name, finished=True, error=error))
 
     @property
     def num_unfinished(self) -> int:
@@ -264,7 +264,7 @@ class AsyncLLM:
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         if self._is_closed:
-            raise EngineError("the engine is closed; create a new one")
+            raise EngineStopped("the engine is closed; create a new one")
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop.is_closed():
             self._loop = loop
@@ -290,7 +290,7 @@ class AsyncLLM:
                 else:
                     future.set_result(answer)
         if engine_update.is_last:
-            error = EngineError(self.death_reason or "the engine is closed; create a new one")
+            error = EngineStopped(self.death_reason or "the engine is closed; create a new one")
             engine_update.deltas += [
                 RequestDelta(name, finished=True, error=error) for name in self._mailboxes
             ]

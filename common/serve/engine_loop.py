@@ -42,6 +42,10 @@ class EngineError(RuntimeError):
         self.__cause__ = cause
 
 
+class EngineStopped(EngineError):
+    """The engine has failed or is closed, or the server is shutting down."""
+
+
 class EngineLoop:
     """Creates and owns an engine. `make_engine` is called in the engine's thread, because torch's
     number of threads is a setting of the calling thread; `deliver` is called there, too. At most
@@ -209,7 +213,7 @@ class EngineLoop:
         engine, max_waiting = self._engine, self._max_waiting
         try:
             if self.death_reason is not None:
-                raise EngineError(self.death_reason, self._death_error)
+                raise EngineStopped(self.death_reason, self._death_error)
             num = self._num_sequences
             max_num_seqs = engine.config.max_num_seqs
             if max_waiting is not None and num + params.n > max_num_seqs + max_waiting:
@@ -246,7 +250,7 @@ class EngineLoop:
         self._is_closing = True
 
     def _fail_all(self) -> None:
-        error = EngineError(self.death_reason, self._death_error)
+        error = EngineStopped(self.death_reason, self._death_error)
         names = [*self._sources, *self._new_requests]
         self._deltas += [RequestDelta(name, finished=True, error=error) for name in names]
         self._sources.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.serve.engine_loop import EngineError, QueueFull
+from common.serve.engine_loop import EngineError, EngineStopped, QueueFull
 from common.serve.prompt_length import PromptTooLong
 
 _TYPES = {
@@ -74,5 +74,5 @@ def api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
         first = str(error).split(" ")[0].rstrip(":")
         return bad(str(error), first if first in fields else None)
     if isinstance(error, EngineError):
-        return ApiError(500, str(error))
+        return ApiError(503 if isinstance(error, EngineStopped) else 500, str(error))
     return ApiError(500, f"the server has failed: {type(error).__name__}")  # details are in the log

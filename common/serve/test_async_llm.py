@@ -28,6 +28,7 @@ from common.serve.async_llm import (
 )
 from common.serve.conftest import SMALL, fail_next, is_idle
 from common.serve.deltas import CompletionDelta, EngineUpdate, RequestDelta
+from common.serve.engine_loop import EngineStopped
 
 PROMPT = "def fibonacci(n):\n    if n"
 FEW, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -416,7 +417,7 @@ async def test_a_submit_while_the_engine_ends_gets_an_error() -> None:
     calls = asyncio.gather(late, llm.call(LLMEngine.stats), return_exceptions=True)
     llm._engine_loop.close()
     found = await asyncio.wait_for(calls, 20)
-    assert [type(error) for error in found] == [EngineError] * 2
+    assert [type(error) for error in found] == [EngineStopped] * 2
 
 
 async def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:

@@ -122,13 +122,15 @@ def test_a_disconnect_aborts(
     """Not when the collector comes by: `made` keeps what was not closed."""
     made, generate = [], server.llm.generate
 
-    def kept(*arguments: Any, **options: Any) -> Any:
-        made.append(generate(*arguments, **options))
+    def kept(ids: list[int], *arguments: Any, **options: Any) -> Any:
+        made.append(generate([10**9] if ids == [7] else ids, *arguments, **options))
         return made[-1]
 
     monkeypatch.setattr(server.llm, "generate", kept)
     refused = {**LONG, "stream": stream, "prompt": [[5], [10**9]]}
     assert server.post("/v1/completions", refused)[0] == 400
+    assert not made, "refused before any of its prompts is queued"
+    assert server.post("/v1/completions", refused | {"prompt": [[5], [7]]})[0] == 400
     assert len(made) == 2 and not any(one.ag_frame for one in made)
 
     with server.aborts_one(), server.connect(posted({**LONG, "stream": stream})) as connection:
@@ -182,12 +184,12 @@ def test_a_dead_engine_is_said_to_be_dead() -> None:
             film = pool.submit(found.request, "GET", "/events")
             wait_for(lambda: found.app.state.server.live.viewers)
             found.call(break_for_good)
-            assert found.post("/v1/completions", LONG)[0] == 500
+            assert found.post("/v1/completions", LONG)[0] == 503
             assert film.result(20)[0] == 200, "whoever watched it is told"
         assert found.request("GET", "/events")[0] == 503
         for _ in range(2):
             status, answer = found.post("/v1/completions", LONG)
-            assert (status, answer["error"]["message"]) == (500, STOPPED)
+            assert (status, answer["error"]["message"]) == (503, STOPPED)
         status, _, content = found.request("GET", "/health")
         assert (status, json.loads(content)["error"]["message"]) == (503, STOPPED), "Trap 86"
 

@@ -110,7 +110,7 @@ WITH_TOOLS: dict[str, list[Any]] = {
             [{"function": {"name": "f", "parameters": schema}}]
             for schema in (
                 *(5, {"type": "array"}, {"$ref": "#/$defs/Missing"}),
-                {"properties": {"x": {"type": "nothing"}}},
+                *({"properties": {"x": {"type": "nothing"}}}, {"allOf": nested(900)}),
             )
         ),
     ],

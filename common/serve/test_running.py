@@ -153,6 +153,10 @@ def test_so_many_wait_unless_it_is_said(served: SimpleNamespace) -> None:
         assert served.settings["max_waiting"] == limit
 
 
+def test_a_shutdown_ends_within_the_time_that_kubernetes_gives() -> None:
+    assert parse_args([]).drain_seconds + running.LAST_WORDS_SECONDS < 30
+
+
 def test_a_thread_that_does_not_end_keeps_no_process() -> None:
     """Trap 87: SIGTERM ended the server, and Python waited for its threads."""
     script = (

@@ -55,7 +55,12 @@ class ToolUse:
     def grammar(self) -> Json | None:
         if self.choice == "named":
             return Json(self.schemas[self.name])
-        return Json(self._array()) if self.choice == "required" else None
+        try:
+            return Json(self._array()) if self.choice == "required" else None
+        except RecursionError as error:
+            raise bad(
+                "tools: the parameters of a function are nested too deeply", "tools"
+            ) from error
 
     def _array(self) -> dict[str, Any]:
         """Return the schema of an array of calls. A reference within a function's schema is

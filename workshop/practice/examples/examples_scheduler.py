@@ -54,7 +54,7 @@ def victims() -> Lines:
             scheduler.schedule()
         chosen = [scheduler._choose_victim()]
         chosen.append(scheduler._choose_victim(exclude=[chosen[0]]))
-        chosen[0].num_preemptions = scheduler.max_preemptions
+        scheduler._num_displacements[chosen[0].request_id] = scheduler.max_preemptions
         chosen.append(scheduler._choose_victim())
         names = [str(one and one.request_id) for one in chosen]
         yield row(policy, " ".join(map(str, priorities)), *names)
