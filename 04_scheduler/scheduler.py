@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
 # To try all of a long queue would take longer than the step. So a step tries this many requests,
-MAX_TRIED = 4096
+MAX_TRIED = 1024
 # and looks up the prefixes of this many that it then skips, and of as many again whose KV is not
 # being loaded.
 MAX_SKIPPED = 128
@@ -76,6 +76,14 @@ class _Admission(Enum):
     CONSTRAINT = "constraint"
     BUDGET = "budget"
     BLOCKS = "blocks"
+
+
+def passes_untried(request: Request, num_skipped: int) -> bool:
+    """Whether to pass a waiting request, even if it has aged: if others waited too, it would not
+    start sooner. Only a lookup shows whether KV has been loaded, so some of those are tried."""
+    is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    is_passed = is_loading and num_skipped >= MAX_SKIPPED
+    return is_passed or request.status == RequestStatus.WAITING_FOR_GRAMMAR
 
 
 class Scheduler(PreemptiveScheduler):
@@ -240,10 +248,7 @@ class Scheduler(PreemptiveScheduler):
         num_skipped, num_tried = 0, 0
         continue_on = (_Admission.ADMITTED, _Admission.SKIPPED, _Admission.REJECTED)
         for request in self.waiting:
-            if (
-                num_skipped >= MAX_SKIPPED
-                and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            ):
+            if passes_untried(request, num_skipped):
                 continue
             outcome = self._try_to_admit(request, step)
             num_skipped += outcome is _Admission.SKIPPED
@@ -268,8 +273,6 @@ class Scheduler(PreemptiveScheduler):
             if preempted_for_it is None:
                 return _Admission.BATCH_FULL
         if not self.can_start(request):
-            if request.status == RequestStatus.WAITING_FOR_GRAMMAR:
-                return _Admission.REJECTED  # if others waited too, it would not start sooner
             return self._skip_unless_aged(request, step, _Admission.REJECTED)
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):

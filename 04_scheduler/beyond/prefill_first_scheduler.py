@@ -48,9 +48,9 @@ from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from request import Request, RequestStatus, check_integers
+from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_SKIPPED, MAX_TRIED
+from scheduler import MAX_SKIPPED, MAX_TRIED, passes_untried
 from step_plan import PreemptiveSchedulerOutput, StepPlan
 from unchunked import ChunkToBudget
 
@@ -233,13 +233,11 @@ class PrefillFirstScheduler(PreemptiveScheduler):
                 is_full = len(self.running) >= self._max_num_seqs
                 step.stop = ("seat" if is_full else "skipped", request_id)
                 break
-            status = request.status
-            if num_skipped >= MAX_SKIPPED and status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if passes_untried(request, num_skipped):
                 continue
             num_tried += 1
             if not self.can_start(request):
-                is_aged = self.waiting.is_aged(request, len(adder.can_run_list) - num_running)
-                if is_aged and request.status != RequestStatus.WAITING_FOR_GRAMMAR:
+                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
                     step.stop = ("constraint", request_id)
                     break
                 continue

@@ -27,7 +27,7 @@ from fastapi import FastAPI
 from fastapi.dependencies import models as fastapi_models
 
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_DRAFT, EngineConfig, EngineStats
+from common.engine_config import EngineConfig, EngineStats
 from common.llm import LLM
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
@@ -35,8 +35,7 @@ from common.serve.ports import open_port
 from common.serve.running import DrainingServer, little_settings, make_event_loop
 from common.serve.server_metrics import ServerMetrics
 
-# The smaller of the shipped models: a third of the time.
-SMALL = dict(model=SHIPPED_DRAFT, num_blocks=400, dtype="float64", num_threads=1, compile=False)
+SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
 # Too little memory for all: some are preempted.
 TIGHT = dict(block_size=4, num_blocks=26, max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 MODEL = "tiny"

@@ -197,8 +197,7 @@ async def test_a_disconnect_leaves_no_state(llm: AsyncLLM) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    kept = asyncio.ensure_future(whole(llm, PROMPT, params))
+    kept = asyncio.ensure_future(whole(llm, PROMPT, SamplingParams(temperature=0, max_tokens=30)))
     leaving = [left_early() for _ in range(5)] + [aborted(f"a{i}") for i in range(5)]
     await asyncio.gather(*leaving, *(cancelled() for _ in range(10)))
     assert len((await kept).completions[0].token_ids) == 30
@@ -296,7 +295,7 @@ async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPa
         return read(*arguments)
 
     monkeypatch.setattr(adapter_slots, "read_adapter", wait_and_read)
-    llm = AsyncLLM(**(SMALL | {"model": None}), max_loras=1)
+    llm = AsyncLLM(**SMALL, max_loras=1)
     left, load = (asyncio.ensure_future(llm.load_adapter(n, SHIPPED_ADAPTER)) for n in "xy")
     params = SamplingParams(temperature=0, max_tokens=9)
     before = await whole(llm, PROMPT, params)

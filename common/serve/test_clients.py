@@ -233,7 +233,7 @@ def test_a_crowd_is_taken_a_few_at_a_time(server: Running, monkeypatch: pytest.M
 
 def test_adapters_are_models() -> None:
     root = SHIPPED_ADAPTER.parent
-    with running(ServeConfig(MODEL, adapter_root=root), model=None, max_loras=2) as found:
+    with running(ServeConfig(MODEL, adapter_root=root), max_loras=2) as found:
         load = {"lora_name": "tests", "lora_path": SHIPPED_ADAPTER.name}
         assert found.post("/v1/load_lora_adapter", load | {"lora_name": MODEL})[0] == 400
         fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}

@@ -251,8 +251,6 @@ def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
 ) -> None:
     """A viewer of a finished run keeps it, and requests the next one."""
     live, begun = tight.app.state.server.live, list[Any]()
-    step = LLMEngine._run_step  # slowed down: the page sees every restart
-    monkeypatch.setattr(LLMEngine, "_run_step", lambda self: time.sleep(0.01) or step(self))
     begin, page_text = live._begin, live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
     monkeypatch.setattr(live, "_begin", lambda *args: begun.append(args) or begin(*args))
     monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))

@@ -181,12 +181,10 @@ def test_a_model_has_a_name(
     assert '"temperature": 0' in printed
 
 
-def test_the_printed_example_gets_a_good_continuation() -> None:
+def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
     """A newcomer's first answer: code that works, and the same each time."""
     params = SamplingParams(temperature=0, max_tokens=16)
-    llm = LLM(num_blocks=20, dtype="float64", num_threads=1, compile=False)
-    (output,) = llm.generate(running.TRY_IT, params, use_tqdm=False)
-    llm.close()
+    (output,) = alone.generate(running.TRY_IT, params, use_tqdm=False)
     assert output.outputs[0].text.startswith(" fp:\n        return fp.read()\n")
     compile(running.TRY_IT + output.outputs[0].text, "answer", "exec")
 
