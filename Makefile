@@ -24,8 +24,8 @@ TRITON_VERSION := 3.9.0
 VENV := .venv
 PY := $(VENV)/bin/python
 # What is installed, in four layers, each upon the one before: `run` to serve from Python and to
-# test a chapter, `server` to serve over HTTP, `test` to check what is written, `work` to change the book. `book`, upon `test`,
-# builds its site.
+# test a chapter, `server` to serve over HTTP, `test` to check what is written, `work` to change the
+# book. `book`, upon `test`, builds its site.
 RUN := $(VENV)/.run
 SERVER := $(VENV)/.server
 TEST := $(VENV)/.test

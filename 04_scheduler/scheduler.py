@@ -59,11 +59,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
 
-# To try all of a long queue would take longer than the step. So a step tries this many requests,
-MAX_TRIED = 1024
-# and looks up the prefixes of this many that it then skips, and of as many again whose KV is not
-# being loaded.
-MAX_SKIPPED = 128
+# To try all of a long queue would take longer than the step.
+MAX_TRIED = 1024  # waiting requests in a step
+MAX_SKIPPED = 128  # after a lookup; and as many again whose KV is not being loaded
 
 
 class _Admission(Enum):

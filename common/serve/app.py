@@ -124,11 +124,10 @@ class Server:
     ) -> Response:
         num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
-        num, total = len(prompts) * answer.params.n, self.llm.max_unfinished
-        if total is not None and num > max(1, total // 2):
+        num, limit = len(prompts) * answer.params.n, self.llm.max_per_request
+        if limit is not None and num > limit:
             name = "prompt" if answer.params.n == 1 else "n"
-            allowed = f"at most {max(1, total // 2)} (half of max_num_seqs + --max-waiting)"
-            raise bad(f"{name}: prompts x n must be {allowed}, got {num}", name)
+            raise bad(f"{name}: prompts x n must be <= {limit} (--max-waiting), got {num}", name)
         options = answer.body.options()
         if answer.model != self.config.model_name:
             options["adapter"] = answer.model

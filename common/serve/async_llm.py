@@ -88,9 +88,10 @@ class AsyncLLM:
         self._given: deque[RequestDelta] = deque()
         self._is_closed = False
         self.stats = EngineStats()  # as of the engine's last delivery
-        self.max_unfinished = (
-            None if max_waiting is None else self.config.max_num_seqs + max_waiting
-        )
+        self.max_per_request: int | None = None  # sequences; some places are left for others
+        if max_waiting is not None:
+            num_places = self.config.max_num_seqs + max_waiting
+            self.max_per_request = max(1, max_waiting, num_places // 2)
         self._engine_loop = EngineLoop(self._make_engine, self._deliver, max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None

@@ -55,7 +55,7 @@ BUDGETS = {
     "common/requests": Amounts(code=817, tests=751),
     "common/runner": Amounts(code=1451, tests=1897),
     "common/sampling": Amounts(code=1497, tests=1193),
-    "common/serve": Amounts(code=3590, tests=5176, pages=629, words=8751),
+    "common/serve": Amounts(code=3590, tests=5176, pages=629, words=8737),
     "common/tests": Amounts(tests=10762),
     "workshop": Amounts(code=12, tests=17),
     "workshop/book": Amounts(code=1692, tests=1440, tables=943),
@@ -65,7 +65,7 @@ BUDGETS = {
     "workshop/training": Amounts(code=810, tests=315, tables=75),
     "workshop/watch": Amounts(code=2032, tests=3439, pages=242, tables=535, words=983),
 }
-ALL_PYTHON_LINES = 133_005  # as `wc -l` counts them
+ALL_PYTHON_LINES = 133_003  # as `wc -l` counts them
 LOADED_LINES = 12_300  # of what a default `LLM()` loads, docstrings too (`python -m workshop.path`)
 
 

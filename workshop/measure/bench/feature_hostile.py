@@ -89,7 +89,7 @@ async def longest_wait(port: int, path: str, body: bytes | None, until: asyncio.
 async def measure_body(name: str, folder: Path) -> dict[str, Any]:
     path, body = PATHS.get(name, COMPLETIONS), json.dumps(BODIES[name]()).encode()
     flags = ["--num-threads", "1", "--drain-seconds", f"{DRAIN_S}", "--num-blocks", "2000"]
-    flags += ["--adapter-root", f"{folder}", "--max-loras", "1", "--max-waiting", "1744"]
+    flags += ["--adapter-root", f"{folder}", "--max-loras", "1"]
     with start_server(*flags, "--max-num-batched-tokens", f"{CHUNK}") as server:
         server.wait_until_ready()
         port, over = int(server.url.rpartition(":")[2]), asyncio.Event()
