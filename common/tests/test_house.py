@@ -480,7 +480,9 @@ def test_make_says_what_it_can_make() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_says_what_a_number_is_for_before_it_does_anything() -> None:
-    run = subprocess.run(["make", "museum", "32"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        ["make", "--no-print-directory", "museum", "32"], cwd=ROOT, capture_output=True, text=True
+    )
     assert (run.returncode, run.stdout) == (2, "") and "BUG=32" in run.stderr
 
 
