@@ -60,9 +60,12 @@ class AdaptiveChunks(ChunkedPrefill):
         starts = [request.num_computed_tokens for request in decodes]
         self._planned = count_work(starts, [num_uncomputed_tokens(request) for request in decodes])
         self._has_chunk = False
+        self._has_limit = bool(decodes) or self._can_meet_target()
+
+    def _can_meet_target(self) -> bool:
+        """Whether a step with only `min_chunk` tokens may be within the target."""
         largest = self.cost.largest_chunk(self.target_step_ms, StepWork(), 0)
-        can_meet = largest >= self.min_chunk or not self.cost.is_known
-        self._has_limit = bool(decodes) or can_meet
+        return largest >= self.min_chunk or not self.cost.is_known
 
     def num_tokens_to_schedule(
         self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
