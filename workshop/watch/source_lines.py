@@ -1,9 +1,11 @@
-"""The source lines for the page's sentences: the statement that made the decision.
+"""The source code for the page's sentences: the function that made the decision.
 
-A place is a function and a statement in it, both named by their text. Places are found in the
-syntax tree, so they survive moved lines, and raise an error when the statement is rewritten:
+A place is a file and a function, found in the syntax tree:
 
-    SourcePlace("04_scheduler/scheduler.py", "Scheduler._try_schedule_new", "if num_tokens == 0")
+    04_scheduler/scheduler.py::Scheduler._allocate_or_preempt
+
+It survives moved lines and rewritten statements. A sentence whose function is gone has no link on
+the page, so a renamed function never stops `make watch`; `test_source_lines.py` names it.
 
 The place of a sentence depends on the engine that ran: three schedulers admit in three ways. The
 rules are `RULES` in `source_places.py`. The page chooses by the run's header, also for a file that
@@ -19,18 +21,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES, MIN_LINES = 15, 5  # of an excerpt
-LINES_BEFORE = 4  # of the statement, where its function begins further up
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """The statement of `function` whose first line, as `ast.unparse` writes it, begins with
-    `statement`. `function` is `Class.method` or a name."""
+    """A function that decides. `function` is `Class.method` or a name."""
 
     file: str  # from the checkout's root
     function: str
-    statement: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +46,21 @@ class Rule:
     windows: bool | None = None  # of layers in groups
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """Source lines. `lines` begin with line `first` of the file; the statement is in lines `line`
-    to `end`."""
-
-    line: int
-    end: int
-    first: int
-    lines: list[str]
-
-
-def find(place: SourcePlace, root: Path = ROOT) -> Excerpt:
-    """Find the statement. Raises `LookupError` unless there is exactly one such statement."""
-    source, tree = _parse(_path_of(place.file, root))
-    functions = [node for name, node in _functions(tree) if name == place.function]
-    if len(functions) != 1:
-        raise LookupError(f"{place.file} must have one {place.function}, got {len(functions)}")
-    found = [node for node in ast.walk(functions[0]) if _is_it(node, place.statement)]
-    if len(found) != 1:
-        raise LookupError(
-            f"{place.function} of {place.file} must have one statement that begins with "
-            f"{place.statement!r}, got {len(found)}"
-        )
-    return _excerpt(source, functions[0], found[0])
+def find(place: SourcePlace, root: Path = ROOT) -> dict[str, Any] | None:
+    """Return the function's file, name, first line and lines, or None if the file has no such
+    function."""
+    path = _path_of(place.file, root)
+    functions = dict(_functions(_parse(path))) if path.exists() else {}
+    if place.function not in functions:
+        return None
+    function = functions[place.function]
+    lines = path.read_text(encoding="utf-8").splitlines()[function.lineno - 1 : function.end_lineno]
+    return {
+        "file": place.file,
+        "function": place.function,
+        "line": function.lineno,
+        "lines": [line[function.col_offset :] for line in lines],
+    }
 
 
 def _path_of(file: str, root: Path) -> Path:
@@ -82,9 +71,8 @@ def _path_of(file: str, root: Path) -> Path:
 
 
 @cache
-def _parse(path: Path) -> tuple[list[str], ast.Module]:
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines(), ast.parse(text)
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -95,32 +83,14 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield from _functions(node, f"{prefix}{node.name}.")
 
 
-def _is_it(node: ast.AST, statement: str) -> bool:
-    is_statement = isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef)
-    return is_statement and ast.unparse(node).startswith(statement)
-
-
-def _excerpt(source: list[str], function: ast.FunctionDef, node: Any) -> Excerpt:
-    """Return the statement with its context in the function: the `def` line too if it is near, and
-    only the start of a long statement."""
-    top, bottom = function.lineno, function.end_lineno or function.lineno
-    first = top if node.lineno - top <= 2 * LINES_BEFORE else node.lineno - LINES_BEFORE
-    last = min(bottom, first + MAX_LINES - 1, max(node.end_lineno + 2, first + MIN_LINES + 2))
-    first = max(1, min(first, last - MIN_LINES + 1))
-    lines = source[first - 1 : last]
-    margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    return Excerpt(
-        node.lineno, min(node.end_lineno, last), first, [line[margin:] for line in lines]
-    )
-
-
 def source_lines(rules: Sequence[Rule], root: Path = ROOT) -> dict[str, Any]:
-    """Return the data that the page embeds: `places`, and `rules` that name them by number."""
+    """Return the data that the page embeds: `places`, null for one that is gone, and `rules` that
+    name them by number."""
     places = list(dict.fromkeys(rule.place for rule in rules))
     numbers = {place: number for number, place in enumerate(places)}
     fields = ("scheduler", "prefix_cache", "policy", "setting", "overlaps", "windows")
     return {
-        "places": [_as_json(place, find(place, root)) for place in places],
+        "places": [find(place, root) for place in places],
         "rules": [
             {
                 "sentence": rule.sentence,
@@ -129,15 +99,4 @@ def source_lines(rules: Sequence[Rule], root: Path = ROOT) -> dict[str, Any]:
             }
             for rule in rules
         ],
-    }
-
-
-def _as_json(place: SourcePlace, excerpt: Excerpt) -> dict[str, Any]:
-    return {
-        "file": place.file,
-        "function": place.function,
-        "line": excerpt.line,
-        "end": excerpt.end,
-        "first": excerpt.first,
-        "lines": excerpt.lines,
     }

@@ -1,9 +1,9 @@
-// The lines of source behind a sentence, in a window of their own. `settings.sources` comes from
-// workshop/watch/source_lines.py: places with their text, and rules that say which one a run
-// means.
+// The function behind a sentence, in a window of its own. `settings.sources` comes from
+// workshop/watch/source_lines.py: functions with their text, null for one that is gone, and rules that
+// say which one a run means.
 Watch.words({
-  "source.open": ["Show the lines that decided this: {file}, line {line}",
-    "查看决定这件事的代码：{file} 第 {line} 行"],
+  "source.open": ["Show the function that decided this: {function}, {file}, line {line}",
+    "查看决定这件事的函数：{function}，{file} 第 {line} 行"],
   "source.of": ["{file}, line {line}, in {name}", "{file}，第 {line} 行，位于 {name}"],
 });
 
@@ -14,7 +14,7 @@ const fits = (run, when) => Object.entries(when).every(([name, value]) =>
   (name === "setting" ? Boolean(run.config[value])
     : name === "windows" ? run.windows.length > 0 : run[name] === value));
 
-// The first rule that fits what ran; null for an engine that nobody has rules for.
+// The function of the first rule that fits what ran; null for an unknown engine, or without one.
 Watch.sourceOf = (run, sentence) => {
   const rule = rules.find((one) => one.sentence === sentence && fits(run, one.when));
   return rule === undefined ? null : places[rule.place];
@@ -45,17 +45,15 @@ function show(place, button) {
   const {file, line, function: name} = place;
   title.textContent = Watch.t("source.of", {file, line, name});
   code.setAttribute("aria-label", title.textContent);
-  code.replaceChildren(...place.lines.map((text, i) => lineOf(place, text, place.first + i)));
+  code.replaceChildren(...place.lines.map((text, i) => lineOf(text, line + i)));
   panel.showPopover();
   putNear(button);
   code.focus();
 }
 
-function lineOf(place, text, number) {
-  const isIt = number >= place.line && number <= place.end;
-  return h("span", {class: isIt ? "source-line is-it" : "source-line", "data-line": number},
-    h("span", {class: "source-number"}, `${isIt ? "▸" : " "}${String(number).padStart(4)} `),
-    `${text}\n`);
+function lineOf(text, number) {
+  return h("span", {class: "source-line", "data-line": number},
+    h("span", {class: "source-number"}, `${String(number).padStart(4)} `), `${text}\n`);
 }
 
 // Below the button, or above it where there is no room; never outside of the window.
