@@ -17,7 +17,10 @@ A digest ignores line breaks, and text that a script writes between `<!-- table:
 `<!-- /table:x -->`. Headings, code, numbers in tables, pictures, links and names of code can be
 compared without knowing a language, so they are compared directly. Outside Python, a Chinese block
 can have Chinese words in the last column, or after a `#`. A link from a Chinese page goes to a
-Chinese page; a link to a page that exists only in English is marked: （英文）."""
+Chinese page; a link to a page that exists only in English is marked: （英文）.
+
+A Chinese page that renders no English one has the digest `none` under its title: the English page
+of its name only says what it holds, and only the links of the Chinese one are compared."""
 
 from __future__ import annotations
 
@@ -175,6 +178,8 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
     if not english.is_file():
         return [f"{ours} renders {theirs}, which does not exist"]
     left, right = sections_of(english), sections_of(chinese)
+    if right[0].rendered == "none":
+        return [f"{ours}, {zh.title!r} {f}" for zh in right for f in _english_pages(zh, chinese)]
     for i in range(max(len(left), len(right))):
         levels = [f"{'#' * s[i].level} {s[i].title}" if i < len(s) else "" for s in (left, right)]
         if not all(levels) or left[i].level != right[i].level:
