@@ -159,12 +159,16 @@ def test_a_row_names_the_heading_that_it_leads_to() -> None:
         assert re.match(r"\d+\. ", heading) or label.lower() in heading.lower(), (label, heading)
 
 
-def test_each_erratum_is_in_a_row_of_its_post() -> None:
-    """A reader who comes from a section finds what is wrong in it."""
-    cited = set()
+def test_each_erratum_is_in_a_row_of_its_post_and_names_it() -> None:
+    """A reader who comes from a section finds what is wrong in it, and the other way round."""
+    citing: dict[str, str] = dict.fromkeys(ERRATA, "")
     for part in (s for s in SECTIONS if re.match("文章 [A-E]：", s.title)):
-        cited |= {name for cells in rows(part.title) for name in ERRATUM.findall(cells[2])}
-    assert cited == ERRATA.keys()
+        for name, _, differs in rows(part.title):
+            for erratum in ERRATUM.findall(differs):
+                citing[erratum] += f"{name}\n"
+    for erratum, (said, _) in ERRATA.items():
+        place = said.partition("（")[2].partition("）")[0].removeprefix("开发日志 ")
+        assert place and place in citing[erratum], erratum
 
 
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
