@@ -31,7 +31,7 @@ STILL = re.compile(
 )
 COMMAND = re.compile(r'make watch ARGS="?--film (?P<name>\w+)')
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
-FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
+FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+(?<!\.zh)\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
 FULL_SIZE = ("full size", "全屏打开")
 ANSWER = ("What it shows", "它演示了什么")  # folded: the film asks for it

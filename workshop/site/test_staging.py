@@ -173,11 +173,11 @@ def test_a_page_named_by_its_file_has_its_title_on_the_site(tree: Tree) -> None:
 
 def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
     path = ROOT / "CONTRIBUTING.md"
-    text = "[x](README.md#the-map) [y](README.md) [z](GLOSSARY.zh.md#a)"
+    text = "[x](README.md#the-map) [y](README.md) [GLOSSARY.zh.md](GLOSSARY.zh.md#a)"
     there, glossary = "index.md#the-map", "other:GLOSSARY#a"
     if tree.is_chinese:
         there, glossary = "other:index#the-map", "GLOSSARY.md#a"
-    expected = f"[x]({there}) [y](index.md) [z]({glossary})"
+    expected = f"[x]({there}) [y](index.md) [GLOSSARY.zh.md]({glossary})"
     assert staged(text, "CONTRIBUTING", path, tree, True) == expected
 
 
