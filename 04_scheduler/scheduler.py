@@ -43,7 +43,6 @@ See 04_scheduler/README.md#two-phases"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -57,7 +56,7 @@ from step_plan import PreemptiveSchedulerOutput, StepPlan
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["Request", "RequestStatus", "Scheduler", "SimpleBlockManager", "make_kv_memory"]
+__all__ = ["Request", "RequestStatus", "Scheduler", "make_kv_memory"]
 
 # To try all of a long queue would take longer than the step.
 MAX_TRIED = 1024  # waiting requests in a step
@@ -337,33 +336,3 @@ class Scheduler(PreemptiveScheduler):
         step.add(request, num_tokens, num_deferred_tokens)
         step.admitted.append(request)
         return _Admission.ADMITTED
-
-
-class SimpleBlockManager:  # name used in the Chinese blog posts
-    """A pool of `num_blocks` blocks of `block_size` positions that counts the blocks of each
-    request. The engine does not use it: its schedulers use a `UncachedKVCacheManager` (chapter
-    3)."""
-
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._num_held: Counter[str] = Counter()
-
-    def allocate(self, req_id: str, num_new_blocks: int) -> bool:
-        """Allocate blocks for a request. Returns False, and changes nothing, if too few are
-        free."""
-        if num_new_blocks > self.get_num_free_blocks():
-            return False
-        self._num_held[req_id] += num_new_blocks
-        return True
-
-    def free(self, req_id: str) -> None:
-        self._num_held.pop(req_id, None)
-
-    def get_num_free_blocks(self) -> int:
-        return self.num_blocks - self._num_held.total()
-
-    def blocks_needed_for_new_tokens(self, req: Request, num_new_tokens: int) -> int:
-        """Number of blocks to allocate before `num_new_tokens` can follow the computed tokens."""
-        num_blocks = -(-(req.num_computed_tokens + num_new_tokens) // self.block_size)
-        return max(0, num_blocks - self._num_held[req.request_id])

@@ -19,7 +19,6 @@ from scheduler import (
     Request,
     RequestStatus,
     Scheduler,
-    SimpleBlockManager,
     make_kv_memory,
 )
 from scheduler_interface import StepOutput
@@ -91,23 +90,6 @@ def test_a_request_made_as_in_the_reading_material_is_refused_with_the_right_cal
     assert "AttributeError" not in str(error.value)
     with pytest.raises(ValueError, match="request must be a Request, got 'a'"):
         Scheduler().add_request("a")
-
-
-def test_the_reading_materials_block_manager_counts_blocks():
-    manager = SimpleBlockManager(10)
-    request = Request.from_tokens("a", list(range(20)))
-    assert manager.num_blocks == manager.get_num_free_blocks() == 10
-    assert manager.blocks_needed_for_new_tokens(request, 16) == 1
-    assert manager.blocks_needed_for_new_tokens(request, 20) == 2
-    assert manager.allocate("a", 2) and manager.get_num_free_blocks() == 8
-    request.num_computed_tokens = 20
-    assert manager.blocks_needed_for_new_tokens(request, 12) == 0
-    assert manager.blocks_needed_for_new_tokens(request, 13) == 1
-    assert not manager.allocate("b", 9) and manager.get_num_free_blocks() == 8
-    assert manager.allocate("b", 0) and manager.allocate("b", 8)
-    manager.free("a")
-    manager.free("nobody")
-    assert manager.get_num_free_blocks() == 2
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)

@@ -300,7 +300,7 @@ def parts() -> dict[str, str]:
         "mixed": _iterations_table(six_iterations(mixing=True), is_mixed=True),
         "running": _table(
             ["", "computed", "pages", "generated", "may still generate"],
-            "| | ---: | ---: | ---: | ---: |",
+            "| --- | ---: | ---: | ---: | ---: |",
             [
                 [f"`{name}`", computed, -(-computed // PAGE_SIZE), generated, left]
                 for name, computed, generated, left in budgets[0.5].running

@@ -1,4 +1,5 @@
-"""Describe a step in seven lines. Everything comes from the `StepRecord`; nothing is recomputed.
+"""Describe a step in seven lines, or in one. Everything comes from the `StepRecord`; nothing is
+recomputed.
 
 arrive     numbers of running and waiting requests when the step began
 schedule   tokens to compute, by request
@@ -9,6 +10,9 @@ sample     the sampled tokens
 update     requests that finished, with the reason
 
 With speculation (chapter 5), an eighth line: proposing draft tokens for the next step.
+
+`engine.on_step = lambda record: print(batch_line(record))` logs each batch in one line, as SGLang
+does (`log_prefill_stats`).
 
 See common/events/README.md#the-format-version-2"""
 
@@ -68,6 +72,27 @@ def describe_step(
     if record.propose_ms:
         lines.append(f"    propose   draft tokens for the next step  {record.propose_ms:.2f} ms")
     return "\n".join(lines)
+
+
+def batch_line(record: StepRecord) -> str:
+    """Return one line for a step. Tokens that were found in the cache count as `#cached-token`, not
+    also as `#new-token`; the hit rate is their share of both."""
+    drafts, scheduled = record.drafts, record.num_scheduled_tokens
+    num_new_tokens = num_decodes = 0
+    for name, num_tokens in scheduled.items():
+        if name not in record.admitted and num_tokens == 1 + drafts.get(name, (0, 0))[0]:
+            num_decodes += 1
+        else:
+            num_new_tokens += num_tokens
+    others = f"#running-req: {num_decodes}, #queue-req: {record.num_waiting}"
+    if num_new_tokens == 0:
+        return f"Decode batch. {others}"
+    num_cached = sum(record.start_positions[name] for name in record.admitted)
+    return (
+        f"Prefill batch. #new-seq: {len(record.admitted)}, #new-token: {num_new_tokens}, "
+        f"#cached-token: {num_cached}, "
+        f"cache-hit-rate: {num_cached / (num_cached + num_new_tokens):.2f}, {others}"
+    )
 
 
 def _some(items: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""READING_ALONG.md says what runs: its code, its table, its classes and calls, and its errata."""
+"""READING_ALONG.zh.md says what runs: its code, its tables, its classes and calls, its errata.
+
+Readers of the Chinese posts read it, so there is no English page of it."""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from types import FrameType
 import pytest
 import torch
 
+from common.events.step_trace import batch_line
 from common.llm import LLM, SamplingParams
 from draft_plugin import DraftPlugin
 from fcfs_scheduler import FCFSScheduler
@@ -24,22 +27,24 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
+from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import ROOT, Section, sections_of
 from workshop.book.worked_steps import worked_table
 
-PAGE, CHINESE = ROOT / "READING_ALONG.md", ROOT / "READING_ALONG.zh.md"
+PAGE = ROOT / "READING_ALONG.zh.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 SECTIONS = sections_of(PAGE)
 BLOCKS = [
     (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
 ]
-# [`file.py`](room/file.py) and, behind it, `::name`; [`test_name`](room/test_file.py)
-PLACE = re.compile(r"\[`(\w+\.py)`\]\(([\w/]+\.py)\)(?:<br>| )`::([\w.]+)`")
-TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
-# [Ch. 1, §2](01_batching/README.md#2-the-picture), and so in Chinese
+# `file.py`<br>[`::name`](room/file.py#L12); [`test_name`](room/test_file.py#L12)
+PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)#L(\d+)\)")
+TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)#L(\d+)\)")
+# [第 1 章 §2](01_batching/README.zh.md#2-图)
 PLACE_IN_A_CHAPTER = re.compile(r"\[[^\]]*§(\d+)\]\(([\w/.]+)#([^)]+)\)")
-# | a section of a post | [The queue](01_batching/README.md#the-queue)
+# | a section of a post | [队列](01_batching/README.zh.md#队列)
 PLACE_IN_A_ROW = re.compile(r"^\| [^|]+ \| \[([^\]]+)\]\((0[\w/.]+)#([^)]+)\)", re.MULTILINE)
-ERRATUM = re.compile(r"\b([A-E]\d+)\b")
+ERRATUM = re.compile(r"(?<![A-Za-z0-9])([A-E]\d+)(?![A-Za-z0-9])")
 
 
 def section(title: str) -> Section:
@@ -50,7 +55,7 @@ def section(title: str) -> Section:
 def rows(title: str) -> Iterator[list[str]]:
     """The cells of the tables of a section, heads left out."""
     for line in section(title).source.splitlines():
-        if line.startswith("| ") and not line.startswith(("| post |", "| the post says |")):
+        if line.startswith("| ") and not line.startswith(("| 文章中 |", "| 文章说 |")):
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
@@ -87,7 +92,7 @@ def test_what_does_not_run_when_it_is_typed_is_noticed(code: str) -> None:
 
 def test_every_post_has_something_to_type() -> None:
     for post in "ABCDE":
-        assert any(s.title == f"Typed from post {post}" and s.code() for s in SECTIONS)
+        assert section(f"照文章 {post} 敲").code()
 
 
 # -- the errata
@@ -95,8 +100,8 @@ def test_every_post_has_something_to_type() -> None:
 
 ERRATA = {  # | **A1** what the post says | what is right |
     (words := said.split("**"))[1]: (words[2], right)
-    for title in ("posts A and B", "post C", "post D", "post E")
-    for said, right in rows(f"Errata of {title}")
+    for title in ("A 和 B", "C", "D", "E")
+    for said, right in rows(f"文章 {title} 的勘误")
 }
 
 
@@ -124,28 +129,29 @@ def test_an_erratum_names_a_function_and_a_test(name: str) -> None:
     assert PLACE.fullmatch(f"{file}<br>{symbol}") and TEST.fullmatch(test)
 
 
-@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
-def test_every_function_and_test_that_is_linked_stands_in_its_file(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    places = [(path, name) for file, path, name in PLACE.findall(text) if path.endswith(f"/{file}")]
-    tests = [(path, name) for name, path in TEST.findall(text)]
-    assert len(places) == text.count("`::") > 100 and len(tests) >= len(ERRATA)
-    assert not [(p, n) for p, n in places + tests if n not in _definitions(ROOT / p).values()]
+def test_every_function_and_test_that_is_linked_is_at_its_line() -> None:
+    """`make sync` writes the lines."""
+    places = [(path, name, line) for file, name, path, line in PLACE.findall(TEXT)]
+    tests = [(path, name, line) for name, path, line in TEST.findall(TEXT)]
+    assert len(places) == TEXT.count("`::") > 200 and len(tests) >= len(ERRATA)
+    assert all(path.endswith(f"/{file}") for file, _, path, _ in PLACE.findall(TEXT))
+    assert not list(unfilled(TEXT, ROOT)) and filled(TEXT, ROOT) == TEXT
+    for path, name, line in places + tests:
+        text = (ROOT / path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+        assert re.match(rf"\s*(async )?(def|class) {name.rpartition('.')[2]}\b", text), text
 
 
-@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
-def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it(page: Path) -> None:
-    places = PLACE_IN_A_CHAPTER.findall(page.read_text(encoding="utf-8"))
-    assert len(places) == page.read_text(encoding="utf-8").count("§") > 30
+def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it() -> None:
+    places = PLACE_IN_A_CHAPTER.findall(TEXT)
+    assert len(places) == TEXT.count("§") > 30
     for number, chapter, anchor in places:
         headings = {section.anchor: section.title for section in sections_of(ROOT / chapter)}
         assert headings[anchor].startswith(f"{number}. ")
 
 
-@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=lambda page: page.name)
-def test_a_row_names_the_heading_that_it_leads_to(page: Path) -> None:
+def test_a_row_names_the_heading_that_it_leads_to() -> None:
     """Or by a part of it; a section with a number may be called by that, or by its chapter."""
-    places = PLACE_IN_A_ROW.findall(page.read_text(encoding="utf-8"))
+    places = PLACE_IN_A_ROW.findall(TEXT)
     assert len(places) > 60
     for label, chapter, anchor in places:
         headings = {section.anchor: section.title for section in sections_of(ROOT / chapter)}
@@ -153,15 +159,16 @@ def test_a_row_names_the_heading_that_it_leads_to(page: Path) -> None:
         assert re.match(r"\d+\. ", heading) or label.lower() in heading.lower(), (label, heading)
 
 
-def test_each_erratum_is_in_a_row_of_its_post() -> None:
-    """A reader who comes from a section finds what is wrong in it."""
-    cited = set()
-    for part in (s for s in SECTIONS if s.title.startswith("Post ")):
-        text = "\n".join(cells[2] for cells in rows(part.title))
-        for first, last in re.findall(r"\b([A-E]\d+)(?: to ([A-E]\d+))?", text):
-            numbers = range(int(first[1:]), int((last or first)[1:]) + 1)
-            cited |= {f"{first[0]}{number}" for number in numbers}
-    assert cited == ERRATA.keys()
+def test_each_erratum_is_in_a_row_of_its_post_and_names_it() -> None:
+    """A reader who comes from a section finds what is wrong in it, and the other way round."""
+    citing: dict[str, str] = dict.fromkeys(ERRATA, "")
+    for part in (s for s in SECTIONS if re.match("文章 [A-E]：", s.title)):
+        for name, _, differs in rows(part.title):
+            for erratum in ERRATUM.findall(differs):
+                citing[erratum] += f"{name}\n"
+    for erratum, (said, _) in ERRATA.items():
+        place = said.partition("（")[2].partition("）")[0].removeprefix("开发日志 ")
+        assert place and place in citing[erratum], erratum
 
 
 def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
@@ -170,7 +177,7 @@ def test_errata_are_numbered_and_those_that_are_referred_to_are_there() -> None:
         counts[name[0]] += 1
         assert name == f"{name[0]}{counts[name[0]]}"
     assert counts["B"] == 0 and all(counts[post] >= 8 for post in "ACDE"), counts
-    assert set(ERRATUM.findall(PAGE.read_text(encoding="utf-8"))) <= ERRATA.keys()
+    assert set(ERRATUM.findall(TEXT)) <= ERRATA.keys()
 
 
 # -- rules of the posts in miniature, beside this engine's
@@ -316,6 +323,29 @@ def test_outputs_to_come_are_memory_and_are_reserved_whole() -> None:
     assert scheduler.schedule().num_scheduled_tokens == {"a": 100}
 
 
+def test_the_line_of_a_batch_counts_what_was_computed_and_what_was_found() -> None:
+    """D22, and D4: by the post, a prompt of 36 tokens of which 32 are found has 36 new ones."""
+    llm = LLM(device="cpu", block_size=16, policy="fcfs", compile=False, num_threads=1)
+    lines: list[str] = []
+    llm.engine.on_step = lambda record: lines.append(batch_line(record))
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompt = list(range(40, 72))
+    llm.generate([[*prompt, 7]], params, use_tqdm=False)
+    llm.engine.add_request("b", [*prompt, 8, 9, 10, 11], params)
+    llm.engine.step()
+    llm.engine.add_request("c", [5, 6], params)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    cold, warm = (
+        f"Prefill batch. #new-seq: 1, #new-token: {new}, #cached-token: {cached}, "
+        f"cache-hit-rate: {rate}, #running-req: 0, #queue-req: 0"
+        for new, cached, rate in ((33, 0, "0.00"), (4, 32, "0.89"))
+    )
+    decode = "Decode batch. #running-req: 1, #queue-req: 0"
+    mixed = cold.replace("33", "2").replace("running-req: 0", "running-req: 1")
+    assert lines == [cold, decode, decode, warm, mixed, decode.replace("1", "2"), decode]
+
+
 class PostScheduler:
     """What matters here of post E's, 8.3: one block for 16 tokens, two blocks, two lists."""
 
@@ -406,12 +436,12 @@ def test_drafts_are_fed_after_the_last_token_and_its_own_token_is_not_accepted()
 
 
 def test_the_table_of_three_steps_is_what_the_engine_does() -> None:
-    ((_, block),) = section("Three requests over three steps").code()
+    ((_, block),) = section("三个请求，三步迭代").code()
     assert block == f"{worked_table()}\n", "run: python -m workshop.worked_steps"
 
 
 def test_who_holds_whom_is_so(llm: LLM) -> None:
-    ((_, block),) = section("Who holds whom").code()
+    ((_, block),) = section("谁持有谁").code()
     lines = [line.split() for line in block.splitlines()]
     found = [[path, type(eval(path, {"llm": llm})).__name__] for path, _ in lines]
     assert found == lines
@@ -468,7 +498,7 @@ def first_calls(block: str, calls: Calls) -> list[int | None]:
 
 
 def test_who_calls_whom_is_so(llm: LLM) -> None:
-    ((_, block),) = section("Who calls whom").code()
+    ((_, block),) = section("谁调用谁").code()
     firsts = first_calls(block, traced(llm))
     missing = [line for line, at in zip(block.splitlines(), firsts, strict=True) if at is None]
     assert not missing, "\n".join(missing)

@@ -43,6 +43,15 @@ def broken_anchors(text: Path) -> list[str]:
     return broken
 
 
+def broken_tables(text: Path) -> list[str]:
+    """Lines that begin with `|` and that GitHub shows as they are, not in a table."""
+    tokens = [token for section in sections_of(text) for token in section.tokens if token.map]
+    kinds = ("table_open", "fence", "code_block", "html_block")
+    shown = {line for t in tokens if t.type in kinds for line in range(*t.map)}
+    lines = text.read_text(encoding="utf-8").splitlines()
+    return [line for i, line in enumerate(lines) if line.startswith("|") and i not in shown]
+
+
 def unknown_files(text: Path, known: list[str]) -> list[str]:
     """Names that end no path of the repository: `runner/model_runner.py` ends one. `NAME.py` and
     `NAME.md` stand for any."""
@@ -130,6 +139,11 @@ def test_every_link_leads_to_a_file() -> None:
 @EVERY_TEXT
 def test_every_anchor_is_a_heading(text: Path) -> None:
     assert not broken_anchors(text)
+
+
+@EVERY_TEXT
+def test_every_table_is_shown_as_one(text: Path) -> None:
+    assert not broken_tables(text)
 
 
 @EVERY_TEXT

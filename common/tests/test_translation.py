@@ -44,6 +44,8 @@ are `file.py::name`.
 | n | what |
 | --- | --- |
 | 2,048 | 3 of 4 |
+
+Made by `make t` in 7 s.
 <!-- /table:t -->
 
 ```python
@@ -74,6 +76,8 @@ CHINESE = """# 书
 | n | 是什么 |
 | --- | --- |
 | 2,048 | 4 个里的 3 个 |
+
+`make t` 用 7 s 做成。
 <!-- /table:t -->
 
 ```python
@@ -141,6 +145,8 @@ CHINESE_FAULTS = {
         "other numbers in tables: 2 in English",
     ),
     "a table": ("| --- | --- |\n", "", "other numbers in tables: 1 in English, 0 in Chinese"),
+    "a command that a script wrote": ("`make t`", "`make u`", "a script writes: `make t`"),
+    "a number that a script wrote": ("用 7 s", "用 8 s", "a script writes: 7"),
     "a picture": ("figures/p.svg", "figures/q.svg", "other pictures"),
     "a link": ("(https://x.org/#a)", "(https://y.org)", "other links"),
     "the way to the other page": ("[English](A.md)", "[English](A.zh.md)", "other links"),
@@ -155,6 +161,16 @@ def test_a_fault_of_the_chinese_page_is_found(name: str, tmp_path: Path) -> None
     assert CHINESE.count(old) == 1 or name == "indented code"
     found = differences(write_pair(tmp_path, chinese=CHINESE.replace(old, new)), tmp_path)
     assert len(found) == 1 and message in found[0], found
+
+
+def test_a_page_that_renders_no_english_one_is_compared_in_nothing_but_its_links(
+    tmp_path: Path,
+) -> None:
+    page = write_pair(tmp_path, "# A book\n", CHINESE.replace("{0}", "none"))
+    assert differences(page, tmp_path) == []
+    page.write_text(page.read_text(encoding="utf-8").replace("（英文）", ""), encoding="utf-8")
+    (found,) = differences(page, tmp_path)
+    assert "links to C.md, which is in English" in found
 
 
 def test_a_changed_english_section_is_named_with_its_new_digest(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ that file (a test checks it); docstrings can be left out.
 
 A block can name its source: "```python file=NAME.py symbol=Class.method". `--fill` writes the body
 of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a part
-of a function follows its source too, as long as its first and last lines are there."""
+of a function follows its source too, as long as its first and last lines are there.
+
+A link "[`::Class.method`](folder/NAME.py#L12)" to a symbol, or to a test by its name, follows it:
+`--fill` writes its line."""
 
 from __future__ import annotations
 
@@ -27,6 +30,10 @@ BLOCK = re.compile(
     r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)(?:[ ]+symbol=(?P<symbol>\S+))?[^\n]*\n"
     r"(?P<code>.*?)^(?P=fence)[ ]*$",
     re.MULTILINE | re.DOTALL,
+)
+# [`::Class.method`](folder/NAME.py#L12), [`test_name`](folder/test_NAME.py#L12)
+SYMBOL_LINK = re.compile(
+    r"(?P<label>\[`(?:::)?(?P<symbol>[\w.]+)`\]\((?P<path>[^)\s#]+\.py))#L(?P<line>\d+)\)"
 )
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -126,6 +133,16 @@ def _parsed(source: str) -> ast.Module:
 def symbol_source(source: str, symbol: str) -> str:
     """Return the source of a function, class, method ("Class.method") or assigned name, without
     docstrings and not indented. Raises `KeyError` if `source` has no such symbol."""
+    node = _statement(source, symbol)
+    decorators = getattr(node, "decorator_list", [])
+    first, last = min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0
+    lines, numbers = without_docstrings(source)
+    kept = [line for line, number in zip(lines, numbers) if first <= number <= last]
+    return textwrap.dedent("\n".join(kept)).strip("\n") + "\n"
+
+
+@cache
+def _statement(source: str, symbol: str) -> ast.stmt:
     body: list[ast.stmt] = _parsed(source).body
     node: ast.stmt | None = None
     for name in symbol.split("."):
@@ -134,11 +151,7 @@ def symbol_source(source: str, symbol: str) -> str:
             raise KeyError(symbol)
         body = getattr(node, "body", [])
     assert node is not None
-    decorators = getattr(node, "decorator_list", [])
-    first, last = min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno or 0
-    lines, numbers = without_docstrings(source)
-    kept = [line for line, number in zip(lines, numbers) if first <= number <= last]
-    return textwrap.dedent("\n".join(kept)).strip("\n") + "\n"
+    return node
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
@@ -149,8 +162,9 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """Return a page with its blocks filled. Files are looked up in the page's folder, then in the
-    whole repository. A block without a source stays unchanged: see `unfilled`."""
+    """Return a page with its blocks and the lines of its links to symbols filled. Files are looked
+    up in the page's folder, then in the whole repository. What has no source stays unchanged: see
+    `unfilled`."""
 
     def fill(match: re.Match[str]) -> str:
         head, _, _ = match[0].partition("\n")
@@ -159,17 +173,35 @@ def filled(text: str, folder: Path) -> str:
         except KeyError:
             return match[0]
 
-    return BLOCK.sub(fill, text)
+    def point(match: re.Match[str]) -> str:
+        try:
+            return f"{match['label']}#L{_symbol_line(match, folder)})"
+        except KeyError:
+            return match[0]
+
+    return SYMBOL_LINK.sub(point, BLOCK.sub(fill, text))
+
+
+def _symbol_line(match: re.Match[str], folder: Path) -> int:
+    source = find_file(match["path"], folder).read_text(encoding="utf-8")
+    return _statement(source, match["symbol"]).lineno
 
 
 def unfilled(text: str, folder: Path) -> Iterator[str]:
-    """Yield a sentence for each block that quotes code that no longer exists."""
+    """Yield a sentence for each block that quotes code that no longer exists, and for each link to
+    a symbol that no longer exists."""
     for match in BLOCK.finditer(text):
         try:
             _body(match, folder)
         except KeyError as error:
             line = text[: match.start()].count("\n") + 1
             yield f"line {line} quotes what is not in {match['file']} any more: {error.args[0]}"
+    for match in SYMBOL_LINK.finditer(text):
+        try:
+            _symbol_line(match, folder)
+        except KeyError as error:
+            line = text[: match.start()].count("\n") + 1
+            yield f"line {line} links to what is not in {match['path']} any more: {error.args[0]}"
 
 
 def _body(match: re.Match[str], folder: Path) -> str:

@@ -6,7 +6,8 @@
     tables            from records, if their script or their records changed
     notebooks         executed where the script is not what the notebook holds
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
-    Chinese pages     code, and numbers in tables, as in the English page of the same name
+    Chinese pages     code, numbers in tables, and what a script writes around them, as in the
+                      English page of the same name
 
 git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
 all plots and the stills of the films again, which takes minutes and a browser.
@@ -33,11 +34,13 @@ from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
     CHINESE,
     DIGEST,
+    GENERATED,
     NUMBER,
     Section,
     chinese_pages,
     differences,
     english_of,
+    figures_of,
     sections,
 )
 from workshop.practice.museum import museum_page
@@ -133,6 +136,7 @@ def in_step(before: str, after: str, chinese: str) -> str:
     parts = []
     for was, now, theirs in zip(old, new, zh):
         text = _with_numbers(now.source, _with_code(now, theirs))
+        text = _with_figures(was.figures(), now.figures(), text)
         if theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
             text = DIGEST.sub(f"<!-- en: {now.digest} -->", text, count=1)
         parts.append(text)
@@ -140,9 +144,10 @@ def in_step(before: str, after: str, chinese: str) -> str:
 
 
 def _words(section: Section) -> list[str]:
-    """Return everything in a section except code, and numbers in tables."""
+    """Return everything in a section except code, numbers in tables, and what a script writes."""
     words, depth = [], 0
-    for token in section.tokens:
+    (written,) = sections(GENERATED.sub("", section.source))
+    for token in written.tokens:
         depth += (token.type == "table_open") - (token.type == "table_close")
         if token.type not in ("fence", "code_block"):
             words.append(NUMBER.sub("0", token.content) if depth else token.content)
@@ -182,6 +187,20 @@ def _with_numbers(english: str, chinese: str) -> str:
         for (number, row), wanted in zip(theirs, ours):
             cells = [_cell(cell, other) for cell, other in zip(row, wanted)]
             lines[number] = "|".join(cells)
+    return "\n".join(lines)
+
+
+def _with_figures(before: list[str], after: list[str], chinese: str) -> str:
+    """Return the Chinese section with the figures that a script changed outside tables. A number
+    that the section has twice there is left unchanged."""
+    if len(before) != len(after):
+        return chinese
+    lines = chinese.split("\n")
+    for old, new in zip(before, after):
+        found = [i for i, line in enumerate(lines) for figure in figures_of(line) if figure == old]
+        if old != new and len(found) == 1:
+            pattern = rf"(?<![\d.,]){re.escape(old)}(?![.,]?\d)"
+            lines[found[0]] = re.sub(pattern, lambda _, new=new: new, lines[found[0]])
     return "\n".join(lines)
 
 

@@ -106,6 +106,15 @@ def test_filling_writes_quotations_that_the_rule_accepts(tmp_path: Path) -> None
     assert found is not None and code_lines(SOURCE) & found == {11, 16, 18, 19, 22, 23, 25}
 
 
+def test_a_link_to_a_symbol_follows_its_line(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(SOURCE)
+    page = "[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)\n[`::Pool.gone`](pool.py#L7)\n"
+    text = filled(page, tmp_path)
+    assert text == page.replace("L1)", "L19)")
+    gone = "line 2 links to what is not in pool.py any more: Pool.gone"
+    assert list(unfilled(text, tmp_path)) == [gone]
+
+
 def test_an_excerpt_follows_its_source_between_its_first_and_last_line(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text("def f():\n    a = 1\n    b = 3\n    c = 4\n    return b\n")
     page = "```python file=loop.py\n    a = 1\n    b = 2\n    return b\n```\n"

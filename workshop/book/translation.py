@@ -14,10 +14,14 @@ the Chinese one, the translator writes the new digest. The command prints one se
 time and never writes it to the page: a digest means that a person has compared the sections.
 
 A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
-`<!-- /table:x -->`. Headings, code, numbers in tables, pictures, links and names of code can be
-compared without knowing a language, so they are compared directly. Outside Python, a Chinese block
-can have Chinese words in the last column, or after a `#`. A link from a Chinese page goes to a
-Chinese page; a link to a page that exists only in English is marked: （英文）."""
+`<!-- /table:x -->`; but the numbers and the code of that text must be in the Chinese section too.
+Headings, code, numbers in tables, pictures, links and names of code can be compared without knowing
+a language, so they are compared directly. Outside Python, a Chinese block can have Chinese words in
+the last column, or after a `#`. A link from a Chinese page goes to a Chinese page; a link to a page
+that exists only in English is marked: （英文）.
+
+A Chinese page that renders no English one has the digest `none` under its title: the English page
+of its name only says what it holds, and only the links of the Chinese one are compared."""
 
 from __future__ import annotations
 
@@ -40,6 +44,8 @@ GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOT
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
 NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+ASIDE = re.compile(r"^\|[^\n]*$|^```.*?^```$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`[^`\n]+`")
 IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 COLUMN = re.compile("  |# ")  # what begins one
@@ -98,12 +104,21 @@ class Section:
                 found[-1][-1].append(sorted(NUMBER.findall(_text(self.tokens[i + 1]))))
         return found
 
+    def figures(self) -> list[str]:
+        """The code in backticks, and then the numbers, that a script wrote outside tables."""
+        return figures_of("\n".join(match[0] for match in GENERATED.finditer(self.source)))
+
     def _inline(self) -> Iterator[Token]:
         return (child for token in self.tokens for child in token.children or ())
 
     def _html(self) -> Iterator[Token]:
         yield from (token for token in self.tokens if token.type == "html_block")
         yield from (token for token in self._inline() if token.type == "html_inline")
+
+
+def figures_of(source: str) -> list[str]:
+    prose = ASIDE.sub("", source)
+    return INLINE.findall(prose) + NUMBER.findall(INLINE.sub("", prose))
 
 
 def _text(inline: Token) -> str:
@@ -175,6 +190,8 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
     if not english.is_file():
         return [f"{ours} renders {theirs}, which does not exist"]
     left, right = sections_of(english), sections_of(chinese)
+    if right[0].rendered == "none":
+        return [f"{ours}, {zh.title!r} {f}" for zh in right for f in _english_pages(zh, chinese)]
     for i in range(max(len(left), len(right))):
         levels = [f"{'#' * s[i].level} {s[i].title}" if i < len(s) else "" for s in (left, right)]
         if not all(levels) or left[i].level != right[i].level:
@@ -200,6 +217,9 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
         ):
             if a != b:
                 found.append(f"{where} has other {what}: {_first_difference(a, b)}")
+        there = figures_of(zh.source)
+        if missing := [figure for figure in en.figures() if figure not in there]:
+            found.append(f"{where} lacks what a script writes: {', '.join(missing)}")
         found += [f"{where} {fault}" for fault in _english_pages(zh, chinese)]
     return found
 

@@ -1,4 +1,4 @@
-"""Three requests over three steps of this engine, as READING_ALONG.md shows them.
+"""Three requests over three steps of this engine, as READING_ALONG.zh.md shows them.
 
     python -m workshop.worked_steps
 

@@ -71,7 +71,7 @@ def resolve(app, doctree, docname):
         elif scheme == "film":
             node["refuri"] = f"{up}films/film_{path}.html#{'lang=zh' if is_chinese else ''}"
         elif scheme == "other":
-            node["refuri"] = f"{up}en/{path}.html{anchor}"
+            node["refuri"] = f"{up}{'en' if is_chinese else 'zh'}/{path}.html{anchor}"
 
 
 def glossary(folder):

@@ -31,7 +31,7 @@ STILL = re.compile(
 )
 COMMAND = re.compile(r'make watch ARGS="?--film (?P<name>\w+)')
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
-FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
+FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+(?<!\.zh)\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
 FULL_SIZE = ("full size", "全屏打开")
 ANSWER = ("What it shows", "它演示了什么")  # folded: the film asks for it
@@ -121,7 +121,10 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         page = page_name(place)
         if target.suffix in (".md", ".ipynb") and page in tree.pages:
             is_translated = tree.is_chinese and page not in tree.english
-            if anchor and is_translated and ".zh" not in target.name:
+            is_chinese = target.name.endswith(".zh.md")
+            if is_chinese and not tree.is_chinese:
+                return f"other:{page}{anchor}"
+            if anchor and is_translated and not is_chinese:
                 return f"other:{page}{anchor}"  # a heading of the English page
             return f"{up}{page}{tree.pages[page].suffix}{anchor}"
         if not target.exists() or target.suffix in (".md", ".ipynb"):

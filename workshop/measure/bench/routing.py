@@ -210,8 +210,7 @@ def main() -> None:
         bench_record.write_record(RECORD, measure(args.trace))
     record = bench_record.read_record(RECORD)
     print(table(record))
-    for page in ("README.md", "README.zh.md"):
-        bench_record.write_table(PAGES / page, "routing", table(record), record)
+    bench_record.write_table(PAGES / "README.md", "routing", table(record), record)
 
 
 if __name__ == "__main__":
