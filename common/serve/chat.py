@@ -17,6 +17,7 @@ from common.requests.tokenizer import Tokenizer
 from common.serve.content_forms import ContentForms
 from common.serve.errors import ApiError, bad
 from common.serve.flags import REASONING_PARSERS
+from common.serve.template_errors import words_of
 from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class ChatPrompts:
                 'use "required", name a function, or start the server with --tool-call-parser',
                 "tools",
             )
-        template = str(self._template or getattr(self._source, "chat_template", None))
+        template = self._template_text
         has_marks = self._reasoning_parser or THINK in template or END_THINK in template
         has_reasoning = bool(has_marks) and not has_grammar
         if tools.choice == "none" and not has_reasoning:
@@ -81,6 +82,10 @@ class ChatPrompts:
                 return prompt[len(before) - len(mark) :]
         is_thought = REASONING_PARSERS.get(self._reasoning_parser or "", False)
         return THINK if is_thought and not begun else ""
+
+    @property
+    def _template_text(self) -> str:
+        return str(self._template or getattr(self._source, "chat_template", None))
 
     @cached_property
     def _shown_tool(self) -> str:
@@ -115,7 +120,8 @@ class ChatPrompts:
         try:
             return self._render(read, adds, continues, kwargs)
         except Exception as error:  # a template is a program that can raise its own errors
-            raise bad(f"cannot render these messages: {error}", "messages") from error
+            words = words_of(error, self._template_text)
+            raise bad(f"cannot render these messages: {words}", "messages") from error
 
     def _render(
         self, messages: list[dict[str, Any]], adds: bool, continues: bool, kwargs: dict[str, Any]
