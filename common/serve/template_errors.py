@@ -27,7 +27,7 @@ def words_of(error: Exception, template: str) -> str:
     place = f"line {number} of the chat template"
     missing = list(dict.fromkeys(_missing(used, frame.f_locals)))
     named = re.findall(r"'(\w+)'", str(error))  # jinja names what is undefined
-    missing = [found for found in missing if re.split(r"\W+", found)[-1] in named] or missing
+    missing = [found for found in missing if re.findall(r"\w+", found)[-1] in named] or missing
     if missing:
         return f"{place} needs {', '.join(missing)}, which is missing or null"
     return f"{place}: {error}"
@@ -42,6 +42,8 @@ def _missing(used: str, variables: dict[str, Any]) -> Iterator[str]:
                 value = value.get(step[1])
             elif isinstance(value, list) and step[1].isdigit() and int(step[1]) < len(value):
                 value = value[int(step[1])]
+            elif isinstance(value, str | int | float):
+                value = None  # such a value has no variables
             else:
                 break
             if value is None:

@@ -100,7 +100,7 @@ def test_parts_that_are_no_text_are_refused(tokenizer: Tokenizer, content: Any) 
     [
         (LOOP + "\n{{ 'a' + m.why }}" + END, "line 2 of the chat template needs m.why, which"),
         ("{{ 'a' + messages[0]['name'] }}", "chat template needs messages[0]['name'], which"),
-        ("{{ messages[0].content.a.b.items() }}", "line 1 of the chat template: 'str object"),
+        ("{{ messages[0].content.a.b.items() }}", "needs messages[0].content.a, which"),
         ("{{ nothing.at.all }}", "chat template needs nothing, which is missing"),
         ("{{ raise_exception('no, please') }}", "messages: no, please"),
         ("{{ 'a' + 1 }}", "line 1 of the chat template: can only concatenate"),

@@ -88,7 +88,7 @@ ONLY_CHAT: dict[str, list[Any]] = {
     "messages": [
         *([], ["x"], "x", [{}], [{"content": "x"}], [{"role": "\ud800", "content": {}}]),
         *([{"role": role, "content": "x"}] for role in ("", 5)),
-        *([USER | {"content": text}] for text in (3, [IMAGE], ["x"], [{"text": 1}], nested(300))),
+        *([USER | {"content": text}] for text in (3, [IMAGE], [5], [{"text": 1}], nested(300))),
         *([USER | {"content": text}] for text in ("\ud800", "x " * 5000)),
         *([USER | {"tool_calls": calls}] for calls in (5, [1], [{}], [{"function": {}}])),
         [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],  # cut

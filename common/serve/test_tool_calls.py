@@ -140,7 +140,7 @@ ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameter
     st.sampled_from(["auto", "none", "required", "named"]),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["", "<think>\n"]),
+    st.sampled_from(["", "<think>\n", "<think>\na"]),
 )
 @example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", {*range(150)}, "auto", True, True, "")
 @example(f"ab</think>{CALL}", {*range(150)}, "auto", False, True, "<think>\n")
@@ -189,7 +189,15 @@ def test_tool_calls_of_a_text(
 
 
 def test_of_some_templates_the_prompt_opens_the_reasoning() -> None:
-    assert whole(Reader(AUTO, True), "a\n</think>\n\nb", "<think>\n")["reasoning"] == "a"
+    for text, begun, reasoning, content in (
+        ("a\n</think>\n\nb", "<think>\n", "a", "b"),
+        ("\n<think>\na</think>b", "<think>\n", "a", "b"),  # written again
+        ("\na <think></think>b", "<think>so", "\na <think>", "b"),  # in the middle of a thought
+        ("<think>a</think>b", "<think>so", "<think>a", "b"),
+    ):
+        found = whole(Reader(AUTO, True), text, begun)
+        assert (found["reasoning"], found["content"]) == (reasoning, content)
+        assert whole(Reader(AUTO, True, False), text, begun) == {"content": content}, "none shown"
     for reader, end in (Reader(AUTO, False), "<think>\n"), (Reader(AUTO, True), "</think>\n\n"):
         assert whole(reader, "a\n", end) == {"content": "a\n"}
 

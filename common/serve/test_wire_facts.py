@@ -239,6 +239,19 @@ def test_the_template_is_given_documents_and_the_effort(
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
         ids = template_server.post(path, sent)[1][name]
         assert template_server.llm.tokenizer.decode(ids) == "One low", path
+    monkeypatch.setattr(chat, "_template", "{{ enable_thinking }} {{ reasoning_effort }}")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for fields, expected in (  # as in vLLM: what is said of thinking itself counts
+        ({"reasoning_effort": "none"}, "False none"),
+        ({"reasoning_effort": "high"}, "True high"),
+        ({"reasoning_effort": "high", **off}, "False high"),
+        ({"reasoning_effort": "none", "enable_thinking": True}, "True none"),
+        ({}, " "),
+    ):
+        ids = template_server.post("/tokenize", {"messages": CHAT["messages"], **fields})[1][
+            "tokens"
+        ]
+        assert template_server.llm.tokenizer.decode(ids) == expected
 
 
 def test_tokens_there_and_back(server: Running) -> None:
@@ -330,6 +343,18 @@ def test_special_tokens_are_added_unless_not_wanted(
                 sent = suffix | {"max_tokens": 1, "add_special_tokens": adds}
                 assert one.post(path, sent)[0] == 200
         assert seen == [by_default, True, False], path
+    encode = server.llm.tokenizer.encode
+    with monkeypatch.context() as patch:  # a tokenizer that adds a BOS
+        patch.setattr(server.llm.tokenizer, "encode", lambda t, adds: [0] * adds + encode(t, adds))
+        for sent in {"prompt": ""}, {"prompt": ["", "x"], "echo": True, "logprobs": 1}:
+            status, answer = server.post("/v1/completions", sent | {"max_tokens": 1})
+            assert (status, answer["usage"]["prompt_tokens"]) == (
+                200,
+                1 if sent["prompt"] == "" else 3,
+            )
+        assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0]
+        sent = {"prompt": "", "add_special_tokens": False}
+        assert server.post("/v1/completions", sent)[1]["error"]["param"] == "prompt"
 
 
 def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:
