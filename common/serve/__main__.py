@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help=no_flag)
     by_template = "parse, whatever the chat template says (default: if it has the marks)"
     parser.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=by_template)
-    parser.add_argument("--reasoning-parser", choices=[*REASONING_PARSERS], help=by_template)
+    parser.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=by_template)
     parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
     parser.add_argument("--drain-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")

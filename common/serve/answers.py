@@ -21,7 +21,7 @@ from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_chunks, to_json
 from common.serve.text_places import TextPlaces
-from common.serve.tool_calls import Reader, Reply, Span
+from common.serve.tool_calls import Reader, Reply, ThoughtSpan
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
@@ -75,7 +75,7 @@ class ThoughtTokens:
             if token_id not in self._skipped:
                 self._num_bytes += len(self._tokenizer.token_bytes(token_id))
 
-    def num_new(self, thought: Span) -> int:
+    def num_new(self, thought: ThoughtSpan) -> int:
         """Return how many tokens are in `thought`, minus the result of the previous calls."""
         if self._is_over or thought.begin is None:
             return 0

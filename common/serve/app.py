@@ -114,7 +114,7 @@ class Server:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
         text, ids = await self._chat_prompt(body, params)
-        continued = body.messages[-1].get("content") if body.continue_final_message else None
+        continued = body.messages[-1] if body.continue_final_message else None
         end = self.chat.prompt_end(text, continued)
         body.messages.clear()
         body.tools = None

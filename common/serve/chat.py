@@ -16,7 +16,7 @@ from typing import Any
 from common.requests.tokenizer import Tokenizer
 from common.serve.content_forms import ContentForms
 from common.serve.errors import ApiError, bad
-from common.serve.flags import REASONING_PARSERS
+from common.serve.flags import ALWAYS_THINKING
 from common.serve.template_errors import words_of
 from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
 
@@ -67,12 +67,12 @@ class ChatPrompts:
         kept = replace(tools, schemas={})  # as long as the answer
         return Reader(kept, has_reasoning, shows_reasoning)
 
-    def prompt_end(self, prompt: str, continued: Any = None) -> str:
+    def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
         """Return the prompt's end from its last mark of reasoning on, if the answer begins after
-        it, else "". `continued` is the content of the message that the answer continues."""
-        if isinstance(continued, list):
-            continued = continued[-1].get("text", "") if continued else ""
-        begun = continued if isinstance(continued, str) else ""
+        it, else "". `continued` is the message that the answer continues."""
+        begun = "" if continued is None else self._forms.content(continued, "messages")
+        if not isinstance(begun, str):
+            begun = "".join(part.get("text", "") for part in begun)
         marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
         if marks:
             return begun[marks[-1].start() :]
@@ -80,8 +80,7 @@ class ChatPrompts:
         for mark in THINK, END_THINK:
             if before.endswith(mark):
                 return prompt[len(before) - len(mark) :]
-        is_thought = REASONING_PARSERS.get(self._reasoning_parser or "", False)
-        return THINK if is_thought and not begun else ""
+        return THINK if self._reasoning_parser in ALWAYS_THINKING and not begun else ""
 
     @property
     def _template_text(self) -> str:
@@ -112,8 +111,9 @@ class ChatPrompts:
                 "cannot chat: the model has no chat template; start the server with "
                 "--chat-template FILE, such as common/serve/chat_template.jinja"
             )
-        own = inspect.signature(self._source.apply_chat_template).parameters.keys()  # pyright: ignore[reportOptionalMemberAccess]
-        if taken := sorted(kwargs.keys() & own - {"tools", "documents"}):
+        signature = inspect.signature(self._source.apply_chat_template)  # pyright: ignore[reportOptionalMemberAccess]
+        taken = sorted(kwargs.keys() & signature.parameters.keys() - {"tools", "documents"})
+        if taken:
             name = "chat_template_kwargs"
             raise bad(f"{name} must have names of template variables only, got {taken[0]!r}", name)
         read = [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]

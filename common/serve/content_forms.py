@@ -2,7 +2,7 @@
 
 A content is a text or a list of parts. Some templates write only texts, some only go over parts,
 many do both, and often another thing for each role. A content in a form that a template does not
-read is missing in the prompt, or Python's list stands there, and few templates raise an error. So
+read is missing in the prompt, or Python's list appears there, and few templates raise an error. So
 each form is tried once, with words in quotes, which Python and JSON escape:
 
     given     tried in this order; the first that the template writes unchanged is taken
@@ -50,8 +50,8 @@ class ContentForms:
 
     def _of_parts(self, role: str, parts: list[Message]) -> str | list[Message]:
         kinds = {part["type"] for part in parts} - {"text"}
-        unread = {kind for kind in kinds if not self._reads(role, kind)}
-        parts = [_text_part(part) if part["type"] in unread else part for part in parts]
+        others = {kind for kind in kinds if not self._reads(role, kind)}
+        parts = [_text_part(part) if part["type"] in others else part for part in parts]
         if self._reads(role, "parts"):
             return parts
         return self._of_text(role, "\n".join(_text_part(part)["text"] for part in parts))

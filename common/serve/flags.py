@@ -17,13 +17,13 @@ from typing import Any
 from common.engine_config import EngineConfig
 
 NO_FLAG = {"model", "events"}  # a separate flag, or not expressible as text
-# vLLM's names of parsers for the format that this server parses. For reasoning, the value says
-# whether the model always thinks: then an answer is a thought from its beginning, unless the prompt
-# has ended the thought, because some of these models and templates leave out `<think>`.
+# vLLM's names of parsers for the formats that this server parses. Some models that always think,
+# and their templates, leave out `<think>`: an answer is a thought from its beginning, unless the
+# prompt has ended the thought.
 TOOL_CALL_PARSERS = ("hermes", "granite4")
-REASONING_PARSERS = dict.fromkeys(("deepseek_r1", "kimi_k2", "minimax_m2", "olmo3", "step3"), True)
-REASONING_PARSERS |= dict.fromkeys(("deepseek_v3", "glm45", "holo2", "mimo"), False)
-REASONING_PARSERS |= dict.fromkeys(("nemotron_v3", "qwen3", "step3p5"), False)
+ALWAYS_THINKING = ("deepseek_r1", "kimi_k2", "minimax_m2", "olmo3", "step3")
+REASONING_PARSERS = (*ALWAYS_THINKING, "deepseek_v3", "glm45", "holo2", "mimo", "nemotron_v3")
+REASONING_PARSERS += ("qwen3", "step3p5")
 _FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
 
 

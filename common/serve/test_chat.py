@@ -128,14 +128,15 @@ def test_an_error_names_the_templates_variable(
         ("answer:<think>\na</think>b", "<think>\na</think>b", "olmo3", "</think>b"),
         ("answer:<think>\nso ", "so ", None, "<think>\nso "),  # the template opens it
         ("answer:so", "so ", "olmo3", ""),
-        ("answer:<think>a", [{"type": "text", "text": "<think>a"}], None, "<think>a"),
+        ("answer:<think>ab", [{"text": "<think>"}, "a", "b"], None, "<think>ab"),
     ],
 )
 def test_where_in_the_prompt_the_answer_begins(
     tokenizer: Tokenizer, prompt: str, continued: Any, parser: str | None, expected: str
 ) -> None:
-    chat = ChatPrompts(tokenizer, "x", reasoning_parser=parser)
-    assert chat.prompt_end(prompt, continued) == expected
+    chat = ChatPrompts(tokenizer, LOOP + BOTH + END, reasoning_parser=parser)
+    message = None if continued is None else text(continued, "assistant")
+    assert chat.prompt_end(prompt, message) == expected
 
 
 def test_a_parser_that_is_named_decides(
@@ -159,5 +160,5 @@ def test_a_parser_that_is_named_decides(
     for flag, names in ("reasoning", ("deepseek_r1", "olmo3")), ("tool-call", ("hermes",)):
         with pytest.raises(SystemExit):
             parse_args([f"--{flag}-parser=mistral"])
-        said = capsys.readouterr().err
-        assert "mistral" in said and all(name in said for name in names)
+        printed = capsys.readouterr().err
+        assert "mistral" in printed and all(name in printed for name in names)

@@ -150,7 +150,7 @@ class Reader:
 
 
 @dataclass(slots=True)
-class Span:
+class ThoughtSpan:
     """The bytes of an answer's text between the marks of its thought. `begin` None: there is no
     thought; `end` None: it has not ended."""
 
@@ -165,7 +165,7 @@ class Reply:
 
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
         self._tools, self._shows_reasoning = reader.tools, reader.shows_reasoning
-        self.thought = Span()
+        self.thought = ThoughtSpan()
         self._num_bytes = 0  # of all text that has arrived
         self._text, self._is_last = "", False  # `_text`: arrived and not parsed yet
         self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
