@@ -326,3 +326,20 @@ def test_marks_that_are_special_tokens_are_not_skipped(
         says(hermes, monkeypatch, "x", requested_params=requested_params)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
         assert requested_params[-1].skip_special_tokens is is_skipped
+
+
+def test_a_thought_that_the_prompt_has_begun_can_be_left_out(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(hermes, monkeypatch, "so\n</think>\n\nhi")
+    begun = {"role": "assistant", "content": "<think>\nwhy and"}
+    chat: Any = {"messages": [*MESSAGES, begun], "continue_final_message": True}
+    for shows in True, False:
+        expected = {"reasoning_content": "so", "reasoning": "so"} if shows else {}
+        sent = chat | {"include_reasoning": shows}
+        _, answer = hermes.post("/v1/chat/completions", sent)
+        message = {"role": "assistant", "refusal": None, "content": "hi"}
+        assert answer["choices"][0]["message"] == message | expected
+        chunks = [c for c in hermes.events("/v1/chat/completions", sent) if c is not None]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert joined(deltas[1:]) == {"content": "hi"} | expected

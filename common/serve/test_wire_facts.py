@@ -354,7 +354,8 @@ def test_special_tokens_are_added_unless_not_wanted(
             )
         assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0]
         sent = {"prompt": "", "add_special_tokens": False}
-        assert server.post("/v1/completions", sent)[1]["error"]["param"] == "prompt"
+        for path in "/v1/completions", "/v1/completions/render":
+            assert server.post(path, sent)[1]["error"]["param"] == "prompt"
 
 
 def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:
