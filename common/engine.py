@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
 from pkgutil import resolve_name
@@ -36,6 +36,7 @@ from common.requests.output_processor import OutputProcessor, RequestGroup, Requ
 from common.requests.stats import RecentCacheStats, Throughput
 from common.requests.tokenizer import Tokenizer
 from common.sampling.runner_plugin import PluginContext
+from common.sampling.sampling_defaults import sampling_defaults
 from prefix_cache import PrefixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
@@ -138,7 +139,7 @@ class LLMEngine:
         self._check_is_open()
         self._recover()
         self._check_id(request_id)
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.default_sampling_params if sampling_params is None else sampling_params
         if (adapter := options.get("adapter")) is not None:
             options["adapter"] = self.named_adapters().digest_of(adapter)
         group = self._input_processor.make_group(request_id, prompt, params, **options)
@@ -158,6 +159,11 @@ class LLMEngine:
             raise
         self._input_processor.num_seeds_drawn += params.seed is None
         return group
+
+    @cached_property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that have none. Raises `ValueError`."""
+        return SamplingParams(**sampling_defaults(self.config))
 
     def _plugins_for(self, request: Request) -> Iterable[EnginePlugin]:
         """Return the plugins, with those of features that no request has had before."""
@@ -404,8 +410,9 @@ class LLMEngine:
         Other requests in the engine advance in the same steps; if they finish, the next `step`
         returns them. Raises `ValueError`, and queues no prompt, if one of the prompts cannot be
         served. Interrupting the call aborts its requests."""
-        default, n = SamplingParams(), len(prompts)
-        per_prompt = spread("sampling_params", params, n, SamplingParams, default)
+        n = len(prompts)
+        params = self.default_sampling_params if params is None else params
+        per_prompt = spread("sampling_params", params, n, SamplingParams)
         adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)

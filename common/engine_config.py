@@ -292,6 +292,9 @@ class EngineConfig:
     adapters: Mapping[str, str | Path] | None = None
     max_loras: int | None = None
     max_lora_rank: int = 16
+    # "auto": requests without sampling parameters get those of the model's generation_config.json,
+    # and its `max_new_tokens` as their limit; "vllm": `SamplingParams()`
+    generation_config: str = "auto"
     seed: int = 0  # for requests without a seed
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # checks scheduler and KV manager after every step
@@ -345,6 +348,11 @@ class EngineConfig:
             ("model", is_model, "be a directory, a hub id or None"),
             ("events", is_file, "be a file to be written, or None"),
             ("adapters", are_paths, "be None or {name: directory}"),
+            (
+                "generation_config",
+                self.generation_config in ("auto", "vllm"),
+                "be 'auto' or 'vllm'",
+            ),
             ("watermark", _is_number(left) and 0 <= left < 1, "be in [0, 1)"),
             ("gpu_memory_utilization", is_share, "be in (0, 1]"),
             ("target_step_ms", is_time, "be None or > 0, and finite"),

@@ -69,10 +69,11 @@ class LLM:
         """Generate a continuation of each prompt: text, token ids (a list or an array), or a list
         of either. Outputs are in the order of the prompts.
 
-        `sampling_params` is one for all prompts or a list with one for each; so is `adapter`, the
-        name of a LoRA adapter. `SharedOptions` (`priority`, `cache_salt`, `arrival_time`) apply to
-        all. Raises `ValueError`, and generates nothing, if any prompt cannot be served.
-        Interrupting the call aborts its requests."""
+        `sampling_params` is one for all prompts or a list with one for each; None:
+        `get_default_sampling_params()`. So is `adapter`, the name of a LoRA adapter.
+        `SharedOptions` (`priority`, `cache_salt`, `arrival_time`) apply to all. Raises
+        `ValueError`, and generates nothing, if any prompt cannot be served. Interrupting the call
+        aborts its requests."""
         from tqdm import tqdm
 
         prompts = as_list_of_prompts(prompts)
@@ -93,10 +94,14 @@ class LLM:
         A delta is final: incomplete characters, and text that could become a stop string, are held
         back until more tokens settle them. If the request is aborted, the stream ends with the text
         so far. Leaving the loop early aborts the request."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if isinstance(params, SamplingParams) and params.n != 1:
-            raise ValueError(f"n must be 1 for a stream, got {params.n}; use generate")
-        yield from self.engine.stream(prompt, params, **options)
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+            raise ValueError(f"n must be 1 for a stream, got {sampling_params.n}; use generate")
+        yield from self.engine.stream(prompt, sampling_params, **options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests that have none: what the model's generation_config.json
+        recommends. Raises `ValueError` if it recommends something invalid."""
+        return self.engine.default_sampling_params
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Call `LLMEngine.load_adapter`."""

@@ -3,8 +3,11 @@ process."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -183,6 +186,41 @@ def test_two_engines_in_one_process_share_nothing() -> None:
     assert mixed[0] == mixed[1] == generate(large, "def a", params)[0].outputs[0].text
     assert small.engine.stats().num_finished == 0 + 1
     assert small.engine.config.block_size == 2
+
+
+def test_requests_without_parameters_take_those_of_the_models_makers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `top_k` 1 the recommended tokens are the greedy ones."""
+    shutil.copytree(SHIPPED_DRAFT, tmp_path, dirs_exist_ok=True)
+    recommended = {"temperature": 0.6, "top_p": None, "top_k": 1, "max_new_tokens": 5}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(recommended | {"do_sample": True}))
+    caplog.set_level("INFO")
+    with_file, without = (
+        LLM(tmp_path, num_blocks=40, generation_config=name) for name in ("auto", "vllm")
+    )
+    expected = SamplingParams(temperature=0.6, top_k=1, max_tokens=5)
+    assert with_file.get_default_sampling_params() == expected
+    assert "'max_tokens': 5" in caplog.text
+    assert without.get_default_sampling_params() == SamplingParams()
+    assert LLM(SHIPPED_DRAFT, num_blocks=40).get_default_sampling_params() == SamplingParams()
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (best,) = generate(with_file, "def ", greedy)
+    for params in None, [expected]:
+        (output,) = generate(with_file, "def ", params)
+        assert output.outputs[0].token_ids == best.outputs[0].token_ids
+    assert "".join(with_file.stream("def ")) == best.outputs[0].text
+    group = with_file.engine.add_request("x", "def ")
+    with_file.engine.step()
+    assert group.sequences[0].request.sampling_params.top_k == 1
+    (output,) = generate(with_file, "def ", SamplingParams(ignore_eos=True))  # nothing is taken
+    assert len(output.outputs[0].token_ids) == 16
+    file.write_text('{"min_p": "x"}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: min_p must be .*got 'x'"):
+        LLM(tmp_path, num_blocks=40).get_default_sampling_params()
+    with pytest.raises(ValueError, match="generation_config must be 'auto' or 'vllm', got 'x'"):
+        LLM(tmp_path, generation_config="x")
 
 
 def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None:

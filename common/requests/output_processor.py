@@ -275,13 +275,11 @@ def _merge_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
     )
 
 
-def spread(
-    name: str, given: Any, num_prompts: int, kind: type[T], default: T | None = None
-) -> list[T]:
+def spread(name: str, given: Any, num_prompts: int, kind: type[T]) -> list[T]:
     """Return one entry for each prompt; `given` is one for all, None, or a sequence with one for
     each. Raises `ValueError` if the sequence has another length."""
     if given is None or isinstance(given, kind):
-        return [default if given is None else given] * num_prompts  # pyright: ignore[reportReturnType]
+        return [given] * num_prompts  # pyright: ignore[reportReturnType]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(f"{name} must be a {kind.__name__}, or one for each prompt, got {given!r}")
     if len(given) != num_prompts:

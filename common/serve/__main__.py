@@ -15,7 +15,12 @@ import os
 import sys
 from pathlib import Path
 
-from common.serve.flags import add_engine_flags, engine_settings
+from common.serve.flags import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    add_engine_flags,
+    engine_settings,
+)
 from common.serve.ports import open_port
 
 WAITING = "sequences; more get a 429 (default: 4 x max_num_seqs)"
@@ -44,16 +49,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, metavar=metavar, action="append", default=[], help=says)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's")
-    no_flag = "as in vLLM; needs no flag here, where the chat template says it"
+    no_flag = "as in vLLM; has no effect here"
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help=no_flag)
-    parser.add_argument("--tool-call-parser", choices=["hermes"], help=no_flag)
-    parser.add_argument("--reasoning-parser", choices=["qwen3"], help=no_flag)
-    parser.add_argument(
-        "--generation-config",
-        choices=["auto", "vllm"],
-        default="auto",
-        help="sampling where a request says nothing: the model's own; vllm: OpenAI's",
-    )
+    by_template = "parse, whatever the chat template says (default: if it has the marks)"
+    parser.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=by_template)
+    parser.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=by_template)
     parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
     parser.add_argument("--drain-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")

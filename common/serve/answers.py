@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,12 +21,11 @@ from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_chunks, to_json
 from common.serve.text_places import TextPlaces
-from common.serve.tool_calls import Reader, Reply
+from common.serve.tool_calls import Reader, Reply, ThoughtSpan
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
-NUM_OF_END = 16  # last tokens of a prompt, enough to contain the text at its end
 NO_LOGPROB = -9999.0  # JSON has no infinity
 BYTES_OF_AN_ENTRY = 80  # approximate size of one log-probability
 
@@ -44,14 +44,47 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: not a chat
 
     def content(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return found
+
+
+class ThoughtTokens:
+    """Counts the tokens of one choice's thought: those that begin between its marks, as in vLLM. A
+    mark can be several tokens. (The count can differ by one after bytes that are not UTF-8.)"""
+
+    def __init__(self, tokenizer: Tokenizer, skips_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skips_special_tokens else frozenset[int]()
+        self._begins: list[int] = []  # of each token, in bytes of the text
+        self._num_bytes = self._num = 0
+        self._is_over = False
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        for token_id in () if self._is_over else token_ids:
+            self._begins.append(self._num_bytes)
+            if token_id not in self._skipped:
+                self._num_bytes += len(self._tokenizer.token_bytes(token_id))
+
+    def num_new(self, thought: ThoughtSpan) -> int:
+        """Return how many tokens are in `thought`, minus the result of the previous calls."""
+        if self._is_over or thought.begin is None:
+            return 0
+        end = self._num_bytes + 1 if thought.end is None else thought.end
+        num = bisect_left(self._begins, end) - bisect_left(self._begins, thought.begin)
+        new, self._num = num - self._num, num
+        if thought.end is not None:
+            self._is_over, self._begins = True, []
+        return new
 
 
 @dataclass(slots=True)
@@ -67,6 +100,7 @@ class Answer:
     only_echo: bool = False
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reader: Reader | None = None  # parses a chat's texts; None: the text is the content
+    prompt_end: str = ""  # of a chat, for its `Reply`
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -74,21 +108,27 @@ class Answer:
     _places: dict[int, TextPlaces] = field(default_factory=dict)  # choices with log-probabilities
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: list[Reply] = field(default_factory=list)
+    _thoughts: list[ThoughtTokens] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id = f"{prefix}-{self.request_id}"
+        self.usage.reasoning_tokens = 0 if self.kind == "chat" else None
 
     def count(self, prompt: int, delta: RequestDelta) -> None:
         if delta.prompt_token_ids is not None:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
             if self.reader is not None:  # a chat, which has one prompt
-                end = self.tokenizer.decode(delta.prompt_token_ids[-NUM_OF_END:], False)
+                end, skips = self.prompt_end, self.params.skip_special_tokens
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
+                self._thoughts = [ThoughtTokens(self.tokenizer, skips) for _ in self._replies]
         if not self.only_echo:
             new = (len(completion.token_ids) for completion in delta.completions.values())
             self.usage.completion_tokens += sum(new)
+        if self.reader is not None and self.reader.has_reasoning:
+            for completion in delta.completions.values():
+                self._thoughts[completion.index].append(completion.token_ids)
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
 
@@ -165,6 +205,8 @@ class Answer:
                 reply, is_last = self._replies[completion.index], reason is not None
                 message = reply.message(text) if is_complete else reply.delta(text, is_last)
                 reason = reply.finish_reason(reason)
+                new = self._thoughts[completion.index].num_new(reply.thought)
+                self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + new
             if is_complete:
                 message = {"role": "assistant", "refusal": None} | message
             choice = self._chat_choice(index, key, message, completion)

@@ -19,9 +19,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from common.engine_config import SHIPPED_CHECKPOINT
-from common.models.loader import read_json, resolve_checkpoint
-from common.sampling.sampling_rules import SAMPLING_RULES
+from common.sampling.sampling_defaults import sampling_defaults
 from common.serve.answers import DONE, Answer, event, event_chunks, token_text
 from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
@@ -74,8 +72,9 @@ class ServeConfig:
     model_name: str
     gate: GateConfig = field(default_factory=GateConfig)
     chat_template: str | None = None  # its text
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     adapter_root: Path | None = None
-    uses_generation_config: bool = True
     heartbeat_seconds: float | None = None
 
 
@@ -86,8 +85,9 @@ class Server:
         self, llm: AsyncLLM, config: ServeConfig, gate: Gate, little: AsyncLLM | None = None
     ) -> None:
         self.llm, self.config = llm, config
-        self.defaults = sampling_defaults(llm.config.model) if config.uses_generation_config else {}
-        self.chat = ChatPrompts(llm.tokenizer, config.chat_template)
+        self.defaults = sampling_defaults(llm.config)
+        template, parsers = config.chat_template, (config.tool_call_parser, config.reasoning_parser)
+        self.chat = ChatPrompts(llm.tokenizer, template, *parsers)
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm, gate, little)
 
@@ -108,15 +108,19 @@ class Server:
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
         tools, has_grammar = body.tool_use(), params.grammar is not None
-        reader = await asyncio.to_thread(self.chat.reader, tools, has_grammar)
+        shows = body.include_reasoning is not False
+        reader = await asyncio.to_thread(self.chat.reader, tools, has_grammar, shows)
         if reader is not None and self.chat.hides_marks:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
-        ids = await self._chat_ids(body, params)
+        text, ids = await self._chat_prompt(body, params)
+        continued = body.messages[-1] if body.continue_final_message else None
+        end = self.chat.prompt_end(text, continued)
         body.messages.clear()
         body.tools = None
         name, tokenizer = request.state.request_id, self.llm.tokenizer
-        answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
+        answer = Answer("chat", model, tokenizer, body, params, request_id=name)
+        answer.reader, answer.prompt_end = reader, end
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -193,12 +197,15 @@ class Server:
             if not isinstance(prompt, str):
                 self._check_ids(prompt, "prompt")
             found.append(await self.llm.prompt_ids(prompt, params, adds))
+            if not found[-1]:  # an empty text is served if the tokenizer adds a BOS
+                raise bad("prompt must have at least one token", "prompt")
         return found
 
-    async def _chat_ids(self, body: ChatBody, params: SamplingParams) -> list[int]:
+    async def _chat_prompt(self, body: ChatBody, params: SamplingParams) -> tuple[str, list[int]]:
+        """Return the prompt's text and token ids."""
         text = await self._chat_text(body)
         try:
-            return await self.llm.prompt_ids(text, params, bool(body.add_special_tokens))
+            return text, await self.llm.prompt_ids(text, params, bool(body.add_special_tokens))
         except ValueError as error:
             raise body.error(error) from error
 
@@ -207,6 +214,9 @@ class Server:
         schemas_of(body.tools or ())
         names = ("documents", "reasoning_effort", "enable_thinking", "tools")
         given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        if body.reasoning_effort is not None and body.enable_thinking is None:
+            named = body.chat_template_kwargs or {}  # for the templates that can turn it off
+            given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
         template_args = body.add_generation_prompt, body.continue_final_message, kwargs
         return await asyncio.to_thread(self.chat.text, body.messages, *template_args)
@@ -262,7 +272,7 @@ class Server:
 
     async def render_chat(self, body: ChatBody) -> Response:
         model, params = self._model(body), body.params(self.defaults)
-        ids = await self._chat_ids(body, params)
+        _, ids = await self._chat_prompt(body, params)
         return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
     # -- the server
@@ -401,19 +411,6 @@ def _on_error(routes: Mapping[str, Any], request: Request, error: Exception) -> 
     route = routes.get(request.url.path)
     body = None if route is None else get_type_hints(route)["body"]
     return error_response(api_error(error, () if body is None else body.model_fields))
-
-
-def sampling_defaults(model: str | Path | None) -> dict[str, Any]:
-    """Return the sampling defaults of the model's generation_config.json, as vLLM reads it; a
-    request's own values override them. Raises `ValueError`."""
-    path = resolve_checkpoint(model or SHIPPED_CHECKPOINT) / "generation_config.json"
-    found = read_json(path) if path.is_file() else {}
-    names = [rule.name for rule in SAMPLING_RULES if rule.is_recommended]
-    defaults = {name: found[name] for name in names if found.get(name) is not None}
-    SamplingParams(**defaults)
-    if defaults:
-        logger.info("%s, where a request says nothing: %s", path.name, defaults)
-    return defaults
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:

@@ -103,7 +103,9 @@ class AsyncLLM:
 
     def _make_engine(self) -> LLMEngine:
         """Create the engine. Runs in the engine's thread."""
-        return LLMEngine(self.config)
+        engine = LLMEngine(self.config)
+        self.default_sampling_params = engine.default_sampling_params
+        return engine
 
     # -- requests
 
@@ -137,7 +139,7 @@ class AsyncLLM:
                 del self.owners[next(iter(self.owners))]
         mailbox = self._mailboxes[name] = Mailbox()
         try:
-            params = await self.without_texts(params or SamplingParams())
+            params = await self.without_texts(params or self.default_sampling_params)
             is_text = isinstance(prompt, str)
             token_ids = await self.prompt_ids(prompt, params) if is_text else plain(prompt)
             self._engine_loop.add(name, token_ids, params, dict(options))

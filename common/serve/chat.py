@@ -5,6 +5,7 @@ See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from contextlib import suppress
@@ -13,18 +14,30 @@ from functools import cached_property
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
+from common.serve.content_forms import ContentForms
 from common.serve.errors import ApiError, bad
-from common.serve.tool_calls import CALL, END_THINK, MARKS, Reader, ToolUse, calls_of_history
+from common.serve.flags import ALWAYS_THINKING
+from common.serve.template_errors import words_of
+from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
 
 logger = logging.getLogger(__name__)
 _TRIED = {"name": "a_tool_to_try", "description": "", "parameters": {"type": "object"}}
 
 
 class ChatPrompts:
-    """Renders chats to prompts. `template` replaces the model's; None: the model's."""
+    """Renders chats to prompts. `template` replaces the model's; None: the model's. A parser that
+    is named decides how answers are parsed, otherwise the template does."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
         self._tokenizer, self._source, self._template = tokenizer, tokenizer.source, template
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
+        self._forms = ContentForms(self._try)
 
     @cached_property
     def hides_marks(self) -> bool:
@@ -32,22 +45,46 @@ class ChatPrompts:
         ids = map(self._tokenizer.backend.token_to_id, MARKS)
         return not self._tokenizer.special_ids.isdisjoint(ids)
 
-    def reader(self, tools: ToolUse, has_grammar: bool) -> Reader | None:
+    def reader(
+        self, tools: ToolUse, has_grammar: bool, shows_reasoning: bool = True
+    ) -> Reader | None:
         """Return the settings for parsing an answer; None: the text is the content. Raises
         `ApiError`."""
         shown = self._shown_tool if tools.schemas else ""
-        if tools.choice == "auto" and not re.search(CALL + r"\s*{", shown):  # supported form
+        is_asked = self._tool_call_parser or re.search(CALL + r"\s*{", shown)  # supported form
+        if tools.choice == "auto" and not is_asked:
             raise bad(
                 "tools: tool_choice must not be 'auto', because the chat template does not ask for "
                 f'calls of the form {CALL}{{"name": ..., "arguments": ...}}; '
-                'use "required" or name a function',
+                'use "required", name a function, or start the server with --tool-call-parser',
                 "tools",
             )
-        template = self._template or getattr(self._source, "chat_template", None)
-        has_reasoning = END_THINK in str(template) and not has_grammar
+        template = self._template_text
+        has_marks = self._reasoning_parser or THINK in template or END_THINK in template
+        has_reasoning = bool(has_marks) and not has_grammar
         if tools.choice == "none" and not has_reasoning:
             return None
-        return Reader(replace(tools, schemas={}), has_reasoning)  # kept as long as the answer
+        kept = replace(tools, schemas={})  # as long as the answer
+        return Reader(kept, has_reasoning, shows_reasoning)
+
+    def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
+        """Return the prompt's end from its last mark of reasoning on, if the answer begins after
+        it, else "". `continued` is the message that the answer continues."""
+        begun = "" if continued is None else self._forms.content(continued, "messages")
+        if not isinstance(begun, str):
+            begun = "".join(part.get("text", "") for part in begun)
+        marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
+        if marks:
+            return begun[marks[-1].start() :]
+        before = prompt.rstrip().removesuffix(begun.rstrip()).rstrip()
+        for mark in THINK, END_THINK:
+            if before.endswith(mark):
+                return prompt[len(before) - len(mark) :]
+        return THINK if self._reasoning_parser in ALWAYS_THINKING and not begun else ""
+
+    @property
+    def _template_text(self) -> str:
+        return str(self._template or getattr(self._source, "chat_template", None))
 
     @cached_property
     def _shown_tool(self) -> str:
@@ -67,42 +104,48 @@ class ChatPrompts:
         kwargs: dict[str, Any] | None = None,
     ) -> str:
         """Return the prompt for `messages`. Raises `ApiError`."""
-        continues = bool(continue_final_message)
+        continues, kwargs = bool(continue_final_message), kwargs or {}
         adds = not continues if add_generation_prompt is None else add_generation_prompt
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad(
                 "cannot chat: the model has no chat template; start the server with "
                 "--chat-template FILE, such as common/serve/chat_template.jinja"
             )
-        plain = [_plain(message, i) for i, message in enumerate(messages)]
+        signature = inspect.signature(self._source.apply_chat_template)  # pyright: ignore[reportOptionalMemberAccess]
+        taken = sorted(kwargs.keys() & signature.parameters.keys() - {"tools", "documents"})
+        if taken:
+            name = "chat_template_kwargs"
+            raise bad(f"{name} must have names of template variables only, got {taken[0]!r}", name)
+        read = [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
-            return self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
-                plain,
-                chat_template=self._template,
-                add_generation_prompt=adds,
-                continue_final_message=continues,
-                tokenize=False,
-                **(kwargs or {}),
-            )
+            return self._render(read, adds, continues, kwargs)
         except Exception as error:  # a template is a program that can raise its own errors
-            raise bad(f"cannot render these messages: {error}", "messages") from error
+            words = words_of(error, self._template_text)
+            raise bad(f"cannot render these messages: {words}", "messages") from error
 
+    def _render(
+        self, messages: list[dict[str, Any]], adds: bool, continues: bool, kwargs: dict[str, Any]
+    ) -> str:
+        return self._source.apply_chat_template(  # pyright: ignore[reportOptionalMemberAccess]
+            messages,
+            chat_template=self._template,
+            add_generation_prompt=adds,
+            continue_final_message=continues,
+            tokenize=False,
+            **kwargs,
+        )
 
-def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """Return the message with its content as one text."""
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise bad(f"messages[{i}].role must be a non-empty str", "messages")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise bad(f"messages[{i}].content must have parts of type 'text' only", "messages")
-        content = "\n".join(map(str, parts))
-    if content is not None and not isinstance(content, str):
-        raise bad(f"messages[{i}].content must be a str", "messages")
-    plain = {**message, "content": content or ""}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")
-    if message.get("reasoning"):  # vLLM's name; templates use another one
-        plain.setdefault("reasoning_content", message["reasoning"])
-    return plain
+    def _try(self, messages: list[dict[str, Any]]) -> str:
+        return self._render(messages, adds=False, continues=False, kwargs={})
+
+    def _message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
+        """Return the message in the form that the template reads."""
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise bad(f"{path}.role must be a non-empty str", "messages")
+        found = {**message, "content": self._forms.content(message, path)}
+        if message.get("tool_calls"):
+            found["tool_calls"] = calls_of_history(message["tool_calls"], path)
+        if message.get("reasoning"):  # vLLM's name; templates use another one
+            found.setdefault("reasoning_content", message["reasoning"])
+        return found

@@ -17,6 +17,13 @@ from typing import Any
 from common.engine_config import EngineConfig
 
 NO_FLAG = {"model", "events"}  # a separate flag, or not expressible as text
+# vLLM's names of parsers for the formats that this server parses. Some models that always think,
+# and their templates, leave out `<think>`: an answer is a thought from its beginning, unless the
+# prompt has ended the thought.
+TOOL_CALL_PARSERS = ("hermes", "granite4")
+ALWAYS_THINKING = ("deepseek_r1", "kimi_k2", "minimax_m2", "olmo3", "step3")
+REASONING_PARSERS = (*ALWAYS_THINKING, "deepseek_v3", "glm45", "holo2", "mimo", "nemotron_v3")
+REASONING_PARSERS += ("qwen3", "step3p5")
 _FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
 
 

@@ -201,9 +201,14 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
             allowed_origins=tuple(args.allowed_origin),
             metrics_need_key=not args.metrics_without_key,
         )
-        recommended = args.generation_config == "auto"
         config = ServeConfig(
-            name, gate_config, template, args.adapter_root, recommended, args.heartbeat_seconds
+            name,
+            gate_config,
+            template,
+            args.tool_call_parser,
+            args.reasoning_parser,
+            args.adapter_root,
+            args.heartbeat_seconds,
         )
         _, gate = make_app(llm, config, little)
         server = DrainingServer(llm, gate, args.drain_seconds, little)

@@ -71,6 +71,15 @@ async def is_clean(llm: AsyncLLM) -> bool:
     return False
 
 
+async def test_a_request_without_parameters_takes_the_models(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    monkeypatch.setattr(llm, "default_sampling_params", params)
+    deltas = [delta async for delta in llm.generate(PROMPT)]
+    assert sum(len(c.token_ids) for delta in deltas for c in delta.completions.values()) == 3
+
+
 async def test_joined_deltas_equal_generate(llm: AsyncLLM, alone: LLM) -> None:
     each = [
         SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),

@@ -88,7 +88,7 @@ ONLY_CHAT: dict[str, list[Any]] = {
     "messages": [
         *([], ["x"], "x", [{}], [{"content": "x"}], [{"role": "\ud800", "content": {}}]),
         *([{"role": role, "content": "x"}] for role in ("", 5)),
-        *([USER | {"content": text}] for text in (3, [IMAGE], ["x"], [{"text": 1}], nested(300))),
+        *([USER | {"content": text}] for text in (3, [IMAGE], [5], [{"text": 1}], nested(300))),
         *([USER | {"content": text}] for text in ("\ud800", "x " * 5000)),
         *([USER | {"tool_calls": calls}] for calls in (5, [1], [{}], [{"function": {}}])),
         [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],  # cut
@@ -131,8 +131,8 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": FORM, "structured_outputs": {"regex": "x"}}, "response_format"),
     *((CHAT, FORCED | {"tools": tools}, "tool_choice") for tools in (None, [])),
     (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice"),
-    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "messages"),
-    (CHAT, {"chat_template_kwargs": {"conversation": 1}}, "messages"),
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages"),
     (f"{COMPLETIONS}/render", {"temperature": -1}, "temperature"),
     (f"{CHAT}/render", {"temperature": -1}, "temperature"),

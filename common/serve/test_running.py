@@ -134,11 +134,13 @@ def test_every_flag_arrives_where_it_counts(
     flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
     (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
     flags |= {"allowed-host": "a.b", "allowed-origin": "http://a.b"}
-    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000, "generation-config": "vllm"}
+    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
+    flags |= {"tool-call-parser": "hermes", "reasoning-parser": "olmo3"}
     given = [f"--{name}={value}" for name, value in flags.items()]
     assert run(*given, "--metrics-without-key", num_blocks=9) == 0
     gate = GateConfig("::1", "k", 1000, 30.0, ("a.b",), ("http://a.b",), False)
-    expected = ServeConfig(tmp_path.name, gate, "é: {{ messages }}", tmp_path / "a", False, 2.0)
+    template = "é: {{ messages }}"
+    expected = ServeConfig(tmp_path.name, gate, template, "hermes", "olmo3", tmp_path / "a", 2.0)
     assert (served.config, served.drain_seconds) == (expected, 3.0)
     assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
     printed = capsys.readouterr().err
@@ -175,7 +177,6 @@ def test_a_model_has_a_name(
 ) -> None:
     assert run(*flags, "--api-key=") == 0
     assert served.config.model_name == name and served.config.gate.api_key is None
-    assert served.config.uses_generation_config
     printed = capsys.readouterr().err
     assert f'"model": "{name}"' in printed and "Bearer" not in printed
     assert '"temperature": 0' in printed

@@ -140,7 +140,7 @@ ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameter
     st.sampled_from(["auto", "none", "required", "named"]),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["", "<think>\n"]),
+    st.sampled_from(["", "<think>\n", "<think>\na"]),
 )
 @example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", {*range(150)}, "auto", True, True, "")
 @example(f"ab</think>{CALL}", {*range(150)}, "auto", False, True, "<think>\n")
@@ -189,7 +189,15 @@ def test_tool_calls_of_a_text(
 
 
 def test_of_some_templates_the_prompt_opens_the_reasoning() -> None:
-    assert whole(Reader(AUTO, True), "a\n</think>\n\nb", "<think>\n")["reasoning"] == "a"
+    for text, begun, reasoning, content in (
+        ("a\n</think>\n\nb", "<think>\n", "a", "b"),
+        ("\n<think>\na</think>b", "<think>\n", "a", "b"),  # written again
+        ("\na <think></think>b", "<think>so", "\na <think>", "b"),  # in the middle of a thought
+        ("<think>a</think>b", "<think>so", "<think>a", "b"),
+    ):
+        found = whole(Reader(AUTO, True), text, begun)
+        assert (found["reasoning"], found["content"]) == (reasoning, content)
+        assert whole(Reader(AUTO, True, False), text, begun) == {"content": content}, "none shown"
     for reader, end in (Reader(AUTO, False), "<think>\n"), (Reader(AUTO, True), "</think>\n\n"):
         assert whole(reader, "a\n", end) == {"content": "a\n"}
 
@@ -318,3 +326,20 @@ def test_marks_that_are_special_tokens_are_not_skipped(
         says(hermes, monkeypatch, "x", requested_params=requested_params)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
         assert requested_params[-1].skip_special_tokens is is_skipped
+
+
+def test_a_thought_that_the_prompt_has_begun_can_be_left_out(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(hermes, monkeypatch, "so\n</think>\n\nhi")
+    begun = {"role": "assistant", "content": "<think>\nwhy and"}
+    chat: Any = {"messages": [*MESSAGES, begun], "continue_final_message": True}
+    for shows in True, False:
+        expected = {"reasoning_content": "so", "reasoning": "so"} if shows else {}
+        sent = chat | {"include_reasoning": shows}
+        _, answer = hermes.post("/v1/chat/completions", sent)
+        message = {"role": "assistant", "refusal": None, "content": "hi"}
+        assert answer["choices"][0]["message"] == message | expected
+        chunks = [c for c in hermes.events("/v1/chat/completions", sent) if c is not None]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert joined(deltas[1:]) == {"content": "hi"} | expected

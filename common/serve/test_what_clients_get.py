@@ -6,10 +6,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from common.sampling.distributions import TokenLogprobs
 from common.serve.answers import Answer, event_chunks
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_chunks, to_json
+from common.serve.tool_calls import Reader, ToolUse
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
@@ -80,6 +83,33 @@ def test_a_chat_has_its_own_names() -> None:
     (choice, _) = one.whole([total("a", "b")])["choices"]
     assert choice["message"] == {"role": "assistant", "refusal": None, "content": "a"}
     assert one.id.startswith("chatcmpl-") and choice["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt_end", "num"),
+    [
+        ("<think>\nab\n</think>c", "", 4),  # line breaks are tokens, marks do not count
+        ("ab</think>c</think>", "<think>", 2),
+        ("ab</thin", "<think>", 8),
+        ("ab</think>c", "", 0),
+    ],
+)
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_tokens_of_a_thought_are_counted(
+    text: str, prompt_end: str, num: int, shows: bool
+) -> None:
+    """Whether or not they are shown, and wherever a stream is cut."""
+    for size in (1, 3, 100):
+        one, sent = answer("chat", n=2), []
+        one.reader, one.prompt_end = Reader(ToolUse({}), True, shows), prompt_end
+        one.chunks(0, RequestDelta("x", prompt_token_ids=[A]))
+        for i in range(0, len(text), size):
+            new, reason = text[i : i + size], "stop" if i + size >= len(text) else None
+            deltas = {j: CompletionDelta(j, new, [*map(ord, new)], None, reason) for j in (0, 1)}
+            sent += one.chunks(0, RequestDelta("x", deltas))
+        details = one.usage_chunk()["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": 2 * num}
+        assert any("reasoning" in c["choices"][0]["delta"] for c in sent) == (shows and num > 0)
 
 
 def test_a_chunk_without_text_is_sent_if_it_has_other_fields() -> None:

@@ -99,6 +99,9 @@ def test_fields_are_those_of_the_engine() -> None:
     assert chat(logprobs=True).logprobs == 0 and chat(logprobs=True, top_logprobs=3).logprobs == 3
     limits = [{}, {"max_tokens": 5}, {"max_completion_tokens": 6}]
     assert [chat(**limit).max_tokens for limit in limits] == [None, 5, 6]
+    body, recommended = ChatBody(messages=MESSAGES), {"max_tokens": 9}  # a model's max_new_tokens
+    assert (body.params(recommended).max_tokens, body.params({}).max_tokens) == (9, None)
+    assert CompletionBody(prompt="x").params(recommended).max_tokens == 16
     assert chat(logprobs=False, top_logprobs=0).logprobs is None, "as clients send it"
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     recommended = {"temperature": 0.5, "top_k": 9, "top_p": 0.5}

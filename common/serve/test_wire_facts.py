@@ -16,7 +16,7 @@ from starlette.responses import Response
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.requests.tokenizer import Tokenizer
-from common.serve.app import ServeConfig, make_app, sampling_defaults
+from common.serve.app import ServeConfig, make_app
 from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, TEMPLATE, Running, metrics_of
 from common.serve.deltas import CompletionDelta, RequestDelta
@@ -239,6 +239,19 @@ def test_the_template_is_given_documents_and_the_effort(
     for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
         ids = template_server.post(path, sent)[1][name]
         assert template_server.llm.tokenizer.decode(ids) == "One low", path
+    monkeypatch.setattr(chat, "_template", "{{ enable_thinking }} {{ reasoning_effort }}")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for fields, expected in (  # as in vLLM: what is said of thinking itself counts
+        ({"reasoning_effort": "none"}, "False none"),
+        ({"reasoning_effort": "high"}, "True high"),
+        ({"reasoning_effort": "high", **off}, "False high"),
+        ({"reasoning_effort": "none", "enable_thinking": True}, "True none"),
+        ({}, " "),
+    ):
+        ids = template_server.post("/tokenize", {"messages": CHAT["messages"], **fields})[1][
+            "tokens"
+        ]
+        assert template_server.llm.tokenizer.decode(ids) == expected
 
 
 def test_tokens_there_and_back(server: Running) -> None:
@@ -302,31 +315,15 @@ def test_many_tokens_do_not_hold_up_the_loop(
 def test_where_a_request_says_nothing_the_models_makers_do(
     template_server: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not, if the server is told so."""
     monkeypatch.setattr(template_server.app.state.server, "defaults", {"top_p": 7.0})
     for route in path, f"{path}/render":
         sent = CHAT | {"prompt": "x", "max_tokens": 1}
         status, answer = template_server.post(route, sent)
         assert (status, answer["error"]["param"]) == (400, "top_p")
         assert template_server.post(route, sent | {"top_p": 1})[0] == 200
-    monkeypatch.setattr("common.serve.app.sampling_defaults", lambda model: {"top_k": 5})
-    for uses, expected in (True, {"top_k": 5}), (False, {}):
-        config = ServeConfig(MODEL, uses_generation_config=uses)
-        assert make_app(template_server.llm, config)[0].state.server.defaults == expected
-
-
-def test_sampling_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert sampling_defaults(tmp_path) == sampling_defaults(None) == {}
-    caplog.set_level("INFO")
-    assert not caplog.records
-    config = {"temperature": 0.6, "top_p": None, "top_k": 20, "eos_token_id": 5, "do_sample": True}
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
-    assert "'top_k': 20" in caplog.text
-    (tmp_path / "generation_config.json").write_text('{"min_p": "x"}')
-    with pytest.raises(ValueError, match=r"min_p must be .*\[0.0, 1.0\], got 'x'"):
-        sampling_defaults(tmp_path)
+    monkeypatch.setattr("common.serve.app.sampling_defaults", lambda config: {"top_k": 5})
+    app, _ = make_app(template_server.llm, ServeConfig(MODEL))
+    assert app.state.server.defaults == {"top_k": 5}
 
 
 def test_special_tokens_are_added_unless_not_wanted(
@@ -346,6 +343,19 @@ def test_special_tokens_are_added_unless_not_wanted(
                 sent = suffix | {"max_tokens": 1, "add_special_tokens": adds}
                 assert one.post(path, sent)[0] == 200
         assert seen == [by_default, True, False], path
+    encode = server.llm.tokenizer.encode
+    with monkeypatch.context() as patch:  # a tokenizer that adds a BOS
+        patch.setattr(server.llm.tokenizer, "encode", lambda t, adds: [0] * adds + encode(t, adds))
+        for sent in {"prompt": ""}, {"prompt": ["", "x"], "echo": True, "logprobs": 1}:
+            status, answer = server.post("/v1/completions", sent | {"max_tokens": 1})
+            assert (status, answer["usage"]["prompt_tokens"]) == (
+                200,
+                1 if sent["prompt"] == "" else 3,
+            )
+        assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0]
+        sent = {"prompt": "", "add_special_tokens": False}
+        for path in "/v1/completions", "/v1/completions/render":
+            assert server.post(path, sent)[1]["error"]["param"] == "prompt"
 
 
 def test_only_a_request_with_the_salt_hits_the_cache(server: Running) -> None:

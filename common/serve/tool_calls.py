@@ -146,32 +146,48 @@ class Reader:
 
     tools: ToolUse
     has_reasoning: bool
+    shows_reasoning: bool = True  # False: the client wants none (`include_reasoning`)
+
+
+@dataclass(slots=True)
+class ThoughtSpan:
+    """The bytes of an answer's text between the marks of its thought. `begin` None: there is no
+    thought; `end` None: it has not ended."""
+
+    begin: int | None = None
+    end: int | None = None
 
 
 class Reply:
-    """An incremental parser for the text of one choice. `prompt_end`: some templates open the
-    reasoning there. The states are methods that consume `_text` and return whether the next state
-    can continue."""
+    """An incremental parser for the text of one choice. `prompt_end` is the end of the prompt from
+    its last mark of reasoning on, if the answer begins after that mark. The states are methods that
+    consume `_text` and return whether the next state can continue."""
 
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
-        self._tools = reader.tools
+        self._tools, self._shows_reasoning = reader.tools, reader.shows_reasoning
+        self.thought = ThoughtSpan()
+        self._num_bytes = 0  # of all text that has arrived
         self._text, self._is_last = "", False  # `_text`: arrived and not parsed yet
         self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
         self._num_calls, self._depth, self._is_in_string = 0, 0, False
         if self._tools.choice in ("named", "required"):
             self._state = self._named if self._tools.name else self._head
         elif reader.has_reasoning:
-            self._is_after_mark = prompt_end.rstrip().endswith(THINK)
-            self._state = self._reasoning if self._is_after_mark else self._beginning
+            self._begins_in_thought = prompt_end.startswith(THINK)
+            self._is_after_mark = prompt_end.rstrip() == THINK
+            self._state = self._beginning
         else:
             self._state = self._content
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
         """Return the fields of a stream's delta for the new `text`."""
         self._text, self._is_last = self._text + text, is_last
+        self._num_bytes += len(text.encode())
         fields: dict[str, Any] = {}
         while self._state(fields):
             pass
+        if not self._shows_reasoning:
+            fields.pop("reasoning_content", None)
         if "reasoning_content" in fields:
             fields["reasoning"] = fields["reasoning_content"]  # vLLM's name
         return fields
@@ -191,18 +207,25 @@ class Reply:
     # -- states
 
     def _beginning(self, fields: dict[str, Any]) -> bool:
+        """Find out whether the answer begins with a thought. Models repeat a mark of the prompt."""
         text = self._text.lstrip()
-        if text.startswith(THINK):
-            self._text, self._is_after_mark = text[len(THINK) :], True
-            self._state = self._reasoning
-        elif not self._is_last and THINK.startswith(text):
+        can_have_mark = self._is_after_mark or not self._begins_in_thought
+        has_mark = can_have_mark and text.startswith(THINK)
+        if can_have_mark and not has_mark and not self._is_last and THINK.startswith(text):
             return False
+        if has_mark:
+            self._text, self._is_after_mark = text[len(THINK) :], True
+        if has_mark or self._begins_in_thought:
+            self._state, self.thought.begin = self._reasoning, self._num_parsed_bytes()
         else:
             self._state = self._content
         return True
 
     def _reasoning(self, fields: dict[str, Any]) -> bool:
-        return self._take(fields, "reasoning_content", END_THINK, self._content)
+        is_over = self._take(fields, "reasoning_content", END_THINK, self._content)
+        if is_over:
+            self.thought.end = self._num_parsed_bytes() - len(END_THINK)
+        return is_over
 
     def _content(self, fields: dict[str, Any]) -> bool:
         return self._take(
@@ -256,6 +279,9 @@ class Reply:
         return True
 
     # -- helpers of the states
+
+    def _num_parsed_bytes(self) -> int:
+        return self._num_bytes - len(self._text.encode())
 
     def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
         """Add the text before the mark, and skip the mark if it has arrived. Text that can be a

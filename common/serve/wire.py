@@ -248,8 +248,8 @@ class CompletionBody(GenerateBody):
         prompt = self.prompt
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
         prompts = prompt if many else [prompt]
-        if len(prompts) > MAX_PROMPTS or not all(prompts):
-            raise bad(f"prompt must be 1 to {MAX_PROMPTS} non-empty prompts", "prompt")
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise bad(f"prompt must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", "prompt")
         if len(prompts) * (self.n or 1) > MAX_PROMPTS:
             raise bad(f"n must give all prompts at most {MAX_PROMPTS} outputs, got {self.n}", "n")
         return prompts  # pyright: ignore[reportReturnType]
@@ -263,7 +263,7 @@ class CompletionBody(GenerateBody):
             raise bad("echo must be false with truncate_prompt_tokens", "echo")
         scores = self.echo and self.logprobs is not None
         return self.sampling_params(
-            defaults,
+            defaults | {"max_tokens": SamplingParams().max_tokens},  # 16, as at OpenAI and in vLLM
             logprobs=self.logprobs,
             max_tokens=1 if self.only_echo else self.max_tokens,
             prompt_logprobs=self.logprobs if scores else self.prompt_logprobs,
@@ -281,6 +281,7 @@ class ChatBody(GenerateBody):
     documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
