@@ -101,7 +101,7 @@ class Server:
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        name, only_echo = request.state.request_id, body.only_echo
+        name, only_echo = _name_of(body, request), body.only_echo
         answer = Answer("completion", model, tokenizer, body, params, texts, only_echo, name)
         return await self._generate(answer, ids, request)
 
@@ -115,7 +115,7 @@ class Server:
         ids = await self._chat_ids(body, params)
         body.messages.clear()
         body.tools = None
-        name, tokenizer = request.state.request_id, self.llm.tokenizer
+        name, tokenizer = _name_of(body, request), self.llm.tokenizer
         answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
         return await self._generate(answer, [ids], request)
 
@@ -326,6 +326,13 @@ class Server:
 
     async def metrics_text(self) -> Response:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
+
+
+def _name_of(body: GenerateBody, request: Request) -> str:
+    """Return the request's name, which the answer's id ends with: the header's, as in vLLM, else
+    the body's."""
+    is_given = "x-request-id" in request.headers
+    return request.state.request_id if is_given else body.request_id or request.state.request_id
 
 
 class BodyRoute(APIRoute):

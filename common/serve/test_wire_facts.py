@@ -224,7 +224,9 @@ def test_an_answers_id_is_that_of_its_request(server: Running, template_server: 
         (template_server, "/v1/chat/completions", "chatcmpl"),
     ):
         fields = sent if kind == "cmpl" else CHAT | {"max_tokens": 1}
-        assert found.post(path, fields, **{"X-Request-Id": "mine"})[1]["id"] == f"{kind}-mine"
+        for more, header in ({}, "mine"), ({"request_id": "no"}, "mine"), ({"request_id": "a"}, ""):
+            name = found.post(path, fields | more, **{"X-Request-Id": header} if header else {})
+            assert name[1]["id"] == f"{kind}-{header or 'a'}"
         _, headers, content = found.request("POST", path, fields)
         assert json.loads(content)["id"] == f"{kind}-{headers['x-request-id']}"
 

@@ -1,8 +1,9 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
 A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
-engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name; OpenAI
-fields that would change the answer, and are not supported, are rejected by name.
+engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For each field
+that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no answer; the
+others are rejected by name.
 
 See common/serve/README.md#what-it-answers"""
 
@@ -28,28 +29,43 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
 MAX_ENTRIES = 2_000_000  # log-probabilities in one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
-# Unsupported fields, with the values that have no effect and are accepted.
-NOT_BUILT: dict[str, tuple] = {
+# All fields of OpenAI's and vLLM's requests that this server does not have, each with the values
+# that are accepted, because they change no answer. None: every value.
+NOT_BUILT: dict[str, tuple | None] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
+    "verbosity": ("medium",),
     "prediction": (),
     "web_search_options": (),
-    "chat_template": (),  # a template is a program, so only the server's owner chooses it
-    "prompt_embeds": (),
+    "moderation": (),
+    "suffix": ("",),
+    "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),  # in a chat
+    "chat_template": (),  # a template is a program, so only the server's owner chooses it
+    "prompt_embeds": (),
     "truncation_side": ("left",),
     "thinking_token_budget": (-1,),
     "logprob_token_ids": ([],),
+    "repetition_detection": ({},),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),  # for extensions of the sampler
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
+    # Who asks, and where: an account, a cache or a machine.
+    **dict.fromkeys(["user", "safety_identifier", "session_id", "metadata", "store"]),
+    **dict.fromkeys(["service_tier", "prompt_cache_key", "prompt_cache_options"]),
+    "prompt_cache_retention": None,
+    "kv_transfer_params": None,  # a pool finds blocks by their content
+    # About images, experts and beams, which no request has; the size of a stream's chunks; spaces
+    # between special tokens, which only slow tokenizers write.
+    **dict.fromkeys(["ec_transfer_params", "media_io_kwargs", "mm_processor_kwargs"]),
+    **dict.fromkeys(["return_mm_kwargs", "routed_experts_prompt_start", "length_penalty"]),
+    **dict.fromkeys(["stream_interval", "spaces_between_special_tokens"]),
 }
-# Known fields without effect here. `kv_transfer_params`: a pool finds blocks by their content.
-IGNORED_FIELDS = {"user", "store", "metadata", "service_tier", "safety_identifier"}
-IGNORED_FIELDS |= {"kv_transfer_params"}
 _named: set[str] = set()
 
 # Report only the first fault of a list, because a body can have millions.
@@ -91,9 +107,10 @@ class Body(BaseModel):
         """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
         an unsupported one, and logs each unknown name once."""
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
+            accepted = NOT_BUILT.get(name)
+            if accepted is not None and value is not None and value not in accepted:
                 raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in IGNORED_FIELDS or name[:MAX_NAME] in _named
+            known = name in NOT_BUILT or name[:MAX_NAME] in _named
             if not known and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
@@ -141,6 +158,7 @@ class GenerateBody(RuleNumbers):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MAX_NAME)
+    request_id: str | None = Field(None, max_length=MAX_NAME)  # unless the header names another
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
