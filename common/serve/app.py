@@ -232,7 +232,10 @@ class Server:
         text, adds = body.prompt, body.add_special_tokens is not False
         if text is None:
             text, adds = await self._chat_text(body), bool(body.add_special_tokens)
-        ids = await self.llm.encode(text, adds)
+        try:
+            ids = await self.llm.encode(text, adds)
+        except ValueError as error:
+            raise body.error(error) from error
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = map(partial(token_text, self.llm.tokenizer), ids)

@@ -14,7 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from common.requests.input_processor import RequestOptions
 from common.sampling.sampling_rules import SAMPLING_RULES
@@ -76,6 +84,11 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
+# Arguments of transformers' `apply_chat_template`, and the variable that it sets.
+NO_VARIABLES = {"self", "conversation", "messages", "chat_template", "tokenize", "padding"}
+NO_VARIABLES |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length"}
+NO_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+NO_VARIABLES |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
 
 
@@ -87,6 +100,15 @@ def _whole(value: Any, depth: int = 2) -> Any:
     if isinstance(value, list) and depth:
         return [_whole(item, depth - 1) for item in value]
     return value
+
+
+def _only_variables(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if wrong := sorted(NO_VARIABLES & kwargs.keys()):
+        raise ValueError(f"must have variables of the template only, got {wrong[0]!r}")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
 class Body(BaseModel):
@@ -116,6 +138,24 @@ class Body(BaseModel):
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
             self.model_extra.clear()  # the body lives as long as its request
+
+
+    def error(self, error: Exception) -> ApiError:
+        """Return the error for the client that sent this body, with `param` as a field of it."""
+        names = self._names_in_engine
+        found = api_error(error, names.keys() | type(self).model_fields.keys())
+        if (name := found.param) in names:
+            found.param = param = names[name]
+            if name in ("schema", "choice"):  # parts of the field
+                found.message = f"{param}: {found.message}"
+            elif found.message.startswith(name):
+                found.message = param + found.message.removeprefix(name)
+        return found
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        """The body's field by the name with which the engine's messages begin, if it is another."""
+        return {}
 
 
 class StreamOptions(Body):
@@ -179,18 +219,11 @@ class GenerateBody(RuleNumbers):
         except ValueError as error:
             raise self.error(error) from error
 
-    def error(self, error: Exception) -> ApiError:
-        """Return the error for the client that sent this body, with `param` as a field of it."""
-        found = api_error(error, self._names_in_engine | type(self).model_fields.keys())
-        found.param = self._names_in_engine.get(found.param or "", found.param)
-        return found
-
     @property
     def _names_in_engine(self) -> dict[str, str]:
-        """The body's field by the name with which the engine's messages begin."""
         form = self.structured_outputs is None and self.response_format is not None
         grammar = "response_format" if form else "structured_outputs"
-        return {"grammar": grammar, "schema": grammar, "adapter": "model"}
+        return {**dict.fromkeys(("grammar", "schema", "choice"), grammar), "adapter": "model"}
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -295,7 +328,7 @@ class ChatBody(GenerateBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
@@ -346,12 +379,16 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     tools: Messages | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        return {} if self.messages is None else {"prompt": "messages"}
 
 
 class DetokenizeBody(Body):
