@@ -133,7 +133,7 @@ class Server:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
-        requests = [self.metrics.counted(call) for call in calls]
+        requests = [self.metrics.counted(call, answer.params) for call in calls]
         stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
             first_deltas = await accepted(requests)
@@ -374,7 +374,7 @@ def make_app(
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
-    gate.posts = post.keys()
+    gate.posts, gate.metrics = post.keys(), server.metrics
     get: dict[str, Any] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,

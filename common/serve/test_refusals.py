@@ -203,7 +203,11 @@ MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stop": ["x"] * 1025}, "stop: List should have at most 1024 items"),
     (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs: choice must be"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs: cannot compile"),
-    (CHAT, FORCED | {"tools": [{"function": {"name": "f", "parameters": LOOKAHEAD}}]}, "tools: can"),
+    (
+        CHAT,
+        FORCED | {"tools": [{"function": {"name": "f", "parameters": LOOKAHEAD}}]},
+        "tools: can",
+    ),
     (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens must be"),
     (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages contains an unpaired surrogate"),
     *(

@@ -1,9 +1,9 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
 A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
-engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For each field
-that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no answer; the
-others are rejected by name.
+engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For
+each field that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no
+answer; the others are rejected by name.
 
 See common/serve/README.md#what-it-answers"""
 
@@ -138,7 +138,6 @@ class Body(BaseModel):
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
             self.model_extra.clear()  # the body lives as long as its request
-
 
     def error(self, error: Exception) -> ApiError:
         """Return the error for the client that sent this body, with `param` as a field of it."""

@@ -50,6 +50,8 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
         assert stats.acceptance_by_position[:2] == [1.0, 1.0]
         assert stats.acceptance_by_position[2:] == [0.0, 0.0]
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
+    assert sum(stats.accepted_by_position) == stats.num_accepted_tokens
+    assert 0 < stats.num_drafted_passes <= stats.num_drafted_tokens
 
 
 @pytest.mark.sample

@@ -9,7 +9,7 @@ See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -107,6 +107,16 @@ class AdapterNames(EnginePlugin):
     def name_of(self, digest: str) -> str | None:
         """Return the adapter's (first) name, or None if only unfinished requests still use it."""
         return next((name for name, found in self._digests.items() if found == digest), None)
+
+    def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
+        """Return the names of the adapters that running requests use, and waiting ones."""
+        found: tuple[list[str], list[str]] = [], []
+        for digest, users in list(self._users.items()):  # steps may run in another thread
+            num_running = sum(user in running for user in tuple(users))
+            for names, num in zip(found, (num_running, len(users) - num_running), strict=True):
+                if num:
+                    names.append(self.name_of(digest) or digest)
+        return found
 
     def on_add(self, request: Request) -> None:
         if (digest := request.features.get("adapter")) is not None:
