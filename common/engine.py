@@ -500,9 +500,10 @@ class LLMEngine:
         """Names of the loaded adapters."""
         return [] if self.parts.adapters is None else self.parts.adapters.names
 
-    def adapter_of(self, digest: str) -> str | None:
-        """The current name of the adapter with this digest, the digest that its KV is keyed by."""
-        return None if self.parts.adapters is None else self.parts.adapters.name_of(digest)
+    @property
+    def adapters_by_digest(self) -> dict[str, list[str]]:
+        """The names of each adapter, by the digest that its KV is keyed by."""
+        return {} if self.parts.adapters is None else self.parts.adapters.by_digest
 
     def named_adapters(self) -> AdapterNames:
         """Return the adapters' names, for a caller that holds the engine's lock."""
