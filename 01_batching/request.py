@@ -54,7 +54,7 @@ class SamplingParams:
     greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does -1, as in vLLM.
     `seed` makes every random choice a function of the request alone, and so the output in float64;
     in bfloat16 a batch rounds differently than a request alone. Requests with equal seeds draw the
-    same noise, whatever their prompts, so give each prompt a different seed; -1 is no seed, as in
+    same noise, whatever their prompts, so give each prompt a different seed; -1 means none, as in
     vLLM. Of `n` samples, the first one has the seed itself. `max_tokens=None` means as many as fit.
     `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does.
     """
