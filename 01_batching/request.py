@@ -54,9 +54,9 @@ class SamplingParams:
     greedy and ignores what follows it. `top_k=0` keeps all tokens, and so does -1, as in vLLM.
     `seed` makes every random choice a function of the request alone, and so the output in float64;
     in bfloat16 a batch rounds differently than a request alone. Requests with equal seeds draw the
-    same noise, whatever their prompts, so give each prompt a different seed. Of `n` samples, the
-    first one has the seed itself. `max_tokens=None` means as many as fit. `stop` strings are cut
-    from the text; `stop_token_ids` end the output as EOS does.
+    same noise, whatever their prompts, so give each prompt a different seed; -1 means none, as in
+    vLLM. Of `n` samples, the first one has the seed itself. `max_tokens=None` means as many as fit.
+    `stop` strings are cut from the text; `stop_token_ids` end the output as EOS does.
     """
 
     n: int = 1
@@ -95,8 +95,9 @@ class SamplingParams:
             require(self.grammar is None, "structured_outputs", self.structured_outputs, other)
             set_field("grammar", self.structured_outputs)
             set_field("structured_outputs", None)
-        if _is_integer(self.top_k) and self.top_k == -1:
-            set_field("top_k", 0)
+        for name, unset in (("top_k", 0), ("seed", None)):
+            if _is_integer(getattr(self, name)) and getattr(self, name) == -1:
+                set_field(name, unset)
         for name in ("stop", "stop_token_ids"):
             values = () if getattr(self, name) is None else getattr(self, name)
             # Iterating these gives numbers or keys.

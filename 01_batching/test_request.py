@@ -70,6 +70,7 @@ def test_a_bad_parameter_is_named_with_its_value(name, value):
         {"max_tokens": 1, "min_tokens": 1},
         {"max_tokens": None, "min_tokens": 99},
         {"seed": -(2**63)},
+        {"seed": -2},
         {"seed": 2**63 - 1},
         {"logprobs": 0},
         {"logprobs": -1},
@@ -197,10 +198,11 @@ def test_the_invariants_notice_damage(damage):
         request.check_invariants()
 
 
-def test_top_k_of_minus_one_keeps_all_tokens_as_in_vllm():
-    params = SamplingParams(top_k=-1)
-    assert params == SamplingParams(top_k=0)
-    assert type(SamplingParams(top_k=np.int64(-1)).top_k) is int
+@pytest.mark.parametrize(("name", "unset"), [("top_k", 0), ("seed", None)])
+def test_minus_one_is_no_limit_and_no_seed_as_in_vllm(name, unset):
+    for minus_one in -1, np.int64(-1):
+        found = getattr(SamplingParams(**{name: minus_one}), name)
+        assert (found, type(found)) == (unset, type(unset))
 
 
 @pytest.mark.parametrize("params", [None, {"max_tokens": 3}, 16])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -27,7 +28,13 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from common.assembly.assembly import assemble
 from common.assembly.scheduler_assembly import claim_exclusive
-from common.engine_config import LAZY_ENGINE_PLUGINS, SHIPPED_CHECKPOINT, EngineConfig, EngineStats
+from common.engine_config import (
+    LAZY_ENGINE_PLUGINS,
+    SHIPPED_CHECKPOINT,
+    STEP_SIZES,
+    EngineConfig,
+    EngineStats,
+)
 from common.models.loader import LoadedModel
 from common.requests.engine_lock import EngineLock, exclusive
 from common.requests.engine_plugin import EnginePlugin
@@ -500,9 +507,10 @@ class LLMEngine:
         """Names of the loaded adapters."""
         return [] if self.parts.adapters is None else self.parts.adapters.names
 
-    def adapter_of(self, digest: str) -> str | None:
-        """The current name of the adapter with this digest, the digest that its KV is keyed by."""
-        return None if self.parts.adapters is None else self.parts.adapters.name_of(digest)
+    @property
+    def adapters_by_digest(self) -> dict[str, list[str]]:
+        """The names of each adapter, by the digest that its KV is keyed by."""
+        return {} if self.parts.adapters is None else self.parts.adapters.by_digest
 
     def named_adapters(self) -> AdapterNames:
         """Return the adapters' names, for a caller that holds the engine's lock."""
@@ -536,6 +544,7 @@ class LLMEngine:
         """Return a copy of the totals and the current state."""
         running, waiting = self.core.get_request_counts()
         stats = replace(self._stats, num_running=running, num_waiting=waiting)
+        stats.steps_by_tokens = list(self._stats.steps_by_tokens)
         stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
         stats.discarded_tokens = self._num_discarded_tokens() - self._num_discarded_before
         if (cache := self.prefix_cache) is not None:
@@ -549,11 +558,15 @@ class LLMEngine:
         if self.speculation is not None:
             spec_stats = self.speculation.stats
             stats.num_passes = spec_stats.num_passes
+            stats.num_drafted_passes = spec_stats.num_drafted_passes
+            stats.accepted_by_position = list(spec_stats.accepted_by_position)
             stats.num_drafted_tokens = spec_stats.num_drafted
             stats.num_accepted_tokens = spec_stats.num_accepted
             stats.acceptance_by_position = spec_stats.acceptance_by_position
             stats.mean_accepted_length = spec_stats.mean_accepted_length
             stats.tokens_per_pass = spec_stats.tokens_per_pass
+        if (adapters := self.parts.adapters) is not None:
+            stats.running_adapters, stats.waiting_adapters = adapters.in_use(self.scheduler.running)
         return stats
 
     @property
@@ -655,6 +668,7 @@ class LLMEngine:
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
+        stats.steps_by_tokens[bisect_left(STEP_SIZES, num_tokens)] += 1
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):

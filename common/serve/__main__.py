@@ -24,6 +24,7 @@ from common.serve.flags import (
 from common.serve.ports import open_port
 
 WAITING = "sequences; more get a 429 (default: 4 x max_num_seqs)"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 NOT_INSTALLED = "the server needs more packages: pip install 'vllm-from-scratch[server]'"
 
 
@@ -67,7 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         listener = open_port(args.host, args.port)
     except (OSError, ValueError) as error:

@@ -101,7 +101,7 @@ class Server:
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        name, only_echo = request.state.request_id, body.only_echo
+        name, only_echo = _name_of(body, request), body.only_echo
         answer = Answer("completion", model, tokenizer, body, params, texts, only_echo, name)
         return await self._generate(answer, ids, request)
 
@@ -118,7 +118,7 @@ class Server:
         end = self.chat.prompt_end(text, continued)
         body.messages.clear()
         body.tools = None
-        name, tokenizer = request.state.request_id, self.llm.tokenizer
+        name, tokenizer = _name_of(body, request), self.llm.tokenizer
         answer = Answer("chat", model, tokenizer, body, params, request_id=name)
         answer.reader, answer.prompt_end = reader, end
         return await self._generate(answer, [ids], request)
@@ -137,7 +137,7 @@ class Server:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
-        requests = [self.metrics.counted(call) for call in calls]
+        requests = [self.metrics.counted(call, answer.params) for call in calls]
         stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
             first_deltas = await accepted(requests)
@@ -242,7 +242,10 @@ class Server:
         text, adds = body.prompt, body.add_special_tokens is not False
         if text is None:
             text, adds = await self._chat_text(body), bool(body.add_special_tokens)
-        ids = await self.llm.encode(text, adds)
+        try:
+            ids = await self.llm.encode(text, adds)
+        except ValueError as error:
+            raise body.error(error) from error
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = map(partial(token_text, self.llm.tokenizer), ids)
@@ -338,6 +341,13 @@ class Server:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
 
+def _name_of(body: GenerateBody, request: Request) -> str:
+    """Return the request's name, which the answer's id ends with: the header's, as in vLLM, else
+    the body's."""
+    is_given = "x-request-id" in request.headers
+    return request.state.request_id if is_given else body.request_id or request.state.request_id
+
+
 class BodyRoute(APIRoute):
     """A route with FastAPI's schema whose body is read by `read_body`. FastAPI would read the body
     in the loop, and keep its bytes and objects until the answer is complete."""
@@ -374,7 +384,7 @@ def make_app(
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
-    gate.posts = post.keys()
+    gate.posts, gate.metrics = post.keys(), server.metrics
     get: dict[str, Any] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,

@@ -70,8 +70,8 @@ def is_idle(engine: LLMEngine) -> bool:
     return not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
 
 
-def metrics_of(stats: EngineStats) -> ServerMetrics:
-    llm: Any = SimpleNamespace(stats=stats, max_model_len=64, config=EngineConfig())
+def metrics_of(stats: EngineStats, **config: Any) -> ServerMetrics:
+    llm: Any = SimpleNamespace(stats=stats, max_model_len=64, config=EngineConfig(**config))
     return ServerMetrics(llm, MODEL)
 
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.serve.errors import ApiError
 from common.serve.large_json import json_response
+from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import within
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Gate:
         self.is_draining = False
         self.num_posts = 0  # without a complete answer
         self.posts: Collection[str] | None = None  # paths that take a body; None: all
+        self.metrics: ServerMetrics | None = None  # counts the responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -96,12 +98,21 @@ class Gate:
             await app(scope, received, send_with_id)
         finally:
             self.num_posts -= scope["method"] == "POST"
-            if status != 200 or scope["path"] not in POLLED:
-                path = scope.get("raw_path", scope["path"].encode("utf-8", "replace"))[:MAX_ID]
-                ms = (time.monotonic() - begin) * 1e3
-                logger.info(
-                    "%s %s %d in %.0f ms, %s", scope["method"], _shown(path), status, ms, name
-                )
+            self._note(scope, status, time.monotonic() - begin)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        """Log and count a response. `status` is 0 if the application has failed without one."""
+        method, path = scope["method"], scope["path"]
+        if self.metrics is not None and path not in POLLED:
+            route = getattr(scope.get("route"), "path", path)
+            known = "route" in scope or path in (self.posts or ())
+            self.metrics.on_response(route if known else "none", method, status or 500, seconds)
+        if status == 200 and path in POLLED:
+            return
+        host, port = scope.get("client") or ("-", 0)
+        shown = _shown(scope.get("raw_path", path.encode("utf-8", "replace"))[:MAX_ID])
+        name, ms = scope["state"]["request_id"], seconds * 1e3
+        logger.info("%s:%d %s %s %d in %.0f ms, %s", host, port, method, shown, status, ms, name)
 
     def _takes_body(self, path: str) -> bool:
         return self.posts is None or path in self.posts

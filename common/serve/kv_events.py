@@ -23,7 +23,7 @@ See common/serve/KV_EVENTS.md"""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
@@ -60,17 +60,17 @@ MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 1
 
 class CacheChanges:
     """Observes `cache`. `take` and `restart_stream` belong to one
-    thread, the other methods to the cache's. `name_of` returns an adapter's name, by digest."""
+    thread, the other methods to the cache's."""
 
     def __init__(
         self,
         cache: PrefixCache,
-        name_of: Callable[[str], str | None] = lambda digest: None,
+        adapter_names: Mapping[str, list[str]] | None = None,
         max_pending_changes: int = MAX_PENDING_CHANGES,
     ) -> None:
         self._cache, listener = cache, listener_of(cache)
         self._max_pending_changes = max_pending_changes
-        self._name_of = name_of
+        self._adapter_names = adapter_names or {}  # by digest
         tiers = listener if isinstance(listener, TieredCache) else None
         self._namespace = () if tiers is None else tiers.namespace
         below = {} if tiers is None else {CPU: tiers.host, STORAGE: tiers.disk}
@@ -106,6 +106,16 @@ class CacheChanges:
             self._removed.clear()
             self.restart_stream()
 
+    def set_adapter_names(self, names: Mapping[str, list[str]]) -> None:
+        """Take the adapters' present names, by digest. The stream restarts if they have changed
+        and a cached block has an adapter."""
+        if names == self._adapter_names:
+            return
+        with self._lock:
+            self._adapter_names = names
+            if any(block.adapter is not None for block in self._held.values()):
+                self.restart_stream()
+
     # -- called by the device's cache
 
     def block_cached(
@@ -126,7 +136,9 @@ class CacheChanges:
         before = None if parent is None else self._hashes[parent.block_id]
         roots = root_keys(self._namespace, extra_keys) if before is None else None
         name = compute_block_hash(before, token_ids, roots)
-        held = HeldBlock(before, token_ids, *self._wire_keys(extra_keys, parent is None))
+        keys = {tag: value.partition(":")[2] for tag, value in extra_keys}
+        adapter = keys.pop("lora", None)
+        held = HeldBlock(before, token_ids, adapter, tuple(keys.values()) if parent is None else ())
         with self._lock:
             self._hashes[block.block_id] = name
             self._held.setdefault(name, held)
@@ -134,17 +146,6 @@ class CacheChanges:
             for medium, tier in self._below.items():
                 if name in tier:  # stored before its tokens were known here
                     self._add(name, medium)
-
-    def _wire_keys(
-        self, extra_keys: NormalKeys, is_first: bool
-    ) -> tuple[str | None, list[str] | None]:
-        """Return the adapter's name, and vLLM's extra keys: that name for each block, a salt for
-        the first."""
-        values = {tag: value.partition(":")[2] for tag, value in extra_keys}
-        digest = values.pop("lora", None)
-        adapter = digest and (self._name_of(digest) or digest)
-        keys = [adapter] if adapter else []
-        return adapter, [*keys, *(values.values() if is_first else ())] or None
 
     def _forget(self, blocks: Iterable[Block]) -> None:
         with self._lock:
@@ -167,7 +168,8 @@ class CacheChanges:
             return
         block.media += (medium,)
         if self._count_change():
-            add_stored(self._pending_events, name, block, medium)
+            for lora_name in block.lora_names(self._adapter_names):
+                add_stored(self._pending_events, name, block, medium, lora_name)
 
     def _remove(self, name: bytes, medium: str) -> None:
         block = self._held.get(name)
@@ -176,7 +178,8 @@ class CacheChanges:
         block.media = tuple(other for other in block.media if other != medium)
         self._removed.add(name)
         if self._count_change():
-            add_removed(self._pending_events, name, medium)
+            for lora_name in block.lora_names(self._adapter_names):
+                add_removed(self._pending_events, name, medium, lora_name)
 
     def _count_change(self) -> bool:
         self._num_pending_changes += 1
@@ -199,13 +202,13 @@ class CacheChanges:
             all_held = None
             if self._must_restart:
                 all_held = {name: (held, held.media) for name, held in self._held.items()}
-            self._must_restart = False
+            self._must_restart, adapter_names = False, self._adapter_names
             for name in self._removed:
                 if not self._held[name].media:
                     del self._held[name]
             self._removed.clear()
         if all_held is not None:
-            events = self._snapshot_events(all_held)
+            events = self._snapshot_events(all_held, adapter_names)
         batch, num_tokens = list[Event](), 0
         for event in events:
             num_tokens += len(event.get("token_ids", ()))
@@ -217,7 +220,9 @@ class CacheChanges:
             yield batch
 
     def _snapshot_events(
-        self, all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]]
+        self,
+        all_held: Mapping[bytes, tuple[HeldBlock, tuple[str, ...]]],
+        adapter_names: Mapping[str, list[str]],
     ) -> list[Event]:
         """Return events that describe all held blocks, parents before their children."""
         events: list[Event] = [CLEARED]
@@ -228,8 +233,10 @@ class CacheChanges:
                 while name in remaining:
                     path.append((name, held := remaining.pop(name)))
                     name = held.parent
-                for name, held in reversed(path):
-                    add_stored(events, name, held, medium)
+                lora_names = path[0][1].lora_names(adapter_names) if path else ()
+                for lora_name in lora_names:
+                    for name, held in reversed(path):
+                        add_stored(events, name, held, medium, lora_name)
         return events
 
 
@@ -245,8 +252,8 @@ class KVEvents(SchedulerPlugin):
             raise ValueError("kv_events needs a prefix cache, which this engine does not have")
         if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be wrapped
             raise ValueError("kv_events is not supported for layers with a window")
-        owner = weakref.proxy(engine)  # because the engine references this object
-        self._changes = CacheChanges(engine.prefix_cache, lambda digest: owner.adapter_of(digest))
+        self._engine = weakref.proxy(engine)  # because the engine references this object
+        self._changes = CacheChanges(engine.prefix_cache, engine.adapters_by_digest)
         self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)
         try:
             self._changes.put_in()
@@ -260,6 +267,7 @@ class KVEvents(SchedulerPlugin):
 
     def on_plan(self, plan: SchedulerOutput) -> None:
         """Wake the publisher, which sends while the step is computed."""
+        self._changes.set_adapter_names(self._engine.adapters_by_digest)
         if self._changes.has_news:
             self.publisher.wake()
 

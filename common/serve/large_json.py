@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -24,6 +25,8 @@ from common.serve.errors import ApiError, bad
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 LARGE = 256 << 10  # bytes
+EXPECTED = "Input should be "  # pydantic's words
+_UNIONS = (Union, UnionType)
 BYTES_AT_ONCE = 64 << 10  # encoded per call in the thread
 # Some streaming clients treat these as line ends. A lone surrogate is escaped in the same way.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -118,12 +121,34 @@ def _parsed(kind: type[B], data: bytes) -> B:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise _wrong_body(error) from None
+        raise _wrong_body(kind, error) from None
 
 
-def _wrong_body(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    location = list(map(str, first["loc"]))
-    field = next((name for name in location if not name.isdecimal()), None)
-    place = ".".join(location)
-    return bad(f"{place}: {first['msg']}" if place else f"the body: {first['msg']}", field)
+def _wrong_body(kind: type[BaseModel], error: ValidationError) -> ApiError:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    location, message = list(errors[0]["loc"]), errors[0]["msg"]
+    field = str(location[0]) if location else None
+    if field is not None and len(location) > 1 and _has_forms(kind, field):
+        of_field = [one for one in errors if one["loc"][0] == field]
+        furthest = max(map(_progress, of_field))
+        best = [one for one in of_field if _progress(one) == furthest]
+        form = "" if len(best) > 1 else f" (in a {best[0]['loc'][1]})".replace("constrained-", "")
+        expected = [one["msg"].removeprefix(EXPECTED) for one in best]
+        message = EXPECTED * best[0]["msg"].startswith(EXPECTED)
+        message += " or ".join(dict.fromkeys(expected)) + form
+        location = [field, *best[0]["loc"][2:]]
+    place, message = ".".join(map(str, location)), message.removeprefix("Value error, ")
+    return bad(f"{place}: {message}" if place else f"the body: {message}", field)
+
+
+def _has_forms(kind: type[BaseModel], field: str) -> bool:
+    """Whether the field's value can be a text, a list, ...: each form has an error of its own."""
+    annotation = kind.model_fields[field].annotation if field in kind.model_fields else None
+    return len({*get_args(annotation)} - {NoneType}) > 1 and get_origin(annotation) in _UNIONS
+
+
+def _progress(error: Mapping[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """How far the check of one form got: the index of the wrong item, then whether only its value
+    was wrong, not its type."""
+    indices = tuple(index for index in error["loc"] if isinstance(index, int))
+    return indices, not error["type"].endswith("_type")

@@ -7,15 +7,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from common.engine_config import STEP_SIZES, EngineStats
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import QueueFull
+from request import SamplingParams
 
 _LABELS = ("model_name", "engine")
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
@@ -25,14 +39,20 @@ _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "From arrival to the first token.", _SHORT),
     ("inter_token_latency_seconds", "Between two tokens.", _TOKEN),
+    ("request_time_per_output_token_seconds", "Mean time between a request's tokens.", _TOKEN),
     ("e2e_request_latency_seconds", "From arrival to the last token.", _LONG),
     ("request_queue_time_seconds", "From arrival to the first step.", _LONG),
     ("request_prefill_time_seconds", "From the first step to the first token.", _LONG),
     ("request_decode_time_seconds", "From the first token to the last one.", _LONG),
+    ("request_inference_time_seconds", "From the first step to the last token.", _LONG),
+    ("request_params_n", "`n` of the request.", (1, 2, 5, 10, 20)),
 )
 _TOKEN_HISTOGRAMS = (  # observed when a request has ended
     ("request_prompt_tokens", "Tokens of the prompt."),
     ("request_generation_tokens", "Tokens generated, of all choices."),
+    ("request_max_num_generation_tokens", "Tokens generated, of the longest choice."),
+    ("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not cached."),
+    ("request_params_max_tokens", "`max_tokens` of the request, if it has one."),
 )
 _REASONS = ("stop", "length", "abort", "error")
 # By vLLM's name: the field of `EngineStats` (None: computed), and the help text.
@@ -47,7 +67,14 @@ _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Sequences that lost their memory to others."),
     "prefix_cache_queries": ("looked_up_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("cached_tokens", "Prompt tokens found there."),
+    "prompt_tokens_cached": ("cached_tokens", "Prompt tokens found in the prefix cache."),
 }
+_SPECULATION = {  # counters of an engine that has it
+    "spec_decode_num_drafts": ("num_drafted_passes", "Runs of draft tokens that were verified."),
+    "spec_decode_num_draft_tokens": ("num_drafted_tokens", "Draft tokens."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted."),
+}
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # labels are not endless
 
 
 class ServerMetrics:
@@ -77,22 +104,53 @@ class ServerMetrics:
         )
         for reason in _REASONS:
             self._ended.labels(*self._labels, reason)
+        of_route = ("handler", "method")
+        self._responses = Counter(
+            "http_requests",
+            "Requests by path, method and status, but for those of health and metrics.",
+            (*of_route, "status"),
+            registry=self._registry,
+        )
+        self._response_times = Histogram(
+            "http_request_duration_seconds",
+            "From a request's headers to the end of its response.",
+            of_route,
+            buckets=_SHORT,
+            registry=self._registry,
+        )
+        for collector in ProcessCollector, GCCollector, PlatformCollector:
+            collector(registry=self._registry)
 
-    async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
+    def on_response(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Count an HTTP response. `handler` is the path of a route, or "none"."""
+        labels = handler, method if method in _METHODS else "none"
+        self._responses.labels(*labels, f"{status // 100}xx").inc()
+        self._response_times.labels(*labels).observe(seconds)
+
+    async def counted(
+        self, request: AsyncIterator[RequestDelta], params: SamplingParams
+    ) -> AsyncIterator[RequestDelta]:
         """Yield the deltas of a request unchanged, and count them."""
         reason = "abort"  # unless the request finishes
-        begin, is_first, num_prompt, num_generated = time.monotonic(), True, 0, 0
+        begin, is_first, num_prompt = time.monotonic(), True, 0
+        num_generated = [0] * params.n
         try:
             async for delta in request:
                 num_prompt += len(delta.prompt_token_ids or ())
-                num_generated += sum(len(c.token_ids) for c in delta.completions.values())
-                if is_first and num_generated:
+                for completion in delta.completions.values():
+                    num_generated[completion.index] += len(completion.token_ids)
+                if is_first and any(num_generated):
                     self._observe("time_to_first_token_seconds", time.monotonic() - begin)
                     is_first = False
                 if delta.metrics is not None and delta.error is None:
-                    reason = await self._note(delta)
+                    reason = await self._note(delta, max(num_generated))
                     self._observe("request_prompt_tokens", num_prompt)
-                    self._observe("request_generation_tokens", num_generated)
+                    self._observe("request_generation_tokens", sum(num_generated))
+                    num_computed = num_prompt - delta.num_cached_tokens
+                    self._observe("request_prefill_kv_computed_tokens", num_computed)
+                    self._observe("request_params_n", params.n)
+                    if params.max_tokens is not None:
+                        self._observe("request_params_max_tokens", params.max_tokens)
                 yield delta
         except Exception as error:
             reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"
@@ -105,7 +163,7 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    async def _note(self, delta: RequestDelta) -> str:
+    async def _note(self, delta: RequestDelta, max_num_generated: int) -> str:
         times = delta.metrics
         assert times is not None
         begin, first, last = (
@@ -119,6 +177,11 @@ class ServerMetrics:
             self._observe("e2e_request_latency_seconds", last - times.arrival_time)
             self._observe("request_prefill_time_seconds", first - begin)
             self._observe("request_decode_time_seconds", last - first)
+            self._observe("request_inference_time_seconds", last - begin)
+            if max_num_generated > 1:
+                per_token = (last - first) / (max_num_generated - 1)
+                self._observe("request_time_per_output_token_seconds", per_token)
+        self._observe("request_max_num_generation_tokens", max_num_generated)
         for i, seconds in enumerate(times.inter_token_latencies):
             self._observe("inter_token_latency_seconds", seconds)
             if i % 1000 == 999:  # with n=128 there can be 200,000
@@ -127,15 +190,20 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics. Called by the registry."""
-        stats = self.llm.stats
+        stats, config = self.llm.stats, self.llm.config
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
-        for name, (field, says) in (_GAUGES | _COUNTERS).items():
+        counters = _COUNTERS | ({} if config.speculative is None else _SPECULATION)
+        for name, (field, says) in (_GAUGES | counters).items():
             family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
             metric = family(f"vllm:{name}", says, labels=_LABELS)
             metric.add_metric(self._labels, usage if field is None else getattr(stats, field))
             yield metric
+        yield self._step_sizes(stats)
+        if config.speculative is not None:
+            yield self._accepted_by_position(stats)
+        if config.takes_adapters:
+            yield self._adapters(stats)
 
-        config = self.llm.config
         about = {
             "block_size": config.block_size,
             "num_gpu_blocks": stats.kv_blocks_total,
@@ -151,6 +219,33 @@ class ServerMetrics:
         )
         metric.add_metric([*map(str, about.values())], 1)
         yield metric
+
+    def _step_sizes(self, stats: EngineStats) -> Metric:
+        name, says = "vllm:iteration_tokens_total", "Tokens of a step, of prompts and decodes."
+        metric = HistogramMetricFamily(name, says, labels=_LABELS)
+        limits = [*map(float, STEP_SIZES), "+Inf"]
+        buckets = [
+            (str(limit), float(num))
+            for limit, num in zip(limits, accumulate(stats.steps_by_tokens), strict=True)
+        ]
+        metric.add_metric(self._labels, buckets, stats.scheduled_tokens)
+        return metric
+
+    def _accepted_by_position(self, stats: EngineStats) -> Metric:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        says = "Draft tokens accepted, by their position in the run."
+        metric = CounterMetricFamily(name, says, labels=(*_LABELS, "position"))
+        for position, num in enumerate(stats.accepted_by_position):
+            metric.add_metric((*self._labels, str(position)), num)
+        return metric
+
+    def _adapters(self, stats: EngineStats) -> Metric:
+        """As in vLLM, the names are labels, and the value is the time."""
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        metric = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
+        names = ",".join(stats.waiting_adapters), ",".join(stats.running_adapters)
+        metric.add_metric((str(self.llm.config.max_adapters), *names), time.time())
+        return metric
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

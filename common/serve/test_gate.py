@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -217,13 +218,14 @@ def test_each_request_has_a_line_in_the_log_without_its_texts(
     """Trap 86: neither query nor body nor key; a path cannot begin another line."""
     caplog.set_level("INFO")
     sent = JSON | {"authorization": "Bearer secret", "x-request-id": "mine"}
-    Asked(GateConfig(), sent, b'{"prompt": "secret"}', raw_path=b"/v1/completions?secret=1")
+    query = {"raw_path": b"/v1/completions?secret=1", "client": ("10.0.0.7", 5123)}
+    Asked(GateConfig(), sent, b'{"prompt": "secret"}', **query)
     Asked(GateConfig(), sent, method="GET", path="/a\nb\u00e9", raw_path=b"/a%0Ab\n\xe9")
     Asked(GateConfig(), sent, method="GET", path="/health", raw_path=b"/health")
     lines = [record.getMessage() for record in caplog.records]
     one, other, health = lines
-    assert one.startswith("POST /v1/completions 204 in ") and one.endswith(" ms, mine")
-    assert other.startswith("GET /a%0Ab%0A%E9 204 in ") and "204" in health
+    assert re.fullmatch(r"10.0.0.7:5123 POST /v1/completions 204 in \d+ ms, mine", one)
+    assert other.startswith("-:0 GET /a%0Ab%0A%E9 204 in ") and "204" in health
     assert "secret" not in "".join(lines) and "\n" not in "".join(lines)
 
 

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def test_the_page_shows_a_message_as_it_is() -> None:
 
 def test_events_have_vllms_fields_in_vllms_order() -> None:
     cache, index = PREFIX_CACHES["hash"](BlockPool(9), 2), Index()
-    changes = CacheChanges(cache, {"d1": "sql"}.get)
+    changes = CacheChanges(cache, {"d1": ["sql"]})
     changes.put_in()
     assert take(changes, index) == [CLEARED]
     cache.cache_computed_blocks([1, 2, 3, 4], [("lora", "d1"), ("salt", "tenant a")])
@@ -96,11 +97,11 @@ def test_events_have_vllms_fields_in_vllms_order() -> None:
 def test_an_event_is_of_one_kind_and_one_medium() -> None:
     """A tier may lose a block before it gets what comes after it."""
     one, other = b"a" * 8, b"b" * 8
-    events, block = list[Event](), HeldBlock(one, (1, 2), None, None)
-    add_removed(events, one, CPU)
-    add_stored(events, other, block, CPU)
-    add_removed(events, other, CPU)
-    add_removed(events, other, GPU)
+    events, block = list[Event](), HeldBlock(one, (1, 2), None, ())
+    add_removed(events, one, CPU, None)
+    add_stored(events, other, block, CPU, None)
+    add_removed(events, other, CPU, None)
+    add_removed(events, other, GPU, None)
     assert [(event["type"], event["medium"], len(event["block_hashes"])) for event in events] == [
         ("BlockRemoved", CPU, 1),
         ("BlockStored", CPU, 1),
@@ -409,6 +410,7 @@ def test_it_ends_with_its_engine(loaded) -> None:
 
 
 def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, one_thread) -> None:
+    """By each of several: vLLM hashes the name, so a router looks for its blocks under both."""
     config = EngineConfig(block_size=4, num_blocks=60, adapters={"tests": SHIPPED_ADAPTER})
     engine = LLMEngine(config, loaded=shipped_loaded)
     events = KVEvents(engine, LOOPBACK, LOOPBACK)
@@ -417,6 +419,16 @@ def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, o
     engine.generate_batch(prompts, greedy_params(2), adapter=[None, "tests"])
     reader.read_until(lambda: len(reader.index.prefixes()) == 4)
     assert {adapter for adapter, *_ in reader.index.prefixes()} == {None, "tests"}
+    for change, expected in (
+        (partial(engine.load_adapter, "again", SHIPPED_ADAPTER), {None, "tests", "again"}),
+        (partial(engine.unload_adapter, "tests"), {None, "again"}),
+        (partial(engine.prefix_cache.evict, 60), set[str | None]()),
+    ):
+        change()
+        engine.generate_batch([[7]], greedy_params(1))  # a step, and no block
+        reader.read_until(lambda e=expected: {a for a, *_ in reader.index.prefixes()} == e)
+        by_name = {a: {t for b, *_, t in reader.index.prefixes() if b == a} for a in expected}
+        assert len({frozenset(tokens) for tokens in by_name.values()}) <= 1, "the same prefixes"
     reader.close()
     events.take_out(engine)
     engine.close()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from common.serve.conftest import Running
 from common.serve.errors import api_error
-from common.serve.wire import MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_PROMPTS
+from common.serve.wire import MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_PROMPTS, NO_VARIABLES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}
@@ -123,7 +126,7 @@ WITH_TOOLS: dict[str, list[Any]] = {
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": [2**40], "echo": True}, "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 20, "n": MAX_N}, "n"),
-    (COMPLETIONS, {"structured_outputs": {"choice": 1}}, None),
+    (COMPLETIONS, {"structured_outputs": {"choice": 1}}, "structured_outputs"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"echo": True, "truncate_prompt_tokens": 5}, "echo"),
     (COMPLETIONS, {"stream": True, "stream_options": 4.0}, "stream_options"),
@@ -131,12 +134,11 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": FORM, "structured_outputs": {"regex": "x"}}, "response_format"),
     *((CHAT, FORCED | {"tools": tools}, "tool_choice") for tools in (None, [])),
     (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice"),
-    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    (CHAT, {"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages"),
     (f"{COMPLETIONS}/render", {"temperature": -1}, "temperature"),
     (f"{CHAT}/render", {"temperature": -1}, "temperature"),
     ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+    ("/tokenize", {"prompt": None, "messages": [USER | {"content": "\ud800"}]}, "messages"),
     ("/tokenize", {"prompt": None}, None),
     ("/tokenize", {"messages": [USER]}, None),
     ("/tokenize", {"prompt": None, "messages": [USER], "tools": [{}]}, "tools"),
@@ -188,6 +190,45 @@ def test_a_wrong_body_is_refused(short: Running, caplog: pytest.LogCaptureFixtur
             wrong.append((status, name, found, took_s, *shown))
     assert not wrong, "\n".join(map(str, wrong))
     assert "Traceback" not in caplog.text and short.is_idle()
+
+
+# The beginning of the message: the field of the body, the wrong item, and what is wrong with it.
+LOOKAHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
+MESSAGES: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer (in a list[int"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.1: Input should be a valid string (in a list[str"),
+    (COMPLETIONS, {"prompt": [[1], [2, -1]]}, "prompt.1.1: Input should be greater than or equal"),
+    (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
+    (COMPLETIONS, {"stop": ["a", None]}, "stop.1: Input should be a valid string"),
+    (COMPLETIONS, {"stop": ["x"] * 1025}, "stop: List should have at most 1024 items"),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs: choice must be"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs: cannot compile"),
+    (
+        CHAT,
+        FORCED | {"tools": [{"function": {"name": "f", "parameters": LOOKAHEAD}}]},
+        "tools: can",
+    ),
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens must be"),
+    (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages contains an unpaired surrogate"),
+    *(
+        (CHAT, {"chat_template_kwargs": {name: 1}}, "chat_template_kwargs: must have variables of")
+        for name in ("tokenize", "conversation", "messages", "add_generation_prompt")
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "message"), MESSAGES)
+def test_an_error_blames_what_is_wrong(
+    template_server: Running, path: str, fields: dict[str, Any], message: str
+) -> None:
+    status, answer = template_server.post(path, VALID[path] | fields)
+    assert status == 400 and answer["error"]["message"].startswith(message)
+    assert answer["error"]["param"] == re.split("[ :.]", message)[0]
+
+
+def test_no_argument_of_the_renderer_is_a_variable_of_templates() -> None:
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    assert arguments - NO_VARIABLES == {"documents", "tools", "kwargs"}
 
 
 def test_errors_that_name_no_field(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,19 +22,42 @@ from grammars import Json
 from request import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "x"}]
-NOT_BUILT = {
-    "functions": [{}],
-    "function_call": {"name": "f"},
+# Fields of vLLM's requests at `002032ee2b` that are not declared here.
+VLLM = {"ec_transfer_params", "kv_transfer_params", "length_penalty", "logprob_token_ids"}
+VLLM |= {"prompt_embeds", "repetition_detection", "return_mm_kwargs", "return_token_offsets"}
+VLLM |= {"routed_experts_prompt_start", "session_id", "spaces_between_special_tokens", "suffix"}
+VLLM |= {"stream_interval", "thinking_token_budget", "truncation_side", "use_beam_search", "user"}
+VLLM |= {"vllm_xargs", "watermarking", "chat_template", "media_io_kwargs", "mm_processor_kwargs"}
+VLLM |= {"return_prompt_text"}
+# For each field that can be refused: a value that is, then those that change no answer.
+REFUSED: dict[str, list[Any]] = {
+    "functions": [[{}], []],
+    "function_call": [{"name": "f"}, "none"],
+    "audio": [{}],
+    "modalities": [["audio"], ["text"]],
+    "verbosity": ["low", "medium"],
+    "prediction": [{}],
+    "web_search_options": [{}],
+    "moderation": [{"model": "x"}],
+    "suffix": ["x", ""],
+    "best_of": [2, 1],
+    "use_beam_search": [True, False],
+    "chat_template": ["x"],
+    "prompt_embeds": ["x"],
+    "truncation_side": ["right", "left"],
+    "thinking_token_budget": [9, -1],
+    "logprob_token_ids": [[5], []],
+    "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}, {}],
+    "watermarking": [True, False],
+    "vllm_xargs": [{"x": 1}, {}],
+    "return_token_offsets": [True, False],
+    "return_prompt_text": [True, False],
+    "echo": [True, False],
+    "guided_json": [{}],
+    "guided_regex": ["x"],
+    "guided_choice": [["x"]],
+    "guided_grammar": ["x"],
 }
-NOT_BUILT |= {"audio": {}, "modalities": ["audio"], "prediction": {}, "web_search_options": {}}
-NOT_BUILT |= {"suffix": "x", "best_of": 2, "use_beam_search": True, "chat_template": "x"}
-NOT_BUILT |= {"prompt_embeds": "x", "echo": True, "guided_json": {}, "guided_regex": "x"}
-NOT_BUILT |= {"guided_choice": ["x"], "guided_grammar": "x"}
-NOT_BUILT |= {"truncation_side": "right", "thinking_token_budget": 9, "logprob_token_ids": [5]}
-NO_CHANGE = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"}
-NO_CHANGE |= {"modalities": ["text"], "suffix": "", "best_of": 1, "use_beam_search": False}
-NO_CHANGE |= {"truncation_side": "left", "thinking_token_budget": -1, "logprob_token_ids": []}
-NO_CHANGE |= {"echo": False, "user": "me", "store": True, "kv_transfer_params": {}}
 
 
 def completion(**fields: Any) -> SamplingParams:
@@ -59,11 +82,31 @@ def refused(make: Any, **fields: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_unsupported_fields_that_change_the_answer_are_refused_by_name(name: str) -> None:
-    assert refused(chat, **{name: NOT_BUILT[name]}) == name
-    assert refused(chat, **{name: None}) is None
-    assert refused(chat, **{name: NO_CHANGE[name]} if name in NO_CHANGE else {}) is None
+@pytest.mark.parametrize("name", wire.NOT_BUILT)
+def test_a_field_that_changes_the_answer_is_refused_by_name_and_no_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing, *harmless = REFUSED.get(name, [None, 1, "x", {}])
+    for make in (chat,) if name == "echo" else (chat, completion):
+        assert refused(make, **{name: refusing}) == (name if name in REFUSED else None)
+        assert [refused(make, **{name: value}) for value in (None, *harmless)] == (
+            [None] * (1 + len(harmless))
+        )
+    assert not caplog.records, "it is no unknown field"
+
+
+def test_every_field_of_openai_and_vllm_is_served_refused_or_harmless() -> None:
+    """A field of a later version is red here until someone has decided."""
+    pytest.importorskip("openai")
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+
+    served = ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
+    names = VLLM | chats.CompletionCreateParamsBase.__annotations__.keys()
+    names |= completions.CompletionCreateParamsBase.__annotations__.keys()
+    assert names - served - wire.NOT_BUILT.keys() == set()
+    assert wire.NOT_BUILT.keys() - names == {n for n in wire.NOT_BUILT if n.startswith("guided")}
+    assert served & wire.NOT_BUILT.keys() == {"echo"}, "which is a completion's only"
 
 
 def test_unknown_fields_are_named_once_in_the_log(
@@ -71,12 +114,12 @@ def test_unknown_fields_are_named_once_in_the_log(
 ) -> None:
     monkeypatch.setattr(wire, "_named", known := set[str]())
     for _ in range(2):
-        chat(frobnicate=1, length_penalty=2.0, **NO_CHANGE)
+        chat(frobnicate=1)
     chat(**{"x" * 200: 1})
     named = [record.args for record in caplog.records]
-    assert named == [("frobnicate",), ("length_penalty",), ("x" * 200,)]
+    assert named == [("frobnicate",), ("x" * 200,)]
     assert max(len(r.getMessage()) for r in caplog.records) < 200
-    known |= set(map(str, range(996)))
+    known |= set(map(str, range(997)))
     chat(another=1)
     chat(one_too_many=1)
     assert "another" in known and len(known) == 1000, "and no more"

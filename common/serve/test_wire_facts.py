@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from common.engine_config import EngineStats
 from common.llm import LLM, SamplingParams
 from common.requests.tokenizer import Tokenizer
+from common.serve import wire
 from common.serve.app import ServeConfig, make_app
 from common.serve.chat import ChatPrompts
 from common.serve.conftest import MODEL, TEMPLATE, Running, metrics_of
@@ -224,7 +227,9 @@ def test_an_answers_id_is_that_of_its_request(server: Running, template_server: 
         (template_server, "/v1/chat/completions", "chatcmpl"),
     ):
         fields = sent if kind == "cmpl" else CHAT | {"max_tokens": 1}
-        assert found.post(path, fields, **{"X-Request-Id": "mine"})[1]["id"] == f"{kind}-mine"
+        for more, header in ({}, "mine"), ({"request_id": "no"}, "mine"), ({"request_id": "a"}, ""):
+            name = found.post(path, fields | more, **{"X-Request-Id": header} if header else {})
+            assert name[1]["id"] == f"{kind}-{header or 'a'}"
         _, headers, content = found.request("POST", path, fields)
         assert json.loads(content)["id"] == f"{kind}-{headers['x-request-id']}"
 
@@ -386,10 +391,10 @@ def test_json_objects_are_json(server: Running) -> None:
 
 def test_metrics_have_vllms_names(server: Running) -> None:
 
-    def numbers() -> dict[str, float]:
+    def numbers() -> defaultdict[str, float]:
         lines = server.request("GET", "/metrics")[2].decode().splitlines()
         found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name: float(number) for name, number in found}
+        return defaultdict(float, {name: float(number) for name, number in found})
 
     before, num_prompt = numbers(), len(server.llm.tokenizer.encode(PROMPT))
     assert server.post("/v1/completions", body(prompt=[10**9]))[0] == 400
@@ -397,19 +402,33 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     increments = {name: number - before[name] for name, number in numbers().items()}
     (latencies,) = [name for name in increments if "inter_token_latency_seconds_count" in name]
     assert increments[latencies] == 11
-    times = ("time_to_first_token", "e2e_request_latency", "request_queue_time")
-    for name in (*times, "request_prefill_time", "request_decode_time"):
+    times = ["time_to_first_token", "e2e_request_latency", "request_queue_time"]
+    times += ["request_prefill_time", "request_decode_time", "request_inference_time"]
+    for name in (*times, "request_time_per_output_token"):
         (count, total) = (
             sum(n for key, n in increments.items() if f"{name}_seconds_{suffix}" in key)
             for suffix in ("count", "sum")
         )
         assert count == 1 and 0 <= total < 60, name
-    for name, number in ("request_prompt_tokens", num_prompt), ("request_generation_tokens", 12):
-        for suffix, expected in ("count", 1), ("sum", number):
-            (value,) = [
-                n for key, n in increments.items() if key.startswith(f"vllm:{name}_{suffix}")
-            ]
-            assert value == expected, name
+
+    def increment(name: str) -> float:
+        (value,) = [n for key, n in increments.items() if key.startswith(name)]
+        return value
+
+    num_cached = increment("vllm:prompt_tokens_cached_total")
+    for name, number, count in (
+        ("request_prompt_tokens", num_prompt, 1),
+        ("request_generation_tokens", 12, 1),
+        ("request_max_num_generation_tokens", 12, 1),
+        ("request_params_max_tokens", 12, 1),
+        ("request_params_n", 1, 1),
+        ("request_prefill_kv_computed_tokens", num_prompt - num_cached, 1),
+        ("iteration_tokens_total", num_prompt - num_cached + 11, 12),
+    ):
+        assert increment(f"vllm:{name}_count") == count and increment(f"vllm:{name}_sum") == number
+    route = 'http_requests_total{handler="/v1/completions",method="POST",status='
+    assert (increment(f'{route}"4xx"'), increment(f'{route}"2xx"')) == (1, 1)
+    assert not [name for name in increments if 'handler="/metrics"' in name], "as in vLLM"
     (cache,) = [key for key in increments if key.startswith("vllm:cache_config_info")]
     assert 'block_size="16"' in cache and 'num_gpu_blocks="399"' in cache
     reasons = {
@@ -418,27 +437,44 @@ def test_metrics_have_vllms_names(server: Running) -> None:
     assert len(reasons) == 4, "from the start, for who adds them up"
     ended = [name for name, number in reasons.items() if number]
     assert len(ended) == 1 and "length" in ended[0], "what is refused has not begun"
-    names = {name.split("{")[0] for name in increments}
-    for name in (
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "num_preemptions_total",
-        "prompt_tokens_total",
-        "generation_tokens_total",
-        "request_success_total",
-        "time_to_first_token_seconds_bucket",
-        "inter_token_latency_seconds_bucket",
-        "e2e_request_latency_seconds_bucket",
-        "request_queue_time_seconds_bucket",
-    ):
-        assert f"vllm:{name}" in names
     stats = EngineStats(num_running=3, num_waiting=2, kv_blocks_in_use=1, kv_blocks_total=4)
     text = metrics_of(stats).text().decode()
     for name, number in ("requests_running", 3), ("requests_waiting", 2), ("usage_perc", 0.25):
         assert re.search(rf"{name}{{.*}} {number}", text)
+    assert "spec_decode" not in text and "lora" not in text, "an engine without them"
+
+
+def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
+    stats = EngineStats(scheduled_tokens=77, steps_by_tokens=[1, 2, *[0] * 10, 3, 1])
+    stats.num_drafted_passes, stats.num_drafted_tokens, stats.num_accepted_tokens = 5, 20, 8
+    stats.accepted_by_position = [5, 3]
+    stats.running_adapters, stats.waiting_adapters = ["a", "b"], ["b"]
+    metrics = metrics_of(stats, speculative={"method": "ngram"}, max_loras=2)
+    metrics.on_response("/v1/models", "GET", 200, 0.5)
+    metrics.on_response("none", "BREW", 404, 0.5)
+    families = list(text_string_to_metric_families(metrics.text().decode()))
+    found = {f.name: f.type for f in families if not f.name.endswith("_created")}
+    table = (Path(wire.__file__).parent / "vllm_metrics.txt").read_text().splitlines()
+    rows = [line.split(maxsplit=2) for line in table if not line.startswith("#")]
+    assert found == {name: kind for name, kind, *why in rows if not why}
+    samples = {name: labels for f in families for name, labels, *_ in f.samples}
+    assert samples["vllm:lora_requests_info"] == {
+        **{"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b"}
+    }
+    text, own = metrics.text().decode(), 'engine="0",model_name="tiny"'
+    for line in (
+        'http_requests_total{handler="/v1/models",method="GET",status="2xx"} 1.0',
+        'http_requests_total{handler="none",method="none",status="4xx"} 1.0',
+        'vllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="tiny"} 3.0',
+        'vllm:iteration_tokens_total_bucket{engine="0",le="16384.0",model_name="tiny"} 6.0',
+        f"vllm:iteration_tokens_total_count{{{own}}} 7.0",
+        f"vllm:iteration_tokens_total_sum{{{own}}} 77.0",
+        f"vllm:spec_decode_num_drafts_total{{{own}}} 5.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{own}}} 20.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{own}}} 8.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="1"}} 3.0',
+    ):
+        assert f"\n{line}\n" in text
 
 
 async def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
@@ -459,14 +495,14 @@ async def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
     async def failed() -> AsyncIterator[RequestDelta]:
         yield RequestDelta("x", {0: CompletionDelta(0, "", [], None, "error")}, finished=True)
 
-    found, deltas = [], metrics.counted(request())
+    found, deltas = [], metrics.counted(request(), SamplingParams())
     async for _ in deltas:
         found.append(count())
-    await metrics.counted(request()).aclose()
-    one = metrics.counted(request())
+    await metrics.counted(request(), SamplingParams()).aclose()
+    one = metrics.counted(request(), SamplingParams())
     await anext(one)
     await one.aclose()
-    assert [delta.finished async for delta in metrics.counted(failed())] == [True]
+    assert [delta.finished async for delta in metrics.counted(failed(), SamplingParams())] == [True]
     assert [*found, count()] == [0, 1, 1, 1]
 
 

@@ -1,8 +1,9 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
 A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
-engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name; OpenAI
-fields that would change the answer, and are not supported, are rejected by name.
+engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For
+each field that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no
+answer; the others are rejected by name.
 
 See common/serve/README.md#what-it-answers"""
 
@@ -13,7 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from common.requests.input_processor import RequestOptions
 from common.sampling.sampling_rules import SAMPLING_RULES
@@ -28,28 +37,43 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
 MAX_ENTRIES = 2_000_000  # log-probabilities in one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
-# Unsupported fields, with the values that have no effect and are accepted.
-NOT_BUILT: dict[str, tuple] = {
+# All fields of OpenAI's and vLLM's requests that this server does not have, each with the values
+# that are accepted, because they change no answer. None: every value.
+NOT_BUILT: dict[str, tuple | None] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
+    "verbosity": ("medium",),
     "prediction": (),
     "web_search_options": (),
-    "chat_template": (),  # a template is a program, so only the server's owner chooses it
-    "prompt_embeds": (),
+    "moderation": (),
+    "suffix": ("",),
+    "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),  # in a chat
+    "chat_template": (),  # a template is a program, so only the server's owner chooses it
+    "prompt_embeds": (),
     "truncation_side": ("left",),
     "thinking_token_budget": (-1,),
     "logprob_token_ids": ([],),
+    "repetition_detection": ({},),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),  # for extensions of the sampler
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
+    # Who asks, and where: an account, a cache or a machine.
+    **dict.fromkeys(["user", "safety_identifier", "session_id", "metadata", "store"]),
+    **dict.fromkeys(["service_tier", "prompt_cache_key", "prompt_cache_options"]),
+    "prompt_cache_retention": None,
+    "kv_transfer_params": None,  # a pool finds blocks by their content
+    # About images, experts and beams, which no request has; the size of a stream's chunks; spaces
+    # between special tokens, which only slow tokenizers write.
+    **dict.fromkeys(["ec_transfer_params", "media_io_kwargs", "mm_processor_kwargs"]),
+    **dict.fromkeys(["return_mm_kwargs", "routed_experts_prompt_start", "length_penalty"]),
+    **dict.fromkeys(["stream_interval", "spaces_between_special_tokens"]),
 }
-# Known fields without effect here. `kv_transfer_params`: a pool finds blocks by their content.
-IGNORED_FIELDS = {"user", "store", "metadata", "service_tier", "safety_identifier"}
-IGNORED_FIELDS |= {"kv_transfer_params"}
 _named: set[str] = set()
 
 # Report only the first fault of a list, because a body can have millions.
@@ -60,6 +84,11 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
+# Arguments of transformers' `apply_chat_template`, and the variable that it sets.
+NO_VARIABLES = {"self", "conversation", "messages", "chat_template", "tokenize", "padding"}
+NO_VARIABLES |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length"}
+NO_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+NO_VARIABLES |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
 
 
@@ -71,6 +100,15 @@ def _whole(value: Any, depth: int = 2) -> Any:
     if isinstance(value, list) and depth:
         return [_whole(item, depth - 1) for item in value]
     return value
+
+
+def _only_variables(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if wrong := sorted(NO_VARIABLES & kwargs.keys()):
+        raise ValueError(f"must have variables of the template only, got {wrong[0]!r}")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
 class Body(BaseModel):
@@ -91,14 +129,32 @@ class Body(BaseModel):
         """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
         an unsupported one, and logs each unknown name once."""
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_BUILT and value is not None and value not in NOT_BUILT[name]:
+            accepted = NOT_BUILT.get(name)
+            if accepted is not None and value is not None and value not in accepted:
                 raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name in IGNORED_FIELDS or name[:MAX_NAME] in _named
+            known = name in NOT_BUILT or name[:MAX_NAME] in _named
             if not known and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
             self.model_extra.clear()  # the body lives as long as its request
+
+    def error(self, error: Exception) -> ApiError:
+        """Return the error for the client that sent this body, with `param` as a field of it."""
+        names = self._names_in_engine
+        found = api_error(error, names.keys() | type(self).model_fields.keys())
+        if (name := found.param) in names:
+            found.param = param = names[name]
+            if name in ("schema", "choice"):  # parts of the field
+                found.message = f"{param}: {found.message}"
+            elif found.message.startswith(name):
+                found.message = param + found.message.removeprefix(name)
+        return found
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        """The body's field by the name with which the engine's messages begin, if it is another."""
+        return {}
 
 
 class StreamOptions(Body):
@@ -141,6 +197,7 @@ class GenerateBody(RuleNumbers):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MAX_NAME)
+    request_id: str | None = Field(None, max_length=MAX_NAME)  # unless the header names another
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
@@ -161,18 +218,11 @@ class GenerateBody(RuleNumbers):
         except ValueError as error:
             raise self.error(error) from error
 
-    def error(self, error: Exception) -> ApiError:
-        """Return the error for the client that sent this body, with `param` as a field of it."""
-        found = api_error(error, self._names_in_engine | type(self).model_fields.keys())
-        found.param = self._names_in_engine.get(found.param or "", found.param)
-        return found
-
     @property
     def _names_in_engine(self) -> dict[str, str]:
-        """The body's field by the name with which the engine's messages begin."""
         form = self.structured_outputs is None and self.response_format is not None
         grammar = "response_format" if form else "structured_outputs"
-        return {"grammar": grammar, "schema": grammar, "adapter": "model"}
+        return {**dict.fromkeys(("grammar", "schema", "choice"), grammar), "adapter": "model"}
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -277,7 +327,7 @@ class ChatBody(GenerateBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
@@ -329,12 +379,16 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     tools: Messages | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def _names_in_engine(self) -> dict[str, str]:
+        return {} if self.messages is None else {"prompt": "messages"}
 
 
 class DetokenizeBody(Body):

@@ -31,6 +31,7 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
+from common.engine_config import STEP_SIZES
 from common.models.loader import load_model
 from common.models.regions.compiled_regions import CompiledRegions
 from common.requests.output_processor import RequestOutput
@@ -243,6 +244,11 @@ def counted_crowd(case: Case, **how: Any) -> None:
     stats = case.engine.stats()
     num_computed = num_fed - stats.cached_tokens + stats.recomputed_tokens
     assert stats.scheduled_tokens == num_computed
+    low, high = (
+        sum(limit * num for limit, num in zip(limits, stats.steps_by_tokens, strict=True))
+        for limits in ((0, *STEP_SIZES), (*STEP_SIZES, num_computed))
+    )
+    assert low <= num_computed <= high and sum(stats.steps_by_tokens) == stats.num_steps
 
 
 def batch(case: Case, indices: Sequence[int], max_tokens: int, times: int = 1) -> None:

@@ -282,6 +282,8 @@ def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
     add_own(5)
     engine.step()
     engine.add_request("other", prompts[0], greedy_params(3), adapter="attention")
+    stats = engine.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == (["everything"], ["attention"])
     for step in range(60):
         ended = [output.request_id for output in engine.step() if output.finished]
         if "other" in ended:

@@ -50,6 +50,11 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
         assert stats.acceptance_by_position[:2] == [1.0, 1.0]
         assert stats.acceptance_by_position[2:] == [0.0, 0.0]
     assert stats.num_passes + stats.num_accepted_tokens == stats.output_tokens
+    assert sum(stats.accepted_by_position) == stats.num_accepted_tokens
+    num_drafted_passes = stats.num_drafted_passes
+    assert num_drafted_passes <= min(stats.num_drafted_tokens, stats.num_passes)
+    found = stats.num_accepted_tokens / max(num_drafted_passes, 1)
+    assert stats.mean_accepted_length == pytest.approx(1 + found)
 
 
 @pytest.mark.sample

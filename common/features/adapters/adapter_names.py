@@ -9,7 +9,7 @@ See 04_scheduler/beyond/ADAPTERS.md"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -104,9 +104,26 @@ class AdapterNames(EnginePlugin):
             raise ValueError(f"adapter must be one of those loaded ({loaded}), got {name!r}")
         return self._digests[name]
 
-    def name_of(self, digest: str) -> str | None:
-        """Return the adapter's (first) name, or None if only unfinished requests still use it."""
-        return next((name for name, found in self._digests.items() if found == digest), None)
+    @property
+    def by_digest(self) -> dict[str, list[str]]:
+        """The names of each content. A content without a name, which only unfinished requests
+        still use, is not in it."""
+        found: dict[str, list[str]] = {}
+        for name, digest in list(self._digests.items()):
+            found.setdefault(digest, []).append(name)
+        return found
+
+    def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
+        """Return the (first) names of the adapters that running requests use, and waiting
+        ones."""
+        found: tuple[list[str], list[str]] = [], []
+        by_digest = self.by_digest
+        for digest, users in list(self._users.items()):  # steps may run in another thread
+            num_running = sum(user in running for user in tuple(users))
+            for names, num in zip(found, (num_running, len(users) - num_running), strict=True):
+                if num:
+                    names.append(by_digest.get(digest, [digest])[0])
+        return found
 
     def on_add(self, request: Request) -> None:
         if (digest := request.features.get("adapter")) is not None:

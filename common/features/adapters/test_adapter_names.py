@@ -67,14 +67,16 @@ def test_content_stays_while_a_name_or_a_request_has_it() -> None:
     request, another = (Request.from_tokens(name, [1], 1) for name in ("request", "another"))
     request.features = another.features = {"adapter": "a"}
     names.on_add(request)
+    assert names.in_use(["request"]) == (["x"], []) and names.in_use([]) == ([], ["x"])
     names.unload("x")
     names.unload("y")
+    assert names.in_use(["request"]) == (["a"], []), "by its digest"
     assert loader.there == ["a"] and names.names == []
     names.on_finish(another)
     assert loader.there == ["a"]
     names.on_finish(request)
     names.on_finish(request)
-    assert loader.there == []
+    assert loader.there == [] and names.in_use(["request"]) == ([], [])
 
 
 def test_content_left_without_a_name_by_an_interrupt_is_dropped_by_the_next_call() -> None:
