@@ -88,6 +88,14 @@ class ChatPrompts:
             raise bad(f"cannot render these messages: {error}", "messages") from error
 
 
+def num_chars(messages: list[dict[str, Any]]) -> int:
+    """Return the number of characters of the messages' texts."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = contents + [part.get("text") for part in parts if isinstance(part, dict)]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
     """Return the message with its content as one text."""
     role, content = message.get("role"), message.get("content")

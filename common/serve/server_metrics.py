@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
+from starlette.datastructures import State
 
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import RequestDelta
@@ -78,8 +79,17 @@ class ServerMetrics:
         for reason in _REASONS:
             self._ended.labels(*self._labels, reason)
 
-    async def counted(self, request: AsyncIterator[RequestDelta]) -> AsyncIterator[RequestDelta]:
-        """Yield the deltas of a request unchanged, and count them."""
+    def count_abandoned(self) -> None:
+        """Count a request whose client disconnected before the engine's part of it began."""
+        self._ended.labels(*self._labels, "abort").inc()
+
+    async def counted(
+        self, request: AsyncIterator[RequestDelta], state: State | None = None
+    ) -> AsyncIterator[RequestDelta]:
+        """Yield the deltas of a request unchanged, and count them. `state.is_counted` is set when
+        this begins: a generator that never begins counts nothing."""
+        if state is not None:
+            state.is_counted = True
         reason = "abort"  # unless the request finishes
         begin, is_first, num_prompt, num_generated = time.monotonic(), True, 0, 0
         try:
