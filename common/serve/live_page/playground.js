@@ -57,8 +57,8 @@ const form = h("form", {class: "prompts", oninput: keep, onsubmit: (event) => {
   if (isSend) event.preventDefault();
 }},
 h("p", {class: "examples"}, ...examples), prompt, count,
-h("p", {class: "model"}, h("label", {}, h("span", {says: "play.kind"}), kind),
-  h("label", {}, h("span", {says: "play.model"}), model)),
+h("p", {class: "pair"}, h("label", {}, h("span", {says: "play.kind"}), kind),
+  h("label", {class: "model"}, h("span", {says: "play.model"}), model)),
 h("div", {class: "fields"},
   ...fields, h("label", {class: "wide"}, h("span", {}, "stop"), stopText)),
 h("details", {}, h("summary", {says: () => t(kind.value === "tool" ? "play.schema.tool"
