@@ -3,7 +3,7 @@
 // All prompts are one HTTP request: a browser opens six connections to a server, for all tabs.
 const {store, t, h} = Watch;
 const NUMBERS = { // name -> what it is at first
-  max_tokens: "48", temperature: "0", top_p: "", top_k: "", min_p: "", seed: "",
+  max_tokens: "64", temperature: "0", top_p: "", top_k: "", min_p: "", seed: "",
 };
 const BETWEEN = "\n---\n";
 const KINDS = ["text", "chat", "tool"]; // how the prompts are sent
