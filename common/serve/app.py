@@ -18,16 +18,25 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Scope
 
 from common.sampling.sampling_defaults import sampling_defaults
 from common.serve.answers import DONE, Answer, event, event_chunks, token_text
 from common.serve.async_llm import AsyncLLM
-from common.serve.chat import ChatPrompts
+from common.serve.chat import ChatPrompts, num_chars
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
 from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
+from common.serve.fair_thread import text_thread
 from common.serve.gate import LITTLE, Gate, GateConfig, error_response
-from common.serve.large_json import LARGE, answered, encode_in_thread, read_body, run_in_thread
+from common.serve.large_json import (
+    LARGE,
+    answered,
+    client_of,
+    encode_in_thread,
+    read_body,
+    run_in_thread,
+)
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
@@ -62,6 +71,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
 FOR_PEOPLE = ("/", "/events")
+MESSAGE_CHARS = 64  # a message takes a template about as long as so many characters of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,7 @@ class Server:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
         params = await self.llm.without_texts(params)  # once for all prompts
-        ids = await self._ids(body, params)
+        ids = await self._ids(body, params, client_of(request))
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
@@ -113,7 +123,8 @@ class Server:
         if reader is not None and self.chat.hides_marks:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
-        text, ids = await self._chat_prompt(body, params)
+        client = client_of(request)
+        text, ids = await self._chat_prompt(body, params, client)
         continued = body.messages[-1] if body.continue_final_message else None
         end = self.chat.prompt_end(text, continued)
         body.messages.clear()
@@ -137,7 +148,8 @@ class Server:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
-        requests = [self.metrics.counted(call, answer.params) for call in calls]
+        state = request.state
+        requests = [self.metrics.counted(call, answer.params, state) for call in calls]
         stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
             first_deltas = await accepted(requests)
@@ -190,26 +202,33 @@ class Server:
             yield event(answer.body.error(error).content())
         yield DONE
 
-    async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
+    async def _ids(
+        self, body: CompletionBody, params: SamplingParams, client: str
+    ) -> list[list[int]]:
         adds, found = body.add_special_tokens is not False, list[list[int]]()
         for prompt in body.prompts():
             await asyncio.sleep(0)  # each can take a millisecond, and there can be thousands
             if not isinstance(prompt, str):
                 self._check_ids(prompt, "prompt")
-            found.append(await self.llm.prompt_ids(prompt, params, adds))
+            found.append(await self.llm.prompt_ids(prompt, params, adds, client))
             if not found[-1]:  # an empty text is served if the tokenizer adds a BOS
                 raise bad("prompt must have at least one token", "prompt")
         return found
 
-    async def _chat_prompt(self, body: ChatBody, params: SamplingParams) -> tuple[str, list[int]]:
+    async def _chat_prompt(
+        self, body: ChatBody, params: SamplingParams, client: str
+    ) -> tuple[str, list[int]]:
         """Return the prompt's text and token ids."""
-        text = await self._chat_text(body)
+        adds = bool(body.add_special_tokens)
         try:
-            return text, await self.llm.prompt_ids(text, params, bool(body.add_special_tokens))
+            if params.truncate_prompt_tokens is None:
+                self.llm.check_chat(len(body.messages), num_chars(body.messages))
+            text = await self._chat_text(body, client)
+            return text, await self.llm.prompt_ids(text, params, adds, client)
         except ValueError as error:
             raise body.error(error) from error
 
-    async def _chat_text(self, body: ChatBody | TokenizeBody) -> str:
+    async def _chat_text(self, body: ChatBody | TokenizeBody, client: str) -> str:
         assert body.messages is not None
         schemas_of(body.tools or ())
         names = ("documents", "reasoning_effort", "enable_thinking", "tools")
@@ -219,7 +238,8 @@ class Server:
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
         template_args = body.add_generation_prompt, body.continue_final_message, kwargs
-        return await asyncio.to_thread(self.chat.text, body.messages, *template_args)
+        size = num_chars(body.messages) + MESSAGE_CHARS * len(body.messages)
+        return await text_thread(size).run(client, self.chat.text, body.messages, *template_args)
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         return self._served(body.model or self.config.model_name)
@@ -234,16 +254,17 @@ class Server:
 
     # -- tokens: encoded here, because FastAPI takes ten times as long for a list
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         self._model(body)
         body.check_extra()
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either prompt or messages")
         text, adds = body.prompt, body.add_special_tokens is not False
         if text is None:
-            text, adds = await self._chat_text(body), bool(body.add_special_tokens)
+            text = await self._chat_text(body, client_of(request))
+            adds = bool(body.add_special_tokens)
         try:
-            ids = await self.llm.encode(text, adds)
+            ids = await self.llm.encode(text, adds, client=client_of(request))
         except ValueError as error:
             raise body.error(error) from error
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
@@ -266,16 +287,16 @@ class Server:
         decode = self.llm.tokenizer.backend.decode_batch  # releases Python's lock
         return (await asyncio.to_thread(decode, [ids], skip_special_tokens=False))[0]
 
-    async def render_completion(self, body: CompletionBody) -> Response:
+    async def render_completion(self, body: CompletionBody, request: Request) -> Response:
         """Return the token ids of each prompt, for routers that match prefixes."""
         model, params = self._model(body), body.params(self.defaults)
-        all_ids = await self._ids(body, params)
+        all_ids = await self._ids(body, params, client_of(request))
         found = ({"model": model, "token_ids": ids} for ids in all_ids)
         return answered(found, 8 * sum(map(len, all_ids)))
 
-    async def render_chat(self, body: ChatBody) -> Response:
+    async def render_chat(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
-        _, ids = await self._chat_prompt(body, params)
+        _, ids = await self._chat_prompt(body, params, client_of(request))
         return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
     # -- the server
@@ -394,10 +415,20 @@ def make_app(
         "/": server.live.page,
         "/events": server.live.events,
     }
+    small = server
     if little is not None:
         small = app.state.little = Server(little, config, gate)
         post[f"{LITTLE}/v1/completions"] = small.completions
+        post[f"{LITTLE}/v1/chat/completions"] = small.chat_completions
         get[f"{LITTLE}/events"] = small.live.events
+
+    def count_abandoned(scope: Scope) -> None:
+        path = scope["path"]
+        if path.removeprefix(LITTLE) in MAY_STREAM and not scope["state"].get("is_counted"):
+            found = small if path.startswith(LITTLE) else server
+            found.metrics.count_abandoned()
+
+    gate.on_abandoned = count_abandoned
     for path, route in [*post.items(), *get.items()]:
         is_json = path not in ("/metrics", "/health") and "lora" not in path
         app.add_api_route(

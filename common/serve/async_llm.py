@@ -16,7 +16,6 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
 from common.serve.deltas import EngineUpdate, RequestDelta
 from common.serve.engine_loop import EngineError, EngineLoop, EngineStopped, QueueFull
+from common.serve.fair_thread import text_thread
 from common.serve.prompt_length import PromptTooLong, longest_token
 from request import SamplingParams
 
@@ -43,7 +43,6 @@ LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
 COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
 MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
-_TOKENIZERS = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
 
 class Mailbox:
@@ -165,17 +164,27 @@ class AsyncLLM:
         return replace(params, bad_words=await asyncio.to_thread(without_texts, *made))
 
     async def prompt_ids(
-        self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        add_special_tokens: bool = True,
+        client: str = "",
     ) -> list[int]:
-        """Return the token ids of a prompt. Raises `ValueError` for invalid text, and
-        `PromptTooLong`."""
+        """Return the token ids of a prompt. Long texts of one `client` are tokenized one after
+        another. Raises `ValueError` for invalid text, and `PromptTooLong`."""
         is_cut = params.truncate_prompt_tokens is not None
         if isinstance(prompt, str):
             counted = COUNTED_BYTES if is_cut else 0
-            prompt = await self.encode(prompt, add_special_tokens, counted)
+            prompt = await self.encode(prompt, add_special_tokens, counted, client)
         if not is_cut:
             self._check_room(len(prompt))
         return prompt
+
+    def check_chat(self, num_messages: int, num_chars: int) -> None:
+        """Raise `PromptTooLong` for messages that must exceed the model's maximum length, before a
+        template renders them: each takes a token or more."""
+        num_tokens = max(num_messages, math.ceil(num_chars / self._max_token_bytes))
+        self._check_room(num_tokens, " or more")
 
     def _check_room(self, num_tokens: int, more: str = "") -> None:
         if num_tokens >= self.max_model_len:
@@ -186,7 +195,11 @@ class AsyncLLM:
             )
 
     async def encode(
-        self, text: str, add_special_tokens: bool = True, counted: int = COUNTED_BYTES
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        counted: int = COUNTED_BYTES,
+        client: str = "",
     ) -> list[int]:
         """Return the token ids of a text. Raises `ValueError` for invalid text, and `PromptTooLong`
         for a text of more than `counted` bytes that must exceed the model's maximum length."""
@@ -201,7 +214,7 @@ class AsyncLLM:
         # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
         call = partial(encode, [text], add_special_tokens=add_special_tokens)
-        return (await asyncio.get_running_loop().run_in_executor(_TOKENIZERS, call))[0].ids
+        return (await text_thread(len(text)).run(client, call))[0].ids
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""

@@ -5,7 +5,6 @@ See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from contextlib import suppress
@@ -111,11 +110,6 @@ class ChatPrompts:
                 "cannot chat: the model has no chat template; start the server with "
                 "--chat-template FILE, such as common/serve/chat_template.jinja"
             )
-        signature = inspect.signature(self._source.apply_chat_template)  # pyright: ignore[reportOptionalMemberAccess]
-        taken = sorted(kwargs.keys() & signature.parameters.keys() - {"tools", "documents"})
-        if taken:
-            name = "chat_template_kwargs"
-            raise bad(f"{name} must have names of template variables only, got {taken[0]!r}", name)
         read = [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
             return self._render(read, adds, continues, kwargs)
@@ -149,3 +143,11 @@ class ChatPrompts:
         if message.get("reasoning"):  # vLLM's name; templates use another one
             found.setdefault("reasoning_content", message["reasoning"])
         return found
+
+
+def num_chars(messages: list[dict[str, Any]]) -> int:
+    """Return the number of characters of the messages' texts."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = contents + [part.get("text") for part in parts if isinstance(part, dict)]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -12,19 +12,19 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.serve.errors import ApiError
-from common.serve.large_json import json_response
+from common.serve.errors import ApiError, bad
+from common.serve.large_json import LARGE, json_response
 from common.serve.server_metrics import ServerMetrics
-from common.serve.streams import within
+from common.serve.streams import CLIENT_DISCONNECTED, within
 
 logger = logging.getLogger(__name__)
 POLLED = ("/health", "/metrics")  # logged only if the status is not 200
@@ -34,6 +34,7 @@ MAX_ID = 200
 # A number in a list blocks the loop as long as this many bytes of a text do.
 BYTES_OF_A_VALUE = 32
 MAX_STRINGS = 1 << 16  # including keys; each costs a parser more than a number
+MAX_BODIES = 16  # the largest bodies that may be in memory at the same time; see `Body`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,9 @@ class Gate:
         self.is_draining = False
         self.num_posts = 0  # without a complete answer
         self.posts: Collection[str] | None = None  # paths that take a body; None: all
+        self.num_body_bytes = 0  # of all bodies that are not parsed yet
         self.metrics: ServerMetrics | None = None  # counts the responses
+        self.on_abandoned: Callable[[Scope], None] = lambda scope: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -74,7 +77,10 @@ class Gate:
             name = uuid.uuid4().hex
 
         scope.setdefault("state", {})["request_id"] = name
-        more = [(b"x-request-id", name.encode()), *self._cors(headers)]
+        cors = self._cors(headers)
+        more = [(b"x-request-id", name.encode()), *cors]
+        if _has_two_lengths(headers):
+            more.append((b"connection", b"close"))
         begin, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -85,19 +91,25 @@ class Gate:
             await send(message)
 
         self.num_posts += scope["method"] == "POST"
+        body = Body(self, receive)
         try:
-            app, received = self.app, _again(b"", receive)
+            app = self.app
             try:
                 self._check(scope, headers)
-                if scope["method"] == "OPTIONS" and len(more) > 1:
+                if scope["method"] == "OPTIONS" and cors:
                     app = Response(status_code=204)
                 elif scope["method"] == "POST" and self._takes_body(scope["path"]):
-                    received = _again(await self._body(receive, headers), receive)
+                    await self._read(body, headers)
             except ApiError as error:
                 app = error_response(error)
-            await app(scope, received, send_with_id)
+            except ClientDisconnect:
+                app = CLIENT_DISCONNECTED
+            await app(scope, body.receive, send_with_id)
         finally:
+            body.drop()
             self.num_posts -= scope["method"] == "POST"
+            if status == CLIENT_DISCONNECTED.status_code:
+                self.on_abandoned(scope)
             self._note(scope, status, time.monotonic() - begin)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
@@ -136,6 +148,8 @@ class Gate:
         return origin in allowed or "*" in allowed
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if _has_two_lengths(headers):
+            raise bad("Content-Length and Transfer-Encoding must not both be given")
         path, method, config = scope["path"].removeprefix(LITTLE), scope["method"], self.config
         draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
@@ -175,23 +189,80 @@ class Gate:
             return
         raise ApiError(403, "Origin must be this server or one of --allowed-origin")
 
-    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+    async def _read(self, body: Body, headers: Headers) -> None:
         max_bytes = self.config.max_body_bytes
-        too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared[:20]) > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         try:
-            body = await within(self.config.body_seconds, _read(receive, max_bytes, too_large))
+            content = await within(self.config.body_seconds, body.read())
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
-        if body.count(b",") > max_bytes // BYTES_OF_A_VALUE:
+        if content.count(b",") > max_bytes // BYTES_OF_A_VALUE:
             max_commas = max_bytes // BYTES_OF_A_VALUE
             raise ApiError(413, f"the body must have at most {max_commas} commas")
-        num_escaped = body.replace(rb"\\", b"").count(b'\\"')  # without escaped backslashes
-        if body.count(b'"') - num_escaped > 2 * MAX_STRINGS:
+        num_escaped = content.replace(rb"\\", b"").count(b'\\"')  # without escaped backslashes
+        if content.count(b'"') - num_escaped > 2 * MAX_STRINGS:
             raise ApiError(413, f"the body must have at most {MAX_STRINGS} strings")
-        return body
+
+
+class Body:
+    """A request's body, which the gate reads and the application reads again. Until the application
+    has parsed it and waits for what comes next, it counts in the gate's `num_body_bytes`; beyond
+    `MAX_BODIES` times the largest body, those of more than `LARGE` bytes are refused."""
+
+    def __init__(self, gate: Gate, receive: Receive) -> None:
+        self._gate = gate
+        self._receive = receive
+        self._content = b""
+        self._num_bytes = 0  # counted
+        self._is_read_again = False
+
+    async def read(self) -> bytes:
+        """Read all, and check the actual size whatever `Content-Length` was. Raises `ApiError`, and
+        `ClientDisconnect`."""
+        gate = self._gate
+        max_bytes = gate.config.max_body_bytes
+        found = bytearray()
+        is_more = True
+        while is_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part = message.get("body", b"")
+            is_more = message.get("more_body", False)
+            found += part
+            self._num_bytes += len(part)
+            gate.num_body_bytes += len(part)
+            if len(found) > max_bytes:
+                raise _too_large(max_bytes)
+            if len(found) > LARGE and gate.num_body_bytes > MAX_BODIES * max_bytes:
+                raise ApiError(429, "too many large bodies arrive at the same time")
+        self._content = bytes(found)
+        return self._content
+
+    async def receive(self) -> Message:
+        """`receive` of the application: the whole body, and then later messages."""
+        if self._is_read_again:
+            self.drop()
+            return await self._receive()
+        content = self._content
+        self._content = b""
+        self._is_read_again = True
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    def drop(self) -> None:
+        self._gate.num_body_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body must have at most {max_bytes} bytes")
+
+
+def _has_two_lengths(headers: Headers) -> bool:
+    """Whether proxies and servers can disagree where this request ends (RFC 9112, 6.3)."""
+    return "content-length" in headers and "transfer-encoding" in headers
 
 
 def _host_name(headers: Headers) -> str:
@@ -202,27 +273,3 @@ def _host_name(headers: Headers) -> str:
 def _shown(path: bytes) -> str:
     """Return a path as one word of printable ASCII, without the query, which can hold anything."""
     return quote(path.partition(b"?")[0], safe="/%:,;=@-._~+&$!*'()")
-
-
-async def _read(receive: Receive, max_bytes: int, too_large: ApiError) -> bytes:
-    """Read a body, and check its actual size whatever its `Content-Length` was."""
-    body, is_more = bytearray(), True
-    while is_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the body is incomplete: the client disconnected")
-        body += message.get("body", b"")
-        is_more = message.get("more_body", False)
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body, which was read here, and then later messages."""
-    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def received() -> Message:
-        return first.pop() if first else await receive()
-
-    return received

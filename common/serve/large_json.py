@@ -3,16 +3,15 @@
 The parser holds Python's lock until it has read a body, for 0.15 s at most, because `gate.py`
 limits the number of values in a body. An answer is encoded a few entries at a time, as fast as its
 client reads, so the lock is free in between and no complete answer is in memory. There is only one
-thread, because several would take the lock from the engine in turns; large answers share it.
+thread, because several would take the lock from the engine in turns; clients and large answers
+share it.
 
 See common/serve/README.md#what-one-client-can-take-from-others"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.serve.errors import ApiError, bad
+from common.serve.fair_thread import FairThread
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -30,7 +30,7 @@ _UNIONS = (Union, UnionType)
 BYTES_AT_ONCE = 64 << 10  # encoded per call in the thread
 # Some streaming clients treat these as line ends. A lone surrogate is escaped in the same way.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="large json")
+_THREAD = FairThread("large json")
 
 
 def _listed(values: Any) -> list:
@@ -102,7 +102,7 @@ async def encode_in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def run_in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, call, *arguments)
+    return await _THREAD.run(None, call, *arguments)
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
@@ -110,7 +110,12 @@ async def read_body(request: Request, kind: type[B]) -> B:
     data = b"".join([part async for part in request.stream()])
     if len(data) <= LARGE:
         return _parsed(kind, data)
-    return await run_in_thread(_parsed, kind, data)
+    return await _THREAD.run(client_of(request), _parsed, kind, data)
+
+
+def client_of(request: Request) -> str:
+    """Return the client's address, which a proxy on this machine can forward."""
+    return "" if request.client is None else request.client.host
 
 
 def _parsed(kind: type[B], data: bytes) -> B:

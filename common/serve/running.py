@@ -13,18 +13,20 @@ import select
 import selectors
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
-from h11 import SEND_BODY, LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.engine_config import EngineConfig
 from common.requests.gc_utils import freeze_gc_heap
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
-from common.serve.gate import Gate, GateConfig
+from common.serve.errors import ApiError
+from common.serve.gate import Gate, GateConfig, error_response
 
 logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
@@ -32,21 +34,56 @@ KEEP_ALIVE_SECONDS = 65  # proxies keep a connection for 60
 LAST_WORDS_SECONDS = 5  # for clients to read their answers, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
 FEW = 8  # connections that are accepted or read in one iteration of the loop
+READ_BYTES = 16 << 10  # from a connection in one iteration
+SPARE_CHUNKS = 512  # of a body, in addition to one for each `CHUNK_BYTES`
+CHUNK_BYTES = 256
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 PROGRESS_S = 10.0
 MAX_OPEN_FILES = 65_536
 WAITING_BATCHES = 4  # by default, 4 * `max_num_seqs` sequences may wait
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
+CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"  # for the shipped checkpoint
 TRY_IT = "def read_lines(path):\n    with open(path) as"  # the shipped checkpoint continues it well
 LITTLE_BLOCKS = 28  # too few for eight prompts of the page, so requests are preempted
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
 
 
-class PatientProtocol(H11Protocol):
+class FewChunks(h11.Connection):
+    """Refuses a body in many small chunks, because h11 takes 13 us for each, and another request
+    waits until it has parsed all that was read: 16 KB can hold 2,700 chunks of one byte."""
+
+    num_spare = 0.0  # chunks that this body may still have
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.num_spare = SPARE_CHUNKS
+        elif isinstance(event, h11.Data):
+            self.num_spare += len(event.data) / CHUNK_BYTES - event.chunk_end
+            if self.num_spare < 0:
+                raise h11.RemoteProtocolError("the body has too many small chunks")
+        return event
+
+
+class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     """HTTP/1.1 with a timeout: a client must send each request completely within `HEADER_SECONDS`
-    of connecting or of its first byte, including the rest of a body that was refused."""
+    of connecting or of its first byte, including the rest of a body that was refused.
+
+    It reads `READ_BYTES` at a time. asyncio's 256 KB can hold 50,000 headers, and h11 parses all of
+    them before it finds that they are too many."""
 
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = FewChunks(h11.SERVER)
+        self._buffer = bytearray(READ_BYTES)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -69,7 +106,7 @@ class PatientProtocol(H11Protocol):
         the rest of a body that was refused."""
         unheard = select.poll()
         unheard.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        if unheard.poll(0) and self.conn.their_state is not SEND_BODY:
+        if unheard.poll(0) and self.conn.their_state is not h11.SEND_BODY:
             self._timer = self.loop.call_later(HEADER_SECONDS, self._cut_off)
         else:
             self.transport.close()
@@ -80,10 +117,19 @@ class PatientProtocol(H11Protocol):
             self._timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        try:
-            super().send_400_response(msg)
-        except LocalProtocolError:  # an answer has begun
-            self.transport.close()
+        error = ApiError(400, msg)
+        if self.conn.num_spare < 0:
+            error = ApiError(413, f"the body must have chunks of {CHUNK_BYTES} bytes or more")
+        response = error_response(error)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        with suppress(h11.LocalProtocolError):  # an answer has begun
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 class FewAtOnce(selectors.DefaultSelector):
@@ -173,7 +219,8 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     """Serve until a signal, and return the exit code. Raises what `AsyncLLM` does."""
     name = args.served_model_name or _name(args.model)
     _print_line(f"loading {name} ...")
-    template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
+    template_file = args.chat_template or (CHAT_TEMPLATE if args.model is None else None)
+    template = template_file and template_file.read_text(encoding="utf-8")
     allow_many_connections()
     freeze_gc_heap()
     max_waiting = args.max_waiting

@@ -24,6 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
+from starlette.datastructures import State
 
 from common.engine_config import STEP_SIZES, EngineStats
 from common.serve.async_llm import AsyncLLM
@@ -127,10 +128,20 @@ class ServerMetrics:
         self._responses.labels(*labels, f"{status // 100}xx").inc()
         self._response_times.labels(*labels).observe(seconds)
 
+    def count_abandoned(self) -> None:
+        """Count a request whose client disconnected before the engine's part of it began."""
+        self._ended.labels(*self._labels, "abort").inc()
+
     async def counted(
-        self, request: AsyncIterator[RequestDelta], params: SamplingParams
+        self,
+        request: AsyncIterator[RequestDelta],
+        params: SamplingParams,
+        state: State | None = None,
     ) -> AsyncIterator[RequestDelta]:
-        """Yield the deltas of a request unchanged, and count them."""
+        """Yield the deltas of a request unchanged, and count them. `state.is_counted` is set when
+        this begins: a generator that never begins counts nothing."""
+        if state is not None:
+            state.is_counted = True
         reason = "abort"  # unless the request finishes
         begin, is_first, num_prompt = time.monotonic(), True, 0
         num_generated = [0] * params.n

@@ -393,7 +393,7 @@ async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch
     llm = AsyncLLM(**SMALL)
     is_begun, may_go = asyncio.Event(), asyncio.Event()
 
-    async def encode(text: str, add_special_tokens: bool, counted: int) -> list[int]:
+    async def encode(text: str, *_: object) -> list[int]:
         is_begun.set()
         await may_go.wait()
         return [5]

@@ -140,6 +140,31 @@ def test_a_disconnect_aborts(
     assert len(made) == 3 and made[2].ag_frame is None
 
 
+def test_a_client_that_leaves_immediately_is_counted(server: Running) -> None:
+    """Whether the engine has heard of its request or not."""
+
+    def num_aborted() -> float:
+        metrics = server.request("GET", "/metrics")[2].decode()
+        found = re.search(r'success_total{.*"abort".*} (\S+)', metrics)
+        assert found is not None
+        return float(found[1])
+
+    before = num_aborted()
+    may_go = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(may_go.set)
+        server.loop.call_soon_threadsafe(may_go.wait, 20)
+        for i in range(8):  # the last ones come with their end, before the loop reads them
+            if i == 4:
+                may_go.set()
+            server.connect(posted({**LONG, "stream": i % 2 == 0})).close()
+    wait_for(lambda: num_aborted() == before + 8)
+    with server.aborts_one(), server.connect(posted(LONG)):
+        wait_for(lambda: server.stats().num_running)
+    wait_for(lambda: not server.app.state.server.live.gate.num_posts)
+    assert num_aborted() == before + 9, "once"
+
+
 def test_a_slow_reader_delays_no_other(server: Running) -> None:
     sent = posted({**LONG, "stream": True, "logprobs": 5})
     with server.connect(sent, receive_buffer=4096) as connection:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.serve.gate import Gate, GateConfig
+from common.serve.gate import MAX_BODIES, Gate, GateConfig
+from common.serve.large_json import LARGE
 
 JSON = {"content-type": "application/json", "host": "localhost"}
 
@@ -26,10 +27,14 @@ class Asked:
         self._parts = [*parts]
         self.gate = Gate(self._app, config)
         self.gate.is_draining = scope.pop("is_draining", False)
+        held = self.gate.num_body_bytes = scope.pop("held", 0)
+        self.counted: list[int] = []
+        self.abandoned: list[Any] = []
+        self.gate.on_abandoned = self.abandoned.append
         own = [(name.encode(), value.encode()) for name, value in headers.items()]
         about = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": own}
         asyncio.run(self.gate(about | scope, self._receive, self._send))
-        assert self.gate.num_posts == 0
+        assert self.gate.num_posts == 0 and self.gate.num_body_bytes == held
         self.status = self.sent[0]["status"]
         self.headers = {k.decode(): v.decode() for k, v in self.sent[0]["headers"]}
 
@@ -52,8 +57,10 @@ class Asked:
         assert self.gate.num_posts == (scope["method"] == "POST"), "a shutdown waits for it"
         if scope["method"] == "POST":
             self.read.append(await receive())
+            self.counted.append(self.gate.num_body_bytes)
         if self._parts:
             self.read.append(await receive())
+            self.counted.append(self.gate.num_body_bytes)
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
     @property
@@ -119,10 +126,10 @@ def test_a_body_is_read_here_and_again_by_the_application() -> None:
         {"type": "http.request", "body": b'{"a": 1}', "more_body": False},
         disconnect,
     ]
-    assert (
-        Asked(GateConfig(), JSON, {"body": b"{", "more_body": True, "type": ""}, disconnect).status
-        == 400
-    )
+    assert found.counted == [8, 0] and found.abandoned == [], "the second time it is parsed"
+    part = {"body": b"{", "more_body": True, "type": ""}
+    found = Asked(GateConfig(), JSON, part, disconnect)
+    assert found.status == 499 and len(found.abandoned) == 1 and not found.read
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,28 @@ def test_a_body_has_its_limit(reason: str, body: bytes, status: int) -> None:
     many = GateConfig(max_body_bytes=320)
     assert Asked(many, JSON, b"," * 10).status == 204
     assert "commas" in Asked(many, JSON, b"," * 11).error["message"]
+
+
+def test_bodies_have_a_common_limit_for_large_ones() -> None:
+    config = GateConfig(max_body_bytes=300_000)
+    limit = MAX_BODIES * 300_000
+    large = LARGE + 1
+    for held, size, status in (
+        (limit - large, large, 204),
+        (limit - large + 1, large, 429),
+        (limit, LARGE, 204),
+    ):
+        assert Asked(config, JSON, b"x" * size, held=held).status == status, held
+
+
+def test_two_lengths_of_a_body_close_the_connection() -> None:
+    """RFC 9112, 6.3."""
+    both = JSON | {"content-length": "2", "transfer-encoding": "chunked"}
+    for method, path in ("POST", "/v1/completions"), ("POST", "/nothing"), ("GET", "/health"):
+        found = Asked(GateConfig(), both, b"{}", method=method, path=path)
+        assert (found.status, found.headers["connection"]) == (400, "close")
+    one = Asked(GateConfig(), JSON | {"transfer-encoding": "chunked"}, b"{}")
+    assert one.status == 204 and "connection" not in one.headers
 
 
 def test_a_late_body_is_not_waited_for() -> None:

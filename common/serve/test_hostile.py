@@ -28,7 +28,13 @@ from common.serve.conftest import (
     wait_for,
 )
 from common.serve.large_json import LARGE
-from common.serve.running import HEADER_SECONDS, PatientProtocol
+from common.serve.running import (
+    CHUNK_BYTES,
+    HEADER_SECONDS,
+    READ_BYTES,
+    SPARE_CHUNKS,
+    PatientProtocol,
+)
 
 HUGE = 10**400
 SMALL = b'{"prompt":"x","max_tokens":1}'
@@ -175,7 +181,31 @@ def test_texts_of_disconnected_clients_occupy_no_thread(
         wait_for(lambda: not gate.num_posts, 5)
     finally:
         may_go.set()
-    assert len(texts) == 2
+    assert len(texts) == 1, "one turn for each client"
+
+
+def test_a_chat_that_must_be_too_long_is_not_rendered(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, rendered = server.app.state.server.chat, list[int]()
+    text = chat.text
+
+    def counted(messages: list[Any], *arguments: Any) -> str:
+        rendered.append(len(messages))
+        return text(messages, *arguments)
+
+    monkeypatch.setattr(chat, "text", counted)
+    long = "x" * 64 * int(server.llm._max_token_bytes)
+    parts = [{"type": "text", "text": long[:99]}, {"type": "text", "text": long}]
+    for content, num in ("x", 64), (long, 1), (parts, 1):
+        messages = [{"role": "user", "content": content}] * num
+        for path in "/v1/chat/completions", "/v1/chat/completions/render":
+            status, answer = server.post(path, CHAT | {"messages": messages})
+            assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert rendered == []
+        cut = CHAT | {"messages": messages, "truncate_prompt_tokens": 9}
+        assert server.post("/v1/chat/completions", cut)[0] == 200
+        assert rendered.pop() == num
 
 
 def test_large_json_is_neither_read_nor_made_in_the_loop(
@@ -268,6 +298,7 @@ def test_bytes_that_are_not_http_are_refused(server: Running) -> None:
         length + b"5\r\nContent-Length: 6\r\n\r\n{}",
         length + b"5\r\nTransfer-Encoding: gzip\r\n\r\n{}",
         length + b"2\r\n\r\n{}",
+        length + b"2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
         HEAD + b"Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}",
         WHOLE.replace(b"POST", b"PUT"),
         WHOLE.replace(b"localhost", b"evil.example"),
@@ -301,6 +332,10 @@ def test_two_requests_at_once_and_other_ways_to_ask(
         while one.recv(1 << 16):
             pass
     assert "Fatal error" not in caplog.text
+    # Its end is where two proxies may see it in different places, so it is the last.
+    both = WHOLE.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost").split(b"{")[0]
+    found = answered(both + b"0\r\n\r\n" + last)
+    assert found.startswith(b"HTTP/1.1 400") and found.count(b"HTTP/1.1 ") == 1
     head, body = last.replace(b"Host", b"Expect: 100-continue\r\nHost").split(b"\r\n\r\n")
     found = answered(head + b"\r\n\r\n", body)
     assert found.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in found
@@ -313,6 +348,37 @@ def test_two_requests_at_once_and_other_ways_to_ask(
     for method in ("HEAD", "OPTIONS", "DELETE", "TRACE"):
         status, headers, _ = server.request(method, "/v1/models")
         assert status == 405 and headers["allow"] == "GET", method
+
+
+def test_neither_small_chunks_nor_many_headers_delay_other_clients(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """h11 parses all that was read in one go: seconds for 256 KB of either."""
+    sizes, hear = list[int](), PatientProtocol.data_received
+
+    def noted(protocol: PatientProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        hear(protocol, data)
+
+    monkeypatch.setattr(PatientProtocol, "data_received", noted)
+    head = HEAD.replace(b"Host", b"Connection: close\r\nHost")
+    for chunk_bytes, num, status in (
+        (1, SPARE_CHUNKS, 200),
+        (1, SPARE_CHUNKS + 9, 413),
+        (CHUNK_BYTES, 2 * SPARE_CHUNKS, 200),
+        (CHUNK_BYTES // 2, 2 * SPARE_CHUNKS + 9, 413),
+    ):
+        body = SMALL[:-1] + b',"user":"%b"}' % (b"u" * (chunk_bytes * num - len(SMALL) - 10))
+        chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)]
+        sent = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+        sent = head + b"Transfer-Encoding: chunked\r\n\r\n" + sent + b"0\r\n\r\n"
+        found = send_raw(server, sent, silence_s=60)
+        assert found.startswith(b"HTTP/1.1 %d" % status), (chunk_bytes, num, found[:300])
+        content = json.loads(found.split(b"\r\n\r\n")[1])
+        assert status == 200 or "chunks" in content["error"]["message"]
+    many = b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 50_000 + b"\r\n"
+    assert send_raw(server, many)[:12] in (b"HTTP/1.1 400", b"")
+    assert 0 < max(sizes) <= READ_BYTES
 
 
 @pytest.mark.parametrize(

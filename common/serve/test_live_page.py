@@ -283,11 +283,13 @@ def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
 def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         page = open_tab(server, may_be_refused=True)
+        page.wait_for_selector(".notice:has-text('wants an API key')")
+        assert page.inner_text(".key-form label") == "API key"
         page.fill(".key-form input", "wrong")
         page.click(".key-form button")
-        page.wait_for_selector(".key-form:visible")
+        page.wait_for_selector(".notice:has-text('This API key is wrong')")
+        page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
         assert page.evaluate("Watch.store.films.length") == 0
-        assert "wants an API key" in page.locator(".notice").inner_text()
         page.evaluate("document.querySelector('.key-form').hidden = true")
         page.evaluate("Watch.setKey('wrong, too')")
         page.wait_for_selector(".key-form:visible")
@@ -423,11 +425,46 @@ def test_a_card_shows_the_blocks_and_the_wait_reason_of_its_request(
     page.wait_for_selector(RESULT)
 
 
+def test_a_chat_and_a_tool_call_can_be_tried(
+    template_server: Running, open_tab: Callable[..., Page]
+) -> None:
+    """The page shows what the API answers to the same messages."""
+    page = open_tab(template_server)
+    page.wait_for_selector(".model option", state="attached")
+    page.fill("[name=max_tokens]", "90")
+    fields = {"model": MODEL, "max_tokens": 90, "temperature": 0}
+    user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
+    turns = [user, {"role": "assistant", "content": "total"}, {"role": "user", "content": "and?"}]
+    page.click("[data-example=chat]")
+    for messages in [user], turns:
+        page.fill("[name=prompts]", "\n---\n".join(turn["content"] for turn in messages))
+        run_all(page)
+        _, answer = template_server.post("/v1/chat/completions", fields | {"messages": messages})
+        expected = answer["choices"][0]["message"]["content"]
+        assert page.locator(".answers .text").all_text_contents() == [expected] != [""]
+        page.wait_for_selector(".answers .chip:not([disabled])")
+    page.click("[data-example=tool]")
+    run_all(page)
+    name, arguments = page.inner_text(".answers .text").split(" ", 1)
+    assert name == "get_weather" and json.loads(arguments)["city"] in ("Oslo", "Lima", "Nairobi")
+    assert "ended: tool_calls" in page.inner_text(".answers .chip")
+    page.click("[data-example=one]")
+    kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
+    assert kept == ["text", ""], "the tool's schema is no one else's"
+
+
 def test_no_element_is_outside_of_the_page(open_tab: Callable[..., Page]) -> None:
     page = open_tab(language="zh", width=390)
     write(page)
     run_all(page)
-    wide = """[...document.querySelectorAll(".playground *, .transport *, .head *")]
+    # On a phone the engine comes soon after the question, and each answer shows its beginning.
+    gap = """document.querySelector(".head").getBoundingClientRect().top
+        - document.querySelector(".go").getBoundingClientRect().bottom"""
+    assert 60 < page.evaluate(gap) < 160 and page.locator(".answers li").count() == 8
+    cut = """[...document.querySelectorAll(".answers pre")].filter((e) =>
+        e.firstChild.getBoundingClientRect().top < e.getBoundingClientRect().top)"""
+    assert page.evaluate(f"{cut}.length") == 0
+    wide = """[...document.querySelectorAll(".playground > *, form *, .transport *, .head *")]
         .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML)"""
     for _ in range(2):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -454,6 +491,7 @@ def test_the_page_invites_and_then_says_where_to_look(
     page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
     legend = page.inner_text(".grid-legend")
     assert all(word in legend for word in ("prompt", "decode", "recomputed", "preempted"))
+    assert page.inner_text(".head .about") == "4,999 blocks of 16 tokens: room for 79,984 tokens"
     about = page.locator(".pool-about")
     assert "4,999 blocks of 16 tokens: room for 79,984 tokens" in about.inner_text()
     page.check("[name=little]")

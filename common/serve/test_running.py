@@ -21,6 +21,7 @@ from common.llm import LLM, SamplingParams
 from common.serve import running
 from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
+from common.serve.conftest import TEMPLATE
 from common.serve.gate import GateConfig
 from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connections, serve
 
@@ -177,6 +178,7 @@ def test_a_model_has_a_name(
 ) -> None:
     assert run(*flags, "--api-key=") == 0
     assert served.config.model_name == name and served.config.gate.api_key is None
+    assert served.config.chat_template == (None if "--model=a/b" in flags else TEMPLATE)
     printed = capsys.readouterr().err
     assert f'"model": "{name}"' in printed and "Bearer" not in printed
     assert '"temperature": 0' in printed

@@ -17,6 +17,8 @@ Watch.words({
   "shell.about": [
     "num_blocks={all}: {blocks} blocks of {size} tokens and the null block; scheduler {scheduler}, policy {policy}, cache {cache}; {model}",
     "num_blocks={all}：{blocks} 个块（每块 {size} 个 token）加一个空块；调度器 {scheduler}，策略 {policy}，前缀缓存 {cache}；{model}"],
+  "shell.about.live": ["{blocks} blocks of {size} tokens: room for {tokens} tokens",
+    "{blocks} 个块，每块 {size} 个 token：可容纳 {tokens} 个 token"],
   "shell.mine": ["{n} of {all} functions of this engine are yours.",
     "这个引擎的 {all} 个函数里，有 {n} 个是你写的。"],
   "shell.transport": ["Steps", "步进与播放"],
@@ -165,8 +167,9 @@ function drawFrame() {
   parts.language.lang = OTHER[store.language];
   for (const write of writers) write();
   document.title = parts.title.textContent;
-  say(parts.about, store.films.length ? `${mine()}${about(store.films[0].run)}` : "");
-  parts.about.title = parts.about.textContent;
+  const run = store.films[0]?.run;
+  say(parts.about, run ? `${mine()}${Watch.settings.is_live ? room(run) : about(run)}` : "");
+  parts.about.title = run ? about(run) : "";
   say(parts.play, t(store.playing ? "shell.pause" : "shell.play"));
   say(parts.now, now);
   parts.scrub.value = Math.max(store.step, 0);
@@ -200,6 +203,11 @@ const about = (run) => t("shell.about", {
   cache: run.prefix_cache ?? t("list.none"), all: run.num_blocks,
   blocks: run.num_blocks - 1, size: run.block_size,
 });
+
+const room = ({num_blocks: all, block_size: size}) => {
+  const [blocks, tokens] = [all - 1, (all - 1) * size].map((n) => n.toLocaleString("en"));
+  return t("shell.about.live", {blocks, size, tokens});
+};
 
 // -- play
 

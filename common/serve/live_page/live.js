@@ -12,6 +12,7 @@ Watch.words({
   "live.full": ["This film has {n} steps and ends here. “Live” begins another.",
     "影片已有 {n} 步，到此为止。点“实时”重新开始。"],
   "live.key": ["The server wants an API key.", "服务器需要 API 密钥。"],
+  "live.wrong_key": ["This API key is wrong.", "API 密钥不正确。"],
   "live.gone": ["it does not answer.", "没有应答。"],
 });
 const MAX_STEPS = 2000; // of a film, which a browser has to keep
@@ -132,6 +133,7 @@ Watch.live = async () => {
   Watch.files.tell(() => t("live.connecting"));
   for (;;) {
     let wait = AGAIN_MS;
+    const given = key;
     try {
       await read();
     } catch (error) {
@@ -139,9 +141,9 @@ Watch.live = async () => {
         wait = isFull || document.hidden ? null : 0;
         if (isFull) Watch.files.tell(() => t("live.full", {n: Watch.numSteps()}));
       } else if (error.status === 401) {
-        wait = null;
-        Watch.files.tell(() => t("live.key"));
-        Watch.playground.askForKey();
+        wait = key === given ? null : 0; // else another one has been given in the meantime
+        Watch.files.tell(() => t(given ? "live.wrong_key" : "live.key"));
+        Watch.playground.askForKey(given !== "");
       } else {
         const isOff = error.status === 403;
         const why = error instanceof TypeError ? () => t("live.gone") : () => error.message;

@@ -3,27 +3,37 @@
 // All prompts are one HTTP request: a browser opens six connections to a server, for all tabs.
 const {store, t, h} = Watch;
 const NUMBERS = { // name -> what it is at first
-  max_tokens: "48", temperature: "0", top_p: "", top_k: "", min_p: "", seed: "",
+  max_tokens: "64", temperature: "0", top_p: "", top_k: "", min_p: "", seed: "",
 };
 const BETWEEN = "\n---\n";
+const KINDS = ["text", "chat", "tool"]; // how the prompts are sent
+const TOOL = "get_weather";
 const KEPT = "playground"; // what is written here, for this tab and for what it is after a reload
 
 const key = h("input", {type: "password", autocomplete: "off"});
+let isWrong = false; // the key that was given last
+const keyName = h("span", {says: () => t(isWrong ? "live.wrong_key" : "play.key")});
 const keyForm = h("form", {class: "key-form", hidden: true, onsubmit: (event) => {
   event.preventDefault();
   keyForm.hidden = true;
   Watch.setKey(key.value.trim());
   readModels();
-}}, h("label", {}, h("span", {says: "play.key"}), key),
+}}, h("label", {}, keyName, key),
 h("button", {type: "submit", says: "play.use"}));
 
 const examples = Object.keys(Watch.examples).map((name) => h("button", {"data-example": name,
-  type: "button", says: `play.${name}`, onclick: () => write(Watch.examples[name])}));
+  type: "button", says: `play.${name}`, onclick: () => write(name)}));
 const prompt = h("textarea", {name: "prompts", rows: 7, spellcheck: "false", label: "play.prompt",
   oninput: () => Watch.redraw()});
 const numPrompts = () => promptsIn(prompt.value).length;
-const count = h("p", {class: "quiet", says: () => t(numPrompts() === 1 ? "play.count.one"
-  : "play.count", {n: numPrompts()})});
+const kind = h("select", {name: "kind", onchange: () => Watch.redraw()}, ...KINDS.map((value) =>
+  h("option", {value, says: `play.kind.${value}`})));
+const isChat = () => kind.value !== KINDS[0];
+const count = h("p", {class: "quiet", says: () => {
+  const n = numPrompts();
+  if (isChat()) return t("play.count.chat");
+  return t(n === 1 ? "play.count.one" : "play.count", {n});
+}});
 const model = h("select");
 const fields = Object.entries(NUMBERS).map(([name, value]) =>
   h("label", {}, h("span", {}, name), h("input", {name, value, inputmode: "decimal"})));
@@ -47,10 +57,12 @@ const form = h("form", {class: "prompts", oninput: keep, onsubmit: (event) => {
   if (isSend) event.preventDefault();
 }},
 h("p", {class: "examples"}, ...examples), prompt, count,
-h("label", {class: "model"}, h("span", {says: "play.model"}), model),
+h("p", {class: "pair"}, h("label", {}, h("span", {says: "play.kind"}), kind),
+  h("label", {class: "model"}, h("span", {says: "play.model"}), model)),
 h("div", {class: "fields"},
   ...fields, h("label", {class: "wide"}, h("span", {}, "stop"), stopText)),
-h("details", {}, h("summary", {says: "play.schema"}), schema),
+h("details", {}, h("summary", {says: () => t(kind.value === "tool" ? "play.schema.tool"
+  : "play.schema")}), schema),
 h("label", {class: "little", hidden: !Watch.settings.num_little}, little, littleName),
 h("p", {class: "go"}, run, stop), problem);
 const answers = h("ol", {class: "answers", label: "play.answers"});
@@ -63,8 +75,11 @@ let cards = [];
 const promptsIn = (text) => text.split(/^---$\n?/m).map((one) => one.replace(/\n$/, ""))
   .filter((one) => one !== "");
 
-function write(prompts) {
-  prompt.value = prompts.join(BETWEEN);
+function write(name) {
+  prompt.value = Watch.examples[name].join(BETWEEN);
+  if (schema.value === Watch.toolSchema) schema.value = "";
+  if (name === "tool") schema.value = Watch.toolSchema;
+  kind.value = KINDS.includes(name) ? name : KINDS[0];
   keep();
   Watch.redraw();
 }
@@ -77,7 +92,7 @@ function keep() {
 
 function restore() {
   const said = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
-  if (said === null) write(Watch.examples.one);
+  if (said === null) write("one");
   else for (const field of kept()) field.value = said[field.name] ?? field.value;
   little.checked = Watch.isLittle();
 }
@@ -96,7 +111,8 @@ async function readModels() {
   }
 }
 
-function askForKey() {
+function askForKey(isAnother = false) {
+  isWrong = isAnother;
   keyForm.hidden = false;
   key.focus();
 }
@@ -105,7 +121,10 @@ function askForKey() {
 
 // Throws a `SyntaxError` for a schema that is none, and a `RangeError` for a number that is none.
 function bodyOf(prompts) {
-  const body = {model: model.value, prompt: prompts, stream: true};
+  const body = {model: model.value, stream: true};
+  if (isChat()) {
+    body.messages = prompts.map((content, i) => ({role: i % 2 ? "assistant" : "user", content}));
+  } else body.prompt = prompts;
   for (const input of form.querySelectorAll(".fields input")) {
     const given = input.value.trim();
     if (given === "" || !(input.name in NUMBERS)) continue;
@@ -115,9 +134,13 @@ function bodyOf(prompts) {
     }
   }
   if (stopText.value) body.stop = stopText.value.replaceAll("\\n", "\n");
-  if (schema.value.trim()) {
-    const wanted = {name: "answer", schema: JSON.parse(schema.value)};
-    body.response_format = {type: "json_schema", json_schema: wanted};
+  const wanted = schema.value.trim() ? JSON.parse(schema.value) : null;
+  if (kind.value === "tool") {
+    const parameters = wanted ?? {type: "object"};
+    body.tools = [{type: "function", function: {name: TOOL, parameters}}];
+    body.tool_choice = "required";
+  } else if (wanted) {
+    body.response_format = {type: "json_schema", json_schema: {name: "answer", schema: wanted}};
   }
   return body;
 }
@@ -135,17 +158,18 @@ async function send() {
     return;
   }
   sent = new AbortController();
-  cards = prompts.map((text) => new Card(text));
+  cards = (isChat() ? prompts.slice(-1) : prompts).map((text) => new Card(text, isChat()));
   answers.replaceChildren(...cards.map(({root: card}) => card));
   Watch.redraw();
   try {
     const headers = {"Content-Type": "application/json"};
     const {signal} = sent;
     const options = {method: "POST", body, headers, signal};
-    const answer = await Watch.ask(`${Watch.engine()}/v1/completions`, options);
+    const route = isChat() ? "chat/completions" : "completions";
+    const answer = await Watch.ask(`${Watch.engine()}/v1/${route}`, options);
     for await (const lines of Watch.dataOf(answer)) lines.forEach(take);
   } catch (error) {
-    if (error.status === 401) askForKey();
+    if (error.status === 401) askForKey(true);
     if (error.name !== "AbortError") tell(error.message);
   }
   for (const card of cards) card.reason ??= "stopped";
@@ -157,25 +181,33 @@ function take(line) {
   if (line === "[DONE]") return;
   const {error, choices} = JSON.parse(line);
   if (error) tell(error.message);
-  for (const {index, text, finish_reason: reason} of choices ?? []) {
-    cards[index].text.append(text);
+  for (const {index, text, delta, finish_reason: reason} of choices ?? []) {
+    cards[index].text.append(text ?? chatText(delta));
     cards[index].reason = reason;
   }
   Watch.redraw();
 }
 
+// A thought, the content, and a call as `name {"argument": ...}`.
+const chatText = ({reasoning_content: thought, content, tool_calls: calls}) => [
+  thought, content,
+  ...(calls ?? []).flatMap(({function: {name, arguments: given}}) => [name && `${name} `, given]),
+].filter(Boolean).join("");
+
 // -- an answer, and what the film says of its request
 
 class Card {
-  constructor(words) {
+  constructor(words, isInChat) {
     this.words = words;
+    this.isInChat = isInChat; // then a template writes something after the words
     this.reason = null;
     this.run = Watch.liveFilm()?.run; // in this film
     this.sentAfter = Watch.liveFilm()?.lastNumber ?? -1; // the last request that was there before
     this.id = null; // of its request, in the film
     this.name = Watch.chip({type: "button", onclick: () => Watch.toggle(this.id)});
     this.text = h("span", {class: "text"});
-    const last = h("span", {class: "quiet"}, words.split("\n").at(-1)); // the rest stands above
+    const end = words.split("\n").at(-1) + (isInChat ? "\n" : ""); // the rest stands above
+    const last = h("span", {class: "quiet"}, end);
     this.root = h("li", {}, this.name, h("pre", {}, h("span", {}, last, this.text)));
   }
 
@@ -185,9 +217,10 @@ class Card {
     const of = (id) => film.requestIn(film.now, id, Infinity);
     if (this.id !== null && film.byId.has(this.id)) return of(this.id);
     const taken = new Set(cards.map(({id}) => id));
+    const isOf = (text) => (this.isInChat ? text.includes(this.words) : text.endsWith(this.words));
     const found = film.requests.map(({id}) => of(id)).find((request) => !taken.has(request.id)
       && (request.number > this.sentAfter || film.run !== this.run)
-      && request.prompt_pieces.join("").endsWith(this.words));
+      && isOf(request.prompt_pieces.join("")));
     this.id = found?.id ?? this.id;
     return found;
   }

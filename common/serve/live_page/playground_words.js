@@ -3,11 +3,20 @@ Watch.words({
   "play.title": ["Try it", "试一试"],
   "play.one": ["One prompt", "一条 prompt"],
   "play.eight": ["Eight at once", "同时八条"],
+  "play.chat": ["A chat", "对话"],
+  "play.tool": ["A tool call", "工具调用"],
   "play.prompt": ["Prompts, with a line of --- between two", "prompt，多条之间用一行 --- 隔开"],
   "play.count": ["{n} prompts, with a line of --- between two.", "{n} 条 prompt，之间用一行 --- 隔开。"],
   "play.count.one": ["1 prompt. A line of --- begins another.", "1 条 prompt。加一行 --- 可再写一条。"],
+  "play.count.chat": ["A chat: your message, its answer and so on, with a line of --- between two.",
+    "对话：先写你的消息，再写回答，依此类推，之间用一行 --- 隔开。"],
+  "play.kind": ["send as", "发送为"],
+  "play.kind.text": ["text", "文本"],
+  "play.kind.chat": ["chat", "对话"],
+  "play.kind.tool": ["tool call", "工具调用"],
   "play.model": ["model", "模型"],
   "play.schema": ["JSON schema of the answer", "回答的 JSON schema"],
+  "play.schema.tool": ["JSON schema of the tool's arguments", "工具参数的 JSON schema"],
   "play.run": ["Run", "运行"],
   "play.stop": ["Stop", "停止"],
   "play.key": ["API key", "API 密钥"],
@@ -47,4 +56,12 @@ Watch.examples = {
     "def mean(values):\n    return",
     "def read_lines(path):\n    with open(path) as",
   ],
+  chat: ["Return the sum of a list of numbers."],
+  tool: ["What is the weather in Oslo?"],
 };
+Watch.toolSchema = `{
+  "type": "object",
+  "properties": {"city": {"enum": ["Oslo", "Lima", "Nairobi"]}},
+  "required": ["city"],
+  "additionalProperties": false
+}`;
