@@ -97,12 +97,8 @@ def _bounded(source: str, max_chars: int = MAX_CHARACTERS) -> str:
 
 
 def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Raise `ValueError` for parameters that contradict a grammar: the grammar decides where a text
-    ends, and the model ends it with EOS."""
-    ends = {"ignore_eos": False, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
-    for name, allowed in ends.items():
-        value = getattr(params, name)
-        require(value == allowed, name, value, f"{allowed!r} with a grammar")
+    """Raise `ValueError` without EOS, with which the model ends a text that is complete."""
+    require(not params.ignore_eos, "ignore_eos", params.ignore_eos, "False with a grammar")
     if not eos_token_ids:
         raise ValueError("grammar must be None if the model has no EOS token")
 

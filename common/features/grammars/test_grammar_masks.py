@@ -11,6 +11,7 @@ from itertools import product
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -34,8 +35,17 @@ from common.features.grammars.vocabulary import (
 )
 from common.requests.tokenizer import load_tokenizer
 from common.sampling.sampling_constraints import forbid
-from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from common.tests.grammar_cases import (
+    CASES,
+    EOS,
+    LIMITS,
+    may_come,
+    may_follow,
+    small_tokenizer,
+    texts_of,
+)
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
+from request import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -81,13 +91,14 @@ def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
 class Matching:
     """One grammar, and the tokens that have been taken."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, *limits: Any) -> None:
         self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.token_bytes)
+        self.limits = limits
         self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
         self.begin()
 
     def begin(self) -> None:
-        self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
+        self.matched = GrammarMasks(self.vocabulary).match(self.compiled, *self.limits)
         self.outputs: list[int] = []
 
     def draw(self, rng: random.Random, max_len: int = 60) -> str | None:
@@ -209,13 +220,16 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> 
         assert inner not in str(error.value)
 
 
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", CASES)
-def test_allowed_tokens_equal_those_of_trying_all_texts(name) -> None:
-    rng = random.Random(name)
+def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
+    """Before `min_tokens` an end token can come only where nothing else can."""
+    rng, how = random.Random(name), LIMITS[limits]
+    stops, min_tokens = how.get("stop_token_ids", []), how.get("min_tokens", 0)
     for _ in range(5):
-        ours = Matching(SMALL, CASES[name][0])
-        while EOS not in ours.outputs and len(ours.outputs) < 20:
-            allowed = may_follow(TOKENIZER, texts_of(name), ours.outputs)
+        ours = Matching(SMALL, CASES[name][0], stops, min_tokens)
+        while not {EOS, *stops}.intersection(ours.outputs) and len(ours.outputs) < 20:
+            allowed = may_come(TOKENIZER, texts_of(name), ours.outputs, how)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
             ours.outputs.append(rng.choice(allowed))
 
@@ -393,7 +407,8 @@ def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
     compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(SMALL))
     masks = GrammarMasks(SMALL)
     masks.grow(1)
-    masks.admit(0, SimpleNamespace(features={"grammar": compiled}))
+    features = {"grammar": compiled, "min_tokens": 0}
+    masks.admit(0, SimpleNamespace(features=features, sampling_params=SamplingParams()))
     fill, calls = Matched.fill, []
 
     def gives_up_at_first(matched, bits, row, drafts) -> bool:
