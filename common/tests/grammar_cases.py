@@ -104,7 +104,7 @@ def may_follow(tokenizer: Tokenizer, texts: Iterable[bytes], token_ids: list[int
 LIMITS: dict[str, dict[str, Any]] = {
     "none": {},
     "strings": {"stop": ["e", "bb"], "min_tokens": 1},
-    "tokens": {"stop_token_ids": [0, small_tokenizer().encode("b")[0]], "min_tokens": 3},
+    "tokens": {"stop_token_ids": [0, small_tokenizer().encode("b")[0]], "min_tokens": 2},
 }
 
 

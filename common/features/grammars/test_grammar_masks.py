@@ -91,9 +91,9 @@ def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
 class Matching:
     """One grammar, and the tokens that have been taken."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, *limits: Any) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, **limits: Any) -> None:
         self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.token_bytes)
-        self.limits = limits
+        self.limits = limits.get("stop_token_ids", ()), limits.get("min_tokens", 0)
         self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
         self.begin()
 
@@ -225,10 +225,10 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> 
 def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
     """Before `min_tokens` an end token can come only where nothing else can."""
     rng, how = random.Random(name), LIMITS[limits]
-    stops, min_tokens = how.get("stop_token_ids", []), how.get("min_tokens", 0)
+    ends = {EOS, *how.get("stop_token_ids", ())}
     for _ in range(5):
-        ours = Matching(SMALL, CASES[name][0], stops, min_tokens)
-        while not {EOS, *stops}.intersection(ours.outputs) and len(ours.outputs) < 20:
+        ours = Matching(SMALL, CASES[name][0], **how)
+        while not ends.intersection(ours.outputs) and len(ours.outputs) < 20:
             allowed = may_come(TOKENIZER, texts_of(name), ours.outputs, how)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
             ours.outputs.append(rng.choice(allowed))
@@ -370,11 +370,12 @@ def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
         assert [json.dumps(v) for v in found] == right
 
 
-def test_guesses_are_matched_and_taken_back() -> None:
+@pytest.mark.parametrize("limits", LIMITS)
+def test_guesses_are_matched_and_taken_back(limits) -> None:
     """A row for each draft token and one after them; after the first impossible draft, and after
     the end of the text, no row is constrained, and the matcher is as if there had been no drafts.
     Trap 65."""
-    ours = Matching(SMALL, CASES["choice"][0])
+    ours, how = Matching(SMALL, CASES["choice"][0], **LIMITS[limits]), LIMITS[limits]
     n, o, y, no = (SPELL[text] for text in ("n", "o", "y", "no"))
     ours.outputs = [n]
     before = ours.allowed().tolist()
@@ -386,17 +387,18 @@ def test_guesses_are_matched_and_taken_back() -> None:
             if i > num_possible or EOS in drafts[:i]:
                 assert (bits[i] == -1).all()
                 continue
-            allowed = may_follow(TOKENIZER, texts_of("choice"), [n, *drafts[:i]])
+            allowed = may_come(TOKENIZER, texts_of("choice"), [n, *drafts[:i]], how)
             assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
         assert ours.allowed().tolist() == before
     ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come
     assert ours.allowed().tolist() == []
 
 
-def test_tokens_after_the_end_are_ignored() -> None:
+@pytest.mark.parametrize("end", [EOS, 0])
+def test_tokens_after_the_end_are_ignored(end) -> None:
     """A step was in flight when the end was sampled."""
-    ours = Matching(SMALL, CASES["choice"][0])
-    ours.outputs = [SPELL["no"], EOS, SPELL["y"]]
+    ours = Matching(SMALL, CASES["choice"][0], stop_token_ids=[0])
+    ours.outputs = [SPELL["no"], end, SPELL["y"]]
     ours.follow()
     assert ours.matched.num_possible([]) == 0
     bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
