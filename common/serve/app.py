@@ -113,10 +113,11 @@ class Server:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
         ids = await self._chat_ids(body, params)
-        body.messages.clear()
-        body.tools = None
         name, tokenizer = request.state.request_id, self.llm.tokenizer
         answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
+        answer.ignored_fields = body.ignored_fields
+        body.messages.clear()
+        body.tools = None
         return await self._generate(answer, [ids], request)
 
     async def _generate(

@@ -115,8 +115,6 @@ WITH_TOOLS: dict[str, list[Any]] = {
         ),
     ],
     "parallel_tool_calls": ["yes"],
-    "response_format": [FORM],
-    "structured_outputs": [{"regex": "x"}],
 }
 # Fields that exclude each other, and bodies of other routes: with the field that is named.
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
