@@ -24,7 +24,7 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.features.grammars import grammar_compiler
 from common.features.grammars.grammar_compiler import GrammarCompiler, GrammarJob
 from common.features.grammars.grammar_masks import GrammarMasks, Matched
-from common.features.grammars.json_schema import FORMATS, rewritten
+from common.features.grammars.json_schema import FORMAT_PATTERNS, FORMATS, rewritten
 from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.features.grammars.vocabulary import (
     Beginning,
@@ -234,6 +234,7 @@ def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
             ours.outputs.append(rng.choice(allowed))
 
 
+ZONES = ("Z", "+05:30", "-23:59", "+24:00", "+05", "")
 VALUES: list = [None, True, False, 0, 1, 10, "aa", "ab", "ba", "bb", "no", 0.5]
 VALUES += [{}, *({name: value} for name in "ab" for value in VALUES)]
 
@@ -286,6 +287,85 @@ def test_one_of_several_schemas_equals_trying_all_values(name, more, is_inside) 
             ours.outputs.append(rng.choice(allowed))
 
 
+A_NUMBER: dict = {"enum": [0, 1]}
+ARRAY: dict = {"type": "array", "items": A_NUMBER, "maxItems": 2}
+RECORD: dict = {"type": "object", "properties": {"a": A_NUMBER}, "additionalProperties": False}
+SAYS_NOTHING: list[dict] = [
+    *({"propertyNames": names} for names in (True, {}, {"type": "string", "minLength": 0})),
+    *({name: {}} for name in ("dependencies", "dependentRequired", "dependentSchemas", "if")),
+    {"dependentRequired": {"a": []}, "dependentSchemas": {"a": {}}},
+    *({"not": False}, {"uniqueItems": False}, {"minItems": 0, "minLength": 0, "minProperties": 0}),
+    *({"contains": {"const": 5}, "minContains": 0}, {"minContains": 3}, {"maxContains": 0}),
+    *({"then": False}, {"if": {"required": ["a"]}, "then": {}}, {"if": False, "else": True}),
+    *({"unevaluatedProperties": more, "unevaluatedItems": more} for more in (False, {})),
+    {"$comment": "x", "title": "x", "description": "x", "examples": [1], "default": 1},
+    {"readOnly": True, "deprecated": True, "$anchor": "x", "$dynamicAnchor": "y"},
+    {"contentMediaType": "text/plain", "contentEncoding": "base64", "contentSchema": False},
+]
+NEVER: list[dict] = [
+    {"anyOf": [{"not": {}}, A_NUMBER]},
+    {"oneOf": [{"not": {"description": "x"}}, ARRAY, RECORD]},
+    RECORD | {"properties": {"a": A_NUMBER, "b": {"not": True}}},
+    RECORD | {"properties": {"a": {"not": {}}}},
+    {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": A_NUMBER},
+    {"type": "object", "patternProperties": {"^a": {"not": {}}}, "additionalProperties": A_NUMBER},
+    {"type": "array", "items": {"not": {}}},
+    {"type": "array", "prefixItems": [A_NUMBER], "items": {"anyOf": [{"not": {}}]}},
+    {"type": "array", "prefixItems": [A_NUMBER], "unevaluatedItems": False},
+    {"type": "object", "properties": {"a": A_NUMBER}, "unevaluatedProperties": {"not": {}}},
+    ARRAY | {"maxItems": 1, "uniqueItems": True},
+    {"not": {}},
+    RECORD | {"properties": {"a": {"not": {}}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [one | more for more in SAYS_NOTHING for one in (ARRAY, RECORD, {})] + NEVER,
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_keywords_that_say_nothing_or_never(schema: dict, is_inside: bool) -> None:
+    """They have no effect, whatever library or program wrote them."""
+    values = [*VALUES, [], [0], [0, 0], [0, 5], [[]], {"a": 0}, {"b": 0}, {"a": 0, "b": 0}]
+    if is_inside:
+        schema = {"type": "object", "required": ["b"], "properties": {"b": schema}}
+        schema["additionalProperties"] = False
+        values = [{"b": value} for value in values]
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    right = [text for text in map(json.dumps, values) if is_right(json.loads(text))]
+    try:
+        ours = Matching(SMALL, Json(schema, 0))
+    except ValueError as error:
+        assert not right and re.search("no text fits|[Uu]nsatisfiable", str(error))
+        return
+    found = [t for t in map(json.dumps, values) if ours.takes([*(SPELL[c] for c in t), EOS])]
+    assert found == right
+
+
+@pytest.mark.parametrize("name", ["date", "time", "date-time"])
+def test_dates_and_times_are_those_of_the_calendar(name: str) -> None:
+    """What the library allows by itself has 30 February."""
+    schema = rewritten({"type": "string", "format": name})
+    matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
+    days = product((0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999), range(14), range(33))
+    dates = {f"{year:04}-{month:02}-{day:02}" for year, month, day in days}
+    dates |= {f"{year:04}-02-29" for year in range(10_000)}
+    times = {f"{h:02}:{m:02}:{m:02}" for h, m in product(range(26), (0, 9, 10, 59, 60, 99))}
+    times = {f"{t}{more}{zone}" for t in times for more in ("", ".5", ".") for zone in ZONES}
+    texts = {"date": dates, "time": times}
+    texts["date-time"] = {f"{date}T{'12:00:00Z'}" for date in dates}
+    is_right = jsonschema.Draft202012Validator(
+        {"format": name}, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    ).is_valid
+    num_right = 0
+    for text in texts[name]:
+        tokens = [1 + byte for byte in json.dumps(text).encode()]
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == is_right(text), text
+        num_right += is_right(text)
+    assert 100 < num_right < len(texts[name]) - 100
+
+
 @pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
 @pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
 def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
@@ -301,7 +381,8 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
     rng = random.Random(name)
     texts = {ours.draw(rng) for _ in range(20)}
     assert texts == {f'{{"{name}": "{value}"}}' for value in "ac"}
-    assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
+    del schema["default"]  # nothing else was changed
+    assert json.loads(source_of(Json(schema)))["json"] == schema
 
 
 def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
@@ -319,7 +400,7 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     assert caplog.messages == [warning]
     for form in FORMATS:
         schema = {"type": "string", "format": form}
-        assert rewritten(schema) == schema
+        assert rewritten(schema) == schema or form in FORMAT_PATTERNS
         matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
         assert not matcher.is_error()
         assert not matcher.deep_copy().consume_tokens([1 + byte for byte in b'"?!"']), form
@@ -529,6 +610,8 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         ours, (token,) = Matching(SMALL, grammar), TOKENIZER.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
+    described = {"properties": {"description": {"description": "x" * 300_000, "default": "y"}}}
+    assert json.loads(source_of(Json(described)))["json"] == {"properties": {"description": {}}}
     many = "a" * 200_000
     for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many)):
         with pytest.raises(ValueError, match="grammar must have at most 200,000"):
