@@ -30,6 +30,7 @@ _DATA, _OF_NAMES = {"const", "enum", "default", "examples"}, {"properties", "pat
 _OF_NAMES |= {"$defs", "definitions", "dependentSchemas"}
 _REMARKS = {"title", "description", "$comment", "default", "examples"}
 _REMARKS |= {"deprecated", "readOnly", "writeOnly"}
+MAX_SCHEMAS = 20_000  # with lists, in a text that may be too long only because of remarks
 # A compiled grammar takes hundreds of bytes per character, and parsers recurse into nested rules.
 MAX_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
 
@@ -129,7 +130,9 @@ def _schema(schema: object) -> str:
         return '{"type": "object"}'
     try:
         found = json.loads(schema) if isinstance(schema, str | bytes) else schema
-        text = json.dumps(map_schemas(found, _without_remarks), allow_nan=False)
+        text = json.dumps(found, allow_nan=False)
+        if len(text) > MAX_CHARACTERS and text.count("{") + text.count("[") < MAX_SCHEMAS:
+            text = json.dumps(map_schemas(found, without_remarks))  # those do not count
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"schema must be JSON: {error}") from error
     text = "{}" if text == "true" else text
@@ -155,7 +158,7 @@ def map_schemas(part: Any, change: Callable[[dict[str, Any]], Any], are_names: b
     )
 
 
-def _without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
+def without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in schema.items() if key not in _REMARKS}
 
 

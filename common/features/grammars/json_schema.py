@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from common.features.grammars.vocabulary import Beginning, tokenizer_of_bytes
-from grammars import map_schemas
+from grammars import map_schemas, without_remarks
 
 HEAD = '%llguidance {"no_forcing": true}\n'  # otherwise certain text has only one spelling
 # The formats that the library enforces.
@@ -40,6 +40,7 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     patterns = _Patterns(frozenset(_names_in(schema)))
 
     def change(schema: dict[str, Any]) -> dict[str, Any] | bool:
+        schema = without_remarks(schema)
         if _is_remark(schema.get("format")):
             schema = {key: inner for key, inner in schema.items() if key != "format"}
         if "not" in schema and _allows_all(schema["not"]):
