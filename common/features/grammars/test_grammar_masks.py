@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.features.grammars import grammar_compiler
-from common.features.grammars.grammar_compiler import GrammarCompiler, GrammarJob
+from common.features.grammars.grammar_compiler import SHORT, GrammarCompiler, GrammarJob
 from common.features.grammars.grammar_masks import GrammarMasks, Matched
 from common.features.grammars.json_schema import FORMAT_PATTERNS, FORMATS, rewritten
 from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
@@ -674,20 +674,24 @@ def test_nothing_is_compiled_for_a_disconnected_client(held) -> None:
     assert not held.go_on.is_set(), "the library still works on the first one"
 
 
-def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held) -> None:
-    """Trap 87. The next one begins as soon as one of them has ended."""
+@pytest.mark.parametrize(("end", "other_end"), [("", "c" * SHORT), ("c" * SHORT, "")])
+def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held, end, other_end) -> None:
+    """Trap 87. The next one begins as soon as one of them has ended. Of long grammars a fourth
+    holds up only long ones, and of short ones only short ones."""
     for i in range(3):
-        begun = held.submit("x" * (i + 1))
+        begun = held.submit("x" * (i + 1) + end)
         held.begun.get(timeout=60)
         begun.cancel()
-        assert f"start: /{'a' * i}b/" in held.submit("a" * i + "b").result(30)
+        assert f"start: /{'a' * i}b{end}/" in held.submit("a" * i + "b" + end).result(30)
         held.begun.get(timeout=60)
-    last = held.submit("xxxx")
+    last = held.submit("xxxx" + end)
     held.begun.get(timeout=60)
-    waits = held.submit("c")
+    waits = held.submit("c" + end)
     assert last.cancel() and not waits.wait(0.1)
+    assert f"start: /c{other_end}/" in held.submit("c" + other_end).result(60)
+    assert not waits.done()
     held.go_on.set()
-    assert "start: /c/" in waits.result(60)
+    assert f"start: /c{end}/" in waits.result(60)
 
 
 def test_a_grammar_gets_ten_seconds_of_the_compiler(held, monkeypatch) -> None:
