@@ -19,12 +19,18 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from request import SamplingParams, check_integers, require
 
+# Keywords of a schema that hold values, or objects by name. Remarks say nothing about a text.
+_DATA, _OF_NAMES = {"const", "enum", "default", "examples"}, {"properties", "patternProperties"}
+_OF_NAMES |= {"$defs", "definitions", "dependentSchemas"}
+_REMARKS = {"title", "description", "$comment", "default", "examples"}
+_REMARKS |= {"deprecated", "readOnly", "writeOnly"}
+MAX_SCHEMAS = 20_000  # with lists, in a text that may be too long only because of remarks
 # A compiled grammar takes hundreds of bytes per character, and parsers recurse into nested rules.
 MAX_CHARACTERS = 200_000  # a list of texts, which nests nothing, can have ten times as many
 
@@ -35,10 +41,10 @@ class Json:
 
     Set `"additionalProperties": false` where you can: otherwise a name with a type can occur once
     more, written with escapes, and is then not held to a type. Unsupported parts of a schema
-    (`not`, `uniqueItems`, `oneOf` of schemas that a value could fit both) are rejected; an unknown
-    `format` is reported, and ignored. At most `max_whitespace` blanks are allowed between two
-    elements, so that no model writes legal blanks to the end; 0 means one line, with one blank
-    after each comma and colon.
+    (`not` of something, `uniqueItems: true`, `oneOf` of schemas that a value could fit both) are
+    rejected; an unknown `format` is reported, and ignored. At most `max_whitespace` blanks are
+    allowed between two elements, so that no model writes legal blanks to the end; 0 means one line,
+    with one blank after each comma and colon.
     """
 
     schema: Mapping[str, Any] | str | bool | None = None
@@ -97,12 +103,8 @@ def _bounded(source: str, max_chars: int = MAX_CHARACTERS) -> str:
 
 
 def check_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Raise `ValueError` for parameters that contradict a grammar: the grammar decides where a text
-    ends, and the model ends it with EOS."""
-    ends = {"ignore_eos": False, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
-    for name, allowed in ends.items():
-        value = getattr(params, name)
-        require(value == allowed, name, value, f"{allowed!r} with a grammar")
+    """Raise `ValueError` without EOS, with which the model ends a text that is complete."""
+    require(not params.ignore_eos, "ignore_eos", params.ignore_eos, "False with a grammar")
     if not eos_token_ids:
         raise ValueError("grammar must be None if the model has no EOS token")
 
@@ -129,11 +131,35 @@ def _schema(schema: object) -> str:
     try:
         found = json.loads(schema) if isinstance(schema, str | bytes) else schema
         text = json.dumps(found, allow_nan=False)
+        if len(text) > MAX_CHARACTERS and text.count("{") + text.count("[") < MAX_SCHEMAS:
+            text = json.dumps(map_schemas(found, without_remarks))  # those do not count
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"schema must be JSON: {error}") from error
     text = "{}" if text == "true" else text
     require(text[0] == "{", "schema", schema, "a JSON schema (an object)")
     return text
+
+
+def map_schemas(part: Any, change: Callable[[dict[str, Any]], Any], are_names: bool = False) -> Any:
+    """Apply `change` to each schema in a schema, or in a list or object of schemas, inner ones
+    first. `are_names`: the keys are names, such as those of properties, and not keywords. Values,
+    such as those of `enum`, are not schemas."""
+    if isinstance(part, list):
+        return [map_schemas(inner, change) for inner in part]
+    if not isinstance(part, Mapping):
+        return part
+    if are_names:
+        return {name: map_schemas(inner, change) for name, inner in part.items()}
+    return change(
+        {
+            key: inner if key in _DATA else map_schemas(inner, change, key in _OF_NAMES)
+            for key, inner in part.items()
+        }
+    )
+
+
+def without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: inner for key, inner in schema.items() if key not in _REMARKS}
 
 
 def _texts(choices: object) -> list[str]:

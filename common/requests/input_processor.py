@@ -73,6 +73,7 @@ class InputProcessor:
         """Return a group with its `n` requests. Raises `ValueError` that names the field, its value
         and the allowed values."""
         rules = self._check_params(params)
+        min_tokens = params.min_tokens
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
         if not is_number or not abs(arrival_time) <= sys.float_info.max:
@@ -92,7 +93,8 @@ class InputProcessor:
             features["token_rules"] = rules
         if params.grammar is not None:
             features["grammar"] = self._grammar_source(params)
-            params = replace(params, grammar=None)  # it is in `features` now
+            features["min_tokens"] = min_tokens  # for its masks: a complete text can end before
+            params = replace(params, grammar=None, min_tokens=0)
         skips = params.skip_reading_prefix_cache
         is_right = skips is None or isinstance(skips, bool)
         require(is_right, "skip_reading_prefix_cache", skips, "None, True or False")
@@ -123,7 +125,7 @@ class InputProcessor:
                 sample_features,
                 extra_keys=extra_keys,
             )
-            group.add(OutputProcessor(request, i, self.tokenizer))
+            group.add(OutputProcessor(request, i, self.tokenizer, min_tokens))
         return group
 
     def _grammar_source(self, params: SamplingParams) -> str:

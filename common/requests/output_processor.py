@@ -121,11 +121,13 @@ class GrowingCompletion(CompletionOutput):
 class OutputProcessor:
     """The output side of one `Request`. `completion` is always up to date, and users can keep it;
     its `token_ids` is the request's list. Without a tokenizer, text stays empty and stop strings
-    are not allowed."""
+    are not allowed. `min_tokens`: stop strings before are text."""
 
     group: RequestGroup
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, index: int, tokenizer: Tokenizer | None, min_tokens: int = 0
+    ) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
         for name in ("detokenize", "include_stop_str_in_output"):
             value = getattr(params, name)
@@ -144,7 +146,7 @@ class OutputProcessor:
                 prompt,
                 params.stop,
                 params.skip_special_tokens,
-                params.min_tokens,
+                min_tokens,
                 params.include_stop_str_in_output,
             )
         self.looks_for_stop = bool(params.stop)

@@ -126,12 +126,12 @@ class Server:
         client = client_of(request)
         text, ids = await self._chat_prompt(body, params, client)
         continued = body.messages[-1] if body.continue_final_message else None
-        end = self.chat.prompt_end(text, continued)
+        name, tokenizer = _name_of(body, request), self.llm.tokenizer
+        answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
+        answer.prompt_end = self.chat.prompt_end(text, continued)
+        answer.ignored_fields = body.ignored_fields
         body.messages.clear()
         body.tools = None
-        name, tokenizer = _name_of(body, request), self.llm.tokenizer
-        answer = Answer("chat", model, tokenizer, body, params, request_id=name)
-        answer.reader, answer.prompt_end = reader, end
         return await self._generate(answer, [ids], request)
 
     async def _generate(

@@ -118,9 +118,6 @@ WITH_TOOLS: dict[str, list[Any]] = {
         ),
     ],
     "parallel_tool_calls": ["yes"],
-    "response_format": [FORM],
-    "structured_outputs": [{"regex": "x"}],
-    "stop": ["x"],  # a grammar says the end
 }
 # Fields that exclude each other, and bodies of other routes: with the field that is named.
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [

@@ -45,6 +45,7 @@ TOOLS: Any = [
     for name, schema in SCHEMAS.items()
 ]
 NAMED: Any = {"type": "function", "function": {"name": "home.switch"}}
+FORMAT: Any = {"type": "json_object"}
 MESSAGES: Any = [{"role": "user", "content": "x"}]
 # As Qwen3's is made: tools and their form, calls of earlier answers, thinking that can be off.
 HERMES = """
@@ -213,11 +214,13 @@ def test_a_forced_call_has_the_schema_of_its_function(
     """The model and its template know nothing of tools: the grammar alone forces the calls."""
     body_fields = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
     body_fields |= {"tool_choice": choice, "parallel_tool_calls": is_parallel}
+    # As agents send: a stop string that does not occur, and a format, which the tools replace.
+    body_fields |= {"stop": ["\nObservation:"], "response_format": FORMAT}
     names = set()
     for seed in range(4):
-        answer = (
-            client(template_server).create(**body_fields, seed=seed, temperature=1.0).choices[0]
-        )
+        whole = client(template_server).create(**body_fields, seed=seed, temperature=1.0)
+        assert whole.ignored_fields == ["response_format"]
+        answer = whole.choices[0]
         assert answer.finish_reason == ("stop" if choice == NAMED else "tool_calls")
         assert answer.message.content is None and answer.stop_reason is None
         calls = answer.message.tool_calls
@@ -233,6 +236,20 @@ def test_a_forced_call_has_the_schema_of_its_function(
             (call.function.name, call.function.arguments) for call in calls
         ]
     assert names == ({"home.switch"} if choice == NAMED else set(SCHEMAS))
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"]
+)
+def test_a_stop_string_cuts_a_forced_call(
+    template_server: Running, choice: Any, reason: str
+) -> None:
+    """And then the arguments are no JSON, as in vLLM."""
+    chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS[1:], "tool_choice": choice}
+    found = client(template_server).create(**chat, stop=["is_on"], max_tokens=120).choices[0]
+    assert (found.finish_reason, found.stop_reason) == (reason, "is_on")
+    (call,) = found.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("home.switch", '{"')
 
 
 def test_a_reference_in_a_value_is_no_reference() -> None:
@@ -252,13 +269,18 @@ def test_calls_are_found_in_a_text(
 ) -> None:
     says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
     body_fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-    answer = client(hermes).create(**body_fields).choices[0]
+    body_fields |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
+    whole = client(hermes).create(**body_fields)
+    assert whole.ignored_fields == ["structured_outputs"]
+    answer = whole.choices[0]
     message = answer.message
     assert answer.finish_reason == ("tool_calls" if reason == "stop" else "length")
     assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
     assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
     with client(hermes).stream(**body_fields) as events:
-        deltas = [event.chunk.choices[0] for event in events if event.type == "chunk"]
+        chunks = [event.chunk for event in events if event.type == "chunk"]
+    assert chunks[0].ignored_fields == ["structured_outputs"]
+    deltas = [chunk.choices[0] for chunk in chunks]
     assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == answer.finish_reason
     assert not any(choice.finish_reason for choice in deltas[:-1])
     first, *later = [call for c in deltas for call in c.delta.tool_calls or () if call.index == 1]
@@ -266,8 +288,11 @@ def test_calls_are_found_in_a_text(
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
     arguments = first.function.arguments + "".join(call.function.arguments for call in later)
     assert arguments == F["arguments"] and len(later) > 3, "as they come"
+    del body_fields["extra_body"]
     for fields in {"tool_choice": "none"}, {"tools": None}:
-        message = client(hermes).create(**body_fields | fields).choices[0].message
+        whole = client(hermes).create(**body_fields | fields)
+        assert not hasattr(whole, "ignored_fields")
+        message = whole.choices[0].message
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
 
 

@@ -156,7 +156,13 @@ def test_fields_are_those_of_the_engine() -> None:
     )
     grammar = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": 1}}})
     assert grammar.grammar == Json({"a": 1})
-    assert chat(response_format={"type": "json_object"}).grammar == Json({"type": "object"})
+    whole = {"response_format": {"type": "json_object"}}
+    assert chat(**whole).grammar == Json({"type": "object"})
+    whole["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    assert chat(**whole, tool_choice="none").grammar == Json({"type": "object"})
+    assert chat(**whole).grammar is None and chat(**whole, tool_choice="required").grammar == (
+        chat(tools=whole["tools"], tool_choice="required").grammar
+    )
     choice = {"choice": ["a"]}
     unset = {"json": None, "regex": None, "disable_fallback": False}
     fields = choice | unset

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from common.serve.errors import bad
-from grammars import Json
+from grammars import Json, map_schemas
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -65,10 +65,6 @@ class ToolUse:
     def _array(self) -> dict[str, Any]:
         """Return the schema of an array of calls. A reference within a function's schema is
         relative to the root of that schema."""
-        from common.features.grammars.json_schema import (
-            map_schemas,  # which loads the grammar library
-        )
-
         all_schemas, calls = {}, []
         for i, (name, schema) in enumerate(self.schemas.items()):
             root = f"#/$defs/{i}"

@@ -349,10 +349,13 @@ class ChatBody(GenerateBody):
 
     def _grammar(self) -> Any:
         tools, grammar = self.tool_use(), super()._grammar()
-        if grammar is not None and tools.choice != "none":
-            name = super()._names_in_engine["grammar"]
-            raise bad(f"{name} must be null with tools, unless tool_choice is 'none'", name)
-        return grammar if grammar is not None else tools.grammar()
+        return grammar if tools.choice == "none" else tools.grammar()
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """The format, if a tool can be called: the tools win, as in vLLM."""
+        has_format = super()._grammar() is not None and self.tool_use().choice != "none"
+        return [super()._names_in_engine["grammar"]] if has_format else []
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the sampling parameters. Without `max_tokens`, only the model's length limits an

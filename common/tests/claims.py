@@ -49,7 +49,7 @@ from common.tests.engine_oracle import (
     serve_a_crowd,
 )
 from common.tests.every_kind import everything_said, must_say_the_same
-from common.tests.grammar_cases import CASES, texts_of
+from common.tests.grammar_cases import CASES, LIMITS, texts_of
 from common.tests.local_stages import pipelined_engine
 from common.tests.scripted_proposer import SCRIPTS, ScriptedProposer
 from common.tests.small_models import CPU, OF_TWO_KINDS, WINDOWED, Subject, subject
@@ -312,8 +312,8 @@ def adapters(case: Case) -> None:
 
 
 def grammars(case: Case) -> None:
-    """A mixed batch: each prompt with each grammar and with none, again from the cache, and as two
-    samples. By `transformers`, the highest of the tokens that may follow."""
+    """A mixed batch: each prompt with each grammar and with none, again from the cache, with other
+    limits, and as two samples. By `transformers`, the highest of the tokens that may follow."""
     which, engine, names = case.which, case.engine, (None, *CASES)
     pairs = [(i, n) for k, i in enumerate(INDICES) for n in names[k:] + names[:k]]
     right = [which.within(None, name, i, NUM_BOUND) for i, name in pairs]
@@ -324,10 +324,13 @@ def grammars(case: Case) -> None:
     for output, (_, name) in zip(found, pairs, strict=True):
         if name is not None and output.outputs[0].finish_reason == "stop":
             assert output.outputs[0].text.encode() in texts_of(name)
-    prompts = [which.oracle.prompts[i] for i in INDICES]
-    found = engine.generate_batch(prompts, bound_params("regex", n=2)).values()
-    twice = [[which.within(None, "regex", i, NUM_BOUND)] * 2 for i in INDICES]
-    assert [[c.token_ids for c in output.outputs] for output in found] == twice
+    pairs = [(i, name) for i, name in pairs if name is not None]
+    prompts = [which.oracle.prompts[i] for i, _ in pairs]
+    for limits, how in LIMITS.items():
+        params = [bound_params(name, n=2, **how) for _, name in pairs]
+        twice = [[which.within(None, name, i, NUM_BOUND, limits)] * 2 for i, name in pairs]
+        found = engine.generate_batch(prompts, params).values()
+        assert [[c.token_ids for c in output.outputs] for output in found] == twice, limits
 
 
 def bound_params(name: str | None, **how: Any) -> SamplingParams:

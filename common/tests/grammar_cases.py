@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer as Backend
@@ -99,17 +100,50 @@ def may_follow(tokenizer: Tokenizer, texts: Iterable[bytes], token_ids: list[int
     return allowed
 
 
+# Other limits of an answer within a grammar. Token 0 is special; "b" is a letter of texts.
+LIMITS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "strings": {"stop": ["e", "bb"], "min_tokens": 1},
+    "tokens": {"stop_token_ids": [0, small_tokenizer().encode("b")[0]], "min_tokens": 2},
+}
+
+
+def may_come(
+    tokenizer: Tokenizer, texts: Iterable[bytes], token_ids: list[int], limits: dict[str, Any]
+) -> list[int]:
+    """`may_follow` with stop tokens where the text is complete, and before `min_tokens` without end
+    tokens where another token may follow."""
+    allowed, stops = may_follow(tokenizer, texts, token_ids), limits.get("stop_token_ids", [])
+    if tokenizer.eos_token_id in allowed:
+        allowed += [stop for stop in stops if stop not in allowed]
+    if len(token_ids) < limits.get("min_tokens", 0):
+        allowed = [t for t in allowed if t not in (tokenizer.eos_token_id, *stops)] or allowed
+    return allowed
+
+
 @torch.inference_mode()
 def greedy_within(
-    model: torch.nn.Module, tokenizer: Tokenizer, prompt: list[int], name: str | None, most: int
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    name: str | None,
+    most: int,
+    limits: str,
 ) -> list[int]:
-    """By `transformers`, a whole pass for each token: the highest of those that may follow."""
+    """By `transformers`, a whole pass for each token: the highest of those that may come."""
     outputs: list[int] = []
-    eos = tokenizer.eos_token_id
-    while len(outputs) < most and (not outputs or name is None or outputs[-1] != eos):
+    how = LIMITS[limits]
+    ends = {tokenizer.eos_token_id, *how.get("stop_token_ids", [])}
+    while len(outputs) < most and (not outputs or name is None or outputs[-1] not in ends):
+        text = tokenizer.decode(outputs)
+        before, num = tokenizer.decode(outputs[:-1]), len(outputs)
+        if num > how.get("min_tokens", 0) and any(
+            text.count(stop) > before.count(stop) for stop in how.get("stop", ())
+        ):
+            break
         logits = model(torch.tensor([prompt + outputs])).logits[0, -1]
         if name is not None:
-            allowed = may_follow(tokenizer, texts_of(name), outputs)
+            allowed = may_come(tokenizer, texts_of(name), outputs, how)
             kept = torch.full_like(logits, float("-inf"))
             kept[allowed] = logits[allowed]
             logits = kept

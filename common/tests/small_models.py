@@ -171,10 +171,12 @@ class Subject:
         return with_peft(self.oracle.path, None if name is None else self.adapters[name])
 
     @cache  # noqa: B019
-    def within(self, adapter: str | None, grammar: str | None, i: int, most: int) -> list[int]:
+    def within(
+        self, adapter: str | None, grammar: str | None, i: int, most: int, limits: str = "none"
+    ) -> list[int]:
         """What follows prompt `i` with an adapter and a grammar, by `transformers` and PEFT."""
         model = self.with_adapter(adapter)
-        return greedy_within(model, self.tokenizer, self.oracle.prompts[i], grammar, most)
+        return greedy_within(model, self.tokenizer, self.oracle.prompts[i], grammar, most, limits)
 
 
 @cache

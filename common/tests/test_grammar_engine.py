@@ -251,9 +251,6 @@ def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
     ("how", "why"),
     [
         (dict(ignore_eos=True), "ignore_eos must"),
-        (dict(min_tokens=1), "min_tokens must"),
-        (dict(stop="x"), "stop must"),
-        (dict(stop_token_ids=[7]), "stop_token_ids must"),
         (dict(grammar="a+"), "grammar must"),
         (dict(grammar=Regex("")), "grammar must"),
         (dict(grammar=Choice([])), "choice must"),

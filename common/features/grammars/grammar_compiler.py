@@ -5,8 +5,9 @@ thread that compiles: a grammar that takes too long fails, a grammar that no req
 longer is abandoned, and in both cases the next one starts. A job can be cancelled until it is done.
 
 An abandoned compilation continues until the library's own limits end it (`_LIMITS` in
-`vocabulary.py`). The longest compilation found, of a schema as long as `grammars.py` accepts, took
-2.3 s of processor time and 65 MB. Three of them do not delay another grammar.
+`vocabulary.py`), which can take minutes, because the library does not count all of its work. Three
+of them do not delay another grammar. Short and long sources have separate queues, so however many
+long ones are abandoned, short ones do not wait.
 
 The result is text, from which each rank that samples makes a matcher (`grammar_masks.py`), so masks
 never cross processes. A separate process for compiling could be ended, but its matcher would stay
@@ -21,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Semaphore, Thread
+from threading import Lock, Semaphore, Thread
 
 from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
@@ -29,7 +30,8 @@ from worker_thread import ThreadJob
 
 KEPT = 64 << 20  # approximate bytes of cached grammars, which no request may need
 TIMEOUT_S = 10.0  # for one grammar, without its wait for others
-MAX_CONCURRENT = 4  # one for a request, and three abandoned ones that still run
+MAX_CONCURRENT = 4  # of a queue: one for a request, and three abandoned ones that still run
+SHORT = 4_000  # characters
 
 
 class GrammarJob(ThreadJob[str]):
@@ -56,9 +58,12 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._kept: OrderedDict[str, GrammarJob] = OrderedDict()
         self._num_bytes = 0  # of the cached grammars
-        self._jobs: Jobs = SimpleQueue()
-        Thread(target=_watch, args=(self._jobs, vocabulary), name="grammar", daemon=True).start()
-        self.close = weakref.finalize(self, _close, self._jobs, self._kept)
+        self._short, self._long = Jobs(), Jobs()
+        making = Lock()
+        for jobs in (self._short, self._long):
+            arguments = jobs, vocabulary, making
+            Thread(target=_watch, args=arguments, name="grammar", daemon=True).start()
+        self.close = weakref.finalize(self, _close, [self._short, self._long], self._kept)
 
     def submit(self, source: str) -> GrammarJob:
         """Return the job of a grammar. Its result is the compiled text, or a `ValueError` with the
@@ -68,7 +73,7 @@ class GrammarCompiler:
             self._num_bytes += _size(source)
         if job is None or (job.done() and not _is_compiled(job)):
             job = GrammarJob(source)
-            self._jobs.put(job)
+            (self._short if len(source) <= SHORT else self._long).put(job)
         self._kept[source] = job
         self._evict_to_fit()
         return job
@@ -77,7 +82,7 @@ class GrammarCompiler:
         """Evict grammars until they fit into `KEPT`. The cost does not depend on their number."""
         while self._num_bytes > KEPT and len(self._kept) > 1:
             source, job = next(iter(self._kept.items()))
-            if not job.done():  # the jobs after it are not done either
+            if not job.done():  # most jobs after it are not done either
                 break
             del self._kept[source]
             self._num_bytes -= _size(source)
@@ -92,8 +97,9 @@ def _is_compiled(job: GrammarJob) -> bool:
     return not job.cancelled() and job.exception() is None
 
 
-def _watch(jobs: Jobs, vocabulary: Vocabulary) -> None:
-    with suppress(Exception):  # each grammar's compilation raises it again
+def _watch(jobs: Jobs, vocabulary: Vocabulary, making: Lock) -> None:
+    """Compile the jobs of one queue. `making` is held while the tokenizer is made, once."""
+    with making, suppress(Exception):  # each grammar's compilation raises it again
         tokenizer_of(vocabulary)  # takes seconds for a large one; no grammar's time includes it
     at_work = Semaphore(MAX_CONCURRENT)
     while (job := jobs.get()) is not None:
@@ -135,7 +141,8 @@ def _refused(reason: object) -> ValueError:
     return ValueError(f"cannot compile: {reason}")
 
 
-def _close(jobs: Jobs, kept: OrderedDict[str, GrammarJob]) -> None:
+def _close(queues: list[Jobs], kept: OrderedDict[str, GrammarJob]) -> None:
     for job in kept.values():
         job.cancel()  # no effect on finished jobs
-    jobs.put(None)
+    for jobs in queues:
+        jobs.put(None)

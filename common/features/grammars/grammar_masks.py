@@ -12,6 +12,9 @@ Draft tokens (chapter 5) are matched one by one, for the bits of the rows after 
 rolled back: only tokens that the runner has accepted stay. The rows after a draft token that the
 grammar forbids get no mask, because that draft token is rejected in any case.
 
+EOS, and a stop token without text in the grammar, can come where the text is complete. Before
+`min_tokens` outputs no end token can come, unless nothing else can.
+
 A step that was planned before the previous step's tokens were read (`overlap.py`) waits for them
 here, when the device already has work, and not earlier. So no request has to skip a step.
 
@@ -20,6 +23,7 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -49,14 +53,20 @@ class GrammarMasks(BroughtByFew):
         self._vocabulary, self._tokenizer = vocabulary, tokenizer_of(vocabulary)
 
     def admit(self, row: int, new: NewRequestData) -> None:
-        compiled = new.features.get(self.name)
-        self.put(row, None if compiled is None else self.match(compiled))
+        compiled, matched = new.features.get(self.name), None
+        if compiled is not None:
+            stop_token_ids = new.sampling_params.stop_token_ids
+            matched = self.match(compiled, stop_token_ids, new.features["min_tokens"])
+        self.put(row, matched)
 
     def release(self, row: int) -> None:
         self.put(row, None)
 
-    def match(self, compiled: str) -> Matched:
-        return Matched(beginning_of(self._tokenizer, compiled), self._vocabulary)
+    def match(
+        self, compiled: str, stop_token_ids: Sequence[int] = (), min_tokens: int = 0
+    ) -> Matched:
+        beginning = beginning_of(self._tokenizer, compiled)
+        return Matched(beginning, self._vocabulary, stop_token_ids, min_tokens)
 
     def before_sampling(
         self, step: StepRows, upload: UploadBuffer
@@ -85,12 +95,14 @@ class GrammarMasks(BroughtByFew):
         if not self.has_one[row]:
             return {}
         bits = np.full((1, -(-len(self._vocabulary.token_bytes) // 32)), -1, dtype=np.int32)
-        matched = Matched(self.brought[row].beginning, self._vocabulary)
+        matched: Matched = copy(self.brought[row])
+        matched.begin()
         matched.take(outputs)
         matched.fill(bits, 0, ())
         is_allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool)
         is_allowed = np.pad(is_allowed, (0, max(0, vocab_size - len(is_allowed))))[:vocab_size]
-        reason = f" ({matched.gave_up})" if matched.gave_up else ""
+        reason = " with min_tokens" if len(outputs) < matched.min_tokens else ""
+        reason = f" ({matched.gave_up})" if matched.gave_up else reason
         return {f"{self.name}{reason}": is_allowed}
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
@@ -102,25 +114,35 @@ class GrammarMasks(BroughtByFew):
 
 
 class Matched:
-    """The position of one request's outputs in its grammar. EOS is handled here: the library only
-    returns whether a text is complete, and which other tokens can follow.
+    """The position of one request's outputs in its grammar. End tokens are handled here: the
+    library only returns whether a text is complete, and which other tokens can follow.
 
     Copies of a matcher share its cached states and their count. If the library gives up, other
     requests' states or a draft token may be the cause. So the matcher is then made again from
     scratch, and only if a fresh matcher gives up too, the request ends."""
 
-    def __init__(self, beginning: Beginning, vocabulary: Vocabulary) -> None:
-        self._vocabulary, self.beginning = vocabulary, beginning
-        # For each EOS token, the index of its word and its bit in that word.
-        eos = [divmod(i, 32) for i in vocabulary.eos_token_ids]
-        self._ends = [(word, np.uint32(1 << place).view(np.int32)) for word, place in eos]
+    def __init__(
+        self,
+        beginning: Beginning,
+        vocabulary: Vocabulary,
+        stop_token_ids: Sequence[int],
+        min_tokens: int,
+    ) -> None:
+        self.beginning, self.min_tokens = beginning, min_tokens
+        self._eos = frozenset(vocabulary.eos_token_ids)
+        self._ends = self._eos.union(i for i in stop_token_ids if i < len(vocabulary.token_bytes))
+        ids = np.array([*self._ends])
+        self._words, at = np.unique(ids // 32, return_inverse=True)  # those with end tokens
+        self._bits = np.zeros(len(self._words), dtype=np.uint32)
+        np.bitwise_or.at(self._bits, at, np.uint32(1) << (ids % 32).astype(np.uint32))
+        self._bits = self._bits.view(np.int32)
         self.gave_up = ""  # the reason, if the library gave up
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self._matcher = self.beginning.matcher.deep_copy()
         self._num_taken = 0  # outputs
-        self._has_ended = False  # EOS was one of them
+        self._has_ended = False  # an end token was one of them
 
     def follow(self, state: HasTokens, row: int) -> None:
         """Consume the new outputs. Waits for a pending one."""
@@ -137,18 +159,23 @@ class Matched:
             self._num_taken += 1
 
     def _end(self, token_id: int) -> bool:
-        """Whether the token is an EOS that can come here; if so, marks the text as ended."""
-        if token_id in self._vocabulary.eos_token_ids and not self._has_ended:
-            self._has_ended = self._matcher.is_accepting()
-            return self._has_ended
-        return False
+        """Whether the token ends the text here; if so, marks it as ended. A stop token that the
+        grammar allows is text, with which the request ends too."""
+        is_end = token_id in self._ends and (
+            token_id in self._eos or not self._matcher.validate_tokens([token_id])
+        )
+        self._has_ended = is_end and self._matcher.is_accepting()
+        return self._has_ended
 
     def _accept(self, draft: int) -> bool:
         """Consume a draft token if it is allowed, and return whether it was. Validates first,
         because a matcher that has refused a token cannot be used any longer."""
-        if self._has_ended or draft in self._vocabulary.eos_token_ids:
-            return self._end(draft)
-        return self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft)
+        if self._has_ended:
+            return False
+        if self._end(draft):
+            return True
+        is_text = draft not in self._eos and self._matcher.validate_tokens([draft]) == 1
+        return is_text and self._matcher.consume_token(draft)
 
     def _rollback(self, drafts: Sequence[int], num_taken: int) -> None:
         """Roll back the first `num_taken` draft tokens, those that were accepted."""
@@ -161,7 +188,7 @@ class Matched:
             self.gave_up = "" if error == NOTHING_FITS else error
             if error != TOO_MANY_WAYS:  # that is caused by the text itself
                 self.beginning.rebuild()
-            self._begin()
+            self.begin()
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
         """Fill `bits` [rows, words] int32 at `row` and at one more row for each draft token. After
@@ -171,7 +198,7 @@ class Matched:
             return True
         num_taken = 0
         for i, draft in enumerate([*drafts, -1]):
-            self._fill_row(bits, row + i)
+            self._fill_row(bits[row + i], self._num_taken + i)
             if draft < 0 or not self._accept(draft):
                 break
             num_taken += 1
@@ -182,14 +209,18 @@ class Matched:
         self._rollback(drafts, num_taken)
         return bool(bits[row].any())
 
-    def _fill_row(self, bits: np.ndarray, row: int) -> None:
-        fill_next_token_bitmask(self._matcher, bits, row)
+    def _fill_row(self, bits: np.ndarray, num_outputs: int) -> None:
+        """Fill the `bits` [words] of the token after `num_outputs` outputs."""
+        fill_next_token_bitmask(self._matcher, bits[None], 0)
         if self._matcher.is_error():  # the text does not match, or the limit is reached
-            bits[row] = 0
+            bits[:] = 0
             return
-        is_complete = self._matcher.is_accepting()
-        for word, end in self._ends:
-            bits[row, word] = bits[row, word] | end if is_complete else bits[row, word] & ~end
+        if self._matcher.is_accepting():
+            bits[self._words] |= self._bits
+        if num_outputs < self.min_tokens:
+            others = bits.copy()
+            others[self._words] &= ~self._bits
+            bits[:] = others if others.any() else bits
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         num_taken = 0

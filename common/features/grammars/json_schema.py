@@ -1,5 +1,8 @@
 """JSON schemas rewritten with the keywords that llguidance supports.
 
+    not: {}             becomes a schema that allows nothing
+    uniqueItems: false  and others that allow everything are removed (`_EMPTY`)
+    date, time          formats become patterns: the library allows 30 February
     oneOf               of lists of values: becomes the values that are in exactly one list
     format              removed if the library does not know it; the log names it once
     patternProperties   a pattern that matches only names in the schema becomes these properties.
@@ -19,19 +22,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from common.features.grammars.vocabulary import Beginning, tokenizer_of_bytes
+from grammars import map_schemas, without_remarks
 
 HEAD = '%llguidance {"no_forcing": true}\n'  # otherwise certain text has only one spelling
-_TITLES = {"title", "description"}
-_DATA = {"const", "enum", "default", "examples"}  # keywords of a schema that hold values
 # The formats that the library enforces.
 FORMATS = {
     *("date-time", "date", "time", "duration", "uuid"),
     *("email", "hostname", "ipv4", "ipv6", "uri"),
 }
 _named: set[str] = set()  # formats that were logged
-_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-
-
 logger = logging.getLogger(__name__)
 # Maximum number of name prefixes that are tried for the patterns of one schema: about a second.
 MAX_SCHEMA_NODES = 20_000
@@ -40,32 +39,71 @@ MAX_SCHEMA_NODES = 20_000
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     patterns = _Patterns(frozenset(_names_in(schema)))
 
-    def change(schema: dict[str, Any]) -> dict[str, Any]:
+    def change(schema: dict[str, Any]) -> dict[str, Any] | bool:
+        schema = without_remarks(schema)
         if _is_remark(schema.get("format")):
             schema = {key: inner for key, inner in schema.items() if key != "format"}
+        if "not" in schema and _allows_all(schema["not"]):
+            return False
+        schema = _with_patterns(_without_empty(schema))
         return _without_named_patterns(_without_lists(schema), patterns)
 
     return map_schemas(schema, change)
 
 
-def map_schemas(
-    part: Any, change: Callable[[dict[str, Any]], dict[str, Any]], are_names: bool = False
-) -> Any:
-    """Apply `change` to each schema in a schema, or in a list or object of schemas, inner ones
-    first. `are_names`: the keys are names, such as those of properties, and not keywords. Values,
-    such as those of `enum`, are not schemas."""
-    if isinstance(part, list):
-        return [map_schemas(inner, change) for inner in part]
-    if not isinstance(part, dict):
-        return part
-    if are_names:
-        return {name: map_schemas(inner, change) for name, inner in part.items()}
-    return change(
-        {
-            key: inner if key in _DATA else map_schemas(inner, change, key in _OF_NAMES)
-            for key, inner in part.items()
-        }
-    )
+# -- keywords that allow everything
+
+
+def _allows_all(schema: Any, kind: str = "") -> bool:
+    """Whether the schema visibly allows every value, or every value of type `kind`."""
+    return schema is True or schema == {} or (bool(kind) and schema == {"type": kind})
+
+
+def _depends_on_nothing(value: Any, schema: dict[str, Any]) -> bool:
+    return isinstance(value, dict) and all(v == [] or _allows_all(v) for v in value.values())
+
+
+def _decides_nothing(value: Any, schema: dict[str, Any]) -> bool:
+    return "if" not in schema or all(_allows_all(schema.get(k, True)) for k in ("then", "else"))
+
+
+def _counts_nothing(value: Any, schema: dict[str, Any]) -> bool:
+    is_optional = schema.get("minContains") == 0 and "maxContains" not in schema
+    return "contains" not in schema or is_optional
+
+
+# Whether a keyword with this value, in this schema, can be removed.
+_EMPTY: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "not": lambda value, schema: value is False,
+    "minLength": lambda value, schema: value == 0,
+    "uniqueItems": lambda value, schema: value is False or schema.get("maxItems") in (0, 1),
+    "propertyNames": lambda value, schema: _allows_all(value, "string"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _depends_on_nothing),
+    **dict.fromkeys(("if", "then", "else"), _decides_nothing),
+    **dict.fromkeys(("contains", "minContains", "maxContains"), _counts_nothing),
+    "unevaluatedItems": lambda value, schema: "items" in schema or _allows_all(value),
+    "unevaluatedProperties": lambda value, schema: (
+        "additionalProperties" in schema or _allows_all(value)
+    ),
+    **dict.fromkeys(("$dynamicAnchor", "$recursiveAnchor"), lambda value, schema: True),
+}
+# What a schema without these evaluates is visible in itself.
+_IN_PLACE = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "contains"}
+_EVALUATED = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
+
+
+def _without_empty(schema: dict[str, Any]) -> dict[str, Any]:
+    schema = {
+        key: value
+        for key, value in schema.items()
+        if key not in _EMPTY or not _EMPTY[key](value, schema)
+    }
+    if _IN_PLACE.isdisjoint(schema):
+        schema = {_EVALUATED.get(key, key): value for key, value in schema.items()}
+    return schema
+
+
+# -- formats
 
 
 def _is_remark(value: object) -> bool:
@@ -76,6 +114,32 @@ def _is_remark(value: object) -> bool:
         _named.add(value)
         logger.warning("ignoring the unknown format %.100r of a schema", value)
     return True
+
+
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # divisible by four, and not 00
+_MONTHS = {
+    "(0[13578]|1[02])": "(0[1-9]|[12][0-9]|3[01])",
+    "(0[469]|11)": "(0[1-9]|[12][0-9]|30)",
+    "02": "(0[1-9]|1[0-9]|2[0-8])",
+}
+_DAYS = "|".join(f"{month}-{days}" for month, days in _MONTHS.items())
+_DATE = f"({_YEAR}-({_DAYS})|([0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_CLOCK})"
+FORMAT_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+
+
+def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    pattern = FORMAT_PATTERNS.get(str(schema.get("format")))
+    all_of = schema.get("allOf", [])
+    if pattern is None or not isinstance(all_of, list):
+        return schema
+    others = {key: inner for key, inner in schema.items() if key != "format"}
+    return others | {"allOf": [*all_of, {"pattern": f"^{pattern}$"}]}
+
+
+# -- alternatives that are lists of values
 
 
 def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +159,7 @@ def _without_lists(schema: dict[str, Any]) -> dict[str, Any]:
 def _values(schema: Any) -> dict[str, Any] | None:
     """Return the values of a schema that only lists values, all of them strings, integers, booleans
     or null; otherwise None."""
-    is_list = isinstance(schema, dict) and schema.keys() - _TITLES in ({"const"}, {"enum"})
+    is_list = isinstance(schema, dict) and schema.keys() in ({"const"}, {"enum"})
     values = schema.get("enum", [schema.get("const")]) if is_list else [0.5]
     values = values if isinstance(values, list) else [0.5]  # the library reports the error
     is_plain = all(value is None or isinstance(value, str | int) for value in values)

@@ -72,6 +72,8 @@ def _lark_of(grammar: dict[str, Any]) -> str:
         # As one terminal, because each alternative of a rule is tried separately.
         return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, grammar["choice"]))
     schema, max_whitespace = rewritten(grammar["json"]), grammar["max_whitespace"]
+    if isinstance(schema, bool):
+        raise ValueError(NOTHING_FITS)
     options: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{max_whitespace}}}"}
     if max_whitespace == 0:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

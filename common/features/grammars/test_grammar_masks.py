@@ -11,6 +11,7 @@ from itertools import product
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -21,9 +22,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.features.grammars import grammar_compiler
-from common.features.grammars.grammar_compiler import GrammarCompiler, GrammarJob
+from common.features.grammars.grammar_compiler import SHORT, GrammarCompiler, GrammarJob
 from common.features.grammars.grammar_masks import GrammarMasks, Matched
-from common.features.grammars.json_schema import FORMATS, rewritten
+from common.features.grammars.json_schema import FORMAT_PATTERNS, FORMATS, rewritten
 from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.features.grammars.vocabulary import (
     Beginning,
@@ -34,8 +35,17 @@ from common.features.grammars.vocabulary import (
 )
 from common.requests.tokenizer import load_tokenizer
 from common.sampling.sampling_constraints import forbid
-from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from common.tests.grammar_cases import (
+    CASES,
+    EOS,
+    LIMITS,
+    may_come,
+    may_follow,
+    small_tokenizer,
+    texts_of,
+)
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
+from request import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -81,13 +91,14 @@ def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
 class Matching:
     """One grammar, and the tokens that have been taken."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, **limits: Any) -> None:
         self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.token_bytes)
+        self.limits = limits.get("stop_token_ids", ()), limits.get("min_tokens", 0)
         self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
         self.begin()
 
     def begin(self) -> None:
-        self.matched = GrammarMasks(self.vocabulary).match(self.compiled)
+        self.matched = GrammarMasks(self.vocabulary).match(self.compiled, *self.limits)
         self.outputs: list[int] = []
 
     def draw(self, rng: random.Random, max_len: int = 60) -> str | None:
@@ -209,17 +220,21 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> 
         assert inner not in str(error.value)
 
 
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", CASES)
-def test_allowed_tokens_equal_those_of_trying_all_texts(name) -> None:
-    rng = random.Random(name)
+def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
+    """Before `min_tokens` an end token can come only where nothing else can."""
+    rng, how = random.Random(name), LIMITS[limits]
+    ends = {EOS, *how.get("stop_token_ids", ())}
     for _ in range(5):
-        ours = Matching(SMALL, CASES[name][0])
-        while EOS not in ours.outputs and len(ours.outputs) < 20:
-            allowed = may_follow(TOKENIZER, texts_of(name), ours.outputs)
+        ours = Matching(SMALL, CASES[name][0], **how)
+        while not ends.intersection(ours.outputs) and len(ours.outputs) < 20:
+            allowed = may_come(TOKENIZER, texts_of(name), ours.outputs, how)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
             ours.outputs.append(rng.choice(allowed))
 
 
+ZONES = ("Z", "+05:30", "-23:59", "+24:00", "+05", "")
 VALUES: list = [None, True, False, 0, 1, 10, "aa", "ab", "ba", "bb", "no", 0.5]
 VALUES += [{}, *({name: value} for name in "ab" for value in VALUES)]
 
@@ -272,6 +287,85 @@ def test_one_of_several_schemas_equals_trying_all_values(name, more, is_inside) 
             ours.outputs.append(rng.choice(allowed))
 
 
+A_NUMBER: dict = {"enum": [0, 1]}
+ARRAY: dict = {"type": "array", "items": A_NUMBER, "maxItems": 2}
+RECORD: dict = {"type": "object", "properties": {"a": A_NUMBER}, "additionalProperties": False}
+SAYS_NOTHING: list[dict] = [
+    *({"propertyNames": names} for names in (True, {}, {"type": "string", "minLength": 0})),
+    *({name: {}} for name in ("dependencies", "dependentRequired", "dependentSchemas", "if")),
+    {"dependentRequired": {"a": []}, "dependentSchemas": {"a": {}}},
+    *({"not": False}, {"uniqueItems": False}, {"minItems": 0, "minLength": 0, "minProperties": 0}),
+    *({"contains": {"const": 5}, "minContains": 0}, {"minContains": 3}, {"maxContains": 0}),
+    *({"then": False}, {"if": {"required": ["a"]}, "then": {}}, {"if": False, "else": True}),
+    *({"unevaluatedProperties": more, "unevaluatedItems": more} for more in (False, {})),
+    {"$comment": "x", "title": "x", "description": "x", "examples": [1], "default": 1},
+    {"readOnly": True, "deprecated": True, "$anchor": "x", "$dynamicAnchor": "y"},
+    {"contentMediaType": "text/plain", "contentEncoding": "base64", "contentSchema": False},
+]
+NEVER: list[dict] = [
+    {"anyOf": [{"not": {}}, A_NUMBER]},
+    {"oneOf": [{"not": {"description": "x"}}, ARRAY, RECORD]},
+    RECORD | {"properties": {"a": A_NUMBER, "b": {"not": True}}},
+    RECORD | {"properties": {"a": {"not": {}}}},
+    {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": A_NUMBER},
+    {"type": "object", "patternProperties": {"^a": {"not": {}}}, "additionalProperties": A_NUMBER},
+    {"type": "array", "items": {"not": {}}},
+    {"type": "array", "prefixItems": [A_NUMBER], "items": {"anyOf": [{"not": {}}]}},
+    {"type": "array", "prefixItems": [A_NUMBER], "unevaluatedItems": False},
+    {"type": "object", "properties": {"a": A_NUMBER}, "unevaluatedProperties": {"not": {}}},
+    ARRAY | {"maxItems": 1, "uniqueItems": True},
+    {"not": {}},
+    RECORD | {"properties": {"a": {"not": {}}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [one | more for more in SAYS_NOTHING for one in (ARRAY, RECORD, {})] + NEVER,
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_keywords_that_say_nothing_or_never(schema: dict, is_inside: bool) -> None:
+    """They have no effect, whatever library or program wrote them."""
+    values = [*VALUES, [], [0], [0, 0], [0, 5], [[]], {"a": 0}, {"b": 0}, {"a": 0, "b": 0}]
+    if is_inside:
+        schema = {"type": "object", "required": ["b"], "properties": {"b": schema}}
+        schema["additionalProperties"] = False
+        values = [{"b": value} for value in values]
+    is_right = jsonschema.Draft202012Validator(schema).is_valid
+    right = [text for text in map(json.dumps, values) if is_right(json.loads(text))]
+    try:
+        ours = Matching(SMALL, Json(schema, 0))
+    except ValueError as error:
+        assert not right and re.search("no text fits|[Uu]nsatisfiable", str(error))
+        return
+    found = [t for t in map(json.dumps, values) if ours.takes([*(SPELL[c] for c in t), EOS])]
+    assert found == right
+
+
+@pytest.mark.parametrize("name", ["date", "time", "date-time"])
+def test_dates_and_times_are_those_of_the_calendar(name: str) -> None:
+    """What the library allows by itself has 30 February."""
+    schema = rewritten({"type": "string", "format": name})
+    matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
+    days = product((0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999), range(14), range(33))
+    dates = {f"{year:04}-{month:02}-{day:02}" for year, month, day in days}
+    dates |= {f"{year:04}-02-29" for year in range(10_000)}
+    times = {f"{h:02}:{m:02}:{m:02}" for h, m in product(range(26), (0, 9, 10, 59, 60, 99))}
+    times = {f"{t}{more}{zone}" for t in times for more in ("", ".5", ".") for zone in ZONES}
+    texts = {"date": dates, "time": times}
+    texts["date-time"] = {f"{date}T{'12:00:00Z'}" for date in dates}
+    is_right = jsonschema.Draft202012Validator(
+        {"format": name}, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    ).is_valid
+    num_right = 0
+    for text in texts[name]:
+        tokens = [1 + byte for byte in json.dumps(text).encode()]
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == is_right(text), text
+        num_right += is_right(text)
+    assert 100 < num_right < len(texts[name]) - 100
+
+
 @pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
 @pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
 def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
@@ -305,7 +399,7 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     assert caplog.messages == [warning]
     for form in FORMATS:
         schema = {"type": "string", "format": form}
-        assert rewritten(schema) == schema
+        assert rewritten(schema) == schema or form in FORMAT_PATTERNS
         matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
         assert not matcher.is_error()
         assert not matcher.deep_copy().consume_tokens([1 + byte for byte in b'"?!"']), form
@@ -356,11 +450,12 @@ def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
         assert [json.dumps(v) for v in found] == right
 
 
-def test_guesses_are_matched_and_taken_back() -> None:
+@pytest.mark.parametrize("limits", LIMITS)
+def test_guesses_are_matched_and_taken_back(limits) -> None:
     """A row for each draft token and one after them; after the first impossible draft, and after
     the end of the text, no row is constrained, and the matcher is as if there had been no drafts.
     Trap 65."""
-    ours = Matching(SMALL, CASES["choice"][0])
+    ours, how = Matching(SMALL, CASES["choice"][0], **LIMITS[limits]), LIMITS[limits]
     n, o, y, no = (SPELL[text] for text in ("n", "o", "y", "no"))
     ours.outputs = [n]
     before = ours.allowed().tolist()
@@ -372,17 +467,18 @@ def test_guesses_are_matched_and_taken_back() -> None:
             if i > num_possible or EOS in drafts[:i]:
                 assert (bits[i] == -1).all()
                 continue
-            allowed = may_follow(TOKENIZER, texts_of("choice"), [n, *drafts[:i]])
+            allowed = may_come(TOKENIZER, texts_of("choice"), [n, *drafts[:i]], how)
             assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
         assert ours.allowed().tolist() == before
     ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come
     assert ours.allowed().tolist() == []
 
 
-def test_tokens_after_the_end_are_ignored() -> None:
+@pytest.mark.parametrize("end", [EOS, 0])
+def test_tokens_after_the_end_are_ignored(end) -> None:
     """A step was in flight when the end was sampled."""
-    ours = Matching(SMALL, CASES["choice"][0])
-    ours.outputs = [SPELL["no"], EOS, SPELL["y"]]
+    ours = Matching(SMALL, CASES["choice"][0], stop_token_ids=[0])
+    ours.outputs = [SPELL["no"], end, SPELL["y"]]
     ours.follow()
     assert ours.matched.num_possible([]) == 0
     bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
@@ -393,7 +489,8 @@ def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
     compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(SMALL))
     masks = GrammarMasks(SMALL)
     masks.grow(1)
-    masks.admit(0, SimpleNamespace(features={"grammar": compiled}))
+    features = {"grammar": compiled, "min_tokens": 0}
+    masks.admit(0, SimpleNamespace(features=features, sampling_params=SamplingParams()))
     fill, calls = Matched.fill, []
 
     def gives_up_at_first(matched, bits, row, drafts) -> bool:
@@ -512,8 +609,11 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         ours, (token,) = Matching(SMALL, grammar), TOKENIZER.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
+    described = {"properties": {"description": {"description": "x" * 300_000, "default": "y"}}}
+    assert json.loads(source_of(Json(described)))["json"] == {"properties": {"description": {}}}
     many = "a" * 200_000
-    for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many)):
+    too_many = Json({"anyOf": [{}] * 20_000, "description": many})
+    for grammar in (Ebnf(f'root ::= "{many}"'), Json({"const": many}), Regex(many), too_many):
         with pytest.raises(ValueError, match="grammar must have at most 200,000"):
             source_of(grammar)
     assert source_of(Choice([many]))
@@ -574,20 +674,24 @@ def test_nothing_is_compiled_for_a_disconnected_client(held) -> None:
     assert not held.go_on.is_set(), "the library still works on the first one"
 
 
-def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held) -> None:
-    """Trap 87. The next one begins as soon as one of them has ended."""
+@pytest.mark.parametrize(("end", "other_end"), [("", "c" * SHORT), ("c" * SHORT, "")])
+def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held, end, other_end) -> None:
+    """Trap 87. The next one begins as soon as one of them has ended. Of long grammars a fourth
+    holds up only long ones, and of short ones only short ones."""
     for i in range(3):
-        begun = held.submit("x" * (i + 1))
+        begun = held.submit("x" * (i + 1) + end)
         held.begun.get(timeout=60)
         begun.cancel()
-        assert f"start: /{'a' * i}b/" in held.submit("a" * i + "b").result(30)
+        assert f"start: /{'a' * i}b{end}/" in held.submit("a" * i + "b" + end).result(30)
         held.begun.get(timeout=60)
-    last = held.submit("xxxx")
+    last = held.submit("xxxx" + end)
     held.begun.get(timeout=60)
-    waits = held.submit("c")
+    waits = held.submit("c" + end)
     assert last.cancel() and not waits.wait(0.1)
+    assert f"start: /c{other_end}/" in held.submit("c" + other_end).result(60)
+    assert not waits.done()
     held.go_on.set()
-    assert "start: /c/" in waits.result(60)
+    assert f"start: /c{end}/" in waits.result(60)
 
 
 def test_a_grammar_gets_ten_seconds_of_the_compiler(held, monkeypatch) -> None:
