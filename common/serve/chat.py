@@ -101,8 +101,8 @@ def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise bad(f"messages[{i}].content must be a str", "messages")
     plain = {**message, "content": content or ""}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = calls_of_history(message["tool_calls"], f"messages[{i}]")
+    if calls := plain.pop("tool_calls", None):  # some templates cannot render an empty list
+        plain["tool_calls"] = calls_of_history(calls, f"messages[{i}]")
     if message.get("reasoning"):  # vLLM's name; templates use another one
         plain.setdefault("reasoning_content", message["reasoning"])
     return plain
