@@ -72,7 +72,7 @@ MISTRAL = (
 {%- for call in message.tool_calls if call.id | length != 9 %}{{ raise_exception("9!") }}
 {%- endfor %}{% endfor %}"""
 )
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<\\\\"}}\n</tool_call>'
 AUTO = ToolUse({}, "auto")
 
 
@@ -168,7 +168,7 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
     assert joined(deltas) == whole(reader, text, end)
 
 
-F = {"name": "f", "arguments": '{"x": "}\\"<"}'}
+F = {"name": "f", "arguments": '{"x": "}\\"<\\\\"}'}
 G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"x": 1'))
 
 
@@ -199,6 +199,8 @@ G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"
         ('<tool_call>{"name": "g", "arguments": {"x": 1</tool_call>a', "a", None, [CUT]),
         ('<tool_call>{"name": "g", "parameters": {"x": 1}\n' + CALL, None, None, [X, F]),
         ('<tool_call>{"name": "g"}\n{"name": "g"}\n</tool_call>a', "a", None, [G, G]),
+        ('<tool_call>{"name": "g"}<tool_call>{"id": 1, "name": "g"}', None, None, [G, G]),
+        ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}</tool_call>", "a", [G]),
         # a call that is cut
         ('<tool_call>{"name": "g", "arguments": {"x": 1', None, None, [CUT]),
         *((f"hi\n<tool_call>{text}", "hi", None, []) for text in ("", "\n", '{"name": "f", "a')),
