@@ -138,8 +138,8 @@ class ChatPrompts:
         if not isinstance(role, str) or not role:
             raise bad(f"{path}.role must be a non-empty str", "messages")
         found = {**message, "content": self._forms.content(message, path)}
-        if message.get("tool_calls"):
-            found["tool_calls"] = calls_of_history(message["tool_calls"], path)
+        if calls := found.pop("tool_calls", None):  # some templates cannot render an empty list
+            found["tool_calls"] = calls_of_history(calls, path)
         if message.get("reasoning"):  # vLLM's name; templates use another one
             found.setdefault("reasoning_content", message["reasoning"])
         return found

@@ -94,7 +94,6 @@ ONLY_CHAT: dict[str, list[Any]] = {
         *([USER | {"content": text}] for text in (3, [IMAGE], [5], [{"text": 1}], nested(300))),
         *([USER | {"content": text}] for text in ("\ud800", "x " * 5000)),
         *([USER | {"tool_calls": calls}] for calls in (5, [1], [{}], [{"function": {}}])),
-        [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],  # cut
     ],
     "top_logprobs": [3, MAX_LOGPROBS + 1],  # without `logprobs`
     "max_completion_tokens": [0],
@@ -105,6 +104,8 @@ WITH_TOOLS: dict[str, list[Any]] = {
     "tool_choice": [
         *("any", 5, {"type": "function"}, {"type": "allowed_tools"}),
         {"type": "function", "function": {"name": "g"}},
+        *({"function": function} for function in ("f", {}, {"name": ["f"]})),
+        {"type": "custom", "function": {"name": "f"}},
     ],
     "tools": [
         *([TOOL, TOOL], [{"type": "custom", "custom": {"name": "f"}}]),

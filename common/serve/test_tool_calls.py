@@ -4,6 +4,7 @@ the `openai` package makes of the answers."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-NAMED: Any = {"type": "function", "function": {"name": "home.switch"}}
+NAMED: Any = {"function": {"name": "home.switch", "strict": True}, "x": 1}  # no type, more keys
 FORMAT: Any = {"type": "json_object"}
 MESSAGES: Any = [{"role": "user", "content": "x"}]
 # As Qwen3's is made: tools and their form, calls of earlier answers, thinking that can be off.
@@ -64,7 +65,15 @@ HERMES = """
 
 </think>{% endif %}
 """
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<"}}\n</tool_call>'
+# As Mistral's are: ids of nine characters, and a key `tool_calls` means calls.
+MISTRAL = (
+    HERMES
+    + """
+{%- for message in messages if message.tool_calls is defined %}{{ message.tool_calls[0].id }}
+{%- for call in message.tool_calls if call.id | length != 9 %}{{ raise_exception("9!") }}
+{%- endfor %}{% endfor %}"""
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<\\\\"}}\n</tool_call>'
 AUTO = ToolUse({}, "auto")
 
 
@@ -132,6 +141,7 @@ def whole(reader: Reader, text: str, prompt_end: str = "") -> dict[str, Any]:
 
 PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "a", "<", "}", CALL, "{"]
 PARTS += ['{"name": "f", "arguments": {', '{"arguments": {}, "name": "g"}', '"', "\\", "</tool"]
+PARTS += ['{"id": "</tool_call>", "name": "f", "parameters": {}}', ', "id": "}"', "[", "]"]
 ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameters": {}}]'
 
 
@@ -145,6 +155,7 @@ ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameter
 )
 @example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", {*range(150)}, "auto", True, True, "")
 @example(f"ab</think>{CALL}", {*range(150)}, "auto", False, True, "<think>\n")
+@example(f"<think>a{CALL}\n</think>\n\nhi", {*range(150)}, "auto", True, True, "")
 @example(ARRAY, {*range(150)}, "required", True, False, "")
 @example(ARRAY, {*range(150)}, "required", False, False, "")
 def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
@@ -158,8 +169,8 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
     assert joined(deltas) == whole(reader, text, end)
 
 
-F = {"name": "f", "arguments": '{"x": "}\\"<"}'}
-G = {"name": "g", "arguments": "{}"}
+F = {"name": "f", "arguments": '{"x": "}\\"<\\\\"}'}
+G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"x": 1'))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +181,36 @@ G = {"name": "g", "arguments": "{}"}
         ("<think>never ends", None, "never ends", []),
         ("a <think>b</think>\n", "a <think>b</think>\n", None, []),  # not at the beginning
         ("<thin", "<thin", None, []),
+        # a call within the reasoning ends it, a mark alone does not
+        (f"<think>ab\n{CALL}", None, "ab", [F]),
+        (f"<think>ab{CALL}\n</think>\nhi", "hi", "ab", [F]),
+        ("<think>a\n<tool_call> b\n</think>\nhi", "hi", "a\n<tool_call> b", []),
+        # other forms of a call
         ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', None, None, [G]),
         ('<tool_call>{"name": "g"}', None, None, [G]),
+        ('<tool_call>{"id": 1, "name": "g", "parameters": {"x": 1}}</tool_call>', None, None, [X]),
+        ('<tool_call>{"parameters": {"x": 1}, "name": "g"}</tool_call>\na', "a", None, [X]),
+        ('<tool_call>{"name": "g", "parameters": "{\\"x\\": 1}"}</tool_call>', None, None, [X]),
+        ('<tool_call>{"name": "g", "arguments": null}</tool_call>', None, None, [G]),
+        ('<tool_call>{"name": "g", "arguments": [5]}', None, None, [G | {"arguments": "[5]"}]),
+        ('<tool_call>{"id": "</tool_call>", "name": "g"}</tool_call>a', "a", None, [G]),
+        # after the arguments: other keys, a bracket too many or too few, another call
+        ('<tool_call>{"name": "g", "arguments": {}, "x": ["}"]}</tool_call>\na', "a", None, [G]),
+        ('<tool_call>{"name": "g", "arguments": {}}}</tool_call>a', "a", None, [G]),
+        ('<tool_call>{"name": "g", "arguments": {"x": 1</tool_call>a', "a", None, [CUT]),
+        ('<tool_call>{"name": "g", "parameters": {"x": 1}\n' + CALL, None, None, [X, F]),
+        ('<tool_call>{"name": "g"}\n{"name": "g"}\n</tool_call>a', "a", None, [G, G]),
+        ('<tool_call>{"name": "g"}<tool_call>{"id": 1, "name": "g"}', None, None, [G, G]),
+        ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}</tool_call>", "a", [G]),
+        # a call that is cut
+        ('<tool_call>{"name": "g", "arguments": {"x": 1', None, None, [CUT]),
+        *((f"hi\n<tool_call>{text}", "hi", None, []) for text in ("", "\n", '{"name": "f", "a')),
+        ('<tool_call>{"parameters": {"x": "}"}, "na', "", None, []),
+        ("<think>a<tool_call>{", None, "a", []),
+        # no calls
         ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),
         ('a<tool_call>{"b</tool_call>', 'a<tool_call>{"b</tool_call>', None, []),
-        ('<tool_call>{"name": "f", "arguments": {"x', None, None, [{**F, "arguments": '{"x'}]),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', None, []),
         (f"{CALL} and more", " and more", None, [F]),
         ("", "", None, []),
     ],
@@ -187,6 +223,8 @@ def test_tool_calls_of_a_text(
     assert found.get("reasoning") == reasoning and found.get("tool_calls", []) == calls
     only_first = whole(Reader(ToolUse({}, "auto", is_parallel=False), True), text)
     assert only_first.get("tool_calls", []) == calls[:1]
+    reply = Reply(Reader(AUTO, True))
+    assert joined([*(reply.delta(c, False) for c in text), reply.delta("", True)]) == found
 
 
 def test_of_some_templates_the_prompt_opens_the_reasoning() -> None:
@@ -284,7 +322,7 @@ def test_calls_are_found_in_a_text(
     assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == answer.finish_reason
     assert not any(choice.finish_reason for choice in deltas[:-1])
     first, *later = [call for c in deltas for call in c.delta.tool_calls or () if call.index == 1]
-    assert (first.type, first.function.name, first.id[:5]) == ("function", "f", "call_")
+    assert (first.type, first.function.name) == ("function", "f")
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
     arguments = first.function.arguments + "".join(call.function.arguments for call in later)
     assert arguments == F["arguments"] and len(later) > 3, "as they come"
@@ -296,8 +334,24 @@ def test_calls_are_found_in_a_text(
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
 
 
-def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
-    function = {"name": "f", "arguments": '{"x": 1, "y": "z"}'}
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"x": 1, "y": "z"}', " x=1 y=z"),
+        ({"x": 1}, " x=1"),
+        # no JSON of an object, so {} as in vLLM
+        *((text, "") for text in ("", " ", "null", "[]", "[1]", '"x"', "5", "true", "None", "{}")),
+        *((text, "") for text in ('{"x": "half', "{", '{"x": 1}{"y": 2}', '{"x": 1 "y": 2}', "'")),
+        *((text, "") for text in ('{"x": "a "b""}', '{"x": "a\nb"}', '{"x": "\\ud800"}')),
+        *((text, "") for text in ("[" * 9999, '{"x":' * 9999, f'{{"x": {"9" * 9999}}}')),
+        *((value, "") for value in (None, {}, [], [{"x": 1}], 0, 5, 1.5, True, False)),
+    ],
+    ids=range(32),
+)
+def test_histories_and_tools_reach_the_template(
+    hermes: Running, arguments: Any, shown: str
+) -> None:
+    function = {"name": "f", "arguments": arguments}
     messages = [*MESSAGES, {"role": "assistant", "content": None, "reasoning": "why"}]
     messages[1]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
     messages += [{"role": "tool", "tool_call_id": "1", "content": "9"}]
@@ -306,9 +360,40 @@ def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
         text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
         tools, _, call_text = text.partition(" as <tool_call>")
         assert json.loads(tools) == TOOLS
-        answer = "assistant:<think>why</think><tool_call>f x=1 y=z"
+        answer = f"assistant:<think>why</think><tool_call>f{shown}"
         assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>")
-    assert function["arguments"] == '{"x": 1, "y": "z"}'
+    assert function["arguments"] == arguments
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_agent_sends_back_what_it_got(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch, is_cut: bool, is_streamed: bool
+) -> None:
+    """A call, its result, an answer, and one more question, with the `openai` package."""
+    chat = ChatPrompts(hermes.llm.tokenizer, MISTRAL)
+    monkeypatch.setattr(hermes.app.state.server, "chat", chat)
+    messages: Any = [*MESSAGES]
+
+    def turn(text: str) -> Any:
+        says(hermes, monkeypatch, text)
+        body_fields: Any = {"model": MODEL, "messages": messages, "tools": TOOLS}
+        if is_streamed:
+            with client(hermes).stream(**body_fields) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client(hermes).create(**body_fields).choices[0].message
+        messages.append(message.model_dump())
+        return message
+
+    call = turn('<tool_call>{"name": "g", "arguments": {"x": 1' if is_cut else CALL).tool_calls[0]
+    assert call.function.model_dump().items() >= (CUT if is_cut else F).items()
+    assert re.fullmatch("[0-9A-Za-z]{9}", call.id)
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "9"})
+    assert turn("It is 9.").content == "It is 9."
+    messages[-1]["tool_calls"] = [] if is_streamed else None
+    messages += MESSAGES
+    assert turn("9").content == "9"
 
 
 def test_a_template_that_ignores_tools(
@@ -335,6 +420,8 @@ def test_the_template_writes_the_format_that_is_parsed(hermes: Running) -> None:
     for template in TEMPLATE, coder:
         with pytest.raises(ApiError, match="tools"):
             reader(template, "auto")
+    typed = {"type": "function", "function": {"name": "home.switch"}}
+    assert tool_use(TOOLS, NAMED, None) == tool_use(TOOLS, typed, None)
     assert reader(TEMPLATE) is None and reader(HERMES) == Reader(ToolUse({}), True)
     flags = ["--enable-auto-tool-choice", "--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
     assert parse_args(flags).reasoning_parser == "qwen3", "as at vLLM, and not needed"

@@ -9,7 +9,9 @@ arguments.
 The text is parsed in order and output is never retracted, so a stream's deltas add up to the
 complete answer, wherever they are split. Marks are not sent to clients, and neither are the
 newlines next to them, which chat templates add again. A call begins when its name and `{` have
-arrived. Text after `<tool_call>` that is not a call is content.
+arrived. A call with other keys, or in another order, is sent when its object is complete. As in
+vLLM, a call ends the reasoning, and the markup of a call that is cut before its arguments is
+dropped. Text after `<tool_call>` that is not a call stays where it is.
 
 See common/serve/README.md#tools-and-reasoning"""
 
@@ -17,9 +19,9 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
+import secrets
+import string
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,9 +33,12 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
 # A call up to its arguments' value. A call in another form is parsed when it is complete.
-_HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
-_SIGN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)  # JSON's signs; an escape is both characters
+_HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
+# JSON's signs, with an escape as both of its characters, and the marks that end a cut object.
+_SIGN = re.compile(rf'\\.|["{{}}\[\]]|{CALL}|{END_CALL}', re.DOTALL)
 _BRACKETS = {"{": 1, "[": 1, "]": -1, "}": -1}
+_PARTS = (r"\.", CALL, END_CALL)  # signs of more than one character
+_ID_LETTERS = string.ascii_letters + string.digits  # Mistral's templates allow only nine of these
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 State = Callable[[dict[str, Any]], bool]
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -80,8 +85,10 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, is_parallel: bool | None) -> ToolUse:
     """Return the validated tools and choice of a chat. Raises `ApiError`."""
     schemas = schemas_of(tools or ())
-    for name in schemas:
-        if choice == {"type": "function", "function": {"name": name}}:
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and name in schemas:
             return ToolUse(schemas, "named", name)
     choice = ("auto" if schemas else "none") if choice is None else choice
     if choice != "none" and not (schemas and choice in ("auto", "required")):
@@ -115,20 +122,21 @@ def _rooted(root: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 def calls_of_history(calls: Any, message_path: str) -> list[dict[str, Any]]:
     """Return the calls of an earlier answer, with the arguments as the object that chat templates
-    expect. Raises `ApiError`."""
+    expect. As in vLLM, arguments that are not the JSON of an object become {}, because an error
+    would end the conversation: the call is in the history of each later turn. Raises `ApiError`."""
     found = []
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad(f"{message_path}.tool_calls must have functions with names", "messages")
-        arguments = function.get("arguments") or {}
+        arguments = function.get("arguments")
         if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
+            try:
                 arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            raise bad(
-                f"{message_path}.tool_calls: arguments must be the JSON of an object", "messages"
-            )
+                json.dumps(arguments, ensure_ascii=False).encode()  # raises for half a character
+            except (ValueError, RecursionError):
+                arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
         found.append(call | {"function": function | {"arguments": arguments}})
     return found
 
@@ -165,7 +173,13 @@ class Reply:
         self._num_bytes = 0  # of all text that has arrived
         self._text, self._is_last = "", False  # `_text`: arrived and not parsed yet
         self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
-        self._num_calls, self._depth, self._is_in_string = 0, 0, False
+        self._mark_begin = 0  # of the last mark, in bytes of the answer's text
+        self._field = ""  # the field of the text before the last mark
+        self._content_marks: dict[str, State] = {}  # with the state after each mark
+        if self._tools.choice == "auto":
+            self._content_marks[CALL] = self._head
+        self._num_calls = 0
+        self._depth, self._is_in_string, self._num_scanned = 0, False, 0  # of an object in `_text`
         if self._tools.choice in ("named", "required"):
             self._state = self._named if self._tools.name else self._head
         elif reader.has_reasoning:
@@ -218,15 +232,14 @@ class Reply:
         return True
 
     def _reasoning(self, fields: dict[str, Any]) -> bool:
-        is_over = self._take(fields, "reasoning_content", END_THINK, self._content)
-        if is_over:
-            self.thought.end = self._num_parsed_bytes() - len(END_THINK)
+        marks = {END_THINK: self._content} | self._content_marks
+        is_over = self._take(fields, "reasoning_content", marks)
+        if is_over and self._state == self._content:
+            self.thought.end = self._mark_begin
         return is_over
 
     def _content(self, fields: dict[str, Any]) -> bool:
-        return self._take(
-            fields, "content", CALL if self._tools.choice == "auto" else "", self._head
-        )
+        return self._take(fields, "content", self._content_marks)
 
     def _head(self, fields: dict[str, Any]) -> bool:
         """Parse from the mark, or from the text between two calls of an array, to the arguments."""
@@ -235,18 +248,27 @@ class Reply:
         if (head := _HEAD.match(self._text)) is not None:
             self._call(fields, "", head[1])
             self._text, self._state = self._text[head.end() :], self._arguments
+            self._open_object(0)
             return True
-        found, end, after = self._text.partition(END_CALL)
-        may_become_one = not end and not self._is_last and (found.lstrip() or "{")[0] == "{"
-        if may_become_one or self._tools.choice == "required":
+        return self._tools.choice != "required" and self._other_head(fields)
+
+    def _other_head(self, fields: dict[str, Any]) -> bool:
+        """Parse a call in another form, which waits for its end."""
+        text = self._text.lstrip()
+        if text.startswith("{"):
+            self._num_scanned = self._num_of_object()
+        is_open = bool(self._depth) if text.startswith("{") else not text
+        if is_open and (not self._is_last or END_CALL not in text):
+            self._text = "" if self._is_last else self._text  # the call is cut
             return False
-        self._state, call = self._content, _whole_call(found)
+        call = None if is_open else _whole_call(self._text[: self._num_scanned])
         if call is None:
             self._is_after_mark = False
-            fields["content"] = fields.get("content", "") + self._mark
+            self._state = self._content if self._field == "content" else self._reasoning
+            fields[self._field] = fields.get(self._field, "") + self._mark
         else:
             self._call(fields, **call)
-            self._text = after
+            self._text, self._state = self._text[self._num_scanned :], self._after_call
         return True
 
     def _named(self, fields: dict[str, Any]) -> bool:
@@ -256,20 +278,31 @@ class Reply:
         return False
 
     def _arguments(self, fields: dict[str, Any]) -> bool:
-        num = self._num_of_object()
-        if num:
+        if num := self._num_of_object():
             self._call(fields, self._text[:num])
         self._text = self._text[num:]
         if is_complete := not self._depth:
-            self._state = self._head if self._tools.choice == "required" else self._after_call
+            self._state = self._head if self._tools.choice == "required" else self._other_keys
+            self._open_object(1)
         return is_complete
 
+    def _other_keys(self, fields: dict[str, Any]) -> bool:
+        """Skip what follows the arguments in the object of a call."""
+        self._text = self._text[self._num_of_object() :]
+        self._state = self._other_keys if self._depth else self._after_call
+        return not self._depth
+
     def _after_call(self, fields: dict[str, Any]) -> bool:
-        """Skip the mark that ends a call."""
+        """Skip the mark that ends a call. Before it, there can be another call."""
         text = self._text.lstrip(" \n\r\t}")
         is_part = END_CALL.startswith(text)
         if is_part and text != END_CALL and not self._is_last:
             return False
+        if text.startswith("{"):
+            self._text, self._mark, self._field = text, "", "content"
+            self._state = self._head
+            self._open_object(0)
+            return True
         self._text = "" if is_part else text.removeprefix(END_CALL)
         self._is_after_mark, self._state = True, self._content
         return True
@@ -279,60 +312,82 @@ class Reply:
     def _num_parsed_bytes(self) -> int:
         return self._num_bytes - len(self._text.encode())
 
-    def _take(self, fields: dict[str, Any], name: str, mark: str, after_mark: State) -> bool:
-        """Add the text before the mark, and skip the mark if it has arrived. Text that can be a
-        part of the mark, and newlines before that text, wait for more text."""
+    def _take(self, fields: dict[str, Any], name: str, marks: dict[str, State]) -> bool:
+        """Add the text before the first mark, and skip the mark if it has arrived. Text that can be
+        a part of a mark, and newlines before that text, wait for more text."""
         text = self._text.lstrip("\n") if self._is_after_mark else self._text
         self._is_after_mark &= not text
-        taken, found, after = text.partition(mark) if mark else (text, "", "")
-        if mark and not (found or self._is_last):
-            num = next(n for n in range(len(mark), -1, -1) if text.endswith(mark[:n]))
-            taken = text[: len(text) - num]
-        if mark and (found or not self._is_last):
+        found = min((m for m in marks if m in text), key=text.find, default="")
+        start = text.find(found) if found else len(text)
+        pending = 0 if found or self._is_last else _num_pending(text, marks)
+        taken = text[: start - pending]
+        if marks and (found or not self._is_last):
             taken = taken.rstrip("\n")
         self._text = text[len(taken) :]
         if found:
-            self._mark, self._text = self._text[: len(self._text) - len(after)], after
-            self._is_after_mark, self._state = True, after_mark
+            end = start + len(found)
+            self._mark, self._field, self._text = text[len(taken) : end], name, text[end:]
+            self._is_after_mark, self._state = True, marks[found]
+            self._mark_begin = self._num_parsed_bytes() - len(found)
+            self._open_object(0)
         if taken:
             fields[name] = fields.get(name, "") + taken
         return bool(found)
 
     def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
-        """Begin the call of a function, or extend its arguments."""
+        """Begin the call of a function, or extend its arguments. As in vLLM, a call ends the
+        reasoning, so the mark for its end means nothing afterwards."""
         self._num_calls += bool(name)
+        if self._field == "reasoning_content":
+            self._content_marks[END_THINK] = self._content
+            self.thought.end = self._mark_begin
         if self._num_calls > 1 and not self._tools.is_parallel:
             return
         calls = fields.setdefault("tool_calls", [])
         if name or not calls:
             calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
         if name:
-            calls[-1] |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+            calls[-1] |= {"id": call_id, "type": "function"}
             calls[-1]["function"]["name"] = name
         calls[-1]["function"]["arguments"] += arguments
 
+    def _open_object(self, depth: int) -> None:
+        """From now on, `_text` is within an object."""
+        self._depth, self._is_in_string, self._num_scanned = depth, False, 0
+
     def _num_of_object(self) -> int:
-        """Return the number of characters up to the bracket that closes the first one, or of all
-        that can be parsed."""
-        end = 0
-        for found in _SIGN.finditer(self._text):
+        """Return the number of characters up to the end of the object, or of all that can be
+        parsed. The object ends at the bracket that closes it, or at a mark outside its strings."""
+        end = self._num_scanned
+        for found in _SIGN.finditer(self._text, end):
             end, sign = found.end(), found[0]
             self._is_in_string ^= sign == '"'
-            if sign in _BRACKETS and not self._is_in_string:
-                self._depth += _BRACKETS[sign]
-                if not self._depth:
-                    return end
-        is_cut = self._text.endswith("\\", end) and not self._is_last
-        return len(self._text) - is_cut
+            if self._is_in_string:
+                continue
+            if sign in (CALL, END_CALL):
+                self._depth = 0
+                return found.start()
+            self._depth += _BRACKETS.get(sign, 0)
+            if sign in _BRACKETS and not self._depth:
+                return end
+        pending = 0 if self._is_last else _num_pending(self._text[end:], _PARTS)
+        return len(self._text) - pending
+
+
+def _num_pending(text: str, marks: Iterable[str]) -> int:
+    """Return the number of characters at the end of `text` that can be the beginning of a mark."""
+    lengths = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return max(lengths, default=0)
 
 
 def _whole_call(text: str) -> dict[str, str] | None:
-    """Parse a call with another order of keys, or without arguments. None: it is not a call."""
+    """Parse a call with other keys, or with its arguments in another form. None: not a call."""
     try:
         call = json.loads(text)
-        found = {"name": call["name"], "arguments": call.get("arguments") or {}}
+        name, arguments = call["name"], call.get("arguments") or call.get("parameters") or {}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
-    if isinstance(found["arguments"], dict):
-        found["arguments"] = json.dumps(found["arguments"], ensure_ascii=False)
-    return found if all(isinstance(text, str) and text for text in found.values()) else None
+    return {"name": name, "arguments": arguments} if name and isinstance(name, str) else None
