@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bounded_loops import as_long_as
 from fake_model import FakeModelRunner
 from kv_memory import KeyedRequest
@@ -15,8 +17,9 @@ def request(name: str, tenant: str) -> KeyedRequest:
     return KeyedRequest(name, [ord(c) for c in name], params, extra_keys=[("salt", tenant)])
 
 
-def test_tenants_take_turns():
-    scheduler = Scheduler(max_num_seqs=1, policy=TakeTurns(), max_overtakes=None)
+@pytest.mark.parametrize("policy", [TakeTurns(), "own_policy:TakeTurns"], ids=["made", "named"])
+def test_tenants_take_turns(policy):
+    scheduler = Scheduler(max_num_seqs=1, policy=policy, max_overtakes=None)
     runner = FakeModelRunner(16)
     for i in range(4):
         scheduler.add_request(request(f"greedy {i}", "greedy"))
