@@ -66,9 +66,7 @@ class Loads(Generic[T]):
         self._ends = SimpleQueue[None]()
         self._threads = [WorkerThread("kv-loads", finishes=False) for _ in range(num_threads)]
 
-    def start(
-        self, name: str, parts: Iterator[T], on_end: Callable[[bool], object] = bool
-    ) -> None:
+    def start(self, name: str, parts: Iterator[T], on_end: Callable[[bool], object] = bool) -> None:
         """`on_end` is called with whether all parts arrived, when the load can be taken: in its
         thread or, at `close`, in the caller's. Raises `ValueError` if a load of this name was not
         taken, `RuntimeError` after `close`."""
