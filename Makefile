@@ -1,7 +1,7 @@
 # Every target but gpu makes .venv by itself. The first start installs (a few minutes), later ones start at once.
 #
 #   make demo ARGS="--num-prompts 4 --trace"      make check
-#   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=9
+#   make matrix ARGS="--seconds 60 --seed 1"      make museum BUG=32
 #   make demo ARGS=--mine                         (with the functions that you have written)
 #   make task EVENING=3                           (writes tonight's files, with holes, into my/)
 #   make task N=3.2                               make task N=3.2 ARGS=--hint

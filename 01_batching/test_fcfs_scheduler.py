@@ -404,15 +404,21 @@ def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
     assert step(scheduler) == {"held": 2}
 
 
-def test_the_runner_is_sent_each_token_that_it_lacks_once():
+@pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
+def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
     delta, request = DeltaEncoder(), make("a", 3, 9)
+    request.num_computed_tokens = 2  # not what the runner knows
+    for _ in range(num_outputs):
+        request.append_output_token(6)
 
     def lacked() -> list[list[int]]:
         delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
-        return plan.scheduled_cached_reqs.new_token_ids
+        cached = plan.scheduled_cached_reqs
+        assert cached.num_computed_tokens == [2] * len(cached.req_ids)
+        return cached.new_token_ids
 
     assert lacked() == []  # it is new: all of it is sent
-    for tokens in ([7], [8, 9], []):
+    for tokens in ([], [7], [8, 9], []):
         for token in tokens:
             request.append_output_token(token)
         assert lacked() == [tokens]

@@ -82,6 +82,13 @@ def test_the_worked_example_as_tensors(mixed):
         [4, 0, 0, 0, 0],
     ]
     assert {t.dtype for t in (token_ids, attention_mask, positions)} == {torch.int64}
+    # The longest row is not the first, and a prompt has the token that pads.
+    batch = InputBatch([*"ab"], [[9], [60, 8]], [4, 0], [True, True], [5, 2])
+    token_ids, attention_mask, positions = batch.to_tensors("cpu", pad_token_id=60)
+    assert token_ids.tolist() == [[9, 60], [60, 8]]
+    assert attention_mask.tolist() == [[1, 0], [1, 1]]
+    assert positions.tolist() == [[4, 0], [0, 1]]
+    assert {t.device.type for t in batch.to_tensors("meta")} == {"meta"}
 
 
 def test_padding_never_holds_what_was_in_memory():

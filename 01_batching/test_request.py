@@ -138,6 +138,9 @@ def test_max_tokens_caps_the_length():
     assert feed(request, [7] * 9) == 3
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert (request.finish_reason, request.stop_reason) == ("length", None)
+    lowered = make(eos=[40], max_tokens=9, min_tokens=4)
+    lowered.max_tokens = 3  # as the scheduler does where the model ends sooner
+    assert feed(lowered, [7, 7, 40, 7]) == 3 and lowered.finish_reason == "length"
 
 
 @pytest.mark.parametrize("eos", [40, 41, 42])

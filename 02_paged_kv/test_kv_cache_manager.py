@@ -106,6 +106,8 @@ def test_the_table_covers_exactly_what_was_asked(block_size):
                 assert manager.allocate_slots(request, new, reserved)
                 assert len(manager.get_block_ids("a")) == -(-num_tokens // block_size)
             manager.free(request)
+    assert all(manager.allocate_slots(make_request(name), 1) for name in "ab")
+    assert manager.req_ids_with_new_blocks == {"a", "b"}
 
 
 def test_usage_counts_blocks_that_requests_hold():
@@ -141,9 +143,11 @@ def test_a_refusal_changes_nothing():
     request.num_computed_tokens = 9
     before = snapshot(manager)
     assert not manager.allocate_slots(other, 5)
+    assert manager.req_ids_with_new_blocks == {"a"}
+    manager.req_ids_with_new_blocks.clear()
     assert not manager.allocate_slots(request, 7, 1)
     assert not manager.allocate_slots(request, 1, 7)
-    assert snapshot(manager) == before
+    assert snapshot(manager) == before and not manager.req_ids_with_new_blocks
     assert manager.allocate_slots(request, 3, 4)
 
 

@@ -10,11 +10,10 @@ A policy defines one of two methods:
 Ties are broken by order of arrival. No policy can starve a request, because the queue
 (`policy_queue.py`) serves a request that has been overtaken too often.
 
-To write your own policy, give a class a `key`, and pass an instance to the scheduler:
+To write your own policy, give a class a `key`. Pass an instance to the scheduler or, if a module
+`mine` has the class, `policy="mine:ShortestPromptFirst"`:
 
     class ShortestPromptFirst(SchedulePolicy):
-        name = "shortest-prompt"
-
         def key(self, request: Request) -> int:
             return request.num_prompt_tokens
 
@@ -25,6 +24,7 @@ See 04_scheduler/README.md#the-order-of-service"""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from request import Request
@@ -37,6 +37,7 @@ class SchedulePolicy:
     is_cache_aware: ClassVar[bool] = False
     preempted_first: ClassVar[bool] = True  # False: sorted by its key again
     max_requests_to_sort: int = 128  # of the waiting requests, `order` gets the first
+    sorts_all_or_none: ClassVar[bool] = False  # True: if more wait, all are in order of arrival
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
@@ -79,9 +80,17 @@ POLICIES: dict[str, type[SchedulePolicy]] = {
 def get_policy(
     name: str, known: Mapping[str, type[SchedulePolicy]] = POLICIES
 ) -> type[SchedulePolicy]:
-    """The policy class with this name. Raises `ValueError` if there is none."""
-    if not isinstance(name, str) or name not in known:
-        allowed = ", ".join(repr(name) for name in known)
-        instance = "an instance of SchedulePolicy"
-        raise ValueError(f"policy must be {instance} or one of {allowed}, got {name!r}")
-    return known[name]
+    """The policy class with this name, or at this place: "module:Class". Raises `ValueError` if
+    there is none."""
+    found: object = known.get(name) if isinstance(name, str) else None
+    problem: Exception | None = None
+    if isinstance(name, str) and ":" in name:
+        try:
+            found = resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problem = error
+    if isinstance(found, type) and issubclass(found, SchedulePolicy):
+        return found
+    allowed = ", ".join(repr(name) for name in known)
+    kinds = "an instance of SchedulePolicy, 'module:Class' of such a class"
+    raise ValueError(f"policy must be {kinds} or one of {allowed}, got {name!r}") from problem

@@ -174,11 +174,14 @@ class PolicyQueue(RequestQueue):
 
     def _policy_order(self) -> Iterable[Request]:
         """All requests with an entry, in the policy's order, aged ones included. A cache-aware
-        policy orders the first `max_requests_to_sort`."""
+        policy orders the first `max_requests_to_sort` or, if it `sorts_all_or_none` and more than
+        that wait (preempted ones count), none."""
         requests = (entry.request for entry in self._sorted)
-        if not self.policy.is_cache_aware:
+        max_to_sort = self.policy.max_requests_to_sort
+        is_too_long = self.policy.sorts_all_or_none and len(self) > max_to_sort
+        if not self.policy.is_cache_aware or is_too_long:
             return requests
-        first = list(islice(requests, self.policy.max_requests_to_sort))
+        first = list(islice(requests, max_to_sort))
         ordered = self.policy.order(first)
         if sorted(r.request_id for r in ordered) != sorted(r.request_id for r in first):
             raise ValueError(f"policy {self.policy.name!r}: order must return each request once")

@@ -7,6 +7,8 @@ tokens, the walk as a recursion over groups of requests, duplicates by comparing
 from __future__ import annotations
 
 import random
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import policies
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
@@ -74,14 +77,12 @@ def test_draws_do_not_change_between_processes():
     assert RandomPolicy(3).key(make("b")) == random.Random("3/b").random()
 
 
-def test_a_custom_policy_takes_a_key():
-    class ShortestPromptFirst(SchedulePolicy):
-        name = "shortest-prompt"
-
-        def key(self, request: Request) -> int:
-            return request.num_prompt_tokens
-
-    queue = PolicyQueue(ShortestPromptFirst())
+def test_the_policy_that_the_docstring_suggests_runs_as_typed():
+    """It is defined nowhere else, so that a reader can type it, too."""
+    (suggested,) = re.findall(r"^    class .*?(?=^\S)", policies.__doc__ or "", re.M | re.S)
+    names = vars(policies).copy()
+    exec(textwrap.dedent(suggested), names)
+    queue = PolicyQueue(names["ShortestPromptFirst"]())
     for name, length in zip("abcd", (5, 2, 9, 2)):
         queue.add_request(make(name, [1] * length))
     assert ids(queue) == ["b", "d", "a", "c"]

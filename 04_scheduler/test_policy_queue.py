@@ -18,7 +18,13 @@ from policies import FCFSPolicy, SchedulePolicy
 from policy_queue import PolicyQueue
 from request import Request
 from request_queue import SchedulingPolicy
-from sglang_policies import POLICIES, DFSWeight, LongestPrefixMatch, make_policy
+from sglang_policies import (
+    POLICIES,
+    DFSWeight,
+    LongestPrefixMatch,
+    LongestPrefixMatchOfFirst,
+    make_policy,
+)
 from test_request_queue import QueueMachine
 
 
@@ -316,9 +322,9 @@ def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
 # policies that are asked at every step
 
 
-@pytest.mark.parametrize("kind", [LongestPrefixMatch, DFSWeight])
+@pytest.mark.parametrize("kind", [LongestPrefixMatch, LongestPrefixMatchOfFirst, DFSWeight])
 @pytest.mark.parametrize("limit", [0, 5, 128])
-def test_the_first_so_many_are_sorted_and_the_others_follow_in_order_of_arrival(kind, limit):
+def test_of_more_than_can_be_sorted_the_first_are_or_with_lpm_none(kind, limit):
     queries: list[str] = []
 
     def find(request: Request) -> list[int]:
@@ -331,11 +337,14 @@ def test_the_first_so_many_are_sorted_and_the_others_follow_in_order_of_arrival(
     fill(queue, names)
     assert ids(queue) == names[::-1] and queries == names
     queries.clear()
-    newest = fill(queue, [str(limit), str(limit + 1)])
-    assert ids(queue) == [*names[::-1], *ids(newest)] and queries == names
-    queue.remove_request(newest[1])
-    queue.prepend_request(newest[1])  # preempted ones are not sorted
-    assert ids(queue) == [str(limit + 1), *names[::-1], str(limit)]
+    (newest,) = fill(queue, [str(limit)])
+    is_lpm = kind is LongestPrefixMatch
+    first = names if is_lpm else names[::-1]
+    assert ids(queue) == [*first, str(limit)] and queries == ([] if is_lpm else names)
+    queue.remove_request(newest)
+    assert ids(queue) == names[::-1]
+    queue.prepend_request(newest)  # preempted ones are not sorted, but they wait
+    assert ids(queue) == [str(limit), *first]
 
 
 @pytest.mark.parametrize("wrong", [lambda r: r[1:], lambda r: [*r, r[0]], lambda r: r[:1] * len(r)])
@@ -478,7 +487,7 @@ def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_
 
 
 def test_a_policy_is_made_by_name():
-    assert list(POLICIES) == ["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"]
+    assert list(POLICIES) == ["fcfs", "priority", "lof", "random", "lpm", "lpm-first", "dfs-weight"]
     for name, kind in POLICIES.items():
         policy = make_policy(name, list, block_size=8, seed=5)
         assert type(policy) is kind and policy.name == name

@@ -185,12 +185,20 @@ def test_memory_is_filled_and_not_reserved():
 
 
 def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
-    loop = Loop(4)
+    noted: list[tuple[str, int]] = []
+
+    class Noting(PreemptionPlugin):
+        def on_preempt(self, request: Request) -> None:
+            num_blocks = len(self.scheduler.kv_memory.get_block_ids(request.request_id))
+            noted.append((request.request_id, num_blocks))
+
+    loop = Loop(4, plugins=[Noting()])
     first, second = loop.add("a", 7, 8), loop.add("b", 7, 8)
     loop.step()  # 7 positions each: two blocks each
     loop.step()  # 8 positions: the blocks are full
     output = loop.step()
     assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
+    assert noted == [("b", 2)], "while it has its memory"
     assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
     assert second.num_preemptions == 1 and second.num_output_tokens == 2
     stats = loop.scheduler.get_stats()
@@ -243,6 +251,7 @@ def test_a_victim_that_was_planned_gives_everything_back():
     assert preempted_ids(output) == ["v"]
     assert output.num_scheduled_tokens == {"u": 1, "o": 1}
     assert victim.status == RequestStatus.PREEMPTED
+    assert list(loop.scheduler.running) == ["u", "o"]
     assert [r.request_id for r in output.scheduled_requests] == ["u", "o"]
     assert "v" not in output.scheduled_cached_reqs.req_ids
     assert loop.scheduler.get_stats().total_scheduled_tokens == 3 + (1 + 5) + (1 + 1 + 4) + 2
@@ -550,13 +559,16 @@ def test_the_victim_is_the_least_urgent_and_of_those_the_latest():
 def test_requests_make_room_in_their_order_and_who_is_spared_does_not(policy, order):
     loop = Loop(20, policy=policy)
     for name, priority, time in (("a", 1, 0.0), ("b", 9, 5.0), ("c", 9, 2.0), ("d", 1, 1.0)):
-        loop.add(name, 3, 20, priority=priority).arrival_time = time
+        # The last has computed most.
+        loop.add(name, 3 + 9 * (name == "d"), 20, priority=priority).arrival_time = time
         loop.step()
     exclude = []
     for _ in order:
         exclude.append(loop.scheduler._choose_victim(exclude))
     assert [request.request_id for request in exclude] == list(order)
     assert loop.scheduler._choose_victim(exclude) is None
+    loop.scheduler._num_displacements[order[0]] = loop.scheduler.max_preemptions
+    assert loop.scheduler._choose_victim() is exclude[1], "the first is pinned"
 
 
 def test_as_many_positions_get_room_as_are_asked_for():
@@ -567,6 +579,15 @@ def test_as_many_positions_get_room_as_are_asked_for():
         step = StepPlan(6, lambda one: 6)
         assert loop.scheduler._allocate_or_preempt(request, num_tokens, 0, step) == num_tokens
         assert len(loop.scheduler.kv_memory.get_block_ids("a")) == num_blocks
+    full = Loop(5)  # a has two blocks, each of the others one
+    requests = [full.add(name, 7 if name == "a" else 3, 20) for name in "abcd"]
+    full.step()
+    # (tokens, optional ones): optional tokens preempt no other; 13 tokens take the blocks of three.
+    for asked, given, num_blocks, running in (((1, 9), 1, 2, "abcd"), ((13, 0), 13, 5, "a")):
+        step = StepPlan(6, lambda one: 6)
+        assert full.scheduler._allocate_or_preempt(requests[0], asked[0], asked[1], step) == given
+        assert len(full.scheduler.kv_memory.get_block_ids("a")) == num_blocks
+        assert list(full.scheduler.running) == [*running]
 
 
 # -- a cache. Equal prompts: `test_scheduler_runs.py`
@@ -607,9 +628,10 @@ def test_a_batch_holds_so_many_adapters_and_others_overtake_until_one_has_waited
 
 def test_requests_that_share_an_adapter_take_the_room_of_one():
     loop = Loop(100, plugins=[MaxLoRAs(2)])
+    loop.add("without", 3, 4)  # takes none
     for name, adapter in (("a", "x"), ("b", "x"), ("c", "y")):
         loop.add(name, 3, 4, extra_keys=(("lora", adapter),))
-    assert list(scheduled_tokens(loop.step())) == ["a", "b", "c"]
+    assert list(scheduled_tokens(loop.step())) == ["without", "a", "b", "c"]
 
 
 def test_preemption_gives_the_adapter_back():

@@ -685,6 +685,11 @@ def test_an_id_that_is_no_token_is_never_emitted_and_its_place_has_the_law_of_p(
         verified = rules.reject(p, drafts, None if is_certain else q, rows, 1, *numbers)
         assert verified.token_ids.tolist() == [[token, PADDING]] * n
         assert verified.num_sampled.tolist() == [1] * n
+    # Another request's token beside it is accepted.
+    numbers = torch.zeros(2, dtype=torch.float64), torch.full((4,), 0.6, dtype=torch.float64)
+    q_two = None if is_certain else q[:2]
+    verified = rules.reject(p[:4], torch.tensor([1, -1]), q_two, rows[:3], 1, *numbers)
+    assert verified.token_ids.tolist() == [[1, 2], [2, PADDING]]
 
 
 def test_a_draft_behind_a_rejected_one_never_counts(rules):

@@ -208,6 +208,10 @@ def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
     policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
     assert [policy.can_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
     assert ChunkedPrefill(4).can_start(one, 9)
+    two = ChunkedPrefill(4, max_long_partial_prefills=2)
+    assert [two.can_start(one, 9) for _ in range(4)] == [True, True, False, False]
+    two.begin_step([one] * 3, lambda one: 9)  # more of them run than may
+    assert not two.can_start(one, 9)
 
 
 def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():

@@ -19,7 +19,7 @@ import attention_plan
 import mixed_attention as module
 from batch_layout import Queries
 from block_delta import PagedRunnerState
-from mixed_attention import MixedAttentionBackend, mixed_attention
+from mixed_attention import MixedAttentionBackend, Partial, mixed_attention
 from mixed_batch import MixedMetadata, compose, short_first
 from request import SamplingParams
 from scheduler_interface import NewRequestData
@@ -190,6 +190,13 @@ def test_many_short_queries_are_attended_together(monkeypatch):
     output = attend(case, mixed_metadata(case, 3))
     assert sorted(groups) == [2, 3], "one token and up to eight are two groups"
     check(case, output)
+    tables, keys = torch.tensor([[1, 2], [3, 0]]), torch.zeros(4, 4, 1, 2)
+    rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
+    group = attention_plan.DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
+    assert group.tokens.tolist() == [0, 1, 2, 3, 3, 3], "the one token of the second is repeated"
+    assert group.mask is not None
+    num_seen = (group.mask[:, 0] == 0).sum(dim=-1)
+    assert num_seen.tolist() == [[4, 5, 6], [4, 4, 4]]
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 80])
@@ -209,6 +216,11 @@ def test_partial_results_are_merged_in_float32():
     output = attend(case)
     rounded = expected(case).to(torch.bfloat16)
     torch.testing.assert_close(output, rounded, atol=1e-6, rtol=2**-7)
+    one, other = (Partial(torch.full((2, 4), x), torch.full((2, 1), x)) for x in (1.0, 3.0))
+    merged = one.output
+    one.merge(other)
+    assert one.output is merged and 1 < merged[0, 0] < 3, "in place"
+    assert (other.output == 3).all() and (other.lse == 3).all()
 
 
 @pytest.mark.usefixtures("small_tiles", "tile_attention")

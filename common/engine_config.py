@@ -4,7 +4,8 @@ a name or an object:
     argument            names                           or
     scheduler           SCHEDULERS                      a function of `SchedulerParts`
     policy              chapter 4's own two, or all     a SchedulePolicy
-                        of `sglang_policies.POLICIES`
+                        of `sglang_policies.POLICIES`,
+                        or "module:Class" of yours
     prefix_cache        PREFIX_CACHES, None             a function of pool, block_size, listener
     chunked_prefill     True, False, a number           a ChunkPolicy
     speculative         PROPOSERS, in a dict            a Proposer
@@ -116,18 +117,18 @@ def _check_scheduler(value: object) -> None:
 
 
 def _check_policy(value: Any) -> None:
-    if isinstance(value, SchedulePolicy):
-        has_key = getattr(value.key, "__func__", None) is not SchedulePolicy.key
-        has_order = getattr(value.order, "__func__", None) is not SchedulePolicy.order
-        if not has_key and not (has_order and value.is_cache_aware):
-            needed = "must define key, or set is_cache_aware and define order"
-            raise ValueError(f"policy {needed}, got {value!r}")
-        return
     if isinstance(value, str) and value in POLICIES:
         return
-    import sglang_policies
+    policy = value
+    if not isinstance(value, SchedulePolicy):
+        import sglang_policies
 
-    get_policy(value, sglang_policies.POLICIES)
+        policy = get_policy(value, sglang_policies.POLICIES)
+    has_key = getattr(policy.key, "__func__", policy.key) is not SchedulePolicy.key
+    has_order = getattr(policy.order, "__func__", policy.order) is not SchedulePolicy.order
+    if not has_key and not (has_order and policy.is_cache_aware):
+        needed = "must define key, or set is_cache_aware and define order"
+        raise ValueError(f"policy {needed}, got {value!r}")
 
 
 def _check_prefix_cache(value: object) -> None:
@@ -245,7 +246,8 @@ class EngineConfig:
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
     scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
-    # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "dfs-weight".
+    # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
+    # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"
     watermark: float = 0.01  # share of blocks that "two_phase" keeps for running requests
     # Or "radix"; None: no prefix cache.

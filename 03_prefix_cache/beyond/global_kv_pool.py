@@ -27,13 +27,17 @@ See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kv_store import KVStore, LRUBlocks, compute_checksum
 from request_chain import Link
 from store_loads import Loads
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,38 @@ Transport = Callable[[KVBlock], bytes]
 
 def copy_in_process(block: KVBlock) -> bytes:
     return block.kv_data
+
+
+class Callback(Protocol):
+    def __call__(self, request_id: str, *, success: bool) -> object: ...
+
+
+class _CallOnce:
+    """Reports the end of a transfer: the first call counts."""
+
+    def __init__(self, request_id: str, callback: Callback) -> None:
+        self._request_id = request_id
+        self._callbacks = [callback]  # `pop` is atomic: no lock that Ctrl-C could leave taken
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, success: bool) -> None:
+        try:
+            callback = self._callbacks.pop()
+        except IndexError:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            callback(self._request_id, success=success)
+        except Exception:
+            logger.exception("the callback of transfer %r raised", self._request_id)
+
+    def by(self, timeout_s: float) -> None:
+        """Report a failure after `timeout_s`, unless the end was reported before."""
+        self._timer = threading.Timer(timeout_s, self, [False])
+        self._timer.daemon = True
+        if self._callbacks:
+            self._timer.start()
 
 
 class GlobalKVPool:
@@ -206,11 +242,24 @@ class GlobalKVPool:
         return self._fetch_all(sources, target_node_id)
 
     def async_transfer(
-        self, request_id: str, block_hashes: Sequence[bytes], target_node_id: str
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes],
+        target_node_id: str,
+        callback: Callback | None = None,
     ) -> None:
         """Copy these blocks, consecutive ones of a chain, to `target_node_id` in the background.
-        Raises `ValueError` if a transfer with this `request_id` has a result that was not taken."""
-        self._transfers.start(request_id, self.read(block_hashes, target_node_id))
+        `callback` is called once, as `callback(request_id, success=...)`, when all have arrived,
+        when no more will, or at the deadline. Its result can be taken then. It runs in a background
+        thread (at `close`, in the caller's), and an exception that it raises is logged. Raises
+        `ValueError` if a transfer with this `request_id` has a result that was not taken."""
+        parts = self.read(block_hashes, target_node_id)
+        if callback is None:
+            self._transfers.start(request_id, parts)
+            return
+        report = _CallOnce(request_id, callback)
+        self._transfers.start(request_id, parts, report)
+        report.by(self._transfers.timeout_s)
 
     def is_transfer_complete(self, request_id: str) -> bool:
         """Whether the transfer has ended, successfully or not, or its deadline has passed. Raises
@@ -267,7 +316,8 @@ class GlobalKVPool:
                     self._store(block)
 
     def close(self) -> None:
-        """Stop. An `async_transfer` in flight ends with an error. Can be called again."""
+        """Stop. An `async_transfer` in flight ends with an error, and its callback is called. Can
+        be called again."""
         with self._lock:
             self._is_closed = True
         self._transfers.close()

@@ -41,6 +41,7 @@ class _PartialLoad(Generic[T]):
     arrived: list[T] = field(default_factory=list)  # written by the thread only
     error: str | None = None
     has_ended: bool = False  # set last
+    on_end: Callable[[bool], object] = bool
     is_stopped: bool = False  # taken or cancelled
 
     def stop(self) -> None:
@@ -65,12 +66,13 @@ class Loads(Generic[T]):
         self._ends = SimpleQueue[None]()
         self._threads = [WorkerThread("kv-loads", finishes=False) for _ in range(num_threads)]
 
-    def start(self, name: str, parts: Iterator[T]) -> None:
-        """Raises `ValueError` if a load of this name was not taken, `RuntimeError` after
-        `close`."""
+    def start(self, name: str, parts: Iterator[T], on_end: Callable[[bool], object] = bool) -> None:
+        """`on_end` is called with whether all parts arrived, when the load can be taken: in its
+        thread or, at `close`, in the caller's. Raises `ValueError` if a load of this name was not
+        taken, `RuntimeError` after `close`."""
         if name in self._loads:
             raise ValueError(f"load {name!r} exists; take its result or cancel it")
-        load = _PartialLoad(iter(parts), self._clock() + self.timeout_s)
+        load = _PartialLoad(iter(parts), self._clock() + self.timeout_s, on_end=on_end)
         self._queue.put(load)
         for thread in self._threads:  # the first that is free takes it
             thread.submit(self._read_next)
@@ -92,6 +94,7 @@ class Loads(Generic[T]):
             load.error = str(failure) or repr(failure)
         load.has_ended = True
         self._ends.put(None)
+        load.on_end(load.error is None and not load.is_stopped)
 
     def has_ended(self, name: str) -> bool:
         """Whether the load can be taken. Raises `ValueError` for a name that is not, or no longer,
@@ -134,6 +137,7 @@ class Loads(Generic[T]):
         for load in list(self._loads.values()):
             if not load.has_ended:
                 load.error, load.has_ended = "the loads were closed", True
+                load.on_end(False)
             load.stop()
         for thread in self._threads:
             thread.close()

@@ -147,6 +147,48 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
         assert arrived(transfer(pool, [0], "b", "r")) == [0]
 
 
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(
+    ("how", "num_blocks", "success", "error"),
+    [
+        ("arrives", 1, True, "None"),
+        ("fails", 2, False, "block 1: not in the pool"),
+        ("hangs", 1, False, "timed out after 0.05 s"),
+        ("closes", 1, False, "closed"),
+    ],
+)
+def test_a_callback_is_called_once_when_the_result_can_be_taken(
+    how, num_blocks, success, error, raises, caplog
+):
+    gate, called = Gate(), threading.Event()
+    calls: list[tuple[str, bool]] = []
+    errors: list[str] = []
+
+    def callback(request_id: str, success: bool) -> None:
+        calls.append((request_id, success))
+        errors.append(str(pool.transfer_result(request_id).error))
+        called.set()
+        if raises:
+            raise IndexError("of the caller")
+
+    if how in ("arrives", "fails"):
+        gate.open.release()
+    timeout_s = 0.05 if how == "hangs" else WAIT_S
+    with make_pool(transport=gate, transfer_timeout_s=timeout_s, num_transfer_threads=1) as pool:
+        publish(pool, "a", 0)
+        pool.async_transfer("r", HASHES[:num_blocks], "b", callback)
+        if how == "closes":
+            pool.close()
+        assert called.wait(WAIT_S)
+        gate.open.release(2)
+        if how != "closes":
+            pool._transfers.timeout_s = WAIT_S
+            assert arrived(transfer(pool, [0], "b")) == [0], "the thread goes on"
+    assert calls == [("r", success)] and error in errors[0]
+    if how != "hangs":  # there a thread of its own writes the log
+        assert ("of the caller" in caplog.text) == raises
+
+
 def test_a_missing_block_ends_the_transfer_and_what_is_before_it_arrives():
     with make_pool() as pool:
         publish(pool, "a", 0, 2)

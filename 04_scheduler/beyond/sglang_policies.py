@@ -6,19 +6,24 @@
     lof          the longest output to come          long ones overlap with more others
     random       the lowest seeded random number     a baseline for the others
     lpm          the longest cached prefix           least to compute, before it is evicted
+    lpm-first    the same, of the first 128          `lpm` stops at 128, see below
     dfs-weight   the most wanted cached prefix,      requests with one prefix are served together,
                  depth first                         and it is evicted once, afterwards
 
-The first two are the chapter's own (`policies.py`). The last two look up the cache at every step.
+The first two are the chapter's own (`policies.py`). The last three look up the cache at every step.
+
+With more than 128 requests waiting, `lpm` serves all in order of arrival, as in SGLang, which saves
+the lookups. `lpm-first` and `dfs-weight` go on sorting the first 128. That computes less where a
+long queue shares prefixes that compete for memory.
 
 Two requests with the same uncomputed prefix should not be computed in one step: a step later, the
 second would find it in the cache. The cache-aware policies move the second one to the end of this
 step's order. It waits for a request that came earlier, so new requests cannot defer it again and
 again.
 
-SGLang sorts its list at every step; it defers duplicates, and stops doing so above 128 waiting
-requests, for `lpm` but not for `dfs-weight`. Source: SGLang, arXiv 2312.07104 (for a batch known in
-advance, depth first is the best order, and longest prefix first is equivalent to it).
+SGLang sorts its list at every step, with `dfs-weight` the whole list, and its `lpm` above 128
+leaves the order of the last sort. Source: SGLang, arXiv 2312.07104 (for a batch known in advance,
+depth first is the best order, and longest prefix first is equivalent to it).
 
 See 04_scheduler/beyond/PREFILL_FIRST.md#9-compared-with-the-post"""
 
@@ -129,12 +134,21 @@ class CacheAwarePolicy(SchedulePolicy):
 
 
 class LongestPrefixMatch(CacheAwarePolicy):
-    """The longest cached prefix first: least to compute, and in use before it is evicted."""
+    """The longest cached prefix first: least to compute, and in use before it is evicted. If more
+    than `max_requests_to_sort` requests wait, they are served in order of arrival, as in SGLang."""
 
     name = "lpm"
+    sorts_all_or_none = True
 
     def arrange(self, requests: Sequence[Request], cached: CachedBlocks) -> list[Request]:
         return sorted(requests, key=lambda request: -len(cached[request.request_id]))
+
+
+class LongestPrefixMatchOfFirst(LongestPrefixMatch):
+    """`lpm` among the first `max_requests_to_sort` requests, however many wait after them."""
+
+    name = "lpm-first"
+    sorts_all_or_none = False
 
 
 class DFSWeight(CacheAwarePolicy):
@@ -171,7 +185,13 @@ class DFSWeight(CacheAwarePolicy):
 
 POLICIES: dict[str, type[SchedulePolicy]] = policies.POLICIES | {
     policy.name: policy
-    for policy in (LongestOutputFirst, RandomPolicy, LongestPrefixMatch, DFSWeight)
+    for policy in (
+        LongestOutputFirst,
+        RandomPolicy,
+        LongestPrefixMatch,
+        LongestPrefixMatchOfFirst,
+        DFSWeight,
+    )
 }
 
 

@@ -170,8 +170,9 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     assert engine.stats().num_drafted_tokens > 0
 
 
-def test_an_own_policy_says_who_is_first(oracle, loaded) -> None:
-    engine = engine_with(loaded, policy=ShortestFirst(), max_num_seqs=1)
+@pytest.mark.parametrize("policy", [ShortestFirst(), f"{__name__}:ShortestFirst"])
+def test_an_own_policy_says_who_is_first(policy, oracle, loaded) -> None:
+    engine = engine_with(loaded, policy=policy, max_num_seqs=1)
     order: list[str] = []
     engine.on_step = lambda record: order.extend(record.num_scheduled_tokens)
     serve(engine, oracle, EVERYONE, 1)
@@ -274,6 +275,8 @@ def test_a_maker_that_gives_the_same_part_twice_is_refused(loaded) -> None:
         ("policy", 5, POLICIES),
         ("policy", FCFSPolicy, POLICIES),
         ("policy", "lifo", POLICIES),
+        ("policy", "mine:ShortestFirst", POLICIES),
+        ("policy", "request:Request", POLICIES),
         ("scheduler", None, SCHEDULERS),
         ("scheduler", 5, SCHEDULERS),
         ("prefix_cache", "lru", PREFIX_CACHES),
@@ -307,7 +310,7 @@ class OrdersAlone(SchedulePolicy):  # and is asked for a key, as it does not loo
         return list(requests)
 
 
-@pytest.mark.parametrize("policy", [SchedulePolicy(), OrdersAlone()])
+@pytest.mark.parametrize("policy", [SchedulePolicy(), OrdersAlone(), f"{__name__}:OrdersAlone"])
 def test_a_policy_that_can_not_order_is_refused_before_any_request(policy) -> None:
     with pytest.raises(ValueError, match="must define key, or set is_cache_aware and define order"):
         EngineConfig(policy=policy)

@@ -22,6 +22,10 @@ def endings() -> Lines:
             one.append_output_token(token)
         ended = f"{one.finish_reason} (stop_reason {one.stop_reason})"
         yield f"{name}: {ended}, {one.num_tokens} tokens, {one.num_output_tokens} outputs"
+    one = Request("r", [1, 2], SamplingParams(max_tokens=3))
+    one.max_tokens = 1  # the model has no more positions
+    one.append_output_token(5)
+    yield f"3 are allowed, and the model has room for 1: {one.finish_reason}"
 
 
 def admissions() -> Lines:
@@ -55,7 +59,7 @@ def admissions() -> Lines:
 def rectangles() -> Lines:
     from input_batch import InputBatch
 
-    batch = InputBatch(["new", "old"], [[6, 7, 8], [12]], [0, 3], [True, False], [3, 2])
+    batch = InputBatch(["old", "new"], [[12], [6, 99, 8]], [3, 0], [False, True], [2, 3])
     for time in ("first", "second"):
         ids, mask, positions = batch.to_tensors("cpu", pad_token_id=99)
         yield f"{time} call: ids {ids.tolist()}"
@@ -84,7 +88,7 @@ def messages() -> Lines:
             plan, StepOutput({r.request_id: [7] for r in plan.scheduled_requests})
         )
     one = request("c", 2, max_tokens=9)
-    for count in (0, 2, 1):
+    for count in (1, 2, 1):
         for token in range(count):
             one.append_output_token(5 + token)
         delta.encode(plan := SchedulerOutput(scheduled_requests=[one]))

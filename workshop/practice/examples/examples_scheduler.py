@@ -25,13 +25,13 @@ def turns() -> Lines:
 
     scheduler = _scheduler(20, max_num_seqs=1, policy=TakeTurns(), max_overtakes=None)
     params = SamplingParams(temperature=0, max_tokens=1)
-    for name, num_tokens in (("big 1", 5), ("big 2", 2), ("big 3", 3), ("small 1", 4)):
+    for name, num_tokens in (("zoe 1", 5), ("zoe 2", 2), ("zoe 3", 3), ("amy 1", 4)):
         tenant = name.partition(" ")[0]
         scheduler.add_request(
             KeyedRequest(name, [1] * num_tokens, params, extra_keys=[("salt", tenant)])
         )
     served = [name for plan in steps(scheduler, most=9) for name in plan]
-    yield f"three of the tenant big arrive, then one of small; served: {', '.join(served)}"
+    yield f"three of the tenant zoe arrive, then one of amy; served: {', '.join(served)}"
 
 
 def victims() -> Lines:
@@ -77,12 +77,15 @@ def room() -> Lines:
             except AssertionError:
                 yield "  the scheduler's books do not add up"
                 break
-    scheduler = _scheduler(9)
-    scheduler.add_request(one := request("a", 7, max_tokens=8))
+    scheduler = _scheduler(4)
+    made = [request(name, 7 if name == "a" else 3, max_tokens=9) for name in "abc"]
+    for one in made:
+        scheduler.add_request(one)
     scheduler.schedule()
-    given = scheduler._allocate_or_preempt(one, 6, 0, StepPlan(6, lambda one: 6))
-    held = len(scheduler.kv_memory.get_block_ids("a"))
-    yield f"a, with 7 tokens, asks for memory for 6 more: {given} get it, and a has {held} blocks"
+    given = scheduler._allocate_or_preempt(made[0], 9, 0, StepPlan(6, lambda one: 6))
+    held, running = len(scheduler.kv_memory.get_block_ids("a")), list(scheduler.running)
+    yield f"a, with 7 tokens, asks for memory for 9 more, which b and c have: {given} get it"
+    yield f"  a has {held} blocks, and there run {running}"
 
 
 def a_preempted_one() -> Lines:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +24,9 @@ COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
 TASK_ROW = re.compile(
     r"^\| `make task N=([\d.]+)` \| ([^|]+) \| `([\w.]+)` \| (\d+) \| (\w+) \|$", re.MULTILINE
+)
+COMMAND = re.compile(
+    r"""(?:^(?:\#\ +)?|`|\ {2,})(make\ [a-z]+(?:\ [A-Z]+=(?:"[^"`]*"|[^\s`]+))*)""", re.M | re.X
 )
 CHAPTER_ROW = r"^\| (\d\.\d) \| ([^|]+) \| (\d+) \| (\w+) \|$"
 
@@ -123,12 +134,47 @@ def test_an_evening_reads_its_chapter_and_watches_its_film(number: int) -> None:
     assert "\n## 1. A question, and a number\n" in chapter and "\n## 3. " in chapter
 
 
-def test_every_target_of_make_that_is_named_is_there() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"make (\w+)(?: [A-Z]+=|`|  )", COURSE))
-    assert {"demo", "task", "museum"} <= named
-    for target in named:
-        assert f"\n{target}: " in makefile
+def commands_of_make() -> list[str]:
+    """Those of the pages from which a reader types first, in both languages, and of the Makefile's
+    head."""
+    texts = [(ROOT / "Makefile").read_text(encoding="utf-8").partition("\n\n")[0]]
+    for page in ("README", "COURSE", "workshop/site/pages/FIRST_HOUR"):
+        texts += [path.read_text(encoding="utf-8") for path in ROOT.glob(f"{page}*.md")]
+    typed = "\n".join(texts).replace("\\\n", " ")
+    return sorted({" ".join(found.split()) for found in COMMAND.findall(typed)})
+
+
+class ParsedError(Exception):
+    """The arguments are right; nothing is run."""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("command", commands_of_make())
+def test_a_command_that_a_reader_types_first_is_known_and_takes_its_arguments(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (bug := re.search(r"BUG=(\d+) ARGS=--watch", command)) is not None:
+        assert EXHIBITS[int(bug[1]) - 1].watch is not None, "there is nothing to watch"
+    words = [*shlex.split(command), "-n"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    programs = re.findall(r" ?\S*python\S* -m +([\w.]+)(.*?)(?: \|\|.*)?$", run.stdout, re.M)
+    programs = [found for found in programs if found[0] not in ("pip", "venv", "pytest")]
+    for module, arguments in programs:
+        typed = shlex.split(arguments)
+        if module == "workshop.tasks.mine":
+            module, typed = typed[0], [one for one in typed[1:] if one != "--mine"]
+        assert find_spec(module) is not None
+        parse = ArgumentParser.parse_args
+
+        def parse_only(parser: ArgumentParser, args: Any = None) -> NoReturn:
+            parse(parser, args)
+            raise ParsedError
+
+        monkeypatch.setattr(sys, "argv", [module, *typed])
+        monkeypatch.setattr(ArgumentParser, "parse_args", parse_only)
+        with pytest.raises(ParsedError):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def test_the_readme_leads_to_the_course() -> None:
