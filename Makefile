@@ -49,7 +49,7 @@ BROKEN = echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start aga
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_serve := serve the shipped checkpoint, or ARGS='--model M', to clients of OpenAI's API, on port 8000
-WHAT_check := run the tests of the chapters' roots and of the engine in one process, before each commit
+WHAT_check := run the house rules and the tests of the texts, the chapters and the engine, before each commit
 WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it

@@ -37,8 +37,8 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}. Run `make demo` once, then `source .venv/bin/activate`")
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
-# `make check`: the chapters' roots and the engine in one process. A test that starts another
-# process, a compiler, a browser or a rank is skipped when it does so.
+# `make check`: the house rules, the texts, the chapters' roots and the engine. A test that starts
+# another process, a compiler, a browser or a rank is skipped when it does so.
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
 # Kernels in the interpreter, ranks and instruction sets are left to `make test`.
