@@ -214,13 +214,17 @@ def rule_of_helpers(house: House) -> list[str]:
     return broken
 
 
-def declared_packages(house: House) -> set[str]:
-    """Import names of the dependencies: the name of the distribution, but for those listed here."""
-    imported_as = {"mooncake_transfer_engine_non_cuda": "mooncake"}
+def distributions(house: House) -> set[str]:
+    """The names of the dependencies and of the extras'."""
     project = house.pyproject().get("project", {})
     lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
-    names = {re.match(r"[\w.-]+", line)[0].replace("-", "_") for lines in lists for line in lines}
-    return {imported_as.get(name, name) for name in names}
+    return {re.match(r"[\w.-]+", line)[0] for lines in lists for line in lines}
+
+
+def declared_packages(house: House) -> set[str]:
+    """Import names of the dependencies: the name of the distribution, but for those listed here."""
+    imported_as = {"mooncake-transfer-engine-non-cuda": "mooncake"}
+    return {imported_as.get(n, n.replace("-", "_")) for n in distributions(house)}
 
 
 def law_of_one_definition(house: House) -> list[str]:

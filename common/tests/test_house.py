@@ -574,6 +574,17 @@ def test_the_server_needs_nothing_of_the_tests(
     assert found.get("DEP004", set()) == set()
 
 
+def test_the_lock_has_a_version_of_each_declared_package(this_house: House) -> None:
+    """`make lock` was run after the last one was added. The file names no host and no folder."""
+    names = set()
+    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
+        pin = re.fullmatch(r"([a-z0-9-]+)==[\w.]+(?: ; [^;#/@]+)?", line)
+        assert pin, line
+        names.add(pin[1])
+    assert laws.distributions(this_house) - names == {"torch", "triton", "vllm-from-scratch"}
+    assert not [name for name in names if name.startswith(("torch", "triton", "nvidia-", "cuda-"))]
+
+
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-k", "test_an_empty_cache"]
@@ -581,6 +592,39 @@ def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     (summary,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
     assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", summary)
+
+
+NEEDY = """
+import pytest
+
+@pytest.mark.needs("browser")
+def test_marked(): ...
+
+@pytest.fixture
+def peft():
+    import peft
+
+def test_by_its_fixture(peft): ...
+
+def test_broken(): import httpx
+"""
+
+
+@pytest.mark.parametrize("is_required", [False, True], ids=["a reader", "the CI"])
+def test_pytest_says_what_was_not_found(tmp_path: Path, is_required: bool) -> None:
+    """Only what the table of conftest.py names is optional, and a failure has its name at once."""
+    (tmp_path / "test_a.py").write_text(NEEDY, encoding="utf-8")
+    (tmp_path / "test_b.py").write_text("import xgrammar\n", encoding="utf-8")
+    code = "import sys; sys.modules |= dict.fromkeys(('peft', 'xgrammar', 'httpx'))\n"
+    code += "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-p", "conftest", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(tmp_path), "--continue-on-collection-errors", str(tmp_path)]
+    environment = os.environ | {"PATH": "", "VLLM_FS_REQUIRE_ALL": "1" * is_required}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert "\nfailed: test_a.py::test_broken\n" in run.stdout, run.stdout + run.stderr
+    missing = re.findall(r"^not tried: (.*)", run.stdout, re.MULTILINE)
+    assert missing == [] if is_required else "browser (apt" in missing[0] and "; peft" in missing[0]
+    assert f" 1 failed, 3 {'errors' if is_required else 'skipped'} in " in run.stdout
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:
