@@ -20,6 +20,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(shell expr $(CORES) + 1 \& $(CORES) \< 8 \| 8)
 TORCH_VERSION := 2.13.0
 TRITON_VERSION := 3.9.0
+TRITON_VERSION_310 := 3.8.0
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -32,8 +33,14 @@ TEST := $(VENV)/.test
 WORK := $(VENV)/.work
 BOOK := $(VENV)/.book
 HALF_MADE := $(VENV)/.half-made
+# Every version but those of torch and triton, for each Python and system. `make test PINS=` takes the
+# newest ones instead.
+LOCK := requirements.lock
+PINS ?= -c $(LOCK)
 # pip shows its progress to a person and is quiet in a log.
 PIP = $(PY) -m pip --disable-pip-version-check install $$([ -t 2 ] || echo -q)
+# Without isolation hatchling, too, is the locked one.
+INSTALL = $(PIP) $(PINS) --no-build-isolation -e
 
 # What a failed installation says before it ends.
 NOT_INSTALLED = echo "make: the project's requirements could not be installed; see pip's message above, then start again."; exit 1
@@ -42,7 +49,7 @@ BROKEN = echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start aga
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_serve := serve the shipped checkpoint, or ARGS='--model M', to clients of OpenAI's API, on port 8000
-WHAT_check := run the tests of the chapters' roots and of the engine in one process, before each commit
+WHAT_check := run the house rules and the tests of the texts, the chapters and the engine, before each commit
 WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
@@ -57,9 +64,10 @@ WHAT_ladder := measure the engine with one chapter more at a time, and print the
 WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record, tune or rehearse
 WHAT_book := build the web site of the book, both languages, in build/book; ARGS=--check tests it in a browser
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
+WHAT_lock := write the newest version of every package, for each Python, to requirements.lock
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu book sync clean
+TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu book sync lock clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -153,6 +161,15 @@ sync: say-sync $(WORK)
 book: say-book $(BOOK)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.make_book $(ARGS)
 
+# uv reads metadata only, and knows nothing of pip's settings. torch decides what others may be, but it
+# and its CUDA packages are not in the file, because which build of them is taken is chosen below.
+lock: say-lock
+	@[ -x $(PY) ] || $(MAKE) $(RUN)
+	@$(PIP) uv && echo "torch==$(TORCH_VERSION)" | $(PY) -m uv pip compile - pyproject.toml --all-extras --universal \
+	  --python-version 3.10 --no-python-downloads --no-header --no-annotate --no-emit-index-url --upgrade \
+	  -q -o $(VENV)/$(LOCK) || { echo "make lock: failed; $(LOCK) is unchanged."; exit 1; }
+	@grep -Ev '^(torch|triton|(nvidia|cuda)-[a-z0-9-]+)==' $(VENV)/$(LOCK) > $(LOCK)
+
 clean: say-clean
 	@rm -rf dist .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./build -prune -o -type d \
@@ -160,9 +177,10 @@ clean: say-clean
 	  -prune -exec rm -rf {} +
 
 # A stamp is written last. A .venv whose first installation was interrupted carries HALF_MADE
-# and is begun anew; one that is complete but older than pyproject.toml is brought up to date in place.
-# torch comes first and by its exact version, so that nothing else decides which build is taken.
-$(RUN): pyproject.toml
+# and is begun anew; one that is complete but older than pyproject.toml or the lock is brought up to
+# date in place. torch comes first and by its exact version, so that nothing else decides which build
+# is taken.
+$(RUN): pyproject.toml $(LOCK)
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "make: '$(PYTHON)' is not found. Install Python 3.10 or newer, or say which one: make PYTHON=/path/to/python3"; \
 	  exit 1; }
@@ -183,19 +201,20 @@ $(RUN): pyproject.toml
 	fi
 	@rm -f $(RUN)
 	@echo "make: installing torch $(TORCH_VERSION) (the large one: some minutes)"
-	@$(PIP) "torch==$(TORCH_VERSION)" || { \
+	@$(PIP) $(PINS) "torch==$(TORCH_VERSION)" || { \
 	  echo "make: torch $(TORCH_VERSION) could not be installed. Check the network and free disk space (about 2 GB;"; \
 	  echo "      8 GB for a CUDA build) and that $$($(PY) --version) has a wheel of it, then start again."; \
 	  exit 1; }
 	@if [ "$$(uname -s)" = Linux ] && \
 	    $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2>/dev/null; then \
-	  echo "make: installing triton $(TRITON_VERSION) (this torch is a CPU build and brings none)"; \
-	  $(PIP) "triton==$(TRITON_VERSION)" || { \
-	    echo "make: triton $(TRITON_VERSION) could not be installed; see pip's message above, then start again."; \
+	  echo "make: installing triton (this torch is a CPU build and brings none)"; \
+	  $(PIP) $(PINS) "triton==$(TRITON_VERSION); python_version >= '3.11'" \
+	    "triton==$(TRITON_VERSION_310); python_version < '3.11'" || { \
+	    echo "make: triton could not be installed; see pip's message above, then start again."; \
 	    exit 1; }; \
 	fi
 	@echo "make: installing this project"
-	@$(PIP) -e '.[grammar,chapters]' || { $(NOT_INSTALLED); }
+	@$(PIP) $(PINS) hatchling && $(INSTALL) '.[grammar,chapters]' || { $(NOT_INSTALLED); }
 	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "make: there is no C++ compiler, so decode attention is not compiled and its tests are skipped (optional)."; \
 	  echo "      On Debian and Ubuntu: sudo apt-get install g++"; }
@@ -205,23 +224,23 @@ $(RUN): pyproject.toml
 
 $(SERVER): $(RUN)
 	@echo "make: installing what the server needs"
-	@$(PIP) -e '.[server]' || { $(NOT_INSTALLED); }
+	@$(INSTALL) '.[server]' || { $(NOT_INSTALLED); }
 	@$(PY) -c 'import fastapi, prometheus_client, uvicorn, zmq' || { $(BROKEN); }
 	@touch $(SERVER)
 
 $(TEST): $(SERVER)
 	@echo "make: installing what the tests need"
-	@$(PIP) -e '.[test]' || { $(NOT_INSTALLED); }
-	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	@$(INSTALL) '.[test]' || { $(NOT_INSTALLED); }
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \
 	  echo "make: installing the Mooncake store (optional: chapter 3 works without it)"; \
-	  $(PIP) -e '.[mooncake]' || \
+	  $(INSTALL) '.[mooncake]' || \
 	    echo "make: it could not be installed; see pip's message above. Its tests will be skipped."; \
 	  $(PY) -c 'import mooncake.store' || { \
 	    echo "make: the Mooncake store does not load, so its tests will be skipped. On Debian and Ubuntu it wants:"; \
 	    echo "      sudo apt-get install libibverbs1 libnuma1 libcurl4"; }; \
 	fi
 	@echo "make: installing playwright (optional: it tests the page of 'make watch' in a browser)"
-	@$(PIP) -e '.[browser]' || \
+	@$(INSTALL) '.[browser]' || \
 	  echo "make: it could not be installed; see pip's message above. Its tests will be skipped."
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  command -v google-chrome >/dev/null || { \
@@ -232,12 +251,12 @@ $(TEST): $(SERVER)
 
 $(WORK): $(TEST)
 	@echo "make: installing what notebooks and lint need"
-	@$(PIP) -e '.[notebooks,dev]' || { $(NOT_INSTALLED); }
+	@$(INSTALL) '.[notebooks,dev]' || { $(NOT_INSTALLED); }
 	@touch $(WORK)
 
 $(BOOK): $(TEST)
 	@echo "make: installing what the book's site is built with"
-	@$(PIP) -e '.[book]' || { $(NOT_INSTALLED); }
+	@$(INSTALL) '.[book]' || { $(NOT_INSTALLED); }
 	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || \
 	  $(PY) -c 'import furo, myst_nb, pagefind, sphinx' || { $(BROKEN); }
 	@touch $(BOOK)

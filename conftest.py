@@ -17,11 +17,17 @@ import atexit
 import ctypes
 import gc
 import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Generator, Iterator
-from functools import cache
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import psutil
@@ -31,13 +37,116 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}. Run `make demo` once, then `source .venv/bin/activate`")
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
-# `make check`: the chapters' roots and the engine in one process. A test that starts another
-# process, a compiler, a browser or a rank is skipped when it does so.
+# `make check`: the house rules, the texts, the chapters' roots and the engine. A test that starts
+# another process, a compiler, a browser or a rank is skipped when it does so.
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
 # Kernels in the interpreter, ranks and instruction sets are left to `make test`.
 UNCHECKED = ("launch_configurations", "pipeline", "processor", "ranks", "sampler_kernel", "warm_up")
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
+
+
+# -- optional: `@pytest.mark.needs("browser")`, or `need("browser")` in a fixture or above a file
+
+
+def has_browser() -> bool:
+    from workshop.watch.chromium import PROGRAMS
+
+    return any(map(shutil.which, PROGRAMS)) and find_spec("playwright") is not None
+
+
+def has_chinese_font() -> bool:
+    command = ["fc-list", ":lang=zh", "family"]
+    return shutil.which("fc-list") is not None and subprocess.check_output(command).strip() != b""
+
+
+def has_mooncake() -> bool:
+    with suppress(OSError):  # of a library that is not installed
+        for name in ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"):
+            ctypes.CDLL(name)
+        return find_spec("mooncake") is not None
+    return False
+
+
+class Optional(NamedTuple):
+    is_found: Callable[[], bool]
+    how_to_get: str
+    is_for_all: bool = True  # some have no build for this system
+
+
+HAS_X86_LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
+OPTIONAL = {
+    "browser": Optional(has_browser, "apt-get install chromium; pip install playwright"),
+    "Chinese font": Optional(has_chinese_font, "apt-get install fontconfig fonts-noto-cjk"),
+    "C++ compiler": Optional(
+        lambda: any(map(shutil.which, ("g++", "clang++"))), "apt-get install g++"
+    ),
+    "Mooncake": Optional(
+        has_mooncake,
+        "Linux on x86-64, Python before 3.14: apt-get install libibverbs1 libnuma1 libcurl4; "
+        "pip install -e '.[mooncake]'",
+        is_for_all=HAS_X86_LINUX and sys.version_info < (3, 14),
+    ),
+    "make": Optional(lambda: shutil.which("make") is not None, "apt-get install make"),
+    "vllm-router": Optional(
+        lambda: bool(os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")),
+        "pip install vllm-router, or VLLM_ROUTER=FILE",
+        is_for_all=False,
+    ),
+    "triton": Optional(
+        lambda: find_spec("triton") is not None, "Linux: make demo", sys.platform == "linux"
+    ),
+}
+for package in ("fastapi", "jsonschema", "peft", "schemathesis", "scipy", "xgrammar"):
+    OPTIONAL[package] = Optional(partial(find_spec, package), "pip install -e '.[test]'")
+IS_REQUIRED = bool(os.environ.get("VLLM_FS_REQUIRE_ALL"))  # .ci/run: none of these is skipped
+MISSING = "not found: "
+
+
+@cache
+def is_found(name: str) -> bool:
+    return bool(OPTIONAL[name].is_found())
+
+
+def need(name: str) -> None:
+    """Skip the test where this is not found, by its name; fail where all of them are required."""
+    if is_found(name):
+        return
+    reason = f"{MISSING}{name} ({OPTIONAL[name].how_to_get})"
+    if IS_REQUIRED and OPTIONAL[name].is_for_all:
+        pytest.fail(reason)
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            need(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo) -> None:
+    """So, too, where a test, a fixture or a helper imports such a package."""
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+        try:
+            need(error.name)
+        except (pytest.skip.Exception, pytest.fail.Exception) as outcome:
+            call.excinfo = pytest.ExceptionInfo.from_exception(outcome)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, pytest.CollectReport]:
+    """And a file of tests."""
+    report = yield
+    error = report.call.excinfo.value.__cause__ if report.failed else None
+    name = getattr(error, "name", "")
+    if name in OPTIONAL and not IS_REQUIRED:
+        report.outcome = "skipped"
+        report.longrepr = report.nodeid, 0, f"{MISSING}{name} ({OPTIONAL[name].how_to_get})"
+    return report
+
 
 os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
 # OpenMP's threads sleep while they have no work, instead of taking time from the other tests.
@@ -121,7 +230,15 @@ def pytest_runtest_logfinish() -> None:
     next_collection = max(next_collection, memory().rss + (200 << 20))
 
 
-# -- at the end, what was left out
+# -- a failure at once; at the end, what was left out
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Where only dots are printed, a failure has its name."""
+    if not report.failed:
+        return None
+    status = "failed" if report.when == "call" else "error"
+    return status, f"\n{status}: {report.nodeid}\n", status.upper()
 
 
 LEFT_OUT = pytest.StashKey[list[int]]()  # cases of large grids, other slow tests
@@ -152,6 +269,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     errors = terminalreporter.stats.get("error", [])
     if any("ModuleNotFoundError" in error.longreprtext for error in errors):
         terminalreporter.write_line("a package is missing: `make test ARGS=PATH` installs it")
+    skips = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
+    found = [re.search(f"{MISSING}(.*)", skip[2]) for skip in skips if isinstance(skip, tuple)]
+    if missing := sorted({match[1] for match in found if match}):
+        terminalreporter.write_line(f"not tried: {'; '.join(missing)}")
     if left_out := " and ".join(f"{number} {kind}" for number, kind in counts if number):
         terminalreporter.write_line(f"left out: {left_out}; to run them: -m slow")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import subprocess
@@ -14,12 +13,6 @@ import pytest
 import cpp_library as module
 from cpp_library import cache_folder, load_library
 
-# The CI has to have a C++ compiler: there, such a test fails without one.
-IS_REQUIRED = bool(os.environ.get("VLLM_FS_REQUIRE_COMPILER") or os.environ.get("CI"))
-needs_compiler = pytest.mark.skipif(
-    not (IS_REQUIRED or any(map(shutil.which, module.COMPILERS))), reason="no C++ compiler"
-)
-
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -30,7 +23,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_compiled_once_for_a_source_its_constants_and_a_processor(source, monkeypatch):
     compiler = mock.Mock(wraps=subprocess.run)
     monkeypatch.setattr(subprocess, "run", compiler)
@@ -47,14 +40,14 @@ def test_compiled_once_for_a_source_its_constants_and_a_processor(source, monkey
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "what is in it is executed"
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_what_does_not_compile_says_why_and_leaves_nothing(source):
     with pytest.raises(RuntimeError, match=r"failed: .*answer.cpp.*'?ANSWER"):
         load_library(source, {})
     assert not list(cache_folder().iterdir())
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_without_openmp_it_is_compiled_for_one_thread(source, monkeypatch):
     monkeypatch.setattr(module, "THREADS", (("-fno-such-thing",), ("-fopenmp-simd",)))
     assert load_library(source, {"ANSWER": 3}).answer() == 3
@@ -66,7 +59,7 @@ def test_without_a_compiler_it_says_so(source, monkeypatch):
         load_library(source, {"ANSWER": 3})
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_a_home_that_cannot_be_written_to_is_left_alone(source, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

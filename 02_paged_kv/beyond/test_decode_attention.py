@@ -23,7 +23,6 @@ from decode_attention import (
     compile_rows,
     split_rows,
 )
-from test_cpp_library import needs_compiler
 from test_paged_attention import Case, make_case
 
 # The largest error against float64 that is allowed; outputs are about 1 in size.
@@ -82,7 +81,7 @@ def test_the_specification_is_attention(block_size: int, dtype: torch.dtype) -> 
     check(make_case(LENGTHS, block_size, dtype, seed=block_size), attend_rows)
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize(
     ("block_size", "dtype", "num_kv_heads", "num_shared", "head_dim"),
     [
@@ -124,7 +123,7 @@ def compiled_for_small_cases() -> CompiledRows:
     return compiled_for(small_case((1, 1)))
 
 
-@pytest.fixture(params=["plain", pytest.param("compiled", marks=needs_compiler)])
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.needs("C++ compiler"))])
 def function(request: pytest.FixtureRequest) -> AttendRows:
     return attend_rows if request.param == "plain" else compiled_for_small_cases()
 
@@ -174,7 +173,7 @@ def test_without_rows_nothing_is_done(function: AttendRows) -> None:
 # -- compiled
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
     """Alone, in any company, in any row, in other blocks, with any number of threads."""
     compiled, rng, threads = compiled_for_small_cases(), random.Random(0), torch.get_num_threads()

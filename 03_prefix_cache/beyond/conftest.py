@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
+from conftest import is_found, need
 from kv_store import SharedStore
 from kv_stores import STORES, Faults, FaultyStore
-from mooncake_master import MooncakeMaster, MooncakeUnavailableError
+from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool
 
 WAIT_S = 30.0  # reached only if a test fails
-Started = TypeVar("Started")
 
 
 @dataclass
@@ -38,7 +36,7 @@ def needs_mooncake(item: pytest.Item) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
     """One store for all tests, if any test needs it. Started with the first test of this folder."""
-    if not any(needs_mooncake(item) for item in request.session.items):
+    if not is_found("Mooncake") or not any(map(needs_mooncake, request.session.items)):
         yield None
         return
     with ThreadPoolExecutor() as threads:
@@ -66,28 +64,22 @@ def real_client_started(mooncake_store: MooncakeStore | None) -> None:
         wait([mooncake_store.near])
 
 
-def result_or_skip(process: Future[Started]) -> Started:
-    try:
-        return process.result()
-    except MooncakeUnavailableError as failure:
-        if os.environ.get("VLLM_FS_REQUIRE_MOONCAKE") or os.environ.get("CI"):
-            pytest.fail(f"the CI has to test the Mooncake store: {failure}")
-        pytest.skip(str(failure))
-
-
 @pytest.fixture
 def master(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    return result_or_skip(mooncake_store.master)
+    need("Mooncake")
+    return mooncake_store.master.result()
 
 
 @pytest.fixture
 def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    return result_or_skip(mooncake_store.doomed)
+    need("Mooncake")
+    return mooncake_store.doomed.result()
 
 
 @pytest.fixture
 def near(mooncake_store: MooncakeStore) -> MooncakePool:
-    return result_or_skip(mooncake_store.near)
+    need("Mooncake")
+    return mooncake_store.near.result()
 
 
 @pytest.fixture(params=[*STORES, "mooncake"])

@@ -19,9 +19,9 @@ from common.tests.engine_oracle import (
 from request import SamplingParams
 
 
+@pytest.mark.needs("triton")
 def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch, device):
     """Greedy against the oracle, and without a seed token for token what the PyTorch rule gives."""
-    pytest.importorskip("triton")
     from rejection_sampler_triton import (
         rejection_sample_triton,
         rejection_sampling_batched_triton,

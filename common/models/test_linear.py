@@ -20,7 +20,6 @@ from common.models import huge_pages, row_padding
 from common.models.linear import Linear, linear_layers, reason_not_packed
 from common.models.regions.compiled_linear import CompiledPacking
 from request import SamplingParams
-from test_cpp_library import needs_compiler
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -217,7 +216,7 @@ def test_a_padded_product_is_the_same_and_the_measurement_is_cached(tmp_path, mo
 # -- compiled
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("is_half", [True, False])
 @pytest.mark.parametrize(
     ("out_features", "in_features"), [(96, 300), (1, 1), (31, 257), (33, 1024), (16, 256)]
@@ -246,7 +245,7 @@ def test_compiled_products_are_products(out_features, in_features, is_half) -> N
                 torch.testing.assert_close(found, reference, atol=bound, rtol=1e-5)
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_a_row_of_a_compiled_product_does_not_depend_on_the_others_nor_on_the_threads() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(100, 700), torch.randn(230, 700)
@@ -271,7 +270,7 @@ def test_a_row_of_a_compiled_product_does_not_depend_on_the_others_nor_on_the_th
     assert torch.equal(exact(x), wide(x)), "half of the memory, and the same bits"
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_a_large_model_in_float32_is_multiplied_by_compiled_products(monkeypatch, caplog) -> None:
     engine, tokens = run(torch.float32, compile=True)
     packings = {type(m.packing) for m in linear_layers(engine.core.runner.model)}

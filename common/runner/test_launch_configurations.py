@@ -24,7 +24,7 @@ from request import SamplingParams
 from split_attention_triton import SequenceRange, WorkItems
 from workshop.measure.bench.random_weights import QWEN3_0_6B
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 ENGINES: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 24},

@@ -19,7 +19,7 @@ from common.runner import warm_up
 from common.runner.launch_configurations import launch_configurations
 from workshop.measure.bench.bench_record import ROOT
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 # In a process of its own, without the interpreter, and with a driver of a GPU that is not there:
 # Triton's own cache says what it would have to compile.

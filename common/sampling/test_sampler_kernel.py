@@ -26,7 +26,7 @@ from inverse_cdf import SCALE
 from kernel_launch import Launch
 from request import SamplingParams
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 NEG_INF = float("-inf")
 VOCABS = (1, 5, 300, TILE + 77)

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi", reason="not found: fastapi (pip install -e '.[test]')")
 
 import http.client
 

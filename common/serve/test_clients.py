@@ -379,7 +379,6 @@ def test_an_interrupt_while_it_loads_is_no_traceback() -> None:
 
 def test_kv_events_of_a_server_are_heard() -> None:
     """By a reader that has only the address which the server prints."""
-    pytest.importorskip("zmq")
     from common.serve.kv_listen import listen
 
     with (

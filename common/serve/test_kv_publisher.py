@@ -37,7 +37,6 @@ from common.tests.engine_oracle import Oracle, greedy_params, serve
 from common.tests.kv_stream import LIMIT_S, Index, Reader, engine_of, prefixes_of, take
 from kv_slots import PREFIX_CACHES
 
-pytest.importorskip("zmq")
 RECORD = json.loads((Path(__file__).parent / "vllm_kv_events.json").read_text())
 LOOPBACK = "tcp://127.0.0.1:*"
 

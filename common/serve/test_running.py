@@ -239,7 +239,6 @@ def test_kv_events_end_before_the_engine_does(
     capsys: pytest.CaptureFixture,
 ) -> None:
     """But a dead one is not asked. That prompts can be read there is said at the start: Trap 86."""
-    pytest.importorskip("zmq")
 
     class KVEvents:
         def __init__(self, engine: Engine, endpoint: str, replay: str | None) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from schemathesis.specs.openapi import checks as openapi_checks
 
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, TEMPLATE, Running, running
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis wants Python 3.11")
-openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     openapi_checks.status_code_conformance,

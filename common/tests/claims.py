@@ -58,7 +58,6 @@ from grouped_kv_memory import max_blocks
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from sglang_policies import POLICIES
-from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
 
 Values = dict[str, Any]
@@ -122,7 +121,7 @@ class Claim:
 
     def cases(self) -> Iterator[Any]:
         quick, most = self.num_cases
-        needs = [needs_compiler] if self.settings.get("compile") else []
+        needs = [pytest.mark.needs("C++ compiler")] if self.settings.get("compile") else []
         for number in range(most):
             model = self.models[number % len(self.models)]
             marks = needs if number < quick else [*needs, pytest.mark.slow]

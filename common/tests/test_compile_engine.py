@@ -19,13 +19,12 @@ from common.tests.engine_oracle import MAX_TOKENS, Oracle, serve
 from compiled_attention import HeadMajorKVCache
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from pool_connector import PoolConnector
-from test_cpp_library import needs_compiler
 from tiered_cache import KVTierConfig
 
 CPU = torch.device("cpu")
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("shared", ["disk", "pool"])
 @pytest.mark.parametrize("order", [(True, False), (False, True)], ids=str)
 def test_engines_share_kv_whatever_the_order_of_their_memory(
@@ -75,7 +74,7 @@ def test_who_asks_for_what_is_not_compiled_is_told_once(
     assert caplog.text.count("compile=True does not compile attention") == is_told
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_another_number_of_threads_compiles_nothing(
     family_oracle: Oracle, family_loaded, monkeypatch
 ) -> None:

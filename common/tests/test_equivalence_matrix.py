@@ -28,12 +28,11 @@ from common.tests.equivalence import (
 )
 from common.tests.equivalence_axes import AXES, Combination, Value, why_not
 from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
+from conftest import is_found
 from request import Request
 from step_plan import PreemptiveSchedulerOutput
-from test_cpp_library import needs_compiler
 
 ROWS = covering_array()
-HAS_COMPILER = not needs_compiler.args[0]
 # These models take longer: so many rows in the normal run, else a random one in their place.
 QUICK = {"shipped": 1, "gemma3": 3}
 LATE = [
@@ -69,7 +68,7 @@ def test_every_token_is_right(combination: Combination) -> None:
     assert settings["emulate_graphs"] or summary.num_replays == 0
     # Guesses are no decode steps, and who is preempted in each step may have none.
     has_decodes = settings["speculative"] is None and settings["preempt_every"] != 1
-    assert summary.is_compiled == (settings["compile"] and HAS_COMPILER)
+    assert summary.is_compiled == (settings["compile"] and is_found("C++ compiler"))
     if settings["emulate_graphs"] and has_decodes and not summary.is_compiled:
         assert summary.num_replays > 0
     # Even with whole prompts, what a preempted request brings back may be cut.

@@ -35,7 +35,6 @@ from common.tests.model_cases import (
     save_case,
 )
 from request import SamplingParams
-from test_cpp_library import needs_compiler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # -- up to the window nothing is refused
@@ -73,7 +72,7 @@ def test_packed_and_batch_invariant(short) -> None:
     assert [[t for t, _ in row] for row in together] == [short.expected(i, 6) for i in range(4)]
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @torch.inference_mode()
 def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(short) -> None:
     exact, theirs = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deptry.cli import cli as deptry
 
 from common.tests import house as laws
 from common.tests import house_rooms as rooms
@@ -99,10 +101,12 @@ def build(tmp_path: Path) -> Callable[[dict[str, str]], House]:
 
 
 def test_an_unpacked_archive_is_read_without_what_git_would_ignore(build: Callable) -> None:
-    house = build({"my/low.py": "raise\n", "build/lib/high.py": "", "02_b/my_own.py": ""})
-    names = {house.name(path) for path in house.files}
-    assert "02_b/my_own.py" in names and "01_a/low.py" in names
-    assert not any(name.startswith(("my/", "build/")) for name in names)
+    ignored = {"my/low.py": "raise\n", "build/lib/high.py": "", "x.py": "", "01_a/y.tmp": ""}
+    kept = {"02_b/my_own.py": "", "02_b/x.py": "", "01_a/my": ""}
+    small = build({})
+    sound = {small.name(path) for path in small.files}
+    house = build({".gitignore": "my/\nbuild/\n/x*.py\n*.tmp\n", **ignored, **kept})
+    assert {*map(house.name, house.files)} == {".gitignore", *kept} | sound
 
 
 def budgets_of_the_small_tree(house: House) -> list[str]:
@@ -300,7 +304,6 @@ BREACHES: dict[str, tuple[Law, dict[str, str], str]] = {
         {"01_a/testing/fake.py": "from workshop.book import sync\n"},
         "01_a/testing/fake.py:1 imports `workshop`",
     ),
-    "undeclared dependency": (laws.law_of_floors, {"01_a/low.py": "import pandas\n"}, "`pandas`"),
     "redefined in common": (
         laws.law_of_one_definition,
         {"common/engine.py": "class Low:\n    pass\n"},
@@ -397,7 +400,6 @@ def test_breach_is_found(case: str, build: Callable) -> None:
 ALLOWED: dict[str, tuple[Law, str, str]] = {
     "a test may import anything": (laws.law_of_floors, "01_a/test_low.py", "import common, high"),
     "so may a demo": (laws.law_of_floors, "01_a/low_demo.py", "import common, high"),
-    "a declared extra": (laws.law_of_floors, "01_a/low.py", "import triton\n"),
     "a test of a demo is no demo": (laws.law_of_pairs, "01_a/test_low_demo.py", "import common"),
     "docstrings and comments cost nothing": (
         budgets_of_the_small_tree,
@@ -466,7 +468,7 @@ def test_the_engine_does_not_speak_of_the_workshop(this_house: House) -> None:
     assert not [name for name in names if name.startswith("common/")]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.needs("make")
 def test_make_says_what_it_can_make() -> None:
     """Each target with its line: a quote in one of them is not one of the shell's."""
     run = subprocess.run(["make", "help", "JOBS=2"], cwd=ROOT, capture_output=True, text=True)
@@ -478,7 +480,7 @@ def test_make_says_what_it_can_make() -> None:
         assert f"{target:10} {description.replace('$(JOBS)', '2')}\n" in run.stdout
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.needs("make")
 def test_make_says_what_a_number_is_for_before_it_does_anything() -> None:
     run = subprocess.run(
         ["make", "--no-print-directory", "museum", "32"], cwd=ROOT, capture_output=True, text=True
@@ -486,10 +488,10 @@ def test_make_says_what_a_number_is_for_before_it_does_anything() -> None:
     assert (run.returncode, run.stdout) == (2, "") and "BUG=32" in run.stderr
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.needs("make")
 def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     """By a dry run in a bare clone: who serves waits for no notebooks, tests or Mooncake."""
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
 
     def extras(*target: str) -> list[str]:
@@ -513,7 +515,7 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     assert extras("book") == [*expected_extras["test"], "book"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
-    assert set(targets.split()) - set(found) == {"book", "clean", "gpu"}
+    assert set(targets.split()) - set(found) == {"book", "clean", "gpu", "lock"}
     run = subprocess.run(["make", "-n", "gpu"], cwd=tmp_path, capture_output=True, text=True)
     assert "pip" not in run.stdout and "python3 -m workshop.bench.gpu" in run.stdout
 
@@ -537,6 +539,52 @@ def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
     assert run.returncode == 0, run.stderr
 
 
+def undeclared(house: House, report: Path, options: list[str]) -> dict[str, set[str]]:
+    """What deptry finds, with nothing allowed: the modules of each code."""
+    command = [*house.pyproject()["tool"]["hatch"]["build"]["dev-mode-dirs"], "-o", str(report)]
+    with pytest.raises(SystemExit):
+        deptry.main([*command, "--per-rule-ignores", "DEP001=-", *options])
+    found: dict[str, set[str]] = {}
+    for violation in json.loads(report.read_text(encoding="utf-8")):
+        found.setdefault(violation["error"]["code"], set()).add(violation["module"])
+    return found
+
+
+def test_what_is_imported_is_declared(
+    this_house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And used, but for the lists in pyproject.toml, and those name nothing in vain."""
+    monkeypatch.chdir(ROOT)
+    found = undeclared(this_house, tmp_path / "report.json", [])
+    allowed = this_house.pyproject()["tool"]["deptry"]["per_rule_ignores"]
+    assert found.pop("DEP001", set()) | found.pop("DEP003", set()) == {*allowed["DEP001"]}
+    assert found == {"DEP002": {*allowed["DEP002"]}}
+
+
+def test_the_server_needs_nothing_of_the_tests(
+    this_house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the chapters and `common` import, `make serve` installs."""
+    monkeypatch.chdir(ROOT)
+    aside = ".*test_|.*conftest|workshop|common/tests|.*/testing/|.*_demo|hatch_build"
+    of_others = ["--optional-dependencies-dev-groups", "chapters,test,notebooks,browser,dev,book"]
+    found = undeclared(
+        this_house, tmp_path / "report.json", [*of_others, "--extend-exclude", aside]
+    )
+    assert found.get("DEP004", set()) == set()
+
+
+def test_the_lock_has_a_version_of_each_declared_package(this_house: House) -> None:
+    """`make lock` was run after the last one was added. The file names no host and no folder."""
+    names = set()
+    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
+        pin = re.fullmatch(r"([a-z0-9-]+)==[\w.]+(?: ; [^;#/@]+)?", line)
+        assert pin, line
+        names.add(pin[1])
+    assert laws.distributions(this_house) - names == {"torch", "triton", "vllm-from-scratch"}
+    assert not [name for name in names if name.startswith(("torch", "triton", "nvidia-", "cuda-"))]
+
+
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-k", "test_an_empty_cache"]
@@ -544,6 +592,39 @@ def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     (summary,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
     assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", summary)
+
+
+NEEDY = """
+import pytest
+
+@pytest.mark.needs("browser")
+def test_marked(): ...
+
+@pytest.fixture
+def peft():
+    import peft
+
+def test_by_its_fixture(peft): ...
+
+def test_broken(): import httpx
+"""
+
+
+@pytest.mark.parametrize("is_required", [False, True], ids=["a reader", "the CI"])
+def test_pytest_says_what_was_not_found(tmp_path: Path, is_required: bool) -> None:
+    """Only what the table of conftest.py names is optional, and a failure has its name at once."""
+    (tmp_path / "test_a.py").write_text(NEEDY, encoding="utf-8")
+    (tmp_path / "test_b.py").write_text("import xgrammar\n", encoding="utf-8")
+    code = "import sys; sys.modules |= dict.fromkeys(('peft', 'xgrammar', 'httpx'))\n"
+    code += "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-p", "conftest", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(tmp_path), "--continue-on-collection-errors", str(tmp_path)]
+    environment = os.environ | {"PATH": "", "VLLM_FS_REQUIRE_ALL": "1" * is_required}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert "\nfailed: test_a.py::test_broken\n" in run.stdout, run.stdout + run.stderr
+    missing = re.findall(r"^not tried: (.*)", run.stdout, re.MULTILINE)
+    assert missing == [] if is_required else "browser (apt" in missing[0] and "; peft" in missing[0]
+    assert f" 1 failed, 3 {'errors' if is_required else 'skipped'} in " in run.stdout
 
 
 def test_wheel_holds_flat_modules_and_nothing_else(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Without the store this is skipped, except in a CI, where it has to be there.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -21,7 +20,8 @@ from common.models.loader import load_model
 from common.requests.output_processor import RequestOutput
 from common.tests.engine_oracle import Oracle
 from common.tests.forked import Forked
-from mooncake_master import MooncakeAddress, MooncakeMaster, MooncakeUnavailableError
+from conftest import need
+from mooncake_master import MooncakeAddress, MooncakeMaster
 from mooncake_pool import MooncakePool
 from pool_connector import PoolConnector
 from request import SamplingParams
@@ -87,13 +87,8 @@ class EngineProcess:
 
 @pytest.fixture
 def master() -> Iterator[MooncakeMaster]:
-    try:
-        master = MooncakeMaster()
-    except MooncakeUnavailableError as failure:
-        if os.environ.get("VLLM_FS_REQUIRE_MOONCAKE") or os.environ.get("CI"):
-            pytest.fail(f"the CI has to test the Mooncake store: {failure}")
-        pytest.skip(str(failure))
-    with master:
+    need("Mooncake")
+    with MooncakeMaster() as master:
         yield master
 
 

@@ -39,7 +39,6 @@ from compiled_attention import HeadMajorKVCache
 from grouped_kv_memory import max_blocks
 from paged_attention import TorchAttentionBackend
 from request import SamplingParams
-from test_cpp_library import needs_compiler
 from test_every_attention import PlainAttention
 from tiered_cache import KVTierConfig
 from window_attention import WindowBackend
@@ -107,7 +106,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("chunked_prefill", [False, 16])
 def test_decodes_are_compiled(chunked_prefill, windowed, calls: list[int]) -> None:
     """Those of every layer, whatever it sees."""

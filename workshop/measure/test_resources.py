@@ -21,7 +21,7 @@ from workshop.measure.resources import (
     quick,
 )
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 CLEAN = Resources("some_kernel", "a model", "bfloat16", 90, "64 x 64", 4, 128, 0, 1024, "mma")
 

@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_book(OUT)
     if options.check:
         command = [sys.executable, "-m", "pytest", "-q", str(HERE / "check_book.py")]
-        environment = {**os.environ, "VLLM_FS_REQUIRE_BROWSER": "1"}  # else they would be skipped
+        environment = {**os.environ, "VLLM_FS_REQUIRE_ALL": "1"}  # else they would be skipped
         raise SystemExit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 
 

@@ -185,7 +185,6 @@ def test_a_source_page_names_the_pages_that_link_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the page that its docstring names. That of a folder lists what git tracks."""
-    pytest.importorskip("pygments")
     sources = Sources()
     sources.add(
         Tree(tmp_path, False, {}, frozenset(), "", {"common/llm.py": {"common/index"}}), "en"

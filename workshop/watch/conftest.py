@@ -1,11 +1,8 @@
 """The page in a real browser. A test opens it and drives it; an unnoticed error (on the console, an
-exception, a look at the network) fails the test in which it happened.
-
-Without a browser these tests are skipped, except in a CI, where it has to be there."""
+exception, a look at the network) fails the test in which it happened."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -14,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from bounded_loops import as_long_as
-from workshop.watch.chromium import BrowserUnavailableError, started_browser
+from conftest import need
+from workshop.watch.chromium import started_browser
 from workshop.watch.films import BEYOND, FILMS, Shot, shoot
 from workshop.watch.page_maker import Reel, make_page
 from workshop.watch.replay.film import Film
@@ -90,13 +88,9 @@ class RunPage:
 
 def browser_for_tests() -> Iterator[Browser]:
     """While the browser is open, this thread cannot use asyncio."""
-    try:
-        with started_browser() as started:
-            yield started
-    except BrowserUnavailableError as failure:
-        if os.environ.get("VLLM_FS_REQUIRE_BROWSER") or os.environ.get("CI"):
-            pytest.fail(f"the CI has to test the page in a browser: {failure}")
-        pytest.skip(str(failure))
+    need("browser")
+    with started_browser() as started:
+        yield started
 
 
 browser = pytest.fixture(scope="package")(browser_for_tests)  # one for the tests of this folder

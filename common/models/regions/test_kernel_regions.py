@@ -22,7 +22,7 @@ from paged_attention import PagedKVCache
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 LAYOUTS = {"slots": PagedKVCache, "heads": HeadMajorKVCache}  # what lies first in a block
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from common.models.rotary import RopeParameters, rotary_table
 from compiled_attention import HeadMajorKVCache
 from paged_attention import PagedKVCache
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.needs("triton")
 
 # Tolerance of a result of size 1, or relative to its size where it is larger.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

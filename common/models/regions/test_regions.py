@@ -18,7 +18,6 @@ from common.models.regions.regions import Regions
 from common.models.rotary import RopeParameters, rotary_table
 from compiled_attention import HeadMajorKVCache, write_kv_anywhere
 from paged_attention import PagedKVCache
-from test_cpp_library import needs_compiler
 
 # Tolerance relative to the largest value. bfloat16: the plain functions round in between, several
 # times.
@@ -68,7 +67,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE[found.dtype], float(error)
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 400])
 def test_norms_and_the_gate(kind, num_tokens: int) -> None:
     """Sizes that vectors divide and do not divide, with one thread and more."""
@@ -86,7 +85,7 @@ def test_norms_and_the_gate(kind, num_tokens: int) -> None:
         assert torch.equal(x, before)
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("cache_kind", [HeadMajorKVCache, PagedKVCache])
 def test_heads_are_normed_turned_and_written(kind, has_norm: bool, cache_kind: type) -> None:
@@ -114,7 +113,7 @@ def test_heads_are_normed_turned_and_written(kind, has_norm: bool, cache_kind: t
         assert torch.equal(results[0][2], results[1][2]), "values are copied"
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_nan_stays_nan() -> None:
     compiled = CompiledRegions(torch.bfloat16, torch.float32, 16)
     gate_up = torch.full((2, 32), 3.0, dtype=torch.bfloat16)
@@ -126,7 +125,7 @@ def test_nan_stays_nan() -> None:
     assert compiled.rms_norm(hidden, torch.ones(16), EPS).isnan().all(1).tolist() == [False, True]
 
 
-@needs_compiler
+@pytest.mark.needs("C++ compiler")
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
     compiled, threads = CompiledRegions(torch.float32, torch.float32, 128), torch.get_num_threads()
     x, weight = draw(300, 1000, dtype=torch.float32), torch.ones(1000)

@@ -23,13 +23,12 @@ from common.llm import LLM, SamplingParams
 from common.serve.conftest import Running, events_of, in_thread, posted
 from common.serve.fleet.pd_proxy import ASK, make_proxy
 from common.serve.fleet.programs import (
-    HOW_TO_INSTALL,
     Program,
-    router_program,
     start_router,
     start_server,
 )
-from mooncake_master import MooncakeMaster, MooncakeUnavailableError
+from conftest import need
+from mooncake_master import MooncakeMaster
 
 BLOCK_SIZE, MAX_TOKENS = 8, 12
 PROMPTS = [random.Random(i).choices(range(2, 4096), k=100) for i in range(4)]
@@ -135,10 +134,8 @@ def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
 @pytest.fixture
 def servers(stack: ExitStack) -> list[Program]:
     """For prefill and for decode."""
-    try:
-        master = stack.enter_context(MooncakeMaster())
-    except MooncakeUnavailableError as failure:
-        pytest.skip(str(failure))
+    need("Mooncake")
+    master = stack.enter_context(MooncakeMaster())
     fields = {"kind": "mooncake", "master": master.address.master, "segment_mbytes": 64}
     fields["metadata"] = master.address.metadata
     flags = ("--block-size", str(BLOCK_SIZE), "--num-blocks", "400", "--dtype", "float32")
@@ -205,7 +202,7 @@ def test_the_decode_server_loads_kv_of_the_prefill_server_and_works_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
+@pytest.mark.needs("vllm-router")
 def test_the_real_router_does_so_too_while_the_prefill_server_lives(
     servers: list[Program], expected: list[str], stack: ExitStack
 ) -> None:

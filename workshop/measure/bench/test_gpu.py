@@ -62,7 +62,8 @@ def test_the_installed_torch_and_triton_have_all_that_is_asked_of_cuda() -> None
                 names.add(node.attr)
     assert {"synchronize", "set_sync_debug_mode", "get_device_properties"} <= names
     assert not [name for name in names if not hasattr(torch.cuda, name)]
-    testing = pytest.importorskip("triton.testing")
+    from triton import testing
+
     signature = inspect.signature(testing.do_bench_cudagraph)
     signature.bind(lambda: None, rep=50, quantiles=[0.5, 0.0, 1.0])
     averages = torch.autograd.profiler_util.FunctionEventAvg()

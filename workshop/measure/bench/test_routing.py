@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from common.serve.fleet.programs import HOW_TO_INSTALL, router_program
 from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
 from workshop.measure.bench.load import Outcome
 from workshop.measure.bench.routing import (
@@ -72,7 +71,7 @@ def chats() -> list[TraceRequest]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
+@pytest.mark.needs("vllm-router")
 def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None:
     requests = scaled(chats(), 1.0, 4096)
     found = {policy: measure_one(policy, requests, 2000) for policy in POLICIES}
@@ -90,7 +89,7 @@ def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(router_program() is None, reason=HOW_TO_INSTALL)
+@pytest.mark.needs("vllm-router")
 def test_lost_are_those_who_were_being_answered_by_the_server_that_died() -> None:
     """And a few that the router has sent to the dead one again and again."""
     death = measure_one("round_robin", of_one_prefix(40, 4096), 2000, dies=True)
