@@ -160,8 +160,9 @@ class ServerMetrics:
                     num_computed = num_prompt - delta.num_cached_tokens
                     self._observe("request_prefill_kv_computed_tokens", num_computed)
                     self._observe("request_params_n", params.n)
-                    if params.max_tokens is not None:
-                        self._observe("request_params_max_tokens", params.max_tokens)
+                    if params.max_tokens is not None:  # a number of any size
+                        limit = min(params.max_tokens, self.llm.max_model_len)
+                        self._observe("request_params_max_tokens", limit)
                 yield delta
         except Exception as error:
             reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"

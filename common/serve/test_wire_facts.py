@@ -456,23 +456,23 @@ def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
     found = {f.name: f.type for f in families if not f.name.endswith("_created")}
     table = (Path(wire.__file__).parent / "vllm_metrics.txt").read_text().splitlines()
     rows = [line.split(maxsplit=2) for line in table if not line.startswith("#")]
-    assert found == {name: kind for name, kind, *why in rows if not why}
-    samples = {name: labels for f in families for name, labels, *_ in f.samples}
+    assert found == {name: kind for name, kind, *missing in rows if not missing}
+    samples = {sample.name: sample.labels for f in families for sample in f.samples}
     assert samples["vllm:lora_requests_info"] == {
         **{"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b"}
     }
-    text, own = metrics.text().decode(), 'engine="0",model_name="tiny"'
+    text, labels = metrics.text().decode(), 'engine="0",model_name="tiny"'
     for line in (
         'http_requests_total{handler="/v1/models",method="GET",status="2xx"} 1.0',
         'http_requests_total{handler="none",method="none",status="4xx"} 1.0',
         'vllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="tiny"} 3.0',
         'vllm:iteration_tokens_total_bucket{engine="0",le="16384.0",model_name="tiny"} 6.0',
-        f"vllm:iteration_tokens_total_count{{{own}}} 7.0",
-        f"vllm:iteration_tokens_total_sum{{{own}}} 77.0",
-        f"vllm:spec_decode_num_drafts_total{{{own}}} 5.0",
-        f"vllm:spec_decode_num_draft_tokens_total{{{own}}} 20.0",
-        f"vllm:spec_decode_num_accepted_tokens_total{{{own}}} 8.0",
-        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="1"}} 3.0',
+        f"vllm:iteration_tokens_total_count{{{labels}}} 7.0",
+        f"vllm:iteration_tokens_total_sum{{{labels}}} 77.0",
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 5.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 20.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 8.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 3.0',
     ):
         assert f"\n{line}\n" in text
 

@@ -63,7 +63,7 @@ NOT_BUILT: dict[str, tuple | None] = {
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
-    # Who asks, and where: an account, a cache or a machine.
+    # The client and its account, and where an answer may be kept.
     **dict.fromkeys(["user", "safety_identifier", "session_id", "metadata", "store"]),
     **dict.fromkeys(["service_tier", "prompt_cache_key", "prompt_cache_options"]),
     "prompt_cache_retention": None,
