@@ -70,7 +70,7 @@ def has_mooncake() -> bool:
 
 class Optional(NamedTuple):
     is_found: Callable[[], bool]
-    how_to_get: str
+    advice: str
     is_for_all: bool = True  # some have no build for this system
 
 
@@ -112,7 +112,7 @@ def need(name: str) -> None:
     """Skip the test where this is not found, by its name; fail where all of them are required."""
     if is_found(name):
         return
-    reason = f"{MISSING}{name} ({OPTIONAL[name].how_to_get})"
+    reason = f"{MISSING}{name} ({OPTIONAL[name].advice})"
     if IS_REQUIRED and OPTIONAL[name].is_for_all:
         pytest.fail(reason)
     pytest.skip(reason, allow_module_level=True)
@@ -144,7 +144,7 @@ def pytest_make_collect_report() -> Generator[None, Any, pytest.CollectReport]:
     name = getattr(error, "name", "")
     if name in OPTIONAL and not IS_REQUIRED:
         report.outcome = "skipped"
-        report.longrepr = report.nodeid, 0, f"{MISSING}{name} ({OPTIONAL[name].how_to_get})"
+        report.longrepr = report.nodeid, 0, f"{MISSING}{name} ({OPTIONAL[name].advice})"
     return report
 
 

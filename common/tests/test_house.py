@@ -540,7 +540,7 @@ def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
 
 
 def undeclared(house: House, report: Path, options: list[str]) -> dict[str, set[str]]:
-    """What deptry finds, with nothing allowed: the modules of each code."""
+    """Return the modules that deptry finds for each code, with nothing allowed."""
     command = [*house.pyproject()["tool"]["hatch"]["build"]["dev-mode-dirs"], "-o", str(report)]
     with pytest.raises(SystemExit):
         deptry.main([*command, "--per-rule-ignores", "DEP001=-", *options])
@@ -564,7 +564,7 @@ def test_what_is_imported_is_declared(
 def test_the_server_needs_nothing_of_the_tests(
     this_house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the chapters and `common` import, `make serve` installs."""
+    """`make serve` installs all packages that the chapters and `common` import."""
     monkeypatch.chdir(ROOT)
     aside = ".*test_|.*conftest|workshop|common/tests|.*/testing/|.*_demo|hatch_build"
     of_others = ["--optional-dependencies-dev-groups", "chapters,test,notebooks,browser,dev,book"]
