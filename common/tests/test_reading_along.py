@@ -166,8 +166,8 @@ def test_each_erratum_is_in_a_row_of_its_post_and_names_it() -> None:
         for name, _, differs in rows(part.title):
             for erratum in ERRATUM.findall(differs):
                 citing[erratum] += f"{name}\n"
-    for erratum, (said, _) in ERRATA.items():
-        place = said.partition("（")[2].partition("）")[0].removeprefix("开发日志 ")
+    for erratum, (text, _) in ERRATA.items():
+        place = text.partition("（")[2].partition("）")[0].removeprefix("开发日志 ")
         assert place and place in citing[erratum], erratum
 
 

@@ -163,8 +163,8 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 def filled(text: str, folder: Path) -> str:
     """Return a page with its blocks and the lines of its links to symbols filled. Files are looked
-    up in the page's folder, then in the whole repository. What has no source stays unchanged: see
-    `unfilled`."""
+    up in the page's folder, then in the whole repository. A block or link without a source stays
+    unchanged: see `unfilled`."""
 
     def fill(match: re.Match[str]) -> str:
         head, _, _ = match[0].partition("\n")

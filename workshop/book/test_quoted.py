@@ -111,8 +111,8 @@ def test_a_link_to_a_symbol_follows_its_line(tmp_path: Path) -> None:
     page = "[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)\n[`::Pool.gone`](pool.py#L7)\n"
     text = filled(page, tmp_path)
     assert text == page.replace("L1)", "L19)")
-    gone = "line 2 links to what is not in pool.py any more: Pool.gone"
-    assert list(unfilled(text, tmp_path)) == [gone]
+    complaint = "line 2 links to what is not in pool.py any more: Pool.gone"
+    assert list(unfilled(text, tmp_path)) == [complaint]
 
 
 def test_an_excerpt_follows_its_source_between_its_first_and_last_line(tmp_path: Path) -> None:
