@@ -284,6 +284,7 @@ def test_many_tokens_do_not_hold_up_the_loop(
     """An answer is written here: FastAPI looks at each item of a list, for ten times as long. And
     between two prompts of a request the loop may do something else."""
     routes = server.app.state.server
+    request: Any = SimpleNamespace(client=None)
     chat = ChatBody.model_validate(CHAT)
     monkeypatch.setattr(routes.chat, "text", lambda *_: "x")
     prompts = CompletionBody(prompt=["a", "b", "c"])
@@ -303,9 +304,9 @@ def test_many_tokens_do_not_hold_up_the_loop(
         monkeypatch.setattr(server.llm.tokenizer, "encode", noting)
         try:
             return [
-                await routes.render_completion(prompts),
-                await routes.render_chat(chat),
-                await routes.tokenize(TokenizeBody(prompt="x")),
+                await routes.render_completion(prompts, request),
+                await routes.render_chat(chat, request),
+                await routes.tokenize(TokenizeBody(prompt="x"), request),
                 await routes.detokenize(DetokenizeBody(tokens=[5])),
             ]
         finally:
