@@ -119,8 +119,10 @@ def _check_scheduler(value: object) -> None:
 def _check_policy(value: Any) -> None:
     if isinstance(value, str) and value in POLICIES:
         return
-    policy = value
-    if not isinstance(value, SchedulePolicy):
+    policy: SchedulePolicy | type[SchedulePolicy]
+    if isinstance(value, SchedulePolicy):
+        policy = value
+    else:
         import sglang_policies
 
         policy = get_policy(value, sglang_policies.POLICIES)
