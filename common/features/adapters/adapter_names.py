@@ -113,16 +113,19 @@ class AdapterNames(EnginePlugin):
             found.setdefault(digest, []).append(name)
         return found
 
+    def name_of(self, digest: str) -> str | None:
+        """Return the adapter's (first) name, or None if only unfinished requests still use it."""
+        return next(iter(self.by_digest.get(digest, ())), None)
+
     def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
         """Return the (first) names of the adapters that running requests use, and waiting
         ones."""
         found: tuple[list[str], list[str]] = [], []
-        by_digest = self.by_digest
         for digest, users in list(self._users.items()):  # steps may run in another thread
             num_running = sum(user in running for user in tuple(users))
             for names, num in zip(found, (num_running, len(users) - num_running), strict=True):
                 if num:
-                    names.append(by_digest.get(digest, [digest])[0])
+                    names.append(self.name_of(digest) or digest)
         return found
 
     def on_add(self, request: Request) -> None:
