@@ -78,7 +78,7 @@ def test_draws_do_not_change_between_processes():
 
 
 def test_the_policy_that_the_docstring_suggests_runs_as_typed():
-    """It is defined nowhere else, so that a reader can type it, too."""
+    """No other module defines it, so a reader can type it, too."""
     (suggested,) = re.findall(r"^    class .*?(?=^\S)", policies.__doc__ or "", re.M | re.S)
     names = vars(policies).copy()
     exec(textwrap.dedent(suggested), names)

@@ -185,12 +185,12 @@ def test_memory_is_filled_and_not_reserved():
 
 
 def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
-    noted: list[tuple[str, int]] = []
+    preempted: list[tuple[str, int]] = []
 
     class Noting(PreemptionPlugin):
         def on_preempt(self, request: Request) -> None:
             num_blocks = len(self.scheduler.kv_memory.get_block_ids(request.request_id))
-            noted.append((request.request_id, num_blocks))
+            preempted.append((request.request_id, num_blocks))
 
     loop = Loop(4, plugins=[Noting()])
     first, second = loop.add("a", 7, 8), loop.add("b", 7, 8)
@@ -198,7 +198,7 @@ def test_the_last_admitted_makes_room_and_comes_back_with_its_outputs():
     loop.step()  # 8 positions: the blocks are full
     output = loop.step()
     assert preempted_ids(output) == ["b"] and scheduled_tokens(output) == {"a": 1}
-    assert noted == [("b", 2)], "while it has its memory"
+    assert preempted == [("b", 2)], "while it has its memory"
     assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
     assert second.num_preemptions == 1 and second.num_output_tokens == 2
     stats = loop.scheduler.get_stats()
@@ -583,9 +583,15 @@ def test_as_many_positions_get_room_as_are_asked_for():
     requests = [full.add(name, 7 if name == "a" else 3, 20) for name in "abcd"]
     full.step()
     # (tokens, optional ones): optional tokens preempt no other; 13 tokens take the blocks of three.
-    for asked, given, num_blocks, running in (((1, 9), 1, 2, "abcd"), ((13, 0), 13, 5, "a")):
+    for (num_tokens, num_optional), given, num_blocks, running in (
+        ((1, 9), 1, 2, "abcd"),
+        ((13, 0), 13, 5, "a"),
+    ):
         step = StepPlan(6, lambda one: 6)
-        assert full.scheduler._allocate_or_preempt(requests[0], asked[0], asked[1], step) == given
+        assert (
+            full.scheduler._allocate_or_preempt(requests[0], num_tokens, num_optional, step)
+            == given
+        )
         assert len(full.scheduler.kv_memory.get_block_ids("a")) == num_blocks
         assert list(full.scheduler.running) == [*running]
 

@@ -149,7 +149,7 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(
-    ("how", "num_blocks", "success", "error"),
+    ("outcome", "num_blocks", "success", "error"),
     [
         ("arrives", 1, True, "None"),
         ("fails", 2, False, "block 1: not in the pool"),
@@ -158,7 +158,7 @@ def test_a_transfer_is_complete_until_its_result_is_taken():
     ],
 )
 def test_a_callback_is_called_once_when_the_result_can_be_taken(
-    how, num_blocks, success, error, raises, caplog
+    outcome, num_blocks, success, error, raises, caplog
 ):
     gate, called = Gate(), threading.Event()
     calls: list[tuple[str, bool]] = []
@@ -171,21 +171,21 @@ def test_a_callback_is_called_once_when_the_result_can_be_taken(
         if raises:
             raise IndexError("of the caller")
 
-    if how in ("arrives", "fails"):
+    if outcome in ("arrives", "fails"):
         gate.open.release()
-    timeout_s = 0.05 if how == "hangs" else WAIT_S
+    timeout_s = 0.05 if outcome == "hangs" else WAIT_S
     with make_pool(transport=gate, transfer_timeout_s=timeout_s, num_transfer_threads=1) as pool:
         publish(pool, "a", 0)
         pool.async_transfer("r", HASHES[:num_blocks], "b", callback)
-        if how == "closes":
+        if outcome == "closes":
             pool.close()
         assert called.wait(WAIT_S)
         gate.open.release(2)
-        if how != "closes":
+        if outcome != "closes":
             pool._transfers.timeout_s = WAIT_S
             assert arrived(transfer(pool, [0], "b")) == [0], "the thread goes on"
     assert calls == [("r", success)] and error in errors[0]
-    if how != "hangs":  # there a thread of its own writes the log
+    if outcome != "hangs":  # there a thread of its own writes the log
         assert ("of the caller" in caplog.text) == raises
 
 

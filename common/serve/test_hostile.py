@@ -356,11 +356,11 @@ def test_neither_small_chunks_nor_many_headers_delay_other_clients(
     """h11 parses all that was read in one go: seconds for 256 KB of either."""
     sizes, hear = list[int](), PatientProtocol.data_received
 
-    def noted(protocol: PatientProtocol, data: bytes) -> None:
+    def counted(protocol: PatientProtocol, data: bytes) -> None:
         sizes.append(len(data))
         hear(protocol, data)
 
-    monkeypatch.setattr(PatientProtocol, "data_received", noted)
+    monkeypatch.setattr(PatientProtocol, "data_received", counted)
     head = HEAD.replace(b"Host", b"Connection: close\r\nHost")
     for chunk_bytes, num, status in (
         (1, SPARE_CHUNKS, 200),

@@ -282,7 +282,7 @@ def test_a_forced_call_has_the_schema_of_its_function(
 def test_a_stop_string_cuts_a_forced_call(
     template_server: Running, choice: Any, reason: str
 ) -> None:
-    """And then the arguments are no JSON, as in vLLM."""
+    """The arguments are then not valid JSON, as in vLLM."""
     chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS[1:], "tool_choice": choice}
     found = client(template_server).create(**chat, stop=["is_on"], max_tokens=120).choices[0]
     assert (found.finish_reason, found.stop_reason) == (reason, "is_on")

@@ -28,7 +28,7 @@ class Amounts(NamedTuple):
 
 # What each folder held on 2026-11-28, and 3 % more.
 BUDGETS = {
-    ".": Amounts(code=13, tests=148, words=42791),
+    ".": Amounts(code=13, tests=240, words=36000),
     "01_batching": Amounts(code=1147, tests=1564, words=11335),
     "01_batching/beyond": Amounts(code=398, tests=373, words=204),
     "01_batching/testing": Amounts(tests=42),
@@ -38,24 +38,24 @@ BUDGETS = {
     "03_prefix_cache/beyond": Amounts(code=2120, tests=2895, words=4748),
     "03_prefix_cache/testing": Amounts(tests=813),
     "04_scheduler": Amounts(code=1002, tests=2104, words=9773),
-    "04_scheduler/beyond": Amounts(code=947, tests=1760, words=13221),
+    "04_scheduler/beyond": Amounts(code=960, tests=1760, words=13221),
     "04_scheduler/testing": Amounts(tests=523),
     "05_spec_decode": Amounts(code=665, tests=1748, words=9929),
     "05_spec_decode/beyond": Amounts(code=717, tests=1222, words=97),
     "05_spec_decode/testing": Amounts(tests=242),
     "06_chunked_prefill": Amounts(code=299, tests=700, words=7067),
     "06_chunked_prefill/beyond": Amounts(code=478, tests=867, words=1331),
-    "common": Amounts(code=1434, tests=381, words=4379),
+    "common": Amounts(code=1434, tests=410, words=4379),
     "common/assembly": Amounts(code=712),
     "common/checkpoints": Amounts(words=839),
     "common/events": Amounts(code=1400, tests=890, pages=5147, words=1759),
-    "common/features": Amounts(code=1177, tests=776),
+    "common/features": Amounts(code=1245, tests=865),
     "common/models": Amounts(code=2724, tests=1861, words=5607),
     "common/parallel": Amounts(code=1526, tests=1606, words=6086),
     "common/requests": Amounts(code=817, tests=751),
     "common/runner": Amounts(code=1451, tests=1897),
     "common/sampling": Amounts(code=1497, tests=1193),
-    "common/serve": Amounts(code=3590, tests=5176, pages=629, words=8737),
+    "common/serve": Amounts(code=4110, tests=5680, pages=680, tables=65, words=9200),
     "common/tests": Amounts(tests=10762),
     "workshop": Amounts(code=12, tests=17),
     "workshop/book": Amounts(code=1692, tests=1440, tables=943),
@@ -63,9 +63,9 @@ BUDGETS = {
     "workshop/practice": Amounts(code=3501, tests=1847, tables=4026),
     "workshop/site": Amounts(code=945, tests=973, pages=820, words=864),
     "workshop/training": Amounts(code=810, tests=315, tables=75),
-    "workshop/watch": Amounts(code=2032, tests=3439, pages=242, tables=535, words=983),
+    "workshop/watch": Amounts(code=2032, tests=3439, pages=242, tables=475, words=983),
 }
-ALL_PYTHON_LINES = 133_003  # as `wc -l` counts them
+ALL_PYTHON_LINES = 132_500  # as `wc -l` counts them
 LOADED_LINES = (
     12_400  # of what a default `LLM()` loads, docstrings and the pages that they name too
 )

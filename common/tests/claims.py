@@ -325,8 +325,8 @@ def grammars(case: Case) -> None:
             assert output.outputs[0].text.encode() in texts_of(name)
     pairs = [(i, name) for i, name in pairs if name is not None]
     prompts = [which.oracle.prompts[i] for i, _ in pairs]
-    for limits, how in LIMITS.items():
-        params = [bound_params(name, n=2, **how) for _, name in pairs]
+    for limits, kwargs in LIMITS.items():
+        params = [bound_params(name, n=2, **kwargs) for _, name in pairs]
         twice = [[which.within(None, name, i, NUM_BOUND, limits)] * 2 for i, name in pairs]
         found = engine.generate_batch(prompts, params).values()
         assert [[c.token_ids for c in output.outputs] for output in found] == twice, limits

@@ -132,18 +132,18 @@ def greedy_within(
 ) -> list[int]:
     """By `transformers`, a whole pass for each token: the highest of those that may come."""
     outputs: list[int] = []
-    how = LIMITS[limits]
-    ends = {tokenizer.eos_token_id, *how.get("stop_token_ids", [])}
+    kwargs = LIMITS[limits]
+    ends = {tokenizer.eos_token_id, *kwargs.get("stop_token_ids", [])}
     while len(outputs) < most and (not outputs or name is None or outputs[-1] not in ends):
         text = tokenizer.decode(outputs)
         before, num = tokenizer.decode(outputs[:-1]), len(outputs)
-        if num > how.get("min_tokens", 0) and any(
-            text.count(stop) > before.count(stop) for stop in how.get("stop", ())
+        if num > kwargs.get("min_tokens", 0) and any(
+            text.count(stop) > before.count(stop) for stop in kwargs.get("stop", ())
         ):
             break
         logits = model(torch.tensor([prompt + outputs])).logits[0, -1]
         if name is not None:
-            allowed = may_come(tokenizer, texts_of(name), outputs, how)
+            allowed = may_come(tokenizer, texts_of(name), outputs, kwargs)
             kept = torch.full_like(logits, float("-inf"))
             kept[allowed] = logits[allowed]
             logits = kept

@@ -87,7 +87,7 @@ _EMPTY: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     ),
     **dict.fromkeys(("$dynamicAnchor", "$recursiveAnchor"), lambda value, schema: True),
 }
-# What a schema without these evaluates is visible in itself.
+# A schema without these keywords evaluates only the names and items that it lists itself.
 _IN_PLACE = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "contains"}
 _EVALUATED = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
 

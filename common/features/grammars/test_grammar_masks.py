@@ -224,12 +224,12 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
     """Before `min_tokens` an end token can come only where nothing else can."""
-    rng, how = random.Random(name), LIMITS[limits]
-    ends = {EOS, *how.get("stop_token_ids", ())}
+    rng, kwargs = random.Random(name), LIMITS[limits]
+    ends = {EOS, *kwargs.get("stop_token_ids", ())}
     for _ in range(5):
-        ours = Matching(SMALL, CASES[name][0], **how)
+        ours = Matching(SMALL, CASES[name][0], **kwargs)
         while not ends.intersection(ours.outputs) and len(ours.outputs) < 20:
-            allowed = may_come(TOKENIZER, texts_of(name), ours.outputs, how)
+            allowed = may_come(TOKENIZER, texts_of(name), ours.outputs, kwargs)
             assert ours.allowed().tolist() == sorted(allowed), ours.outputs
             ours.outputs.append(rng.choice(allowed))
 
@@ -326,7 +326,7 @@ NEVER: list[dict] = [
 )
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_keywords_that_say_nothing_or_never(schema: dict, is_inside: bool) -> None:
-    """They have no effect, whatever library or program wrote them."""
+    """Such keywords have no effect, whatever library or program wrote them."""
     values = [*VALUES, [], [0], [0, 0], [0, 5], [[]], {"a": 0}, {"b": 0}, {"a": 0, "b": 0}]
     if is_inside:
         schema = {"type": "object", "required": ["b"], "properties": {"b": schema}}
@@ -345,7 +345,7 @@ def test_keywords_that_say_nothing_or_never(schema: dict, is_inside: bool) -> No
 
 @pytest.mark.parametrize("name", ["date", "time", "date-time"])
 def test_dates_and_times_are_those_of_the_calendar(name: str) -> None:
-    """What the library allows by itself has 30 February."""
+    """The library's own pattern allows 30 February."""
     schema = rewritten({"type": "string", "format": name})
     matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
     days = product((0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999), range(14), range(33))
@@ -455,7 +455,8 @@ def test_guesses_are_matched_and_taken_back(limits) -> None:
     """A row for each draft token and one after them; after the first impossible draft, and after
     the end of the text, no row is constrained, and the matcher is as if there had been no drafts.
     Trap 65."""
-    ours, how = Matching(SMALL, CASES["choice"][0], **LIMITS[limits]), LIMITS[limits]
+    kwargs = LIMITS[limits]
+    ours = Matching(SMALL, CASES["choice"][0], **kwargs)
     n, o, y, no = (SPELL[text] for text in ("n", "o", "y", "no"))
     ours.outputs = [n]
     before = ours.allowed().tolist()
@@ -467,7 +468,7 @@ def test_guesses_are_matched_and_taken_back(limits) -> None:
             if i > num_possible or EOS in drafts[:i]:
                 assert (bits[i] == -1).all()
                 continue
-            allowed = may_come(TOKENIZER, texts_of("choice"), [n, *drafts[:i]], how)
+            allowed = may_come(TOKENIZER, texts_of("choice"), [n, *drafts[:i]], kwargs)
             assert bits_of(bits[i : i + 1], ours.vocab_size).tolist() == sorted(allowed)
         assert ours.allowed().tolist() == before
     ours.outputs.append(no)  # what no mask had allowed: of this request nothing more may come

@@ -135,8 +135,8 @@ def test_an_evening_reads_its_chapter_and_watches_its_film(number: int) -> None:
 
 
 def commands_of_make() -> list[str]:
-    """Those of the pages from which a reader types first, in both languages, and of the Makefile's
-    head."""
+    """Return the commands of the Makefile's head and of the pages that a reader types from first,
+    in both languages."""
     texts = [(ROOT / "Makefile").read_text(encoding="utf-8").partition("\n\n")[0]]
     for page in ("README", "COURSE", "workshop/site/pages/FIRST_HOUR"):
         texts += [path.read_text(encoding="utf-8") for path in ROOT.glob(f"{page}*.md")]
