@@ -88,6 +88,7 @@ OPTIONAL = {
         is_for_all=HAS_X86_LINUX and sys.version_info < (3, 14),
     ),
     "make": Optional(lambda: shutil.which("make") is not None, "apt-get install make"),
+    "git": Optional(lambda: shutil.which("git") is not None, "apt-get install git"),
     "vllm-router": Optional(
         lambda: bool(os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")),
         "pip install vllm-router, or VLLM_ROUTER=FILE",
@@ -127,11 +128,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo) -> None:
-    """So, too, where a test, a fixture or a helper imports such a package."""
+    """So, too, where a test, a fixture or a helper imports such a package or starts git."""
     error = call.excinfo.value if call.excinfo else None
-    if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    missing = error.filename if isinstance(error, FileNotFoundError) else missing
+    if missing in OPTIONAL:
         try:
-            need(error.name)
+            need(missing)
         except (pytest.skip.Exception, pytest.fail.Exception) as outcome:
             call.excinfo = pytest.ExceptionInfo.from_exception(outcome)
 

@@ -29,7 +29,8 @@ def test_features_that_are_off_are_not_loaded(default: DefaultPath) -> None:
     others += ("common/features/adapters/", "common/features/grammars/")
     assert not [name for name in loaded if any(other in name for other in others)]
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
-    parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns", "sampling_rules")
+    parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns", "sampling_defaults")
+    parts += ("sampling_rules",)
     assert sampling == {f"common/sampling/{name}.py" for name in parts}
 
 

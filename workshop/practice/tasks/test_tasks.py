@@ -457,4 +457,4 @@ def test_a_task_that_the_engine_does_not_run_shows_its_small_example(
     bench.file(task).write_text(text)
     assert main(["4.1", "--demo"], bench) == 0
     shown = capfd.readouterr().out
-    assert "with your lines" in shown and "served: big 1" in shown
+    assert "with your lines" in shown and "served: zoe 1" in shown
