@@ -92,6 +92,8 @@ def test_a_chat_has_its_own_names() -> None:
         ("ab</think>c</think>", "<think>", 2),
         ("ab</thin", "<think>", 8),
         ("ab</think>c", "", 0),
+        ('ab<tool_call>{"name": "f", "arguments": {}}</tool_call></think>c', "<think>", 2),
+        ("ab<tool_call>x</think>c", "<think>", len("ab<tool_call>x")),
     ],
 )
 @pytest.mark.parametrize("shows", [True, False])
@@ -101,7 +103,7 @@ def test_the_tokens_of_a_thought_are_counted(
     """Whether or not they are shown, and wherever a stream is cut."""
     for size in (1, 3, 100):
         one, sent = answer("chat", n=2), []
-        one.reader, one.prompt_end = Reader(ToolUse({}), True, shows), prompt_end
+        one.reader, one.prompt_end = Reader(ToolUse({}, "auto"), True, shows), prompt_end
         one.chunks(0, RequestDelta("x", prompt_token_ids=[A]))
         for i in range(0, len(text), size):
             new, reason = text[i : i + size], "stop" if i + size >= len(text) else None
