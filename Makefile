@@ -33,8 +33,8 @@ TEST := $(VENV)/.test
 WORK := $(VENV)/.work
 BOOK := $(VENV)/.book
 HALF_MADE := $(VENV)/.half-made
-# Every version but those of torch and triton, for each Python and system. `make test PINS=` takes the
-# newest ones instead.
+# Every version but those of torch and triton, for each Python and system. With
+# `rm -rf .venv && make test PINS=` the newest ones are taken instead.
 LOCK := requirements.lock
 PINS ?= -c $(LOCK)
 # pip shows its progress to a person and is quiet in a log.

@@ -61,10 +61,12 @@ def has_chinese_font() -> bool:
 
 
 def has_mooncake() -> bool:
-    with suppress(OSError):  # of a library that is not installed
+    with suppress(OSError, ImportError):  # of a library that is not installed
         for name in ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"):
             ctypes.CDLL(name)
-        return find_spec("mooncake") is not None
+        import mooncake.store  # noqa: F401  # as the Makefile asks
+
+        return True
     return False
 
 
@@ -98,7 +100,7 @@ OPTIONAL = {
         lambda: find_spec("triton") is not None, "Linux: make demo", sys.platform == "linux"
     ),
 }
-for package in ("fastapi", "jsonschema", "peft", "schemathesis", "scipy", "xgrammar"):
+for package in ("fastapi", "jsonschema", "openai", "peft", "schemathesis", "scipy", "xgrammar"):
     OPTIONAL[package] = Optional(partial(find_spec, package), "pip install -e '.[test]'")
 IS_REQUIRED = bool(os.environ.get("VLLM_FS_REQUIRE_ALL"))  # .ci/run: none of these is skipped
 MISSING = "not found: "
@@ -128,7 +130,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo) -> None:
-    """So, too, where a test, a fixture or a helper imports such a package or starts git."""
+    """Skip a test that fails because an optional package, or git, is missing."""
     error = call.excinfo.value if call.excinfo else None
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     missing = error.filename if isinstance(error, FileNotFoundError) else missing
@@ -141,17 +143,21 @@ def pytest_runtest_makereport(call: pytest.CallInfo) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, Any, pytest.CollectReport]:
-    """And a file of tests."""
+    """Skip a test file that cannot be imported because an optional package is missing."""
     report = yield
     error = report.call.excinfo.value.__cause__ if report.failed else None
-    name = getattr(error, "name", "")
-    if name in OPTIONAL and not IS_REQUIRED:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    is_needed = IS_REQUIRED and name in OPTIONAL and OPTIONAL[name].is_for_all
+    if name in OPTIONAL and not is_found(name) and not is_needed:
         report.outcome = "skipped"
         report.longrepr = report.nodeid, 0, f"{MISSING}{name} ({OPTIONAL[name].advice})"
     return report
 
 
 os.environ["LANGUAGE"] = "en"  # else tasks are told in what the terminal speaks
+# The settings of `make test ARGS=...` are not those of the makes that tests start.
+for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "PYTHON", "PINS", "JOBS"):
+    os.environ.pop(variable, None)
 # OpenMP's threads sleep while they have no work, instead of taking time from the other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -237,7 +243,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Where only dots are printed, a failure has its name."""
+    """Print the name of a failed test immediately."""
     if not report.failed:
         return None
     status = "failed" if report.when == "call" else "error"

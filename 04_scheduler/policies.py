@@ -93,4 +93,6 @@ def get_policy(
         return found
     allowed = ", ".join(repr(name) for name in known)
     kinds = "an instance of SchedulePolicy, 'module:Class' of such a class"
-    raise ValueError(f"policy must be {kinds} or one of {allowed}, got {name!r}") from problem
+    reason = "" if problem is None else f" ({problem})"
+    message = f"policy must be {kinds} or one of {allowed}, got {name!r}{reason}"
+    raise ValueError(message) from problem

@@ -73,10 +73,10 @@ class Loads(Generic[T]):
         if name in self._loads:
             raise ValueError(f"load {name!r} exists; take its result or cancel it")
         load = _PartialLoad(iter(parts), self._clock() + self.timeout_s, on_end=on_end)
+        self._loads[name] = load  # before `on_end`, which may take the result, can be called
         self._queue.put(load)
         for thread in self._threads:  # the first that is free takes it
             thread.submit(self._read_next)
-        self._loads[name] = load
 
     def _read_next(self) -> None:
         """Read the parts of the oldest load that is not begun, in a thread."""

@@ -76,7 +76,8 @@ def describe_step(
 
 def batch_line(record: StepRecord) -> str:
     """Return one line for a step. Tokens that were found in the cache count as `#cached-token`, not
-    also as `#new-token`; the hit rate is their share of both."""
+    also as `#new-token`; the hit rate is their share of both. A prompt's last chunk of one token
+    looks like a decode."""
     drafts, scheduled = record.drafts, record.num_scheduled_tokens
     num_new_tokens = num_decodes = 0
     for name, num_tokens in scheduled.items():

@@ -107,7 +107,7 @@ class House:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Without git, which may be missing, and which `make check` would wait for."""
+    """Yield the files that `.gitignore` does not name, without starting git."""
     listed = root / ".gitignore"
     ignored = [".git", *listed.read_text(encoding="utf-8").split()] if listed.exists() else []
     for folder, folders, files in os.walk(root):
@@ -117,7 +117,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _matches(patterns: list[str], name: str, prefix: str) -> bool:
-    """As git reads them: "/" at the start is the root, at the end a folder."""
+    """Whether a pattern names it, as git reads patterns: "/" first is the root, last a folder."""
     names = {name, name.rstrip("/"), prefix + name, prefix + name.rstrip("/")}
     return any(fnmatch(name, pattern) for pattern in patterns for name in names)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -148,7 +147,7 @@ class ParsedError(Exception):
     """The arguments are right; nothing is run."""
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.needs("make")
 @pytest.mark.parametrize("command", commands_of_make())
 def test_a_command_that_a_reader_types_first_is_known_and_takes_its_arguments(
     command: str, monkeypatch: pytest.MonkeyPatch
