@@ -94,5 +94,5 @@ def get_policy(
     allowed = ", ".join(repr(name) for name in known)
     kinds = "an instance of SchedulePolicy, 'module:Class' of such a class"
     reason = "" if problem is None else f" ({problem})"
-    message = f"policy must be {kinds} or one of {allowed}, got {name!r}{reason}"
+    message = f"policy must be {kinds} or one of {allowed}{reason}, got {name!r}"
     raise ValueError(message) from problem

@@ -92,9 +92,10 @@ class Loads(Generic[T]):
                 load.arrived.append(part)
         except Exception as failure:
             load.error = str(failure) or repr(failure)
+        all_arrived = load.error is None and not load.is_stopped  # `take` stops the load
         load.has_ended = True
         self._ends.put(None)
-        load.on_end(load.error is None and not load.is_stopped)
+        load.on_end(all_arrived)
 
     def has_ended(self, name: str) -> bool:
         """Whether the load can be taken. Raises `ValueError` for a name that is not, or no longer,

@@ -27,7 +27,7 @@ from request import SamplingParams, check_integers, require
 
 # Keywords of a schema that hold values, or objects by name. Remarks say nothing about a text.
 _DATA, _OF_NAMES = {"const", "enum", "default", "examples"}, {"properties", "patternProperties"}
-_OF_NAMES |= {"$defs", "definitions", "dependentSchemas"}
+_OF_NAMES |= {"$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies"}
 _REMARKS = {"title", "description", "$comment", "default", "examples"}
 _REMARKS |= {"deprecated", "readOnly", "writeOnly"}
 MAX_SCHEMAS = 20_000  # with lists, in a text that may be too long only because of remarks

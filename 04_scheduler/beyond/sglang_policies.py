@@ -70,7 +70,8 @@ class CacheAwarePolicy(SchedulePolicy):
     """Looks up the cached prefix of each waiting request, then calls `arrange`.
 
     `find_cached_blocks` returns the ids of the blocks that hold a request's longest cached prefix.
-    It is called once per step for each of the first `max_requests_to_sort` waiting requests.
+    It is called once per step for each of the first `max_requests_to_sort` waiting requests; with
+    `sorts_all_or_none`, for none while more of them wait.
 
     A request with fewer than `min_cached` cached tokens is deferred for this step if a request
     before it computes at least `min_shared` tokens, in whole blocks, that it could use.

@@ -7,7 +7,6 @@ See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -15,7 +14,6 @@ from common.models.loader import read_json, resolve_checkpoint
 from common.sampling.sampling_rules import SAMPLING_RULES
 from request import SamplingParams
 
-logger = logging.getLogger(__name__)
 FIELDS = {rule.name: rule.name for rule in SAMPLING_RULES if rule.is_recommended}
 FIELDS |= {"max_new_tokens": "max_tokens"}  # by the name in the file
 
@@ -32,6 +30,4 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
         SamplingParams(**defaults)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
-    if defaults:
-        logger.info("%s, where a request says nothing: %s", path.name, defaults)
     return defaults

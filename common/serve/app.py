@@ -96,8 +96,14 @@ class Server:
     ) -> None:
         self.llm, self.config = llm, config
         self.defaults = sampling_defaults(llm.config)
-        template, parsers = config.chat_template, (config.tool_call_parser, config.reasoning_parser)
-        self.chat = ChatPrompts(llm.tokenizer, template, *parsers)
+        if self.defaults:
+            logger.info("where a request says nothing, as the model recommends: %s", self.defaults)
+        self.chat = ChatPrompts(
+            llm.tokenizer,
+            config.chat_template,
+            config.tool_call_parser,
+            config.reasoning_parser,
+        )
         self.metrics = ServerMetrics(llm, config.model_name)
         self.live = LivePage(llm, gate, little)
 
@@ -123,8 +129,7 @@ class Server:
         if reader is not None and self.chat.hides_marks:
             params = replace(params, skip_special_tokens=False)
         params = await self.llm.without_texts(params)
-        client = client_of(request)
-        text, ids = await self._chat_prompt(body, params, client)
+        text, ids = await self._chat_prompt(body, params, request)
         continued = body.messages[-1] if body.continue_final_message else None
         name, tokenizer = _name_of(body, request), self.llm.tokenizer
         answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
@@ -216,19 +221,19 @@ class Server:
         return found
 
     async def _chat_prompt(
-        self, body: ChatBody, params: SamplingParams, client: str
+        self, body: ChatBody, params: SamplingParams, request: Request
     ) -> tuple[str, list[int]]:
         """Return the prompt's text and token ids."""
         adds = bool(body.add_special_tokens)
         try:
             if params.truncate_prompt_tokens is None:
                 self.llm.check_chat(len(body.messages), num_chars(body.messages))
-            text = await self._chat_text(body, client)
-            return text, await self.llm.prompt_ids(text, params, adds, client)
+            text = await self._chat_text(body, request)
+            return text, await self.llm.prompt_ids(text, params, adds, client_of(request))
         except ValueError as error:
             raise body.error(error) from error
 
-    async def _chat_text(self, body: ChatBody | TokenizeBody, client: str) -> str:
+    async def _chat_text(self, body: ChatBody | TokenizeBody, request: Request) -> str:
         assert body.messages is not None
         schemas_of(body.tools or ())
         names = ("documents", "reasoning_effort", "enable_thinking", "tools")
@@ -237,9 +242,15 @@ class Server:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
-        template_args = body.add_generation_prompt, body.continue_final_message, kwargs
-        size = num_chars(body.messages) + MESSAGE_CHARS * len(body.messages)
-        return await text_thread(size).run(client, self.chat.text, body.messages, *template_args)
+        size = request.state.num_body_bytes + MESSAGE_CHARS * len(body.messages)
+        return await text_thread(size).run(
+            client_of(request),
+            self.chat.text,
+            body.messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            kwargs,
+        )
 
     def _model(self, body: GenerateBody | TokenizeBody | DetokenizeBody) -> str:
         return self._served(body.model or self.config.model_name)
@@ -261,7 +272,7 @@ class Server:
             raise bad("give either prompt or messages")
         text, adds = body.prompt, body.add_special_tokens is not False
         if text is None:
-            text = await self._chat_text(body, client_of(request))
+            text = await self._chat_text(body, request)
             adds = bool(body.add_special_tokens)
         try:
             ids = await self.llm.encode(text, adds, client=client_of(request))
@@ -296,7 +307,7 @@ class Server:
 
     async def render_chat(self, body: ChatBody, request: Request) -> Response:
         model, params = self._model(body), body.params(self.defaults)
-        _, ids = await self._chat_prompt(body, params, client_of(request))
+        _, ids = await self._chat_prompt(body, params, request)
         return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
     # -- the server

@@ -71,7 +71,8 @@ class ChatPrompts:
         it, else "". `continued` is the message that the answer continues."""
         begun = "" if continued is None else self._forms.content(continued, "messages")
         if not isinstance(begun, str):
-            begun = "".join(part.get("text", "") for part in begun)
+            texts = [part.get("text") for part in begun]
+            begun = "".join(text for text in texts if isinstance(text, str))
         marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
         if marks:
             return begun[marks[-1].start() :]

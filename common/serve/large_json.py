@@ -108,6 +108,7 @@ async def run_in_thread(call: Callable[..., T], *arguments: Any) -> T:
 async def read_body(request: Request, kind: type[B]) -> B:
     """Return the parsed body; its bytes are not kept. Raises `ApiError`."""
     data = b"".join([part async for part in request.stream()])
+    request.state.num_body_bytes = len(data)
     if len(data) <= LARGE:
         return _parsed(kind, data)
     return await _THREAD.run(client_of(request), _parsed, kind, data)

@@ -73,11 +73,11 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     them before it finds that they are too many."""
 
     _timer: asyncio.TimerHandle | None = None
+    _buffer = bytearray(READ_BYTES)  # of all connections: what is read is copied immediately
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = FewChunks(h11.SERVER)
-        self._buffer = bytearray(READ_BYTES)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer

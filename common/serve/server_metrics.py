@@ -53,7 +53,7 @@ _TOKEN_HISTOGRAMS = (  # observed when a request has ended
     ("request_generation_tokens", "Tokens generated, of all choices."),
     ("request_max_num_generation_tokens", "Tokens generated, of the longest choice."),
     ("request_prefill_kv_computed_tokens", "Tokens of the prompt that were not cached."),
-    ("request_params_max_tokens", "`max_tokens` of the request, if it has one."),
+    ("request_params_max_tokens", "`max_tokens` of the request, or its default."),
 )
 _REASONS = ("stop", "length", "abort", "error")
 # By vLLM's name: the field of `EngineStats` (None: computed), and the help text.

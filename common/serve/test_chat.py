@@ -129,6 +129,7 @@ def test_an_error_names_the_templates_variable(
         ("answer:<think>\nso ", "so ", None, "<think>\nso "),  # the template opens it
         ("answer:so", "so ", "olmo3", ""),
         ("answer:<think>ab", [{"text": "<think>"}, "a", "b"], None, "<think>ab"),
+        ("answer:so", [{"type": "refusal", "refusal": "so", "text": None}], None, ""),
     ],
 )
 def test_where_in_the_prompt_the_answer_begins(

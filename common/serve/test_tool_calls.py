@@ -326,6 +326,8 @@ def test_calls_are_found_in_a_text(
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
     arguments = first.function.arguments + "".join(call.function.arguments for call in later)
     assert arguments == F["arguments"] and len(later) > 3, "as they come"
+    body_fields["extra_body"] = {"structured_outputs": {"json": None}}  # an unused option
+    assert not hasattr(client(hermes).create(**body_fields), "ignored_fields")
     del body_fields["extra_body"]
     for fields in {"tool_choice": "none"}, {"tools": None}:
         whole = client(hermes).create(**body_fields | fields)

@@ -220,5 +220,12 @@ def test_without_max_tokens_an_answer_has_as_many_logprobs_as_fit():
     assert body.within_entries([9], params, 4096) == params
     assert body.within_entries([9], params, 131_072).max_tokens == wire.MAX_ENTRIES // 20
     assert body.within_entries([9], replace(params, n=4), 131_072).max_tokens == 25_000
+    by_default = replace(params, max_tokens=131_063)  # of generation_config.json
+    assert body.within_entries([9], by_default, 131_072).max_tokens == wire.MAX_ENTRIES // 20
+    body.max_completion_tokens = 131_063
     with pytest.raises(ApiError, match="at most 2,000,000, got 2,621,260"):
-        body.within_entries([9], replace(params, max_tokens=131_063), 131_072)
+        body.within_entries([9], by_default, 131_072)
+    body.truncate_prompt_tokens = -1
+    assert body.params({"max_tokens": 4096}).max_tokens == 131_063
+    body.max_completion_tokens = None
+    assert body.params({"max_tokens": 4096}).max_tokens is None

@@ -242,9 +242,12 @@ class GenerateBody(RuleNumbers):
         lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
         `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
         limit."""
-        if params.max_tokens is None and (width := _width(params.logprobs)):
+        names = ("max_tokens", "max_completion_tokens")
+        is_given = any(getattr(self, name, None) is not None for name in names)
+        width = _width(params.logprobs)
+        if not is_given and width:
             fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
-            if fits < max_model_len - min(num_tokens):
+            if fits < min(params.max_tokens or max_model_len, max_model_len - min(num_tokens)):
                 params = replace(params, max_tokens=fits)
         num_entries = {"logprobs": 0, "prompt_logprobs": 0}
         for num in num_tokens:
@@ -354,7 +357,7 @@ class ChatBody(GenerateBody):
     @property
     def ignored_fields(self) -> list[str]:
         """The format, if a tool can be called: the tools win, as in vLLM."""
-        has_format = super()._grammar() is not None and self.tool_use().choice != "none"
+        has_format = bool(super()._grammar()) and self.tool_use().choice != "none"
         return [super()._names_in_engine["grammar"]] if has_format else []
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -364,6 +367,8 @@ class ChatBody(GenerateBody):
             raise bad("top_logprobs must be 0 unless logprobs is true", "top_logprobs")
         max_tokens = self.max_completion_tokens
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        if self.truncate_prompt_tokens == -1:  # a default limit takes no room from the prompt
+            defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         return self.sampling_params(
             {"max_tokens": None} | defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -93,12 +93,13 @@ _EVALUATED = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalP
 
 
 def _without_empty(schema: dict[str, Any]) -> dict[str, Any]:
+    is_alone = _IN_PLACE.isdisjoint(schema)
     schema = {
         key: value
         for key, value in schema.items()
         if key not in _EMPTY or not _EMPTY[key](value, schema)
     }
-    if _IN_PLACE.isdisjoint(schema):
+    if is_alone:
         schema = {_EVALUATED.get(key, key): value for key, value in schema.items()}
     return schema
 

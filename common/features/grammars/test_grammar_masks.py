@@ -211,6 +211,10 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
             'a JSON schema with "uniqueItems" is not se',
         ),
         (Json({"$ref": "#/nowhere"}), "nowhere"),
+        # Names that are keywords elsewhere, and what an empty keyword evaluates.
+        (Json({"dependentRequired": {"description": ["a"]}}), '"dependentRequired" is not se'),
+        (Json({"dependencies": {"title": {"required": ["a"]}}}), '"dependencies" is not se'),
+        (Json({"contains": {}, "minContains": 0, "unevaluatedItems": False}), "unevaluatedItems"),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> None:
