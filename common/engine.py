@@ -13,6 +13,7 @@ See common/README.md"""
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from bisect import bisect_left
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for a step of another thread
 PLUGIN_WAIT_S = 0.05  # length of a step in which every request waits for a plugin
 MAX_IDLE_STEPS = 100  # a forced preemption causes one; steps that wait for external KV do not count
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -170,7 +173,9 @@ class LLMEngine:
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that have none. Raises `ValueError`."""
-        return SamplingParams(**sampling_defaults(self.config))
+        if defaults := sampling_defaults(self.config):
+            logger.info("where a request says nothing, as the model recommends: %s", defaults)
+        return SamplingParams(**defaults)
 
     def _plugins_for(self, request: Request) -> Iterable[EnginePlugin]:
         """Return the plugins, with those of features that no request has had before."""

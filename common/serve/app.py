@@ -96,8 +96,6 @@ class Server:
     ) -> None:
         self.llm, self.config = llm, config
         self.defaults = sampling_defaults(llm.config)
-        if self.defaults:
-            logger.info("where a request says nothing, as the model recommends: %s", self.defaults)
         self.chat = ChatPrompts(
             llm.tokenizer,
             config.chat_template,

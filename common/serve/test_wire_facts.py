@@ -284,7 +284,7 @@ def test_many_tokens_do_not_hold_up_the_loop(
     """An answer is written here: FastAPI looks at each item of a list, for ten times as long. And
     between two prompts of a request the loop may do something else."""
     routes = server.app.state.server
-    request: Any = SimpleNamespace(client=None)
+    request: Any = SimpleNamespace(client=None, state=SimpleNamespace(num_body_bytes=1))
     chat = ChatBody.model_validate(CHAT)
     monkeypatch.setattr(routes.chat, "text", lambda *_: "x")
     prompts = CompletionBody(prompt=["a", "b", "c"])
