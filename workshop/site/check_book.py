@@ -343,5 +343,6 @@ def test_a_quotation_leads_to_its_first_line(address: str, open_page: Callable[.
     else:
         quoted = link.locator("xpath=../preceding-sibling::*[1]").inner_text()
         link.click()
+        page.wait_for_selector(":target", state="attached")  # the click does not wait for the page
         line = page.evaluate("document.querySelector(':target').textContent")
         assert line.strip().endswith(quoted.splitlines()[0].strip())
