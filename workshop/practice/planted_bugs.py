@@ -3,8 +3,8 @@
 python -m workshop.practice.planted_bugs 04_scheduler             those of planted/04_scheduler.diff
 python -m workshop.practice.planted_bugs 04_scheduler -- -m net   by the nets alone
 
-A bug is a unified diff against the commit that the file names, below a line `# what is wrong`. It is
-applied to this checkout, whose other files must be committed, and taken back.
+A bug is a unified diff against the commit that the file names, below a line `# what is wrong`. It
+is applied to this checkout and taken back.
 """
 
 from __future__ import annotations
