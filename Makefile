@@ -50,7 +50,8 @@ WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_serve := serve the shipped checkpoint, or ARGS='--model M', to clients of OpenAI's API, on port 8000
 WHAT_check := run the house rules and the tests of the texts, the chapters and the engine, before each commit
-WHAT_test := run the tests on $(JOBS) processes; with ARGS='-m slow' those of minutes
+WHAT_test := run the tests of the engine, chapters, server and page on $(JOBS) processes; with ARGS='-m slow' those of minutes
+WHAT_test-book := run the tests of what is made of the code: texts, drawings, notebooks, tasks, museum, measurements, site
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
 WHAT_museum := list real bugs of real engines; with BUG=N, put one back in a copy and watch it
 WHAT_task := list the tasks of COURSE.md; EVENING=3 writes its files, N=3.2 begins one or grades your answer
@@ -67,7 +68,7 @@ WHAT_sync := renew what is derived: quotations, tables, counts, pages made of ta
 WHAT_lock := write the newest version of every package, for each Python, to requirements.lock
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo serve check test matrix museum watch task lint format notebooks figures bench ladder gpu book sync lock clean
+TARGETS := demo serve check test test-book matrix museum watch task lint format notebooks figures bench ladder gpu book sync lock clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -102,9 +103,14 @@ check: say-check $(TEST)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m check $(ARGS) || \
 	  { echo "make check: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
+# Together with test-book: every test that is not slow. With paths in ARGS: those of the paths.
 test: say-test $(TEST)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS) || \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not book and not slow" $(ARGS) || \
 	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+
+test-book: say-test-book $(TEST)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m "book and not slow" $(ARGS) || \
+	  { echo "make test-book: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
 matrix: say-matrix $(TEST)

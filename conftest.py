@@ -43,6 +43,13 @@ CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
 # Kernels in the interpreter, ranks and instruction sets are left to `make test`.
 UNCHECKED = ("launch_configurations", "pipeline", "processor", "ranks", "sampler_kernel", "warm_up")
+# `make test-book`: what is made of the code, and the machine that makes it. All others are of
+# `make test`: the engine, the chapters, the server and the page. Of a file that is not named here,
+# `@pytest.mark.book` marks a test.
+OF_THE_BOOK = ("workshop/book/*", "workshop/site/*", "workshop/measure/*", "workshop/measure/*/*")
+OF_THE_BOOK += ("workshop/practice/*", "workshop/practice/*/*", "workshop/training/*")
+OF_THE_BOOK += ("workshop/watch/test_stills.py", "common/tests/test_time_limits.py")
+CHECK, TEST, TEST_BOOK = "check", "not book and not slow", "book and not slow"
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
 
@@ -174,6 +181,13 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test ARGS=FOLDER` runs the folder, also what of it `make test-book` would."""
+    is_asked_for = config.args_source == pytest.Config.ArgsSource.ARGS
+    if config.option.markexpr in (TEST, TEST_BOOK) and is_asked_for:
+        config.option.markexpr = "not slow"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Python's collector would go through all modules and tests again and again, for nothing: while
@@ -197,6 +211,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)  # of a kernel: compiled, and run on the device
         elif not has_gpu() and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if is_of_the_book(item.path):
+            item.add_marker(pytest.mark.book)
         if is_checked(item.path) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.check)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
@@ -224,6 +240,11 @@ def engines_without_a_device() -> Iterator[None]:
 def is_checked(path: Path) -> bool:
     is_left = path.stem.removeprefix("test_") in UNCHECKED
     return any(path.match(each) for each in CHECKED) and not is_left
+
+
+@cache
+def is_of_the_book(path: Path) -> bool:
+    return any(path.match(each) for each in OF_THE_BOOK)
 
 
 def pytest_runtest_logfinish() -> None:
@@ -256,9 +277,14 @@ LEFT_OUT = pytest.StashKey[list[int]]()  # cases of large grids, other slow test
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Told of those left out by `-m "not slow"`, the default, and of those that `-k` leaves out."""
     config = items[0].config
-    if config.option.markexpr == "not slow" and all(i.get_closest_marker("slow") for i in items):
-        num_cases = sum(item.get_closest_marker("sample") is not None for item in items)
-        config.stash[LEFT_OUT] = [num_cases, len(items) - num_cases]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if (
+        config.option.markexpr in ("not slow", TEST, TEST_BOOK)
+        and slow
+        and not config.option.keyword
+    ):
+        num_cases = sum(item.get_closest_marker("sample") is not None for item in slow)
+        config.stash[LEFT_OUT] = [num_cases, len(slow) - num_cases]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -288,12 +314,24 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """To collect what is left out would take longer than some of the tests."""
-    is_test = collection_path.match("test_*.py")
-    return True if only_checks(config) and is_test and not is_checked(collection_path) else None
+    if not collection_path.match("test_*.py"):
+        return None
+    return True if is_left_out(collection_path, config.option.markexpr) else None
+
+
+def is_left_out(path: Path, markexpr: str) -> bool:
+    """Whether no test of the file is asked for."""
+    if markexpr == CHECK:
+        return not is_checked(path)
+    if markexpr == TEST:
+        return is_of_the_book(path)
+    if markexpr == TEST_BOOK:
+        return not is_of_the_book(path) and b"pytest.mark.book" not in path.read_bytes()
+    return False
 
 
 def only_checks(config: pytest.Config) -> bool:
-    return config.option.markexpr == "check"
+    return config.option.markexpr == CHECK
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
