@@ -37,12 +37,19 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}. Run `make demo` once, then `source .venv/bin/activate`")
 
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
-# `make check`: the house rules, the texts, the chapters' roots and the engine. A test that starts
-# another process, a compiler, a browser or a rank is skipped when it does so.
+# `make check`: the rules, the texts, the chapters' roots and the engine's parts. A test that starts
+# another process, a compiler, a browser or a rank is skipped when it does so. Of the whole engine
+# some rows of the equivalence matrix, which are marked there, and what is refused.
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
-CHECKED += tuple(f"common/{n}/*" for n in ("models", "requests", "sampling", "runner", "tests"))
-# Kernels in the interpreter, ranks and instruction sets are left to `make test`.
+CHECKED += tuple(f"common/{name}/*" for name in ("models", "requests", "sampling", "runner"))
+CHECKED += tuple(
+    f"common/tests/test_{name}.py"
+    for name in ("house", "texts", "translation", "words", "request_options", "sampling_fields")
+)
+PARTLY_CHECKED = ("common/tests/test_equivalence_matrix.py",)
+# Kernels in the interpreter, ranks, instruction sets and the program are left to `make test`.
 UNCHECKED = ("launch_configurations", "pipeline", "processor", "ranks", "sampler_kernel", "warm_up")
+UNCHECKED += ("demo",)
 # `make test-book`: what is made of the code, and the machine that makes it. All others are of
 # `make test`: the engine, the chapters, the server and the page. Of a file that is not named here,
 # `@pytest.mark.book` marks a test.
@@ -322,7 +329,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def is_left_out(path: Path, markexpr: str) -> bool:
     """Whether no test of the file is asked for."""
     if markexpr == CHECK:
-        return not is_checked(path)
+        return not is_checked(path) and not any(path.match(each) for each in PARTLY_CHECKED)
     if markexpr == TEST:
         return is_of_the_book(path)
     if markexpr == TEST_BOOK:

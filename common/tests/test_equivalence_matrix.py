@@ -33,6 +33,7 @@ from request import Request
 from step_plan import PreemptiveSchedulerOutput
 
 ROWS = covering_array()
+NUM_CHECKED = 20  # of `make check`
 # These models take longer: so many rows in the normal run, else a random one in their place.
 QUICK = {"shipped": 1, "gemma3": 3}
 LATE = [
@@ -42,6 +43,7 @@ LATE = [
 ]
 CASES = [row for row in ROWS if row not in LATE]
 CASES += [Combination.of(row.as_dict() | {"model": "random"}, row.seed) for row in LATE]
+CASES[:NUM_CHECKED] = [pytest.param(row, marks=pytest.mark.check) for row in CASES[:NUM_CHECKED]]
 CASES += [pytest.param(row, marks=pytest.mark.slow) for row in LATE]
 
 

@@ -2,6 +2,8 @@
 
 python -m workshop.practice.planted_bugs 04_scheduler             those of planted/04_scheduler.diff
 python -m workshop.practice.planted_bugs 04_scheduler -- -m net   by the nets alone
+python -m workshop.practice.planted_bugs patches                  those of patches.txt, by the tests
+                                of their folders without those that the table names
 
 A bug is a unified diff against the commit that the file names, below a line `# what is wrong`. It
 is applied to this checkout and taken back.
@@ -10,12 +12,15 @@ is applied to this checkout and taken back.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from workshop.practice.patch_table import all_bugs
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("planted")
@@ -27,6 +32,17 @@ def read_bugs(text: str) -> dict[str, str]:
     """Return the diffs by their titles."""
     parts = re.split(r"^# (.+)\n(?=--- )", text, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def bugs_of_patches() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield title, diff, folder and options of pytest for each bug of `patches.txt`."""
+    for bug in all_bugs():
+        name = bug.path.relative_to(ROOT).as_posix()
+        lines = bug.path.read_text(encoding="utf-8"), bug.apply()
+        old, new = (text.splitlines(keepends=True) for text in lines)
+        diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+        folder = "/".join(name.split("/")[: 2 if name.startswith("common/") else 1])
+        yield bug.name, diff, folder, [f"--deselect={test}" for test in bug.tests]
 
 
 def apply(diff: str, *options: str) -> None:
@@ -53,18 +69,22 @@ def noticed_by(diff: str, folder: str, options: Sequence[str], limit_s: float = 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workshop.practice.planted_bugs")
-    parser.add_argument("folder", help="whose tests are run, and whose bugs: planted/FOLDER.diff")
+    parser.add_argument("folder", help="whose tests are run: of planted/FOLDER.diff; or: patches")
     parser.add_argument("--words", default="", help="only bugs with these words in their titles")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a bug (60)")
     parser.add_argument("pytest", nargs="*", help="after --: options of pytest")
     options = parser.parse_args(arguments)
-    file = BUGS / f"{options.folder.replace('/', '-')}.diff"
-    bugs = read_bugs(file.read_text(encoding="utf-8"))
-    chosen = {title: diff for title, diff in bugs.items() if options.words in title}
+    if options.folder == "patches":
+        bugs = list(bugs_of_patches())
+    else:
+        file = BUGS / f"{options.folder.replace('/', '-')}.diff"
+        found = read_bugs(file.read_text(encoding="utf-8"))
+        bugs = [(title, diff, options.folder, []) for title, diff in found.items()]
+    chosen = [bug for bug in bugs if options.words in bug[0]]
     survivors = 0
-    for title, diff in chosen.items():
+    for title, diff, folder, more in chosen:
         begun = time.perf_counter()
-        test = noticed_by(diff, options.folder, options.pytest, options.limit)
+        test = noticed_by(diff, folder, [*options.pytest, *more], options.limit)
         survivors += not test
         said = test.rpartition("/")[2] or "SURVIVED"
         print(f"{time.perf_counter() - begun:5.1f} s  {title}: {said}", flush=True)
