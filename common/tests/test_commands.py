@@ -165,7 +165,7 @@ def test_starts_none():
 def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) -> None:
     checked = {"common/tests/test_it.py", "01_batching/test_it.py"}
     for name in {*checked, "workshop/watch/test_it.py", "01_batching/testing/test_it.py"}:
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(STARTS_A_PROCESS)
     shutil.copy(ROOT / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    check: c\n")
