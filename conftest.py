@@ -55,7 +55,7 @@ UNCHECKED += ("demo",)
 # `@pytest.mark.book` marks a test.
 OF_THE_BOOK = ("workshop/book/*", "workshop/site/*", "workshop/measure/*", "workshop/measure/*/*")
 OF_THE_BOOK += ("workshop/practice/*", "workshop/practice/*/*", "workshop/training/*")
-OF_THE_BOOK += ("workshop/watch/test_stills.py", "common/tests/test_time_limits.py")
+OF_THE_BOOK += ("workshop/watch/test_stills.py", "common/tests/test_commands.py")
 CHECK, TEST, TEST_BOOK = "check", "not book and not slow", "book and not slow"
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 

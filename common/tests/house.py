@@ -1,49 +1,49 @@
-"""The laws of the house, each a function from a `House` to a list of sentences (empty: it holds).
+"""The rules about the repository that no tool has, each a function from a `House` to sentences.
 
-`test_house.py` applies every law to this repository and, so that no law is one that cannot be
-broken, to small trees in which it is. The laws read source text and never import it.
-"""
+Layers are checked by tach (`[tool.tach]`), dependencies by deptry, names by ruff. Who imports whom
+is in tach's map: every import statement, for types and in functions too."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cache
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from workshop.book import palette
-from workshop.book.quoted import BLOCK, find_quote
+from workshop.book.quoted import filled, unfilled
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-CHAPTERS = (
-    "01_batching",
-    "02_paged_kv",
-    "03_prefix_cache",
-    "04_scheduler",
-    "05_spec_decode",
-    "06_chunked_prefill",
-)
-FORBIDDEN_NAMES = frozenset({"utils", "types", "queue", "token", "profile", "select"})
-# What `common` composes and must not define.
-CHAPTER_TRADES = re.compile(r"(BlockPool|Cache|CacheManager|Scheduler|Proposer|Reject\w*)$")
 # A path of a developer's machine; not part of a URL or of a longer path.
 MACHINE_PATH = re.compile(
     rb"(?<![\w.])(?:/(?:work|root|github/workspace)/|/(?:home|Users)/\w|/tmp/(?:scratch|ipykernel)|[A-Z]:\\Users\\)"
 )
+# The kinds of files that a file may import, of its own chapter and lower ones. A demo shows the
+# engine too; tests import what they like, but for helpers of higher chapters.
+MAY_IMPORT = {
+    "root": {"root"},
+    "beyond": {"root", "beyond"},
+    "testing": {"root", "beyond", "testing"},
+    "demo": {"root", "beyond", "common"},
+    "common": {"root", "beyond", "common"},
+}
 
 
 @dataclass(frozen=True)
 class House:
-    """The files of the repository at `root`: all but those that `.gitignore` names."""
+    """The files of the repository at `root`, without those that `.gitignore` names."""
 
     root: Path
     files: tuple[Path, ...] = field(init=False)
@@ -52,58 +52,56 @@ class House:
         object.__setattr__(self, "files", tuple(sorted(_files(self.root))))
 
     def chapters(self) -> list[Path]:
-        """The numbered folders that exist, in order."""
         return sorted(p for p in self.root.glob("[0-9][0-9]_*") if p.is_dir())
 
     def python_files(self, *, aside: bool = True) -> list[Path]:
-        """Every Python file; with `aside=False` only modules, without tests and helpers beside
-        them."""
+        """Every Python file; with `aside=False` without tests, helpers of tests and demos."""
         return [p for p in self.files if p.suffix == ".py" and (aside or not self.is_aside(p))]
 
     def chapter_modules(self) -> list[Path]:
-        return [p for p in self.python_files(aside=False) if self.chapter_of(p) is not None]
+        return [p for p in self.python_files(aside=False) if self.name(p)[0].isdigit()]
 
     def root_modules(self) -> list[Path]:
-        """The modules that a chapter's text walks through."""
+        """The modules that a chapter's text explains."""
         return [p for p in self.chapter_modules() if p.parent.parent == self.root]
 
     def is_aside(self, path: Path) -> bool:
-        """A test, a demo script, or anything in a `testing/`: what is served needs none of it."""
-        return (
-            path.name.startswith(("test_", "plot_"))
-            or "testing" in path.relative_to(self.root).parts[:-1]
-            or self.is_demo(path)
-            or path.name == "conftest.py"
-            or "tests" in path.relative_to(self.root).parts[:-1]
-        )
+        return self.kind(self.name(path)) in ("test", "testing", "demo")
 
-    def helpers(self) -> dict[str, str]:
-        """The chapter of each helper of tests."""
-        found = (p for p in self.python_files() if p.parent.name == "testing")
-        return {p.stem: p.parent.parent.name for p in found}
+    def kind(self, name: str) -> str:
+        """root, beyond, testing or demo of a chapter; test; common; else the top folder."""
+        *folders, file = name.split("/")
+        if file.startswith(("test_", "plot_")) or file == "conftest.py" or "tests" in folders:
+            return "test"
+        if not name[0].isdigit():
+            return folders[0] if folders else ""
+        return "demo" if file.endswith("_demo.py") else (*folders, "root")[1]
 
     def demo_scripts(self) -> list[Path]:
-        return [p for p in self.python_files() if self.is_demo(p)]
+        return [p for p in self.python_files() if self.kind(self.name(p)) == "demo"]
 
     def rooms(self) -> list[str]:
         """The chapters' folders that hold modules, as pyproject.toml lists them."""
-        found = {p.parent for p in self.python_files() if self.chapter_of(p) is not None}
-        return sorted({self.name(p) for p in found} | {p.name for p in self.chapters()})
-
-    def is_demo(self, path: Path) -> bool:
-        is_test = path.name.startswith("test_")
-        return path.name.endswith("_demo.py") and not is_test and self.chapter_of(path) is not None
-
-    def chapter_of(self, path: Path) -> str | None:
-        folder = path.relative_to(self.root).parts[0]
-        return folder if re.fullmatch(r"\d\d_\w+", folder) else None
+        found = {self.name(p.parent) for p in self.python_files() if self.name(p)[0].isdigit()}
+        return sorted(found | {p.name for p in self.chapters()})
 
     def name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
     def pyproject(self) -> dict:
-        path = self.root / "pyproject.toml"
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The files that each file imports, by name."""
+        from tach.extension import DependentMap, Direction
+        from tach.parsing import parse_project_config
+
+        config = parse_project_config(self.root)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "map.json"
+            DependentMap(self.root, config, Direction.Dependencies).write_to_file(path)
+            return {n: set(to) for n, to in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -122,275 +120,134 @@ def _matches(patterns: list[str], name: str, prefix: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns for name in names)
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+# -- imports
 
 
-# -- the law of floors ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ImportSite:
-    line: int
-    module: str  # "" when it is computed and cannot be read from the source
-    relative: bool = False
-    names: tuple[str, ...] = ()  # what is imported from the module
-
-
-@dataclass(frozen=True)
-class Outline:
-    """The imports and classes of a file, at whatever depth, so that most laws parse it once."""
-
-    imports: tuple[ImportSite, ...]
-    classes: tuple[tuple[int, str], ...]  # line and name
-
-
-@cache
-def outline(path: Path) -> Outline:
-    nodes = list(ast.walk(parse(path)))
-    classes = tuple((n.lineno, n.name) for n in nodes if isinstance(n, ast.ClassDef))
-    return Outline(tuple(imports(nodes)), classes)
-
-
-def imports(nodes: Iterable[ast.AST]) -> Iterator[ImportSite]:
-    """Every import: statements, `import_module("...")`, `__import__("...")`."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (ImportSite(node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names = tuple(alias.name for alias in node.names)
-            yield ImportSite(node.lineno, node.module or "", node.level > 0, names)
-        elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
-            name = node.args[0] if node.args else None
-            known = isinstance(name, ast.Constant) and isinstance(name.value, str)
-            yield ImportSite(node.lineno, name.value if known else "")
-
-
-def _called(node: ast.Call) -> str:
-    function = node.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def law_of_floors(house: House) -> list[str]:
-    """A chapter imports no higher chapter and nothing of `common`, `workshop` or tests."""
-    floor_of = {p.stem: house.chapter_of(p) for p in house.chapter_modules()}
-    beside = {p.stem for p in house.python_files() if house.is_aside(p)}
+def rule_of_floors(house: House) -> list[str]:
+    """A chapter imports its own and lower chapters; its root no `beyond/`; no module a test, a demo
+    or a helper of tests; a test no helper of a higher chapter."""
     broken = []
-    for path in house.chapter_modules():
-        chapter = house.chapter_of(path)
-        for site in outline(path).imports:
-            top = site.module.partition(".")[0]
-            if site.relative:
-                reason = "imports relatively; chapters are no packages, names are flat"
-            elif not top:
-                reason = "imports a module whose name is computed"
-            elif top in ("common", "workshop", *CHAPTERS):
-                reason = f"imports `{top}`; no chapter module may"
-            elif top in floor_of:
-                if floor_of[top] <= chapter:
-                    continue
-                reason = f"imports `{top}` of {floor_of[top]}, which is a higher chapter"
-            elif top in beside:
-                reason = f"imports `{top}`, a test, a demo or a helper of tests"
+    for name, targets in sorted(house.imports.items()):
+        kind = house.kind(name)
+        for target in sorted(targets):
+            theirs = house.kind(target)
+            is_upward = kind != "demo" and name[:3] < target[:3]
+            if kind == "test":
+                is_wrong = name[0].isdigit() and theirs == "testing" and is_upward
             else:
-                continue
-            broken.append(f"{house.name(path)}:{site.line} {reason}")
+                is_wrong = is_upward or theirs not in MAY_IMPORT.get(kind, {theirs})
+            if is_wrong and kind not in ("workshop", ""):
+                broken.append(f"{name} imports {target}")
     return broken
 
 
-def rule_of_helpers(house: House) -> list[str]:
-    """Helpers that tests share are in a chapter's `testing/`, for tests of this chapter and of
-    higher ones. A helper imports no higher chapter and nothing of `common` or `workshop`."""
-    helpers = house.helpers()
-    floor_of = {p.stem: str(house.chapter_of(p)) for p in house.chapter_modules()} | helpers
-    floor_of |= dict.fromkeys(("common", "workshop"), "common and workshop")
-    broken = []
-    for path in house.python_files():
-        chapter, known = house.chapter_of(path), floor_of if path.stem in helpers else helpers
-        for site in outline(path).imports if chapter else ():
-            top = site.module.partition(".")[0]
-            if known.get(top, "") > str(chapter):
-                broken.append(f"{house.name(path)}:{site.line} imports `{top}` of {known[top]}")
-    return broken
+def rule_of_circles(house: House) -> list[str]:
+    """No two files import each other, directly or through others."""
+    files = {n: {t for t in to if t != n} for n, to in house.imports.items() if "__init__" not in n}
+    try:
+        TopologicalSorter(files).prepare()
+    except CycleError as error:
+        return [f"a circle of files: {' -> '.join(error.args[1])}"]
+    return []
+
+
+# -- names and definitions
 
 
 def distributions(house: House) -> set[str]:
     """The names of the dependencies and of the extras'."""
-    project = house.pyproject().get("project", {})
-    lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+    project = house.pyproject()["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
     return {re.match(r"[\w.-]+", line)[0] for lines in lists for line in lines}
 
 
-def declared_packages(house: House) -> set[str]:
-    """Import names of the dependencies: the name of the distribution, but for those listed here."""
-    imported_as = {"mooncake-transfer-engine-non-cuda": "mooncake"}
-    return {imported_as.get(n, n.replace("-", "_")) for n in distributions(house)}
+def rule_of_names(house: House) -> list[str]:
+    """Module names are unique in the whole repository, and no dependency has them. (Python's own
+    names are ruff's rule A005.)"""
+    places = defaultdict(list)
+    for path in house.python_files():
+        if path.stem not in ("__init__", "__main__", "conftest"):
+            places[path.stem].append(house.name(path))
+    taken = {name.replace("-", "_") for name in distributions(house)} | {"common", "workshop"}
+    taken |= {"mooncake", "utils"}
+    return [
+        f"module name `{name}` is taken: {', '.join(paths)}"
+        for name, paths in sorted(places.items())
+        if len(paths) > 1 or name in taken
+    ]
 
 
-def law_of_one_definition(house: House) -> list[str]:
+def rule_of_one_definition(house: House) -> list[str]:
     """A chapter's class is defined once in the repository, tests included, nor again as `_Name`."""
-    defined: dict[str, list[str]] = {}
-    taught = set()
+    places = defaultdict(list)
+    taught, modules = set[str](), set(house.chapter_modules())
     for path in house.python_files():
-        for line, class_name in outline(path).classes:
-            name = class_name.lstrip("_")
-            defined.setdefault(name, []).append(f"{house.name(path)}:{line}")
-            if house.chapter_of(path) and not house.is_aside(path):
-                taught.add(name)
-    return [
-        f"class {name} is defined {len(places)} times: {', '.join(places)}"
-        for name, places in sorted(defined.items())
-        if name in taught and len(places) > 1
-    ]
-
-
-def law_of_composition(house: House) -> list[str]:
-    """`common` and `workshop` define no block pool, cache, scheduler, proposer, rejection rule."""
-    return [
-        f"{house.name(path)}:{line} defines `{name}`; that belongs to a chapter"
-        for path in house.python_files(aside=False)
-        if house.name(path).startswith(("common/", "workshop/"))
-        for line, name in outline(path).classes
-        if CHAPTER_TRADES.search(name)
-    ]
-
-
-def law_of_names(house: House) -> list[str]:
-    """Module names are unique in the whole repository and hide no name that others import. A module
-    in a folder of `workshop` is imported by the folder's name: `python -m workshop.NAME` finds it
-    without, and imported so it would be a second module."""
-    places: dict[str, list[str]] = {}
-    for path in house.python_files():
-        if path.stem not in {"__init__", "__main__", "conftest"}:
-            places.setdefault(path.stem, []).append(house.name(path))
-    taken = (
-        FORBIDDEN_NAMES
-        | sys.stdlib_module_names
-        | declared_packages(house)
-        | {"common", "workshop"}
-    )
-    broken = [
-        f"module name `{name}` is used {len(paths)} times: {', '.join(paths)}"
-        for name, paths in sorted(places.items())
-        if len(paths) > 1
-    ]
-    broken += [
-        f"{paths[0]}: the name `{name}` is taken by Python, a dependency or the style rules"
-        for name, paths in sorted(places.items())
-        if name in taken
-    ]
-    for path in house.python_files():
-        for site in outline(path).imports:
-            package, _, name = site.module.partition(".")
-            folder = house.root / package / name.partition(".")[0]
-            if package == "workshop" and not (name and folder.is_dir()):
-                paths = f"{house.name(path)}:{site.line}"
-                broken.append(f"{paths} imports `{site.module}` without its folder")
-    return broken
-
-
-def law_of_demos(house: House) -> list[str]:
-    """A demo script imports its chapter and nothing of the workshop, and defines no class. A name
-    that the book's palette also has, has the palette's value."""
+        source = path.read_text(encoding="utf-8")
+        names = set(re.findall(r"^ *class _?(\w+)[(:]", source, re.MULTILINE))
+        taught |= names if path in modules else set()
+        for name in names:
+            places[name].append(path)
     broken = []
-    for path in house.demo_scripts():
-        for node in ast.walk(parse(path)):
-            at = f"{house.name(path)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.ClassDef):
-                broken.append(f"{at} defines class {node.name}; a demo imports its chapter")
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                name, value = ast.unparse(node.targets[0]), node.value.value
-                if getattr(palette, name, value) != value:
-                    broken.append(f"{at} has another {name} than the palette")
-        broken += [
-            f"{house.name(path)}:{site.line} imports `{site.module}` of the workshop"
-            for site in outline(path).imports
-            if site.module.partition(".")[0] == "workshop"
-        ]
+    for name in sorted(name for name in taught if len(places[name]) > 1):
+        files = [house.name(path) for path in places[name] if _defines(path, name)]
+        if len(files) > 1:
+            broken.append(f"class {name} is defined {len(files)} times: {', '.join(files)}")
     return broken
 
 
-# -- text and layout -----------------------------------------------------------------------------
+def _defines(path: Path, name: str) -> bool:
+    """Whether it is code that says so, and not a text."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return any(isinstance(n, ast.ClassDef) and n.name.lstrip("_") == name for n in nodes)
 
 
-def law_of_quotation(house: House) -> list[str]:
-    """A block that begins "```python file=NAME.py" is, line by line, part of that file.
+# -- text and layout
 
-    NAME.py is a path from the root or a bare file name. The block may be moved left or right as a
-    whole (a method quoted without its class); blank lines compare as blank. Docstrings may be left
-    out, and nothing else.
-    """
+
+def rule_of_quotation(house: House) -> list[str]:
+    """A block that begins "```python file=NAME.py" is part of that file, but for docstrings."""
     broken = []
-    called: dict[str, set[Path]] = {}
-    for path in house.files:
-        for name in (house.name(path), path.name):
-            called.setdefault(name, set()).add(path)
-    for text in (p for p in house.files if p.suffix == ".md"):
-        page = text.read_text(encoding="utf-8")
-        for match in BLOCK.finditer(page):
-            sources = [*called.get(match["file"], set()) - {text}]
-            line = page.count("\n", 0, match.start()) + 1
-            at = f"{house.name(text)}:{line}"
-            if len(sources) != 1:
-                broken.append(f"{at} quotes {match['file']}; {len(sources)} files have that name")
-            elif find_quote(sources[0].read_text(encoding="utf-8"), match["code"]) is None:
-                broken.append(f"{at} differs from {house.name(sources[0])}")
+    for page in (p for p in house.files if p.suffix == ".md"):
+        text = page.read_text(encoding="utf-8")
+        broken += [f"{house.name(page)}: {complaint}" for complaint in unfilled(text, page.parent)]
+        if filled(text, page.parent) != text:
+            broken.append(f"{house.name(page)} differs from its sources: make sync")
     return broken
 
 
-def law_of_no_machine(house: House) -> list[str]:
+def rule_of_no_machine(house: House) -> list[str]:
     """No file names a folder of the machine on which it was written."""
-    broken = []
-    for path in house.files:
-        data = path.read_bytes()
-        if match := MACHINE_PATH.search(data):
-            line = data.count(b"\n", 0, match.start()) + 1
-            shown = data[match.start() : match.end() + 30].split(b"\n")[0]
-            broken.append(f"{house.name(path)}:{line} has {shown.decode(errors='replace')!r}")
-    return broken
+    found = {house.name(p): MACHINE_PATH.search(p.read_bytes()) for p in house.files}
+    return [f"{name} has {match[0].decode()!r}" for name, match in found.items() if match]
 
 
-def law_of_text(house: House) -> list[str]:
+def rule_of_texts(house: House) -> list[str]:
     """Each chapter has its text, and so has its `beyond/`."""
-    rooms = [house.root / room for room in house.rooms() if room.endswith("/beyond")]
-    return [
-        f"{house.name(room)} has no README.md"
-        for room in [*house.chapters(), *rooms]
-        if not (room / "README.md").is_file()
-    ]
+    rooms = [house.root / room for room in house.rooms() if not room.endswith("/testing")]
+    return [f"{house.name(r)} has no README.md" for r in rooms if not (r / "README.md").is_file()]
 
 
-def law_of_lists(house: House, planned: tuple[str, ...] = CHAPTERS) -> list[str]:
-    """pyproject.toml lists the chapters and their rooms alike for editable installs and pytest.
-
-    A chapter of the plan may be listed before its folder exists; one that exists must be listed.
-    """
+def rule_of_lists(house: House) -> list[str]:
+    """pyproject.toml lists the chapters' folders alike for editable installs, pytest and tach. Each
+    module of `common` is in a layer."""
     tool = house.pyproject()["tool"]
     lists = {
-        "tool.hatch.build dev-mode-dirs": (tool["hatch"]["build"]["dev-mode-dirs"], ["."]),
-        "pytest pythonpath": (tool["pytest"]["ini_options"]["pythonpath"], ["."]),
+        "dev-mode-dirs": tool["hatch"]["build"]["dev-mode-dirs"],
+        "pythonpath": tool["pytest"]["ini_options"]["pythonpath"],
+        "source_roots": tool["tach"]["source_roots"],
     }
-    expected = sorted({*planned, *house.rooms()})
-    broken = [
-        f"{p.name} is no chapter of the plan {planned}"
-        for p in house.chapters()
-        if p.name not in planned
-    ]
-    for name, (found, first) in lists.items():
-        if found != first + expected:
-            broken.append(f"{name} is {found}, not {first + expected}")
-    return broken
+    expected = [".", *house.rooms()]
+    broken = [f"{name} must be {expected}" for name, them in lists.items() if them != expected]
+    layers = {f"common.{layer}" for layer in tool["tach"]["layers"]}
+    modules = {".".join(house.name(p)[:-3].split("/")[:2]) for p in house.python_files(aside=False)}
+    modules -= {"common.__init__"}
+    unknown = sorted({m for m in modules if m.startswith("common.")} - layers)
+    return [*broken, *(f"{module} is in no layer" for module in unknown)]
 
 
-# -- notebooks -----------------------------------------------------------------------------------
-
-
-def law_of_pairs(house: House) -> list[str]:
+def rule_of_notebooks(house: House) -> list[str]:
     """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
     from workshop.book.notebooks import notebook_problems
 
-    return [
-        f"{house.name(path)}: {problem}"
-        for path in house.demo_scripts()
-        for problem in notebook_problems(path)
-    ]
+    pairs = [(house.name(path), notebook_problems(path)) for path in house.demo_scripts()]
+    return [f"{name}: {problem}" for name, problems in pairs for problem in problems]

@@ -1,4 +1,4 @@
-"""Read a drawing for its tests: cells, texts, points and calls of a group, by its `id`."""
+"""Read a drawing for its tests: cells, texts and points of a group, by its `id`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from workshop.book.drawings import drawings
 
 Point = tuple[float, float]
-Call = tuple[str, str, str]  # from lane, to lane, what
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +73,6 @@ class Picture:
         """Return the colour key: meaning -> fill."""
         fills = [cell.fill for cell in self.cells("key")]
         return dict(zip(self.texts("key"), fills, strict=True))
-
-    def calls(self, group: str) -> list[Call]:
-        """Return the calls of a sequence diagram. A lane's internal work is a cell on the lane."""
-        lanes = list(zip(self.labels("lanes"), (line[0][0] for line in self.lines("lanes"))))
-
-        def lane(x: float) -> str:
-            return min(lanes, key=lambda lane: abs(lane[1] - x))[0]
-
-        calls: list[Call] = []
-        what = ""
-        for mark in self.marks(group):
-            if isinstance(mark, Cell):
-                own = lane(mark.x + mark.width / 2)
-                calls.append((own, own, mark.text))
-            elif isinstance(mark, str):
-                what = mark
-            else:
-                calls.append((lane(mark[0][0]), lane(mark[-1][0]), what))
-        return calls
 
     def _group(self, name: str) -> ET.Element:
         (group,) = (group for group in self.root.iter("g") if group.get("id") == name)

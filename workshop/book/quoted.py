@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 
 from workshop.book.path import ROOT, modules_in
-from workshop.book.private_words import STRING_OR_COMMENT
 from workshop.practice.source_patch import module_files
 
 BLOCK = re.compile(
@@ -34,6 +33,10 @@ BLOCK = re.compile(
 # [`::Class.method`](folder/NAME.py#L12), [`test_name`](folder/test_NAME.py#L12)
 SYMBOL_LINK = re.compile(
     r"(?P<label>\[`(?:::)?(?P<symbol>[\w.]+)`\]\((?P<path>[^)\s#]+\.py))#L(?P<line>\d+)\)"
+)
+STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'{3}(?:\\.|[^\\])*?\'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''',
+    re.DOTALL,
 )
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -127,14 +127,16 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
-def test_a_reader_trips_over_nothing(path: Path, end: str, page: Page) -> None:
+def test_nothing_in_a_drawing_is_in_the_way(end: str, page: Page) -> None:
     """Texts are inside the card and their boxes, nothing runs through them or over them, and they
     stand out from what is under them."""
-    page.goto(path.with_suffix(end).as_uri())
-    for scheme in SCHEMES:
-        page.emulate_media(color_scheme=scheme)
-        assert page.evaluate(LOOK) == [], scheme
+    faults = {}
+    for path in DRAWINGS:
+        page.goto(path.with_suffix(end).as_uri())
+        for scheme in SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            faults[path.stem, scheme] = page.evaluate(LOOK)
+    assert not {drawing: found for drawing, found in faults.items() if found} and len(faults) > 40
 
 
 FAULTS = {
@@ -148,13 +150,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("says", "marks"), FAULTS.items(), ids=FAULTS)
-def test_visible_faults_are_found(says: str, marks: str, page: Page) -> None:
+def test_visible_faults_are_found(page: Page) -> None:
     card = '<rect class="card" width="400" height="100" fill="#ffffff"/>'
     page.goto("about:blank")
-    page.set_content(f'<svg width="400" height="100">{card}{marks}</svg>')
-    faults = page.evaluate(LOOK)
-    assert any(says in fault for fault in faults), faults
+    for says, marks in FAULTS.items():
+        page.set_content(f'<svg width="400" height="100">{card}{marks}</svg>')
+        faults = page.evaluate(LOOK)
+        assert any(says in fault for fault in faults), (says, faults)
 
 
 def test_a_page_shows_them_as_images_in_the_light_and_in_the_dark(

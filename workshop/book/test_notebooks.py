@@ -53,34 +53,24 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_first_cell_does_nothing_where_the_chapters_are(address: str, tmp_path: Path) -> None:
+def test_first_cell_gets_the_chapters_or_says_how(address: str, tmp_path: Path) -> None:
+    """`pip` is a script here: one that fails, then one that prints its arguments."""
+    (tmp_path / "pip.py").write_text("raise SystemExit('no network')", encoding="utf-8")
+    failed = run_python(setup_cell(address) + "\nprint('went on')", tmp_path)
+    assert failed.returncode == 1 and "went on" not in failed.stdout
+    if not address:
+        assert failed.stderr.startswith("The modules of vllm-from-scratch are not installed.")
+        assert "`make`" in failed.stderr and "pip install" not in failed.stderr
+    else:
+        assert "no network" in failed.stderr
+        pip = "import sys; print(*sys.argv[1:]); open('static_batching.py', 'w').close()"
+        (tmp_path / "pip.py").write_text(pip, encoding="utf-8")
+        run = run_python(setup_cell(address) + "\nimport static_batching", tmp_path)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert f"install --quiet git+{address} matplotlib\n" in run.stdout
     (tmp_path / "static_batching.py").touch()
     run = run_python(setup_cell(address), tmp_path)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-def test_first_cell_stops_with_advice_where_there_is_no_address(tmp_path: Path) -> None:
-    run = run_python(setup_cell("") + "\nprint('went on')", tmp_path)
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("The modules of vllm-from-scratch are not installed.")
-    assert "`make`" in run.stderr and "pip install" not in run.stderr
-
-
-@pytest.mark.parametrize("address", ADDRESSES[1:])
-def test_first_cell_installs_from_the_address(address: str, tmp_path: Path) -> None:
-    """The next cell can import the installed modules. `pip` is a script here that prints its
-    arguments."""
-    pip = "import sys; print(*sys.argv[1:]); open('static_batching.py', 'w').close()"
-    (tmp_path / "pip.py").write_text(pip, encoding="utf-8")
-    run = run_python(setup_cell(address) + "\nimport static_batching", tmp_path)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert f"install --quiet git+{address} matplotlib\n" in run.stdout
-
-
-def test_first_cell_stops_where_the_installation_fails(tmp_path: Path) -> None:
-    (tmp_path / "pip.py").write_text("raise SystemExit('no network')", encoding="utf-8")
-    run = run_python(setup_cell(ADDRESSES[1]) + "\nprint('went on')", tmp_path)
-    assert run.returncode == 1 and "no network" in run.stderr and "went on" not in run.stdout
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -110,44 +100,29 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_twin_is_made_once_and_then_unchanged(script: Path) -> None:
+def test_twin_is_made_once_and_what_is_out_of_step_is_seen(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No cell id, time stamp or memory address makes a second run differ from the first."""
     import nbformat
 
     assert notebook_problems(script) == ["small_demo.ipynb is missing; run: make notebooks"]
     assert write_twin(script)
-    assert notebook_problems(script) == []
-    twin = script.with_suffix(".ipynb")
-    outputs = nbformat.read(twin, as_version=4).cells[2].outputs
-    assert outputs[0].text == "42\n"
-    assert outputs[1].data["text/plain"] == "<list_iterator at 0x...>"
-    nbformat.validate(nbformat.read(twin, as_version=4))
-    assert not write_twin(script)
-
-
-def test_what_is_out_of_step_is_seen(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_twin(script)
-    assert main(["--check", str(script)]) == 0
-    script.write_text(SCRIPT.replace("6 * 7", "6 * 8"), encoding="utf-8")
-    assert "out of step" in notebook_problems(script)[0]
-    assert main(["--check", str(script)]) == 1
-    assert "out of step" in capsys.readouterr().out
-
-
-def test_stored_error_and_unexecuted_cell_are_seen(script: Path) -> None:
-    import nbformat
-
-    write_twin(script)
+    assert notebook_problems(script) == [] and main(["--check", str(script)]) == 0
     twin = script.with_suffix(".ipynb")
     notebook = nbformat.read(twin, as_version=4)
-    notebook.cells[2].outputs = [
-        nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])
-    ]
-    notebook.cells[2].execution_count = None
+    outputs = notebook.cells[2].outputs
+    assert outputs[0].text == "42\n"
+    assert outputs[1].data["text/plain"] == "<list_iterator at 0x...>"
+    nbformat.validate(notebook)
+    assert not write_twin(script)
+    error = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])
+    notebook.cells[2].outputs, notebook.cells[2].execution_count = [error], None
     nbformat.write(notebook, twin)
     problems = "\n".join(notebook_problems(script))
-    assert "never executed" in problems
-    assert "stores ZeroDivisionError" in problems
+    assert "never executed" in problems and "stores ZeroDivisionError" in problems
+    script.write_text(SCRIPT.replace("6 * 7", "6 * 8"), encoding="utf-8")
+    assert main(["--check", str(script)]) == 1 and "out of step" in capsys.readouterr().out
 
 
 def test_raising_cell_raises(script: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from common.tests.budgets import LOADED_LINES
@@ -39,20 +41,14 @@ def test_loaded_lines_have_a_budget(default: DefaultPath) -> None:
     assert default.num_lines <= LOADED_LINES, f"{found}; see common/tests/budgets.py"
 
 
-def test_lines_are_those_of_the_files(default: DefaultPath) -> None:
+def test_lines_are_those_of_the_files_without_tests_and_demos(
+    default: DefaultPath, tmp_path: Path
+) -> None:
     assert default.num_lines == sum(count_lines(path.ROOT / name) for name in default.loaded)
     assert 0 < default.num_lines_made < default.num_lines
     assert 0 < default.num_lines_run < default.num_lines
-
-
-def test_tests_demos_and_empty_modules_are_not_counted(tmp_path) -> None:
-    for name, text in {
-        "a.py": "x = 1\n\ny = 2\n",
-        "__init__.py": "",
-        "test_a.py": "z\n",
-        "topic_demo.py": "z\n",
-        "conftest.py": "z\n",
-        "notes.md": "z\n",
-    }.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "a.py").write_text("x = 1\n\ny = 2\n")
+    (tmp_path / "__init__.py").touch()
+    for name in ("test_a.py", "topic_demo.py", "conftest.py", "notes.md"):
+        (tmp_path / name).write_text("z\n")
     assert size_of(modules_in(tmp_path)) == Size(1, 3)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workshop.book.path import ROOT
 from workshop.book.quoted import (
+    ROOT,
     Share,
     code_lines,
     filled,
@@ -45,41 +45,23 @@ class Pool:  # 11
     def empty(self) -> None:  # 25
         "Nothing."
 '''
+QUOTES = {
+    "LIMIT = 3  # 8\n": {8},
+    "@property\ndef text(self) -> str:  # 19\n    # why\n": {18, 19, 21},  # moved, no docstring
+    '    def text(self) -> str:  # 19\n        """What it says."""\n': {19, 20},  # with it
+    "class Pool:  # 11\n    size: int = 0  # 16\n": {11, 16},
+    'def empty(self) -> None:  # 25\n    "Nothing."\n': {25, 26},  # it is all there is
+    "def empty(self) -> None:  # 25\n": {25},
+    "class Pool:  # 11\n\n    size: int = 0  # 16\n": None,  # a blank line that is not there
+    "import os  # 5\nLIMIT = 3  # 8\n": None,  # the text between is not a docstring
+    "limit = 3  # 8\n": None,
+    "\n": None,
+}
 
 
-def test_lines_of_code_are_no_docstrings_comments_or_blank_lines() -> None:
+def test_a_quotation_is_contiguous_but_for_docstrings() -> None:
+    assert {block: find_quote(SOURCE, block) for block in QUOTES} == QUOTES
     assert code_lines(SOURCE) == {5, 8, 11, 16, 18, 19, 22, 23, 25}
-
-
-@pytest.mark.parametrize(
-    ("block", "lines"),
-    [
-        ("LIMIT = 3  # 8\n", {8}),
-        (
-            "@property\ndef text(self) -> str:  # 19\n    # why\n",
-            {18, 19, 21},
-        ),  # moved, no docstring
-        ('    def text(self) -> str:  # 19\n        """What it says."""\n', {19, 20}),  # with it
-        ("class Pool:  # 11\n    size: int = 0  # 16\n", {11, 16}),
-        ('def empty(self) -> None:  # 25\n    "Nothing."\n', {25, 26}),  # it is all there is
-        ("def empty(self) -> None:  # 25\n", {25}),
-        ("class Pool:  # 11\n\n    size: int = 0  # 16\n", None),  # a blank line that is not there
-        ("import os  # 5\nLIMIT = 3  # 8\n", None),  # the text between is not a docstring
-        ("limit = 3  # 8\n", None),
-        ("\n", None),
-    ],
-)
-def test_a_quotation_is_contiguous_but_for_docstrings(block: str, lines: set[int] | None) -> None:
-    assert find_quote(SOURCE, block) == lines
-
-
-def test_a_line_that_is_quoted_twice_counts_once_and_another_file_not_at_all(tmp_path) -> None:
-    path = tmp_path / "pool.py"
-    path.write_text(SOURCE)
-    block = "```python file={}\nLIMIT = 3  # 8\n```\n"
-    text = block.format("pool.py") + block.format("01_a/pool.py") + block.format("loop.py")
-    assert share_of(path, text) == Share(9, 1)
-    assert share_of(path, text).percent == pytest.approx(100 / 9)
 
 
 def test_a_symbol_is_cut_out_without_docstrings() -> None:
@@ -93,43 +75,50 @@ def test_a_symbol_is_cut_out_without_docstrings() -> None:
             symbol_source(SOURCE, lost)
 
 
-def test_filling_writes_quotations_that_the_rule_accepts(tmp_path: Path) -> None:
-    (tmp_path / "pool.py").write_text(SOURCE)
-    page = "a\n```python file=pool.py symbol=Pool\nold\n```\nb\n```python file=pool.py\nkept\n```\n"
-    text = filled(page, tmp_path)
-    assert filled(text, tmp_path) == text and "old" not in text and "\nkept\n" in text
-    assert list(unfilled(text, tmp_path)) == [
-        f"line {text.count(chr(10)) - 2} quotes what is not in pool.py any more: 'kept' ... 'kept'"
+PAGE = """a
+```python file=pool.py symbol=Pool.empty
+old
+```
+```python file=pool.py
+class Pool:  # 11
+    old
+    size: int = 0  # 16
+```
+[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)
+"""
+FILLED = """a
+```python file=pool.py symbol=Pool.empty
+def empty(self) -> None:  # 25
+    "Nothing."
+```
+```python file=pool.py
+class Pool:  # 11
+    size: int = 0  # 16
+```
+[`::Pool.text`](pool.py#L19) [`Pool`](pool.py#L11)
+"""
+
+
+def test_blocks_and_links_follow_their_source_or_are_named(tmp_path: Path) -> None:
+    """A block without a symbol follows it between its first and last line."""
+    (tmp_path / "pool.py").write_text(SOURCE.replace('    """Blocks.\n\n    Free ones."""\n\n', ""))
+    expected = FILLED.replace("L19", "L15")
+    assert filled(PAGE, tmp_path) == filled(expected, tmp_path) == expected
+    assert list(unfilled(expected, tmp_path)) == []
+    page = "```python file=pool.py\nkept\n```\n[`::Pool.gone`](pool.py#L7)\n"
+    assert filled(page, tmp_path) == page and list(unfilled(page, tmp_path)) == [
+        "line 1 quotes what is not in pool.py any more: 'kept' ... 'kept'",
+        "line 4 links to what is not in pool.py any more: Pool.gone",
     ]
-    code = text.partition("symbol=Pool\n")[2].partition("```")[0]
-    found = find_quote(SOURCE, code)
-    assert found is not None and code_lines(SOURCE) & found == {11, 16, 18, 19, 22, 23, 25}
 
 
-def test_a_link_to_a_symbol_follows_its_line(tmp_path: Path) -> None:
+def test_a_chapter_quotes_the_code_that_decides(tmp_path: Path) -> None:
+    """35 to 50 % of the lines of its root. A line that is quoted twice counts once."""
     (tmp_path / "pool.py").write_text(SOURCE)
-    page = "[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)\n[`::Pool.gone`](pool.py#L7)\n"
-    text = filled(page, tmp_path)
-    assert text == page.replace("L1)", "L19)")
-    complaint = "line 2 links to what is not in pool.py any more: Pool.gone"
-    assert list(unfilled(text, tmp_path)) == [complaint]
-
-
-def test_an_excerpt_follows_its_source_between_its_first_and_last_line(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text("def f():\n    a = 1\n    b = 3\n    c = 4\n    return b\n")
-    page = "```python file=loop.py\n    a = 1\n    b = 2\n    return b\n```\n"
-    expected = "    a = 1\n    b = 3\n    c = 4\n    return b\n"
-    assert filled(page, tmp_path) == f"```python file=loop.py\n{expected}```\n"
-
-
-def test_a_chapter_has_a_share_for_each_module_of_its_root() -> None:
-    chapter = Path(__file__).resolve().parents[2] / "01_batching"
-    found = shares(chapter)
-    assert "engine_core.py" in found and "batching_demo.py" not in found
-    assert found["engine_core.py"].num_quoted >= 3
-
-
-@pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda path: path.name)
-def test_a_chapter_quotes_the_code_that_decides(chapter: Path) -> None:
-    """35 to 50 % of the lines of its root. A sentence and a link stand for the rest."""
-    assert 35 <= sum(shares(chapter).values(), Share(0, 0)).percent <= 50
+    block = "```python file={}\nLIMIT = 3  # 8\n```\n"
+    text = block.format("pool.py") + block.format("01_a/pool.py") + block.format("loop.py")
+    assert share_of(tmp_path / "pool.py", text) == Share(9, 1)
+    chapters = {p.name: shares(p) for p in ROOT.glob("[0-9][0-9]_*")}
+    assert {"engine_core.py"} <= chapters["01_batching"].keys() - {"batching_demo.py"}
+    percents = {name: sum(s.values(), Share(0, 0)).percent for name, s in chapters.items()}
+    assert not {name: share for name, share in percents.items() if not 35 <= share <= 50}

@@ -77,38 +77,30 @@ def test_code_and_numbers_are_carried_over_and_the_section_stays_in_step() -> No
     assert in_step(after, after, found) == found
 
 
-def test_words_that_changed_want_a_reader() -> None:
-    after = BEFORE.replace("Words.", "Other words.").replace("x = 1", "x = 2")
-    found = in_step(BEFORE, after, chinese(BEFORE))
-    assert found == chinese(BEFORE).replace("x = 1", "x = 2")
-    assert sections(found)[0].rendered != sections(after)[0].digest
-
-
-def test_a_block_with_chinese_words_is_left_to_the_reader() -> None:
-    before = BEFORE + "\n```\nmake x  # words\n```\n"
-    page = chinese(before) + "\n```\nmake x  # 话\n```\n"
-    assert in_step(before, before.replace("make x", "make y"), page).endswith("make x  # 话\n```\n")
-
-
-def test_a_stale_section_stays_stale() -> None:
-    stale = CHINESE.format(digest="0" * 12)
-    after = ENGLISH.format(code=2, n=5, m=7, command="make a")
-    assert "0" * 12 in in_step(BEFORE, after, stale)
-
-
-def test_a_page_of_other_headings_is_left_alone() -> None:
+def test_what_wants_a_reader_is_left_to_one() -> None:
     page = chinese(BEFORE)
-    assert in_step(BEFORE, BEFORE + "\n## More\n", page) == page
+    words = BEFORE.replace("Words.", "Other words.").replace("x = 1", "x = 2")
+    assert in_step(BEFORE, words, page) == page.replace("x = 1", "x = 2")  # the digest is as it was
+    assert in_step(BEFORE, f"{BEFORE}\n## More\n", page) == page
+    block = "\n```\nmake x  # {}\n```\n"  # with Chinese words
+    english, theirs = BEFORE + block.format("words"), page + block.format("话")
+    assert in_step(english, english.replace("make x", "make y"), theirs).endswith(
+        block.format("话")
+    )
+    stale = CHINESE.format(digest="0" * 12)
+    assert "0" * 12 in in_step(BEFORE, BEFORE.replace("x = 1", "x = 2"), stale)
 
 
 def test_tables_are_made_where_a_record_or_its_script_changed() -> None:
-    measure = "workshop/measure"
-    assert commands_for([f"{measure}/README.md", "01_batching/request.py"], False) == []
-    for changed in ("plot_batching.py", "records/batching.json"):
-        made = commands_for([f"{measure}/{changed}"], False)
-        assert made == [["-m", "workshop.plot_batching", "--tables"]]
-    of_bench = commands_for(["workshop/measure/bench/records/a.json"], False)
-    assert of_bench[0] == ["-m", "workshop.bench", "--write-readme"]
+    plot = ["-m", "workshop.plot_batching", "--tables"]
+    changes = {
+        "README.md": [],
+        "plot_batching.py": [plot],
+        "records/batching.json": [plot],
+        "bench/records/a.json": commands_for(["workshop/measure/bench/records/b.json"], False),
+    }
+    assert {n: commands_for([f"workshop/measure/{n}"], False) for n in changes} == changes
+    assert changes["bench/records/a.json"][0] == ["-m", "workshop.bench", "--write-readme"]
     every = commands_for([], True)
     assert every[-1] == ["-m", "workshop.watch", "--stills"] and len(every) > 10
     assert all(find_spec(name) for _, name, *_ in every)

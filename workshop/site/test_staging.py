@@ -16,7 +16,6 @@ from workshop.site.page_tree import (
     find_pages,
     home_page,
     nothing_remote,
-    page_name,
     toctrees,
 )
 from workshop.site.source_pages import Sources
@@ -45,14 +44,6 @@ def test_every_link_of_a_staged_page_leads_somewhere(tree: Tree) -> None:
             assert (path.parent / match["path"]).resolve().is_file(), f"{name}: {match[0]}"
     assert num_links > 200
     assert not [s for s in tree.sources if s.endswith((".md", ".ipynb"))]
-
-
-def test_a_readme_is_the_index_of_its_folder() -> None:
-    assert page_name(PurePosixPath("README.md")) == "index"
-    assert page_name(PurePosixPath("common/README.zh.md")) == "common/index"
-    assert page_name(PurePosixPath("04_scheduler/beyond/OWN_POLICY.md")) == (
-        "04_scheduler/beyond/OWN_POLICY"
-    )
 
 
 def test_the_sidebar_has_every_page_once(tree: Tree) -> None:
@@ -89,9 +80,7 @@ def test_the_caption_does_not_answer_what_the_film_asks(tree: Tree) -> None:
     assert after.lstrip().startswith("<details><summary>")
     assert after.index("</details>") < after.index("<!-- /table:film")
     assert "<details>" not in home[home.index("</figure>") :].partition("FIRST_HOUR")[0]
-
-
-def test_a_command_for_a_film_leads_to_the_film(tree: Tree) -> None:
+    # and a command for a film leads to it
     page = tree.pages["COURSE"]
     text = '`make watch ARGS="--film 4 --open"`\n```\nmake watch ARGS="--film adapters"\n```'
     inline, _, fence = staged(text, "p", page, tree, True).partition("\n```")
@@ -132,53 +121,48 @@ def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None
         assert match["label"] == f"{PurePosixPath(match['path']).name}:{match['line']}"
 
 
-def test_what_is_code_stays(tree: Tree) -> None:
-    path = ROOT / "CONTRIBUTING.md"
-    text = "`[x](Makefile)` [`y`](Makefile) [z](common) [w](04_scheduler/)\n```\n[v](Makefile)\n```"
-    assert staged(text, "CONTRIBUTING", path, tree, True) == (
+CHAPTER = "04_scheduler/"
+REWRITTEN = [  # page, text, as staged
+    (
+        "CONTRIBUTING",  # code stays
+        "`[x](Makefile)` [`y`](Makefile) [z](common) [w](04_scheduler/)\n```\n[v](Makefile)\n```",
         "`[x](Makefile)` [`y`](source:Makefile) [z](common/index.md) [w](04_scheduler/index.md)"
-        "\n```\n[v](Makefile)\n```"
-    )
-    assert "CONTRIBUTING" in tree.sources["Makefile"]
-
-
-def test_the_name_of_a_file_leads_to_it(tree: Tree) -> None:
-    page = tree.pages["04_scheduler/index"]
-    text = staged(
-        "`scheduler.py` `llm.py` `no_such.py` [`llm.py`](scheduler.py)", "p", page, tree, True
-    )
-    assert text == (
+        "\n```\n[v](Makefile)\n```",
+    ),
+    (
+        f"{CHAPTER}index",  # the name of a file leads to it
+        "`scheduler.py` `llm.py` `no_such.py` [`llm.py`](scheduler.py)",
         "[`scheduler.py`](source:04_scheduler/scheduler.py) [`llm.py`](source:common/llm.py) "
-        "`no_such.py` [`llm.py`](source:04_scheduler/scheduler.py)"
-    )
-    assert {"p", "common/index"} <= tree.sources["common/llm.py"]
+        "`no_such.py` [`llm.py`](source:04_scheduler/scheduler.py)",
+    ),
+    (
+        "01_batching/index",  # a script is not its notebook; the language is in the sidebar
+        "# A\n\n[中文](README.zh.md)\n\n[script](batching_demo.py) [`a`](batching_demo.ipynb)",
+        "# A\n\n\n[script](source:01_batching/batching_demo.py) "
+        "[`a`](../01_batching/batching_demo.ipynb)",
+    ),
+    (
+        f"{CHAPTER}index",  # Sphinx puts the title of a page into a link without text
+        "[`scheduler_demo.ipynb`](scheduler_demo.ipynb) [A.md](beyond/ADAPTERS.md)",
+        "[](../04_scheduler/scheduler_demo.ipynb) [](../04_scheduler/beyond/ADAPTERS.md)",
+    ),
+]
 
 
-def test_a_script_is_not_its_notebook_and_the_language_is_in_the_sidebar(tree: Tree) -> None:
-    page = tree.pages["01_batching/index"]
-    text = "# A\n\n[中文](README.zh.md)\n\n[script](batching_demo.py) [`a`](batching_demo.ipynb)"
-    expected = (
-        "[script](source:01_batching/batching_demo.py) [`a`](../01_batching/batching_demo.ipynb)"
-    )
-    assert staged(text, "01_batching/index", page, tree, True) == f"# A\n\n\n{expected}"
-
-
-def test_a_page_named_by_its_file_has_its_title_on_the_site(tree: Tree) -> None:
-    """Sphinx puts it into a link without text."""
-    page = tree.pages["04_scheduler/index"]
-    text = "[`scheduler_demo.ipynb`](scheduler_demo.ipynb) [A.md](beyond/ADAPTERS.md) [in A.md](..)"
-    there = "../04_scheduler/scheduler_demo.ipynb) [](../04_scheduler/beyond/ADAPTERS.md"
-    assert staged(text, "04_scheduler/index", page, tree, True).startswith(f"[]({there}) [in A.md]")
-
-
-def test_a_heading_of_a_page_in_the_other_language_is_looked_up_there(tree: Tree) -> None:
-    path = ROOT / "CONTRIBUTING.md"
+def test_links_are_those_of_the_site(tree: Tree) -> None:
+    for name, text, expected in REWRITTEN:
+        assert staged(text, name, tree.pages[name], tree, True) == expected
+    assert "CONTRIBUTING" in tree.sources["Makefile"]
+    assert {f"{CHAPTER}index", "common/index"} <= tree.sources["common/llm.py"]
+    # a heading of a page in the other language is looked up there
     text = "[x](README.md#the-map) [y](README.md) [GLOSSARY.zh.md](GLOSSARY.zh.md#a)"
     there, glossary = "index.md#the-map", "other:GLOSSARY#a"
     if tree.is_chinese:
         there, glossary = "other:index#the-map", "GLOSSARY.md#a"
     expected = f"[x]({there}) [y](index.md) [GLOSSARY.zh.md]({glossary})"
-    assert staged(text, "CONTRIBUTING", path, tree, True) == expected
+    assert staged(text, "CONTRIBUTING", ROOT / "CONTRIBUTING.md", tree, True) == expected
+    with pytest.raises(ValueError, match=r"COURSE\S*: git has no nowhere.md"):
+        staged("[x](nowhere.md)", "COURSE", tree.pages["COURSE"], tree, True)
 
 
 def test_a_source_page_names_the_pages_that_link_to_it(
@@ -207,9 +191,3 @@ def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree
     raw = "https://raw.githubusercontent.com/a/b/main/04_scheduler/figures/film.png"
     badge = f"[![Open](https://x.org/b.svg)]({colab})\n\n![Film]({raw})"
     assert nothing_remote(badge) == f"[Open in Colab]({colab})\n\n![Film](figures/film.png)"
-
-
-def test_a_link_to_nothing_names_its_page(tree: Tree) -> None:
-    page = tree.pages["COURSE"]
-    with pytest.raises(ValueError, match=r"COURSE\S*: git has no nowhere.md"):
-        staged("[x](nowhere.md)", "COURSE", page, tree, True)

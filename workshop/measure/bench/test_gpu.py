@@ -49,7 +49,7 @@ def test_every_module_path_and_test_that_is_named_exists() -> None:
         assert (ROOT / path).is_file(), path
     tests = {p.relative_to(ROOT).as_posix(): p for p in ROOT.glob("[0cw]*/**/test_*.py")}
     marked = {n for n, p in tests.items() if "@pytest.mark.gpu\n" in p.read_text("utf-8")}
-    assert marked - {"common/tests/test_time_limits.py"} <= {*gpu_kernels.TESTS}
+    assert marked - {"common/tests/test_commands.py"} <= {*gpu_kernels.TESTS}
     for name in f"{gpu.NEEDED} {gpu.NEEDED_BY_TESTS}".split():
         assert gpu.find_spec(name) or name == "triton", name
 
