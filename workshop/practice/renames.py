@@ -132,7 +132,7 @@ def _agree(old: str, new: str, names: dict[str, str]) -> bool:
     if len(words[0]) != len(words[1]):
         return False
     if old[0] == "f":
-        for one, other in zip(*words):
+        for one, other in zip(words[0][1::2], words[1][1::2]):
             names.setdefault(one, other)
     return all(other in (one, names.get(one)) for one, other in zip(*words))
 
