@@ -27,7 +27,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from workshop.book.quoted import filled, unfilled
+from workshop.book.quoted import unfilled
 from workshop.book.translation import ROOT, Section, sections_of
 from workshop.book.worked_steps import worked_table
 
@@ -37,9 +37,9 @@ SECTIONS = sections_of(PAGE)
 BLOCKS = [
     (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
 ]
-# `file.py`<br>[`::name`](room/file.py#L12); [`test_name`](room/test_file.py#L12)
-PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)#L(\d+)\)")
-TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)#L(\d+)\)")
+# `file.py`<br>[`::name`](room/file.py); [`test_name`](room/test_file.py)
+PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)\)")
+TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
 # [第 1 章 §2](01_batching/README.zh.md#2-图)
 PLACE_IN_A_CHAPTER = re.compile(r"\[[^\]]*§(\d+)\]\(([\w/.]+)#([^)]+)\)")
 # | a section of a post | [队列](01_batching/README.zh.md#队列)
@@ -129,16 +129,11 @@ def test_an_erratum_names_a_function_and_a_test(name: str) -> None:
     assert PLACE.fullmatch(f"{file}<br>{symbol}") and TEST.fullmatch(test)
 
 
-def test_every_function_and_test_that_is_linked_is_at_its_line() -> None:
-    """`make sync` writes the lines."""
-    places = [(path, name, line) for file, name, path, line in PLACE.findall(TEXT)]
-    tests = [(path, name, line) for name, path, line in TEST.findall(TEXT)]
-    assert len(places) == TEXT.count("`::") > 200 and len(tests) >= len(ERRATA)
-    assert all(path.endswith(f"/{file}") for file, _, path, _ in PLACE.findall(TEXT))
-    assert not list(unfilled(TEXT, ROOT)) and filled(TEXT, ROOT) == TEXT
-    for path, name, line in places + tests:
-        text = (ROOT / path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
-        assert re.match(rf"\s*(async )?(def|class) {name.rpartition('.')[2]}\b", text), text
+def test_every_function_and_test_that_is_linked_is_in_its_file() -> None:
+    places = PLACE.findall(TEXT)
+    assert len(places) == TEXT.count("`::") > 200 and len(TEST.findall(TEXT)) >= len(ERRATA)
+    assert all(path.endswith(f"/{file}") for file, _, path in places)
+    assert not list(unfilled(TEXT, ROOT))
 
 
 def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it() -> None:

@@ -16,6 +16,7 @@ from workshop.book.quoted import (
     shares,
     symbol_source,
     unfilled,
+    with_lines,
 )
 
 SOURCE = '''"""A module.
@@ -106,13 +107,12 @@ def test_filling_writes_quotations_that_the_rule_accepts(tmp_path: Path) -> None
     assert found is not None and code_lines(SOURCE) & found == {11, 16, 18, 19, 22, 23, 25}
 
 
-def test_a_link_to_a_symbol_follows_its_line(tmp_path: Path) -> None:
+def test_a_link_to_a_symbol_leads_to_its_line(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(SOURCE)
-    page = "[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)\n[`::Pool.gone`](pool.py#L7)\n"
-    text = filled(page, tmp_path)
-    assert text == page.replace("L1)", "L19)")
+    page = "[`::Pool.text`](pool.py) [`pool.py`](pool.py)\n"
+    assert with_lines(page, tmp_path) == page.replace("pool.py)", "pool.py#L19)", 1)
     complaint = "line 2 links to what is not in pool.py any more: Pool.gone"
-    assert list(unfilled(text, tmp_path)) == [complaint]
+    assert list(unfilled(f"{page}[`::Pool.gone`](pool.py)\n", tmp_path)) == [complaint]
 
 
 def test_an_excerpt_follows_its_source_between_its_first_and_last_line(tmp_path: Path) -> None:
