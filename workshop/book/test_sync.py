@@ -84,6 +84,16 @@ def test_words_that_changed_want_a_reader() -> None:
     assert sections(found)[0].rendered != sections(after)[0].digest
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_name_in_backticks_is_carried_over_if_both_languages_have_it(has_it: bool) -> None:
+    before, after = (BEFORE.replace("Words.", f"Words of `{name}`.") for name in ("old", "new"))
+    page = chinese(before).replace("文字", "`old` 的文字" if has_it else "文字")
+    found = in_step(before, after, page)
+    assert (found == page) != has_it
+    if has_it:
+        assert found == chinese(after).replace("文字", "`new` 的文字")
+
+
 def test_a_block_with_chinese_words_is_left_to_the_reader() -> None:
     before = BEFORE + "\n```\nmake x  # words\n```\n"
     page = chinese(before) + "\n```\nmake x  # 话\n```\n"
