@@ -21,6 +21,7 @@ from workshop.practice.source_patch import (
     names_in,
     regions,
 )
+from workshop.practice.table_names import with_names
 from workshop.practice.tasks.course import task_numbered
 from workshop.practice.trial import broken_copy, try_all, try_tests
 
@@ -90,7 +91,7 @@ def locals_of(text: str, symbol: str) -> dict[str, str]:
     return {name: f"new_{name}" for name in names - {"self"}}
 
 
-def with_names(text: str, symbol: str, names: dict[str, str]) -> str:
+def with_names_in(text: str, symbol: str, names: dict[str, str]) -> str:
     for first, last in reversed(regions(text, symbol)):
         text = text[:first] + renamed(text[first:last], names) + text[last:]
     return text
@@ -106,9 +107,43 @@ def test_a_bug_can_be_planted_where_every_name_has_changed(
     bugs = [bug for bug in all_bugs() if (bug.module, bug.symbol) == place]
     text, symbol = bugs[0].text(), bugs[0].symbol
     names = {old: new for old, new in locals_of(text, symbol).items() if old not in UNKNOWN}
-    expected = [with_names(bug.apply(), symbol, names) for bug in bugs]
-    monkeypatch.setattr(Patch, "text", lambda patch: with_names(text, symbol, names))
+    expected = [with_names_in(bug.apply(), symbol, names) for bug in bugs]
+    monkeypatch.setattr(Patch, "text", lambda patch: with_names_in(text, symbol, names))
     assert [bug.apply() for bug in bugs] == expected
+
+
+def test_a_table_is_written_with_the_new_names() -> None:
+    table = """# Tasks
+
+1.1 A title
+place m C.f(request, budget)
+write `budget` is left of the budget.
+hint max(0, budget)
+- budget -= len(self.budget)
+-     f(budget=budget)
++ budget = 1
+zh abc 题
+
+1.2 Other
++ budget = 1
+"""
+    names = {"budget": "left"}
+    written = with_names(table, lambda head: names if head == "1.1 A title" else {})
+    expected = """# Tasks
+
+1.1 A title
+place m C.f(request, left)
+write `left` is left of the budget.
+hint max(0, left)
+- left -= len(self.budget)
+-     f(budget=left)
++ left = 1
+zh abc 题
+
+1.2 Other
++ budget = 1
+"""
+    assert written == expected
 
 
 # -- a patch: a module of its own
