@@ -22,7 +22,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from workshop.book.quoted import filled, unfilled
+from workshop.book.quoted import unfilled
 from workshop.book.translation import ROOT, Section, sections_of
 from workshop.book.worked_steps import worked_table
 
@@ -32,9 +32,9 @@ SECTIONS = sections_of(PAGE)
 BLOCKS = [
     (section, code) for section in SECTIONS for info, code in section.code() if info == "python"
 ]
-# `file.py`<br>[`::name`](room/file.py#L12); [`test_name`](room/test_file.py#L12)
-PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)#L(\d+)\)")
-TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)#L(\d+)\)")
+# `file.py`<br>[`::name`](room/file.py); [`test_name`](room/test_file.py)
+PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)\)")
+TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
 # [第 1 章 §2](01_batching/README.zh.md#2-图)
 NUMBERED = re.compile(r"\[[^\]]*§(\d+)\]\(([\w/.]+)#([^)]+)\)")
 # | a section of a post | [队列](01_batching/README.zh.md#队列)
@@ -97,7 +97,7 @@ ERRATA = {  # | **A1** what the post says | what is right |
 
 
 def test_errata_are_numbered_and_each_names_a_function_and_a_test() -> None:
-    """`make sync` writes the lines that the links lead to, and misses what is not there."""
+    """The site adds the lines that the links lead to, and misses what is not there."""
     numbers = [f"{post}{n}" for post in "ACDE" for n in range(1, 99)]
     assert list(ERRATA) == [name for name in numbers if name in ERRATA]
     counts = [sum(name[0] == post for name in ERRATA) for post in "ACDE"]
@@ -108,7 +108,7 @@ def test_errata_are_numbered_and_each_names_a_function_and_a_test() -> None:
         assert said.strip() and worked_out, name
         assert PLACE.fullmatch(f"{file}<br>{symbol}") and TEST.fullmatch(test), name
     assert len(PLACE.findall(TEXT)) == TEXT.count("`::") > 200
-    assert not list(unfilled(TEXT, ROOT)) and filled(TEXT, ROOT) == TEXT
+    assert not list(unfilled(TEXT, ROOT))
 
 
 def test_a_section_of_a_chapter_is_called_as_the_chapter_calls_it() -> None:

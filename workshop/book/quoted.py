@@ -8,8 +8,8 @@ A block can name its source: "```python file=NAME.py symbol=Class.method". `--fi
 of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a part
 of a function follows its source too, as long as its first and last lines are there.
 
-A link "[`::Class.method`](folder/NAME.py#L12)" to a symbol, or to a test by its name, follows it:
-`--fill` writes its line."""
+A link "[`::Class.method`](folder/NAME.py)" leads to a symbol, or to a test by its name, that is in
+that file. The book's site leads to its line."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BLOCK = re.compile(
     r"(?P<code>.*?)^(?P=fence)[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
-# [`::Class.method`](folder/NAME.py#L12), [`test_name`](folder/test_NAME.py#L12)
+# [`::Class.method`](folder/NAME.py), [`test_name`](folder/test_NAME.py)
 SYMBOL_LINK = re.compile(
-    r"(?P<label>\[`(?:::)?(?P<symbol>[\w.]+)`\]\((?P<path>[^)\s#]+\.py))#L(?P<line>\d+)\)"
+    r"\[`(?:::(?P<name>[\w.]+)|(?P<test>test_\w+))`\]\((?P<path>[^)\s#]+\.py)(?=\))"
 )
 STRING_OR_COMMENT = re.compile(
     r'''"""(?:\\.|[^\\])*?"""|\'{3}(?:\\.|[^\\])*?\'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''',
@@ -165,9 +165,8 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """Return a page with its blocks and the lines of its links to symbols filled. Files are looked
-    up in the page's folder, then in the whole repository. A block or link without a source stays
-    unchanged: see `unfilled`."""
+    """Return a page with its blocks filled. Files are looked up in the page's folder, then in the
+    whole repository. A block without a source stays unchanged: see `unfilled`."""
 
     def fill(match: re.Match[str]) -> str:
         head, _, _ = match[0].partition("\n")
@@ -176,18 +175,18 @@ def filled(text: str, folder: Path) -> str:
         except KeyError:
             return match[0]
 
-    def point(match: re.Match[str]) -> str:
-        try:
-            return f"{match['label']}#L{_symbol_line(match, folder)})"
-        except KeyError:
-            return match[0]
-
-    return SYMBOL_LINK.sub(point, BLOCK.sub(fill, text))
+    return BLOCK.sub(fill, text)
 
 
-def _symbol_line(match: re.Match[str], folder: Path) -> int:
+def symbol_line(match: re.Match[str], folder: Path) -> int:
+    """Return the line of the symbol that a link names. Raises `KeyError` if it is not there."""
     source = find_file(match["path"], folder).read_text(encoding="utf-8")
-    return _statement(source, match["symbol"]).lineno
+    return _statement(source, match["name"] or match["test"]).lineno
+
+
+def with_lines(text: str, folder: Path) -> str:
+    """Return a page whose links to symbols lead to their lines: `NAME.py#L12`."""
+    return SYMBOL_LINK.sub(lambda match: f"{match[0]}#L{symbol_line(match, folder)}", text)
 
 
 def unfilled(text: str, folder: Path) -> Iterator[str]:
@@ -201,7 +200,7 @@ def unfilled(text: str, folder: Path) -> Iterator[str]:
             yield f"line {line} quotes what is not in {match['file']} any more: {error.args[0]}"
     for match in SYMBOL_LINK.finditer(text):
         try:
-            _symbol_line(match, folder)
+            symbol_line(match, folder)
         except KeyError as error:
             line = text[: match.start()].count("\n") + 1
             yield f"line {line} links to what is not in {match['path']} any more: {error.args[0]}"

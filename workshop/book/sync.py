@@ -10,11 +10,13 @@
                       English page of the same name
 
 git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
-all plots and the stills of the films again, which takes minutes and a browser.
+all plots and the stills of the films again, which takes minutes and a browser, and writes today's
+names into the tables of `workshop/practice` (`table_names.py`).
 
-A Chinese section that was in step, and whose English section changed only in derived code and
-numbers, stays in step: its digest is updated. All other sections that need a reader are listed in
-the last lines of the output."""
+A Chinese section that was in step, and whose English section changed since COMMIT only in code,
+numbers in tables, or names in backticks that both languages have, stays in step: they are carried
+over, and its digest is updated. Sections and exercises that are older than the English are listed
+before the last lines of the output, which name what has to be mended."""
 
 from __future__ import annotations
 
@@ -35,18 +37,24 @@ from workshop.book.translation import (
     CHINESE,
     DIGEST,
     GENERATED,
+    INLINE,
     NUMBER,
     Section,
     chinese_pages,
     differences,
     english_of,
     figures_of,
+    older,
     sections,
 )
 from workshop.practice.museum import museum_page
+from workshop.practice.museum.exhibits import EXHIBITS
+from workshop.practice.table_names import older_names, write_names
 from workshop.practice.tasks import reading
+from workshop.practice.tasks.course import TASKS
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
+FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 _CELL = re.compile(r"(?<!\\)\|")
 # Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
 _TABLES = {
@@ -123,6 +131,15 @@ def changed_since(commit: str) -> list[str]:
     return [line for run in runs for line in run.stdout.splitlines()]
 
 
+def text_at(commit: str, page: Path) -> str:
+    """Return a page as it was in a commit. Empty if the commit or git has none."""
+    command = ["git", "show", f"{commit}:{page.relative_to(ROOT).as_posix()}"]
+    if not (ROOT / ".git").exists():
+        return ""
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    return run.stdout if run.returncode == 0 else ""
+
+
 # -- the Chinese pages
 
 
@@ -137,20 +154,23 @@ def in_step(before: str, after: str, chinese: str) -> str:
     for was, now, theirs in zip(old, new, zh):
         text = _with_numbers(now.source, _with_code(now, theirs))
         text = _with_figures(was.figures(), now.figures(), text)
-        if theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
+        text, has_all = _with_inline(was.source, now.source, text)
+        if has_all and theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
             text = DIGEST.sub(f"<!-- en: {now.digest} -->", text, count=1)
         parts.append(text)
     return "\n".join(parts) + ("\n" if chinese.endswith("\n") else "")
 
 
 def _words(section: Section) -> list[str]:
-    """Return everything in a section except code, numbers in tables, and what a script writes."""
+    """Return everything in a section except code, names in backticks, numbers in tables, and what a
+    script writes."""
     words, depth = [], 0
     (written,) = sections(GENERATED.sub("", section.source))
     for token in written.tokens:
         depth += (token.type == "table_open") - (token.type == "table_close")
         if token.type not in ("fence", "code_block"):
-            words.append(NUMBER.sub("0", token.content) if depth else token.content)
+            prose = INLINE.sub("``", " ".join(token.content.split()))
+            words.append(NUMBER.sub("0", prose) if depth else prose)
     return words
 
 
@@ -176,6 +196,27 @@ def _with_code(english: Section, chinese: Section) -> str:
                 their.markup,
             ]
     return "\n".join(lines)
+
+
+def _with_inline(before: str, after: str, chinese: str) -> tuple[str, bool]:
+    """Return the Chinese section with the names in backticks that changed in the English one, and
+    whether it has them all."""
+    pairs = list(zip(_inline(before), _inline(after)))
+    changed = {old: new for old, new in pairs if old != new}
+    has_all = set(changed) <= set(_inline(chinese)) and len(_inline(before)) == len(_inline(after))
+    if changed and has_all:
+        parts = FENCED.split(chinese)
+        parts[::2] = [INLINE.sub(lambda m: changed.get(m[0], m[0]), part) for part in parts[::2]]
+        chinese = "".join(parts)
+    return chinese, has_all
+
+
+def _inline(source: str) -> list[str]:
+    return [
+        code
+        for part in FENCED.split(GENERATED.sub("", source))[::2]
+        for code in INLINE.findall(part)
+    ]
 
 
 def _with_numbers(english: str, chinese: str) -> str:
@@ -232,7 +273,9 @@ def _cell(cell: str, wanted: str) -> str:
 
 
 def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
-    """Update derived files. Returns a sentence for each section that needs a reader."""
+    """Update derived files. Returns a sentence for each place that has to be mended."""
+    if is_all:
+        write_names()
     before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
     complaints = list(renew_pages())
     for command in commands_for(changed_since(commit), is_all):
@@ -244,8 +287,21 @@ def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
             notebooks.write_twin(script)
     for page, old in before.items():
         english = english_of(page).read_text(encoding="utf-8")
-        _write(page, in_step(old, english, page.read_text(encoding="utf-8")))
+        for text in filter(None, (text_at(commit, english_of(page)), old)):
+            _write(page, in_step(text, english, page.read_text(encoding="utf-8")))
     return [*complaints, *(line for page in before for line in differences(page))]
+
+
+def aged() -> list[str]:
+    """Return a sentence for each Chinese text that is older than the English one."""
+    exercises = (one for one in (*EXHIBITS, *TASKS) if one.english.text("en") != one.digest)
+    return [
+        *(line for page in chinese_pages() for line in older(page)),
+        *(
+            f"{one.english.head!r} renders {one.english.text('en')} and not {one.digest}"
+            for one in exercises
+        ),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,7 +314,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="all tables, plots and stills, too")
     options = parser.parse_args(arguments)
     wanting = sync(options.since, options.all)
-    print("\n".join(wanting) or "nothing wants a reader")
+    for place, names in older_names().items():
+        said = ", ".join(f"{old} is {new}" for old, new in names.items())
+        print(f"rows about {place} apply with older names: {said} (--all writes them)")
+    if lines := aged():
+        print("\n".join(["English is newer:", *lines, ""]))
+    print("\n".join(wanting) or "nothing has to be mended")
     return 1 if wanting else 0
 
 

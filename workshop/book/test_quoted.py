@@ -16,6 +16,7 @@ from workshop.book.quoted import (
     shares,
     symbol_source,
     unfilled,
+    with_lines,
 )
 
 SOURCE = '''"""A module.
@@ -84,7 +85,7 @@ class Pool:  # 11
     old
     size: int = 0  # 16
 ```
-[`::Pool.text`](pool.py#L1) [`Pool`](pool.py#L11)
+[`::Pool.text`](pool.py) [`pool.py`](pool.py)
 """
 FILLED = """a
 ```python file=pool.py symbol=Pool.empty
@@ -95,17 +96,17 @@ def empty(self) -> None:  # 25
 class Pool:  # 11
     size: int = 0  # 16
 ```
-[`::Pool.text`](pool.py#L19) [`Pool`](pool.py#L11)
+[`::Pool.text`](pool.py) [`pool.py`](pool.py)
 """
 
 
 def test_blocks_and_links_follow_their_source_or_are_named(tmp_path: Path) -> None:
     """A block without a symbol follows it between its first and last line."""
     (tmp_path / "pool.py").write_text(SOURCE.replace('    """Blocks.\n\n    Free ones."""\n\n', ""))
-    expected = FILLED.replace("L19", "L15")
-    assert filled(PAGE, tmp_path) == filled(expected, tmp_path) == expected
-    assert list(unfilled(expected, tmp_path)) == []
-    page = "```python file=pool.py\nkept\n```\n[`::Pool.gone`](pool.py#L7)\n"
+    assert filled(PAGE, tmp_path) == filled(FILLED, tmp_path) == FILLED
+    assert list(unfilled(FILLED, tmp_path)) == []
+    assert with_lines(FILLED, tmp_path) == FILLED.replace("pool.py)", "pool.py#L15)", 1)
+    page = "```python file=pool.py\nkept\n```\n[`::Pool.gone`](pool.py)\n"
     assert filled(page, tmp_path) == page and list(unfilled(page, tmp_path)) == [
         "line 1 quotes what is not in pool.py any more: 'kept' ... 'kept'",
         "line 4 links to what is not in pool.py any more: Pool.gone",

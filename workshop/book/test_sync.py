@@ -77,6 +77,16 @@ def test_code_and_numbers_are_carried_over_and_the_section_stays_in_step() -> No
     assert in_step(after, after, found) == found
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_name_in_backticks_is_carried_over_if_both_languages_have_it(has_it: bool) -> None:
+    before, after = (BEFORE.replace("Words.", f"Words of `{name}`.") for name in ("old", "new"))
+    page = chinese(before).replace("文字", "`old` 的文字" if has_it else "文字")
+    found = in_step(before, after, page)
+    assert (found == page) != has_it
+    if has_it:
+        assert found == chinese(after).replace("文字", "`new` 的文字")
+
+
 def test_what_wants_a_reader_is_left_to_one() -> None:
     page = chinese(BEFORE)
     words = BEFORE.replace("Words.", "Other words.").replace("x = 1", "x = 2")

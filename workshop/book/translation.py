@@ -1,6 +1,6 @@
 """Keep pages in two languages in step: `NAME.md`, and next to it `NAME.zh.md` in Chinese.
 
-    python -m workshop.translation                      list sections that are out of step
+    python -m workshop.translation                      list sections that differ, or are older
     python -m workshop.translation NAME.md "A heading"  the digest of a section
 
 A section extends from a heading to the next heading of any level. Directly under each heading, the
@@ -9,9 +9,11 @@ Chinese page names the English section that it renders, by a digest of that sect
     ## 怎么读
     <!-- en: 3f0c91a2b7de -->
 
-When the English section changes, its digest changes. After comparing both sections and correcting
-the Chinese one, the translator writes the new digest. The command prints one section's digest at a
-time and never writes it to the page: a digest means that a person has compared the sections.
+When the English section changes, its digest changes, and the Chinese one is older: it is listed
+here and by `make sync`, and no test fails. After comparing both sections and correcting the Chinese
+one, the translator writes the new digest. The command prints one section's digest at a time and
+never writes it to the page: a digest means that a person has compared the sections. `make sync`
+does where only code and numbers changed, or names in backticks that both languages have.
 
 A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
 `<!-- /table:x -->`; but the numbers and the code of that text must be in the Chinese section too.
@@ -184,7 +186,8 @@ def english_of(page: Path) -> Path:
 
 
 def differences(chinese: Path, root: Path = ROOT) -> list[str]:
-    """Return a sentence for each place where a Chinese page is out of step with the English one."""
+    """Return a sentence for each place where a Chinese page is out of step with the English one.
+    Sections that are older than the English ones are not among them: see `older`."""
     english = english_of(chinese)
     ours, theirs = chinese.relative_to(root).as_posix(), english.relative_to(root).as_posix()
     if not english.is_file():
@@ -202,12 +205,8 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
     found: list[str] = []
     for en, zh in zip(left, right, strict=True):
         where = f"{ours}, section {zh.title!r} ({theirs}, {en.title!r})"
-        if zh.rendered != en.digest:
-            said = f"renders {zh.rendered}" if zh.rendered else "has no digest under its heading"
-            found.append(
-                f"{where} {said}. Read both, put the Chinese one right, and write under its "
-                f"heading: <!-- en: {en.digest} -->"
-            )
+        if not zh.rendered:
+            found.append(f"{where} has no digest under its heading: <!-- en: {en.digest} -->")
         for what, a, b in (
             ("code blocks", en.code(), _in_english(zh.code(), en.code())),
             ("numbers in tables", en.tables(), zh.tables()),
@@ -222,6 +221,20 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
             found.append(f"{where} lacks what a script writes: {', '.join(missing)}")
         found += [f"{where} {fault}" for fault in _english_pages(zh, chinese)]
     return found
+
+
+def older(chinese: Path, root: Path = ROOT) -> list[str]:
+    """Return a sentence for each section of a Chinese page whose English section is newer."""
+    english = english_of(chinese)
+    if not english.is_file():
+        return []
+    ours, theirs = (path.relative_to(root).as_posix() for path in (chinese, english))
+    return [
+        f"{ours}, section {zh.title!r} ({theirs}, {en.title!r}) renders {zh.rendered}. Read both, "
+        f"put the Chinese one right, and write under its heading: <!-- en: {en.digest} -->"
+        for en, zh in zip(sections_of(english), sections_of(chinese))
+        if zh.rendered not in (None, "none", en.digest)
+    ]
 
 
 def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) -> list:
@@ -311,7 +324,8 @@ def main() -> int:
         print(__doc__)
         return 2
     found = [line for page in chinese_pages() for line in differences(page)]
-    print("\n".join(found) or "every Chinese page is in step with the English one")
+    aged = [line for page in chinese_pages() for line in older(page)]
+    print("\n".join([*aged, *found]) or "every Chinese page is in step with the English one")
     return 1 if found else 0
 
 

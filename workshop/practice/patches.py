@@ -3,7 +3,7 @@
 python -m workshop.patches                  those that do not apply any more, and why
 python -m workshop.patches --check          plant each and run its tests; those not noticed
 python -m workshop.patches --check WORDS    of those that have the words in their names
-python -m workshop.patches --only 7         break line 7 of those in MUSEUM.md
+python -m workshop.patches --only 7         show line 7 of those in MUSEUM.md, break it, test it
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(f"{problem}\n")
     print(f"{len(problems)} of {len(chosen)} do not apply")
+    if options.only is not None and not problems:
+        print(f"{chosen[0].file}:\n{chosen[0].diff()}")
     if not (options.check or options.only):
         return 1 if problems else 0
     survivors = 0

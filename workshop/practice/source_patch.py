@@ -4,21 +4,22 @@
 
 `module` is the last part of a module's name. Names are flat and unique, so a patch survives a move
 to another folder. `old` is searched in the symbol, token by token, so line breaks, indentation,
-comments and code elsewhere do not matter. It must occur exactly once."""
+comments and code elsewhere do not matter. It must occur exactly once. If it does not occur, but
+code that differs from it in names alone, then those names replace the ones in `new`: `renames.py`.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from workshop.practice.renames import changed, exact_places, renamed, renamed_places, tokens
+
 ROOT = Path(__file__).resolve().parents[2]
-_STRING = r'"""(?:\\.|.)*?"""|' r"'''(?:\\.|.)*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'"
-_TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})|\w+|.", re.DOTALL)
 
 
 class PatchError(ValueError):
@@ -44,21 +45,6 @@ def file_of(module: str) -> Path:
         near = ", ".join(difflib.get_close_matches(module, module_files())) or "nothing like it"
         raise LookupError(f"there is no module {module}; there is {near}")
     return path
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    text: str
-    start: int
-    end: int
-
-
-def _tokens(text: str) -> list[_Token]:
-    """Return the tokens without white space, comments, and a formatter's trailing commas."""
-    found = [_Token(m[0], m.start(), m.end()) for m in _TOKEN.finditer(text) if m["aside"] is None]
-    following = [*found[1:], _Token("", 0, 0)]
-    pairs = zip(found, following)
-    return [token for token, then in pairs if not (token.text == "," and then.text in set(")]}"))]
 
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
@@ -109,30 +95,43 @@ class Patch:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
+    def known_names(self) -> dict[str, str]:
+        """Return the names that changed in the symbol, as other patches there tell."""
+        return {}
+
+    def changed_names(self) -> dict[str, str]:
+        """Return the names of the patch that have changed, old -> new. Raises as `apply` does."""
+        return changed(self._place(self.text())[2])
+
     def apply(self) -> str:
         """Return the file's text with the change. Raises `PatchError` unless `old` occurs once."""
         text = self.text()
-        start, end = self._place(text)
+        start, end, names = self._place(text)
+        new = renamed(self.new, {**self.known_names(), **names})
         begin = text.rfind("\n", 0, start) + 1
         if text[begin:start].strip():  # in the middle of a line
-            return text[:start] + self.new + text[end:]
-        if not self.new:
+            return text[:start] + new + text[end:]
+        if not new:
             return text[:begin] + text[end:].lstrip(" ").removeprefix("\n")
         shift = start - begin - (len(self.old) - len(self.old.lstrip(" ")))
-        lines = [_moved(line, shift) for line in self.new.split("\n")]
+        lines = [_moved(line, shift) for line in new.split("\n")]
         return text[:begin] + "\n".join(lines) + text[end:]
 
-    def _place(self, text: str) -> tuple[int, int]:
-        """Return start and end of `old`, with comments around it if `old` itself has some."""
-        wanted = [token.text for token in _tokens(self.old)]
+    def _place(self, text: str) -> tuple[int, int, dict[str, str]]:
+        """Return start and end of `old`, with comments around it if `old` itself has some, and its
+        names as they are now."""
+        within = regions(text, self.symbol)
         places = [
-            place
-            for first, last in self._regions(text)
-            for place in _occurrences(text[:last], wanted, first)
+            (*place, {}) for region in within for place in exact_places(text, self.old, *region)
         ]
+        if not places:
+            places = [p for region in within for p in renamed_places(text, self.old, *region)]
+        if len(places) > 1:
+            known = self.known_names()
+            places = [p for p in places if changed(p[2]).items() <= known.items()] or places
         if len(places) != 1:
-            raise PatchError(self._complaint(text, wanted, len(places)))
-        ((start, end),) = places
+            raise PatchError(self._complaint(text, len(places)))
+        ((start, end, names),) = places
         if self.old.lstrip().startswith("#"):
             lines = text[:start].splitlines(keepends=True)
             margin = lines.pop() if lines and not lines[-1].endswith("\n") else ""
@@ -141,26 +140,16 @@ class Patch:
             start = len("".join(lines)) + len(margin) - len(margin.lstrip(" "))
         if "#" in _tail(self.old):
             end += len(text[end:].partition("\n")[0])
-        return start, end
+        return start, end, names
 
-    def _regions(self, text: str) -> list[tuple[int, int]]:
-        """Return start and end of the symbol's definitions. A property and its setter are two."""
-        if not self.symbol:
-            return [(0, len(text))]
-        starts = [0]
-        for line in text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        spans = _spans(text)
-        return [(starts[first - 1], starts[last]) for n, first, last in spans if n == self.symbol]
-
-    def _complaint(self, text: str, wanted: list[str], num_places: int) -> str:
+    def _complaint(self, text: str, num_places: int) -> str:
         names = dict.fromkeys(name for name, _, _ in _spans(text))
         said = f"{self.name} ({self.file}) does not apply. "
         if self.symbol and self.symbol not in names:
             near = ", ".join(difflib.get_close_matches(self.symbol, names)) or "nothing like it"
             said += f"There is no {self.symbol} any more; there is {near}. "
         said += f"It looks for, {num_places} times there:\n{_indented(self.old)}"
-        elsewhere = _occurrences(text, wanted, 0)
+        elsewhere = list(exact_places(text, self.old, 0, len(text)))
         if not num_places and elsewhere:
             line = text[: elsewhere[0][0]].count("\n") + 1
             held = [n for n, first, last in _spans(text) if first <= line <= last]
@@ -170,7 +159,7 @@ class Patch:
         height = self.old.strip("\n").count("\n") + 1
         windows = [
             "\n".join(lines[i : i + height])
-            for first, last in self._regions(text) or [(0, len(text))]
+            for first, last in regions(text, self.symbol) or [(0, len(text))]
             for lines in [text[first:last].splitlines()]
             for i in range(max(1, len(lines) - height + 1))
         ]
@@ -188,25 +177,34 @@ class Patch:
         return "\n".join(line[:2] + line[2 + margin :] for line in changed)
 
 
-def _occurrences(text: str, wanted: list[str], first: int) -> list[tuple[int, int]]:
-    """Return start and end of each occurrence of these tokens in `text`, from `first` on."""
-    tokens = [token for token in _tokens(text) if token.start >= first]
-    texts, width = [token.text for token in tokens], len(wanted)
-    return [
-        (tokens[i].start, tokens[i + width - 1].end)
-        for i in range(len(tokens) - width + 1)
-        if width and texts[i] == wanted[0] and texts[i : i + width] == wanted
-    ]
+def regions(text: str, symbol: str) -> list[tuple[int, int]]:
+    """Return start and end of the symbol's definitions. A property and its setter are two."""
+    if not symbol:
+        return [(0, len(text))]
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return [(starts[first - 1], starts[last]) for n, first, last in _spans(text) if n == symbol]
 
 
 def _tail(text: str) -> str:
     """Return the text after the last token."""
-    tokens = _tokens(text)
-    return text[tokens[-1].end :] if tokens else text
+    found = tokens(text)
+    return text[found[-1].end :] if found else text
 
 
 def _moved(line: str, shift: int) -> str:
     return line[-shift:] if shift < 0 else f"{' ' * shift}{line}" if line else line
+
+
+def parameters_of(text: str, symbol: str) -> list[str]:
+    """Return the names of a function's parameters, without `self`. Empty for anything else."""
+    nodes = [node for name, node in definitions(ast.parse(text)) if name == symbol]
+    if not nodes or not isinstance(nodes[0], ast.FunctionDef):
+        return []
+    given = nodes[0].args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[names[:1] == ["self"] :]
 
 
 @cache  # a file has many bugs

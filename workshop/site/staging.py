@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from workshop.book.path import ROOT
-from workshop.book.quoted import BLOCK, find_file, first_line
+from workshop.book.quoted import BLOCK, find_file, first_line, with_lines
 from workshop.site.ladder_panel import with_panel
 from workshop.site.page_tree import Tree, find_pages, home_page, nothing_remote, page_name, toctrees
 
@@ -143,6 +143,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         text = STILL.sub(film, text)
     text = with_panel(text, tree.is_chinese)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
+    text = with_lines(text, home)
     text = BLOCK.sub(quotation, FILE_NAME.sub("", SWITCH.sub("", text, count=1)))
     parts, end = [], 0
     for code in CODE.finditer(text):  # in code nothing is a link

@@ -122,7 +122,7 @@ def test_an_address_opens_its_entry_and_shows_it(show: Any) -> None:
     assert 0 <= page.locator("#bug-12").bounding_box()["y"] < 100
     assert found(page, "double free") == {"bug-9"}
     page.evaluate("location.hash = 'line-3'")
-    page.wait_for_selector("#line-3[open] pre", state="visible")
+    page.wait_for_selector("#line-3[open] a", state="visible")
     assert page.input_value(".museum-filter input") == ""
     assert 0 <= page.locator("#line-3").bounding_box()["y"] < 100
 

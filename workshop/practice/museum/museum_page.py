@@ -42,7 +42,7 @@ bug yourself, run `make museum BUG=8 ARGS=--find` before you read on.
     make museum BUG=8 ARGS=--find         find it yourself: the symptom first, then clues
     make museum BUG=8 ARGS=--watch        step through two runs: with the bug, and without
     make museum BUG=8                     the story, the patch, its effect, the test that fails
-    python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
+    python -m workshop.patches --only 8   line 8 of the lines to break, and the test that fails
 
 *Trap 10* is the tenth bug in the list that this project began with (the list is not printed here);
 tests cite it, so `grep -rn "Trap 10" --include=test_*.py .` finds them. A number after an engine's
@@ -63,7 +63,7 @@ _CHINESE_HEAD = """# bug 博物馆
     make museum BUG=8 ARGS=--find         自己找：先给症状，再给线索
     make museum BUG=8 ARGS=--watch        两次运行，有 bug 的和没有的，一步步看
     make museum BUG=8                     故事、补丁、后果、失败的测试
-    python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
+    python -m workshop.patches --only 8   下面的第 8 行怎么弄坏，哪个测试失败
 
 *Trap 10* 是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
 测试引用它，`grep -rn "Trap 10" --include=test_*.py .` 能找到。\
@@ -109,15 +109,15 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
 def _line(number: int, bug: Bug, is_chinese: bool) -> str:
     test_file, _, test = bug.tests[0].partition("::")
     where, by = f"[`{bug.file}`]({bug.file})", f"[`{Path(test_file).name}`]({test_file})"
-    found = f"In {where}, caught by `{test}` in {by}:"
+    found = f"In {where}, caught by `{test}` in {by}."
     if is_chinese:
-        found = f"在 {where} 里，由 {by} 里的 `{test}` 发现："
+        found = f"在 {where} 里，由 {by} 里的 `{test}` 发现。"
     said = bug.chinese_line if is_chinese else bug.line
     colon = "：" if is_chinese else ": "
     return _folded(
         f"line-{number}",
         f"{number}. `{Path(bug.file).name}`{colon}{said}",
-        f"{found}\n\n```diff\n{bug.diff()}\n```\n",
+        f"{found}\n",
     )
 
 
