@@ -33,6 +33,7 @@ def read(store: KVStore, links: list[Link]) -> list[bytes]:
     return blocks
 
 
+@pytest.mark.net
 def test_a_store_is_a_dictionary(pool: FaultyStore) -> None:
     """Trap 9: what is put is a copy; the caller's buffers are rewritten by the next request."""
     rng, kept = random.Random(0), set[int]()
