@@ -29,7 +29,7 @@ from store_loads import Loads
 
 WAIT_S = 30.0  # never waited for, unless the test fails
 QUICK_S = 1.0
-TOKENS = list(range(100, 118))  # 4 full blocks and 2 tokens
+TOKENS = list(range(500, 518))  # 4 full blocks and 2 tokens, which no other test stores
 
 Chain = list[tuple[Link, bytes]]
 
