@@ -409,6 +409,7 @@ def family(seed: int, num_requests: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("cache", CACHES)

@@ -305,8 +305,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("num_right", range(K + 1))
 def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_right, block_size):
     """Trap 41: after full acceptance the draft's KV lags one token, and it is fed two. A request
-    without drafts stays current: it is fed what the target has computed, and its rejected drafts
-    are rolled back once."""
+    without drafts stays current: it is fed what the target has computed."""
     world = World(200, block_size, errs=wrong_from(num_right))
     request = world.add("a", prompt_of(5), 40)
     other = world.add("b", prompt_of(5, 1), 60)
@@ -320,6 +319,19 @@ def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_rig
         assert request.num_tokens - before == num_right + 1
         assert num_fed == (K if num_right < K else K + 1) + 1
         assert world.proposer._followers["b"].num_computed == other.num_computed_tokens
+    world.run()
+
+
+def test_rejected_drafts_are_rolled_back_once():
+    """Not again in each step in which there is nothing to compute."""
+    world = World(200, errs=lambda request, _: request.req_id == "a")
+    world.add("a", prompt_of(5), 30)
+    world.add("b", prompt_of(5, 1), 60)
+    for _ in range(3):
+        world.step()
+    world.length.num_drafts = lambda request_id: K * (request_id == "b")
+    for num_of_a in (0, 1, 1, 1):  # a's last token was wrongly drafted, and is not computed yet
+        assert world.num_fed() == K + 1 + num_of_a
     world.run()
 
 
