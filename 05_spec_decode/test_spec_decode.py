@@ -150,7 +150,6 @@ HOW = [
 ]
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("settings", HOW)
 @pytest.mark.parametrize("has_logits", [True, False])
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
@@ -181,19 +180,16 @@ def test_a_draft_is_judged_by_the_row_before_it_and_not_by_its_own(settings, pla
 
 
 @pytest.mark.parametrize("settings", HOW)
-def test_a_step_is_one_target_pass_and_k_draft_passes(settings):
+def test_without_drafts_a_step_is_plain_decoding(settings):
+    """With k drafts, it is one pass of the target and k of the draft model."""
+    target = ScriptedLM([0, 0, 5])
+    assert verify_and_sample(target, CONTEXT, [], **settings) == ([5], 0)
+    assert speculative_decode_step(target, target, CONTEXT, 0, **settings)[0] == [5]
     target, draft = ScriptedLM([0, 0, 5, 6, 7, 8]), ScriptedLM([0, 0, 5, 6, 1, 1])
     tokens, stats = speculative_decode_step(target, draft, CONTEXT, 3, **settings)
     assert tokens == [5, 6, 7] and stats.num_passes == 1
     assert (stats.num_drafted, stats.num_accepted) == (3, 2)
     assert (target.num_passes, draft.num_passes) == (1, 3)
-
-
-@pytest.mark.parametrize("settings", HOW)
-def test_without_drafts_a_step_is_plain_decoding(settings):
-    target = ScriptedLM([0, 0, 5])
-    assert verify_and_sample(target, CONTEXT, [], **settings) == ([5], 0)
-    assert speculative_decode_step(target, target, CONTEXT, 0, **settings)[0] == [5]
 
 
 def test_the_calls_of_the_reading_material_work_as_typed():

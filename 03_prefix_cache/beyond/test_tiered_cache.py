@@ -145,14 +145,20 @@ def test_an_evicted_block_is_copied_once_and_loaded_again(make_engine, num_copie
     tiers.check_invariants()
 
 
-@pytest.mark.parametrize(("model", "num_found"), [("tiny", 4), ("another", 0)])
-def test_a_file_serves_the_next_engine_of_the_model(make_engine, model, num_found, tmp_path):
+SALT = (("salt", "x"),)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "num_found"), [("tiny", SALT, 4), ("another", SALT, 0), ("tiny", (), 0)]
+)
+def test_a_file_serves_the_next_engine_of_the_model(make_engine, model, keys, num_found, tmp_path):
+    """And the same tenant."""
     config = KVTierConfig(0, 50, tmp_path / "kv", "write_through")
     first = make_engine(config)
-    assert first.serve([3] * 10) == 0
+    assert first.serve([3] * 10, SALT) == 0
     first.connector.close()
     second = make_engine(config, namespace=(("model", model), MODEL[1]))
-    assert second.serve([3] * 10) == num_found * BLOCK_SIZE
+    assert second.serve([3] * 10, keys) == num_found * BLOCK_SIZE
     assert second.connector.num_loaded_blocks() == {"host": 0, "disk": num_found}
 
 
