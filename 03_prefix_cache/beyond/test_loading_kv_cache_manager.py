@@ -323,6 +323,25 @@ def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_the
     assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
 
 
+def test_a_large_load_is_not_starved_by_a_stream_of_small_ones(make_cache):
+    """The scheduler's bound on starvation holds with loads: a bounded number of requests overtake
+    it."""
+    engine = LoadingEngine(make_cache, Calm())
+    engine.scheduler = Scheduler(4, 40, kv_memory=engine.manager, max_overtakes=5)
+    engine.connector.on_wait = lambda: None
+    engine.offer("small 0", [0, 9, 9], 2)
+    engine.step()
+    engine.offer("big", [1000, 9, 9, 9, 9], 4)
+    num_served = 0
+    while "big" in engine.scheduler.requests and num_served < 3 * MAX_OVERTAKES:
+        num_served += 1
+        engine.offer(f"small {num_served}", [num_served, 9, 9], 2)
+        engine.step()
+        engine.connector.finish(f"small {num_served - 1}", 2)
+        engine.step()
+    assert num_served <= MAX_OVERTAKES + 1
+
+
 def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_world):
     """Loads of requests before it in the queue do not count. The bound holds for every refused
     request."""

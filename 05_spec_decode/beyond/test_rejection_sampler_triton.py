@@ -208,7 +208,7 @@ def apart(arguments: Arguments) -> Arguments:
 @pytest.mark.parametrize(("vocab_size", "p", "q", "ids"), FORMATS, ids=str)
 def test_the_tokens_are_those_of_pytorch(vocab_size, p, q, ids, device):
     """In every format, dense and apart, with probabilities and without."""
-    for seed, lengths in enumerate(([2, 0, 3, 1, 5], [0, 1, 3])):
+    for seed, lengths in enumerate(([2, 0, 3, 1, 5], [0, 8, 3])):
         arguments = random_arguments(seed, lengths, vocab_size, F64, is_certain=seed > 0)
         arguments = replace(
             arguments,
@@ -331,10 +331,12 @@ def check_matching(
 
 
 def test_samples_in_other_formats_and_strides(device):
-    sampled, drafts, cu_num_logits = random_samples(1, [3, 0, 2, 1], device)
-    expected = check_matching(sampled, drafts, cu_num_logits, 3)
+    sampled, drafts, cu_num_logits = random_samples(1, [3, 0, 8, 1], device)
+    sampled[5:13] = drafts[3:11]  # eight are accepted, and the token after them is there
+    expected = check_matching(sampled, drafts, cu_num_logits, 8)
+    assert expected.tolist()[2] == 9
     apart = [x.int().repeat_interleave(2)[::2] for x in (sampled, drafts, cu_num_logits)]
-    tokens, num_sampled = rejection_sampling_batched_triton(*apart, 3)
+    tokens, num_sampled = rejection_sampling_batched_triton(*apart, 8)
     assert torch.equal(num_sampled, expected) and tokens.dtype == torch.int64
 
 
