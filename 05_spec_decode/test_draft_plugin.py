@@ -191,7 +191,6 @@ def test_a_victim_that_was_planned_gives_its_drafts_back_too():
     assert plan.scheduled_draft_token_ids == {} and loop.draft_plugin.drafts == {}
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("lookahead", [1, 3, 4, 9])
 def test_draft_slots_follow_a_steps_tokens_if_there_are_any_to_spare(lookahead, kind):

@@ -74,8 +74,9 @@ def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int
 )
 def test_the_longest_match_and_of_these_the_earliest(tokens, num_drafts, drafts):
     """Trap 44."""
-    proposer = NgramProposer(4, max_ngram=4, min_ngram=2)
-    assert propose(proposer, make_request(tokens), num_drafts) == drafts
+    bulk = BulkNgramProposer(4, max_ngram=4, min_ngram=2, bulk_size=2)
+    for proposer in (NgramProposer(4, max_ngram=4, min_ngram=2), bulk):
+        assert propose(proposer, make_request(tokens), num_drafts) == drafts
 
 
 @pytest.mark.parametrize("min_ngram", [1, 2, 3, 4])
