@@ -128,6 +128,7 @@ SHAPES = ((2, 4), (3, 2), (5, 1), (3, 0))  # (vocab_size, num_drafts)
 # -- the rejection rule is exact
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafts", "kind"),
     [(*shape, kind) for shape in SHAPES for kind in (*KINDS, "mixed")]
@@ -292,6 +293,7 @@ def constrained_error(name: str, p: Model) -> float:
     return distance(continuation(laws, 3), continuation(plainly, 3))
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraints_give_the_law_of_plain_decoding_under_them(name):
     """Traps 37, 45. At each position the constraint and its history, drafts before it included. A
@@ -337,6 +339,7 @@ def match_one(sampled: list[int], drafts: list[int]) -> list[int]:
     return run
 
 
+@pytest.mark.net
 @settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=FIXTURE)
 @given(
     num_drafts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
@@ -374,6 +377,7 @@ def test_a_placeholder_matches_nothing_not_even_a_row_that_says_nothing(rules, i
     assert rules.match(sampled, tokens, torch.tensor([0, 3, 6]), 2)[1].tolist() == [1, 2]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_reqs", [0, 1, 3])
 @pytest.mark.parametrize("width", [0, 1, 4])
 def test_without_any_drafts_each_request_gets_its_sample(rules, num_reqs, width):
@@ -607,6 +611,7 @@ def batches(draw_from) -> DraftedRequests:
     return replace(batch, draft_probs=None) if is_certain else batch
 
 
+@pytest.mark.net
 @settings(deadline=None, max_examples=90, derandomize=True, suppress_health_check=FIXTURE)
 @given(batch=batches())
 def test_every_run_is_possible_and_rows_are_independent(rules, batch):

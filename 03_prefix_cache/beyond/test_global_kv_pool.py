@@ -1,4 +1,4 @@
-"""The pool against a naive model of "least recently used", and under everything that goes wrong."""
+"""The pool against a naive model of "least recently used", and threads that use it."""
 
 from __future__ import annotations
 
@@ -68,204 +68,6 @@ def make_pool(*args, **kwargs) -> Iterator[GlobalKVPool]:
     pool.check_invariants()
 
 
-class Gate:
-    """A transport that stands still in each copy until it is let through."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Semaphore(0)
-        self.open = threading.Semaphore(0)
-
-    def __call__(self, block: KVBlock) -> bytes:
-        self.entered.release()
-        assert self.open.acquire(timeout=WAIT_S)
-        return block.kv_data
-
-
-def test_the_tail_of_a_chain_is_dropped_before_its_head():
-    """Trap 11: without its head nothing of a chain can be found."""
-    with make_pool(max_blocks_per_node=3) as pool:
-        publish(pool, "a", 0, 1, 2)
-        pool.query(HASHES[:3])
-        transfer(pool, [0, 1, 2], "b")
-        for node_id in "ab":
-            publish(pool, node_id, 7)
-            assert on_node(pool, node_id) == [1, 0, 7]
-
-
-def test_publish_stores_a_copy():
-    """Trap 9: the caller's buffers are rewritten by the next request."""
-    with make_pool() as pool:
-        tokens, kv_data = list(TOKENS[HASHES[0]]), bytearray(kv_of(HASHES[0]))
-        pool.publish(HASHES[0], "a", tokens, kv_data)
-        tokens[0], kv_data[0] = 99, 99
-        block = transfer(pool, [0], "b").blocks[0]
-        assert (block.token_ids, block.kv_data) == (TOKENS[HASHES[0]], kv_of(HASHES[0]))
-
-
-@pytest.mark.parametrize("tokens", [(), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("node_id", ["a", "b"])
-def test_other_tokens_under_a_known_hash_are_refused(tokens, node_id):
-    """Trap 1: a hash stands for one content, on all nodes."""
-    with make_pool() as pool:
-        with pytest.raises(ValueError, match="token_ids must be non-empty"):
-            pool.publish(HASHES[0], "a", (), b"x")
-        publish(pool, "a", 0)
-        with pytest.raises(ValueError, match="token_ids"):
-            pool.publish(HASHES[0], node_id, tokens, b"x")
-        assert pool.total_cached_blocks == 1
-
-
-@pytest.mark.parametrize(
-    "name", ["max_blocks_per_node", "transfer_timeout_s", "num_transfer_threads"]
-)
-def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(ValueError, match=f"^{name} must be >.*, got 0"):
-        GlobalKVPool(**{name: 0})
-
-
-def begin_transfer(pool: GlobalKVPool, gate: Gate, num_blocks: int = 1) -> None:
-    """The first blocks are on their way from a to b, and wait at the gate."""
-    publish(pool, "a", *range(num_blocks))
-    pool.async_transfer("r", HASHES[:num_blocks], "b")
-    assert gate.entered.acquire(timeout=WAIT_S)
-
-
-def test_a_transfer_is_complete_until_its_result_is_taken():
-    gate = Gate()
-    with make_pool(transport=gate) as pool:
-        begin_transfer(pool, gate)
-        assert not pool.is_transfer_complete("r")
-        with pytest.raises(ValueError, match="in flight"):
-            pool.transfer_result("r")
-        with pytest.raises(ValueError, match="'r' exists"):
-            pool.async_transfer("r", HASHES[:1], "b")
-        gate.open.release()
-        assert arrived(finish(pool)) == [0] == on_node(pool, "b")
-        for call in (pool.is_transfer_complete, pool.transfer_result):
-            with pytest.raises(ValueError, match="'r' is unknown"):
-                call("r")
-        assert arrived(transfer(pool, [0], "b", "r")) == [0]
-
-
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize(
-    ("outcome", "num_blocks", "success", "error"),
-    [
-        ("arrives", 1, True, "None"),
-        ("fails", 2, False, "block 1: not in the pool"),
-        ("hangs", 1, False, "timed out after 0.05 s"),
-        ("closes", 1, False, "closed"),
-    ],
-)
-def test_a_callback_is_called_once_when_the_result_can_be_taken(
-    outcome, num_blocks, success, error, raises, caplog
-):
-    gate, called = Gate(), threading.Event()
-    calls: list[tuple[str, bool]] = []
-    errors: list[str] = []
-
-    def callback(request_id: str, success: bool) -> None:
-        calls.append((request_id, success))
-        errors.append(str(pool.transfer_result(request_id).error))
-        called.set()
-        if raises:
-            raise IndexError("of the caller")
-
-    if outcome in ("arrives", "fails"):
-        gate.open.release()
-    timeout_s = 0.05 if outcome == "hangs" else WAIT_S
-    with make_pool(transport=gate, transfer_timeout_s=timeout_s, num_transfer_threads=1) as pool:
-        publish(pool, "a", 0)
-        pool.async_transfer("r", HASHES[:num_blocks], "b", callback)
-        if outcome == "closes":
-            pool.close()
-        assert called.wait(WAIT_S)
-        gate.open.release(2)
-        if outcome != "closes":
-            pool._transfers.timeout_s = WAIT_S
-            assert arrived(transfer(pool, [0], "b")) == [0], "the thread goes on"
-    assert calls == [("r", success)] and error in errors[0]
-    if outcome != "hangs":  # there a thread of its own writes the log
-        assert ("of the caller" in caplog.text) == raises
-
-
-def test_a_missing_block_ends_the_transfer_and_what_is_before_it_arrives():
-    with make_pool() as pool:
-        publish(pool, "a", 0, 2)
-        result = transfer(pool, [0, 1, 2], "b")
-        assert arrived(result) == [0] == on_node(pool, "b")
-        assert "block 1" in result.error
-
-
-def fail(block: KVBlock) -> bytes:
-    raise OSError("cable cut")
-
-
-@pytest.mark.parametrize("corrupt", [fail, lambda block: None, lambda block: kv_of(HASHES[5])])
-def test_a_failed_transfer_is_reported_and_stores_only_valid_blocks(corrupt):
-    def transport(block):
-        return corrupt(block) if block.block_hash == HASHES[1] else block.kv_data
-
-    with make_pool(transport=transport) as pool:
-        publish(pool, "a", 0, 1, 2)
-        result = transfer(pool, [0, 1, 2], "b")
-        assert arrived(result) == [0] == on_node(pool, "b")
-        assert "node 'a'" in result.error
-        assert on_node(pool, "a") == [2, 1, 0], "the source has lost nothing"
-
-
-def test_another_nodes_copy_is_taken_if_the_first_fails():
-    calls = []
-
-    def transport(block):
-        calls.append(block.node_id)
-        return fail(block) if block.node_id == "a" else block.kv_data
-
-    with make_pool(transport=transport) as pool:
-        publish(pool, "a", 0)
-        publish(pool, "b", 0, made_by="b")
-        result = transfer(pool, [0], "c")
-        assert (result.error, calls) == (None, ["a", "b"])
-        assert result.blocks[0].kv_data == kv_of(HASHES[0], "b")
-
-
-def test_blocks_that_the_target_has_are_not_sent():
-    sent = []
-    with make_pool(transport=lambda block: sent.append(block) or block.kv_data) as pool:
-        publish(pool, "a", 0)
-        publish(pool, "b", 0, made_by="b")
-        result = transfer(pool, [0], "b")
-        assert (result.blocks[0].kv_data, result.error) == (kv_of(HASHES[0], "b"), None)
-        assert not sent
-
-
-def test_a_block_evicted_while_it_is_sent_arrives_all_the_same():
-    gate = Gate()
-    with make_pool(max_blocks_per_node=2, transport=gate) as pool:
-        begin_transfer(pool, gate, num_blocks=2)
-        read = pool.at_node("c").get([(h, TOKENS[h]) for h in HASHES[:2]])
-        publish(pool, "a", 2, 3)
-        assert pool.query(HASHES[:2]) == (0, [])
-        gate.open.release(4)
-        assert arrived(finish(pool)) == [0, 1]
-        assert list(read) == [kv_of(h) for h in HASHES[:2]], "so it is for an engine's load"
-        assert pool.query(HASHES[:2]) == (5, ["b", "b"])
-
-
-def test_a_pool_that_closes_ends_its_transfers_and_takes_nothing_more():
-    gate = Gate()
-    with make_pool(transport=gate) as pool:
-        begin_transfer(pool, gate)
-        pool.close()
-        pool.close()
-        assert "closed" in pool.transfer_result("r").error
-        gate.open.release()
-        for call in (lambda: publish(pool, "a", 1), lambda: transfer(pool, [0], "b")):
-            with pytest.raises(RuntimeError, match="closed"):
-                call()
-        assert (pool.query(HASHES), pool.total_cached_blocks) == ((0, []), 0)
-
-
 # -- against a naive model
 
 
@@ -312,30 +114,54 @@ class NaiveNodes:
         self.use(list(zip(nodes, indices, strict=False)))
         return sum(len(TOKENS[HASHES[i]]) for i in indices[: len(nodes)]), nodes
 
-    def transfer(self, indices: list[int], target: str) -> list[bytes]:
-        chosen = []
-        for i in indices:
-            holders = self.holders(i)
-            if not holders:
+    def transfer(
+        self, indices: list[int], target: str, broken: str
+    ) -> tuple[list[bytes], list[tuple[str, int]]]:
+        """The bytes that arrive, and the copies that are sent, one after the other until one is
+        good. Nodes in `broken` fail."""
+        chosen, data, sent = [], [], []
+        sources = [sorted(self.holders(i), key=lambda node: node != target) for i in indices]
+        for i, nodes in zip(indices, sources, strict=True):
+            if not nodes:
                 break
-            chosen.append((target if target in holders else holders[0], i))
+            chosen.append((nodes[0], i))
         self.use(chosen)
-        data = [self.copies[copy]["kv"] for copy in chosen]
-        for (_, i), kv_data in reversed(list(zip(chosen, data, strict=True))):
+        for (_, i), nodes in zip(chosen, sources, strict=False):
+            is_bad = [node in broken and node != target for node in nodes]
+            num_bad = is_bad.index(False) if False in is_bad else len(nodes)
+            sent += [(node, i) for node in nodes[: num_bad + 1] if node != target]
+            if num_bad == len(nodes):
+                break
+            data.append((i, self.copies[nodes[num_bad], i]["kv"]))
+        for i, kv_data in reversed(data):
             self.put(target, i, kv_data)
-        return data
+        return [kv_data for _, kv_data in data], sent
 
 
 NODES = st.sampled_from("abc")
-CHAINS = st.lists(st.integers(0, 5), unique=True, max_size=5)
+CHAINS = st.lists(st.integers(0, 4), unique=True, max_size=5)
 
 
 class GlobalPoolMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.pool = GlobalKVPool(max_blocks_per_node=3, num_transfer_threads=1)
+        self.pool = GlobalKVPool(3, transport=self.transport, num_transfer_threads=1)
         self.model = NaiveNodes(3)
         self.count = 0
+        self.broken, self.raises = "", False  # else wrong bytes arrive
+        self.sent: list[tuple[str, int]] = []
+        for node_id, chain in (("a", [0, 1, 2]), ("b", [3, 2, 1])):
+            for i in chain:
+                assert publish(self.pool, node_id, i) == [True]
+                self.model.put(node_id, i, kv_of(HASHES[i]))
+
+    def transport(self, block: KVBlock) -> bytes:
+        self.sent.append((block.node_id, HASHES.index(block.block_hash)))
+        if block.node_id not in self.broken:
+            return block.kv_data
+        if self.raises:
+            raise OSError("cable cut")
+        return kv_of(HASHES[7])
 
     @rule(node_id=NODES, chain=CHAINS)
     def publish(self, node_id, chain):
@@ -349,12 +175,26 @@ class GlobalPoolMachine(RuleBasedStateMachine):
     def query(self, chain):
         assert self.pool.query([HASHES[i] for i in chain]) == self.model.query(chain)
 
-    @rule(chain=CHAINS, node_id=NODES)
-    def transfer(self, chain, node_id):
-        expected = self.model.transfer(chain, node_id)
+    @rule(
+        chain=CHAINS,
+        node_id=NODES,
+        broken=st.sampled_from(["", "a", "b", "ab"]),
+        raises=st.booleans(),
+    )
+    def transfer(self, chain, node_id, broken, raises):
+        self.broken, self.raises = broken, raises
+        self.sent.clear()
+        expected, sent = self.model.transfer(chain, node_id, broken)
         result = transfer(self.pool, chain, node_id)
         assert [block.kv_data for block in result.blocks] == expected
-        assert (result.error is None) == (len(expected) == len(chain))
+        assert {block.node_id for block in result.blocks} <= {node_id}
+        assert self.sent == sent, "the target's own copy is not sent, and no second good one"
+        if len(expected) == len(chain):
+            assert result.error is None
+        elif not self.model.holders(chain[len(expected)]):
+            assert f"block {len(expected)}: not in the pool" in result.error
+        else:
+            assert "node '" in result.error
 
     @rule(i=st.integers(0, 5))
     def invalidate(self, i):
@@ -373,8 +213,136 @@ class GlobalPoolMachine(RuleBasedStateMachine):
         self.pool.close()
 
 
-TestGlobalPoolMachine = GlobalPoolMachine.TestCase
-TestGlobalPoolMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestGlobalPoolMachine = pytest.mark.net(GlobalPoolMachine.TestCase)
+TestGlobalPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_missing_block_ends_the_transfer_and_what_is_before_it_arrives():
+    with make_pool() as pool:
+        publish(pool, "a", 0, 2)
+        result = transfer(pool, [0, 1, 2], "b")
+        assert arrived(result) == [0] == on_node(pool, "b")
+        assert "block 1" in result.error
+
+
+REFUSED = [
+    ({"max_blocks_per_node": 0}, "max_blocks_per_node must be > 0, got 0"),
+    ({"transfer_timeout_s": 0}, "transfer_timeout_s must be > 0, got 0"),
+    ({"num_transfer_threads": 0}, "num_transfer_threads must be > 0, got 0"),
+    ((1, "a", ()), r"token_ids must be non-empty here, got \(\)"),
+    ((0, "a", ()), r"token_ids must be \(0, 1\) here, got \(\)"),
+    ((0, "a", (0, 2)), r"token_ids must be \(0, 1\) here, got \(0, 2\)"),
+    ((0, "b", (0, 1, 2)), r"token_ids must be \(0, 1\) here, got \(0, 1, 2\)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+def test_wrong_numbers_and_other_tokens_of_a_known_hash_are_refused(wrong, message):
+    """Trap 1: a hash stands for one content, on all nodes."""
+    with make_pool() as pool:
+        publish(pool, "a", 0)
+        with pytest.raises(ValueError, match=message):
+            if isinstance(wrong, dict):
+                GlobalKVPool(**wrong)
+            index, node_id, tokens = wrong
+            pool.publish(HASHES[index], node_id, tokens, b"x")
+        assert pool.total_cached_blocks == 1
+
+
+# -- a transport that stands still
+
+
+class Gate:
+    """A transport that stands still in each copy until it is let through."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Semaphore(0)
+
+    def __call__(self, block: KVBlock) -> bytes:
+        self.entered.release()
+        assert self.open.acquire(timeout=WAIT_S)
+        return block.kv_data
+
+
+OUTCOMES = [
+    ("arrives", 1, True, "None"),
+    ("fails", 2, False, "block 1: not in the pool"),
+    ("hangs", 1, False, "timed out after 0.05 s"),
+    ("closes", 1, False, "closed"),
+]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(("outcome", "num_blocks", "success", "error"), OUTCOMES)
+def test_a_callback_is_called_once_when_the_result_can_be_taken(
+    outcome, num_blocks, success, error, raises, caplog
+):
+    gate, called = Gate(), threading.Event()
+    calls: list[tuple[str, bool]] = []
+    errors: list[str] = []
+
+    def callback(request_id: str, success: bool) -> None:
+        calls.append((request_id, success))
+        errors.append(str(pool.transfer_result(request_id).error))
+        called.set()
+        if raises:
+            raise IndexError("of the caller")
+
+    if outcome in ("arrives", "fails"):
+        gate.open.release()
+    timeout_s = 0.05 if outcome == "hangs" else WAIT_S
+    with make_pool(transport=gate, transfer_timeout_s=timeout_s, num_transfer_threads=1) as pool:
+        publish(pool, "a", 0)
+        pool.async_transfer("r", HASHES[:num_blocks], "b", callback)
+        if outcome == "closes":
+            pool.close()
+        assert called.wait(WAIT_S)
+        gate.open.release(2)
+        if outcome != "closes":
+            pool._transfers.timeout_s = WAIT_S
+            assert arrived(transfer(pool, [0], "b")) == [0], "the thread goes on"
+    assert calls == [("r", success)] and error in errors[0]
+    if outcome != "hangs":  # there a thread of its own writes the log
+        assert ("of the caller" in caplog.text) == raises
+
+
+def begin_transfer(pool: GlobalKVPool, gate: Gate, num_blocks: int = 1) -> None:
+    """The first blocks are on their way from a to b, and wait at the gate."""
+    publish(pool, "a", *range(num_blocks))
+    pool.async_transfer("r", HASHES[:num_blocks], "b")
+    assert gate.entered.acquire(timeout=WAIT_S)
+
+
+def test_a_block_evicted_while_it_is_sent_arrives_all_the_same():
+    gate = Gate()
+    with make_pool(max_blocks_per_node=2, transport=gate) as pool:
+        begin_transfer(pool, gate, num_blocks=2)
+        read = pool.at_node("c").get([(h, TOKENS[h]) for h in HASHES[:2]])
+        publish(pool, "a", 2, 3)
+        assert pool.query(HASHES[:2]) == (0, [])
+        gate.open.release(4)
+        assert arrived(finish(pool)) == [0, 1]
+        assert list(read) == [kv_of(h) for h in HASHES[:2]], "so it is for an engine's load"
+        assert pool.query(HASHES[:2]) == (5, ["b", "b"])
+
+
+def test_a_pool_that_closes_ends_its_transfers_and_takes_nothing_more():
+    gate = Gate()
+    with make_pool(transport=gate) as pool:
+        begin_transfer(pool, gate)
+        pool.close()
+        pool.close()
+        assert "closed" in pool.transfer_result("r").error
+        gate.open.release()
+        for call in (lambda: publish(pool, "a", 1), lambda: transfer(pool, [0], "b")):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+        assert (pool.query(HASHES), pool.total_cached_blocks) == ((0, []), 0)
+
+
+# -- threads
 
 
 class Meeting:
@@ -411,7 +379,7 @@ def test_eight_threads_publish_ask_copy_and_drop_without_a_contradiction(seed, h
     failures: list[BaseException] = []
 
     def transport(block: KVBlock) -> bytes:
-        return fail(block) if block.checksum[0] % 16 == seed else block.kv_data
+        return b"" if block.checksum[0] % 16 == seed else block.kv_data
 
     def work(pool: GlobalKVPool, number: int) -> None:
         rng = random.Random(f"{seed} {number}")

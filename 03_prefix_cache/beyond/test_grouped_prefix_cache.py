@@ -19,6 +19,7 @@ from scheduler_interface import BlockTableUpdate
 SIZE = 2
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("windows", [(None, 4), (3, None), (2, 5), (1, None), (3, 4, None), (9,)])
 def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...]):
     """Every set of blocks that can be there, of all groups."""
@@ -118,6 +119,20 @@ def test_the_example_of_the_page():
     full, window = memory.get_tables("b")
     assert 0 not in full and list(window[:2]) == [0, 0] and 0 not in window[2:]
     assert memory.num_blocks_in_use == 4 + 2 + 2 and memory.cache.stats.hit_rate == 8 / 17
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5])
+def test_a_block_is_held_until_the_next_token_does_not_see_it(window: int):
+    """Token c sees the positions from c - window + 1 on (Trap 70)."""
+    memory = make_memory(40, (None, window))
+    request = Request.from_tokens("a", list(range(15)), 1)
+    for num_computed in range(15):
+        compute(memory, request, 1)
+        every, seen = memory.get_tables("a")
+        ends = range(SIZE - 1, SIZE * len(seen), SIZE)
+        assert [i != 0 for i in seen] == [end > num_computed - window for end in ends]
+        assert 0 not in every
 
 
 def test_a_block_outside_the_window_can_be_found_until_it_is_reallocated():

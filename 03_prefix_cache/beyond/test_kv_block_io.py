@@ -34,97 +34,75 @@ def tensors(cache: PagedKVCache) -> list[torch.Tensor]:
 
 def bits(cache: PagedKVCache) -> list[torch.Tensor]:
     """Comparable copies: a NaN does not equal itself."""
-    return [tensor.view(BITS[tensor.dtype.itemsize]).clone() for tensor in tensors(cache)]
+    return [t.contiguous().view(BITS[t.dtype.itemsize]).clone() for t in tensors(cache)]
 
 
+@pytest.mark.net
+@pytest.mark.sample
+@pytest.mark.parametrize("kind", [PagedKVCache, HeadMajorKVCache])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_block_comes_back_bit_for_bit_and_alone(layout, dtype):
+def test_a_block_comes_back_bit_for_bit_and_alone(layout, dtype, kind):
+    """Whatever the order in memory is. Any buffer is written, and none is kept."""
     source, target = make_cache(layout, dtype), make_cache(layout, dtype, seed=1)
-    read_from, write_to = PagedBlockIO(source), PagedBlockIO(target)
+    other = kind(*layout, dtype=dtype)
+    for tensor, contents in zip(tensors(other), tensors(source), strict=True):
+        tensor.copy_(contents)
+    read_from, write_to = PagedBlockIO(other), PagedBlockIO(target)
     before, given = bits(target), bits(source)
     data = read_from.read_block(1)
-    assert isinstance(data, bytes)
+    assert isinstance(data, bytes) and data == PagedBlockIO(source).read_block(1)
     assert len(data) == read_from.block_nbytes == source.kv_bytes_per_block
-    write_to.write_block(2, data)
-    for now, old, new in zip(bits(target), before, given, strict=True):
-        assert torch.equal(now[2], new[1])
-        assert torch.equal(now[:2], old[:2]) and torch.equal(now[3:], old[3:])
-    assert write_to.read_block(2) == data
-    assert all(map(torch.equal, bits(source), given)), "reading changed something"
+    for buffer_type in (bytes, bytearray, memoryview):
+        buffer = bytearray(data)
+        write_to.write_block(2, buffer_type(buffer))
+        buffer[:] = bytes(len(buffer))
+        for now, old, new in zip(bits(target), before, given, strict=True):
+            assert torch.equal(now[2], new[1])
+            assert torch.equal(now[:2], old[:2]) and torch.equal(now[3:], old[3:])
+        write_to.write_block(2, bytes(len(data)))
+    read_from.write_block(2, data)
+    assert read_from.read_block(2) == data
+    for now, old in zip(bits(other), given, strict=True):
+        unchanged = [block_id for block_id in range(layout[1]) if block_id != 2]
+        assert torch.equal(now[unchanged], old[unchanged])
 
 
 def test_the_layout_is_keys_and_values_of_each_layer_in_turn():
     """Bytes in a pool outlive the process that wrote them: their order is part of the contract."""
     cache = PagedKVCache(2, 3, 2, 1, 2, dtype=torch.float32)
-    for number, tensor in enumerate(
-        [cache.key_cache[0], cache.value_cache[0], cache.key_cache[1], cache.value_cache[1]]
-    ):
+    for number, tensor in enumerate(tensors(cache)[i] for i in (0, 2, 1, 3)):
         tensor[1] = torch.arange(4.0).view(2, 1, 2) + 4 * number
         tensor[2] = -1
     data = PagedBlockIO(cache).read_block(1)
     assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == list(range(16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_layout_does_not_depend_on_the_order_in_memory(layout, dtype):
-    plain = make_cache(layout, dtype)
-    cache = HeadMajorKVCache(*layout, dtype=dtype)
-    for tensor, contents in zip(tensors(cache), tensors(plain), strict=True):
-        tensor.copy_(contents)
-    data = PagedBlockIO(cache).read_block(1)
-    assert data == PagedBlockIO(plain).read_block(1)
-    for target in (cache, plain):
-        PagedBlockIO(target).write_block(2, data)
-    for tensor, contents in zip(tensors(cache), tensors(plain), strict=True):
-        kind = BITS[dtype.itemsize]
-        assert torch.equal(tensor.contiguous().view(kind), contents.view(kind))
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_is_written_and_none_is_kept(kind):
-    cache = make_cache(LAYOUTS[1], torch.float32)
-    io = PagedBlockIO(cache)
-    buffer = bytearray(io.read_block(1))
-    io.write_block(3, kind(buffer))
-    expected = bytes(buffer)
-    buffer[:] = bytes(len(buffer))
-    assert io.read_block(3) == expected
-
-
 def test_read_only_bytes_are_copied_before_they_are_seen_as_a_tensor():
     """PyTorch warns otherwise: it knows no tensors that may not be written to."""
     io = PagedBlockIO(make_cache(LAYOUTS[1], torch.float32))
-    data = io.read_block(1)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            io.write_block(3, data)
+            io.write_block(3, io.read_block(1))
     finally:
         torch.set_warn_always(always)
 
 
-@pytest.mark.parametrize("block_id", [-1, 0, 5, 6])
-def test_a_block_that_is_not_there_is_an_error(block_id):
+def test_a_wrong_block_or_length_is_refused_and_writes_nothing():
     """Block 0 is the null block, and -1 would be the last one."""
     cache = make_cache(LAYOUTS[1], torch.float32)
     io, before = PagedBlockIO(cache), bits(cache)
     data = io.read_block(4)
-    with pytest.raises(ValueError, match=rf"block_id must be in \[1, 5\), got {block_id}"):
-        io.read_block(block_id)
-    with pytest.raises(ValueError, match=rf"block_id must be in \[1, 5\), got {block_id}"):
-        io.write_block(block_id, data)
-    assert all(map(torch.equal, bits(cache), before))
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, -1])
-def test_data_of_another_length_is_an_error_and_writes_nothing(num_bytes):
-    cache = make_cache(LAYOUTS[1], torch.float32)
-    io, before = PagedBlockIO(cache), bits(cache)
-    length = io.block_nbytes + num_bytes if num_bytes else 0
-    with pytest.raises(ValueError, match=f"data must have {io.block_nbytes} bytes, got {length}"):
-        io.write_block(1, bytes(length))
+    for block_id in (-1, 0, 5, 6):
+        message = rf"block_id must be in \[1, 5\), got {block_id}"
+        with pytest.raises(ValueError, match=message):
+            io.read_block(block_id)
+        with pytest.raises(ValueError, match=message):
+            io.write_block(block_id, data)
+    for wrong in (b"", data + b"\0", data[:-1]):
+        with pytest.raises(ValueError, match=f"must have {len(data)} bytes, got {len(wrong)}"):
+            io.write_block(1, wrong)
     assert all(map(torch.equal, bits(cache), before))

@@ -14,40 +14,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 
 import pytest
 
+from block_pool import BlockPool
 from bounded_loops import as_long_as
-from kv_bytes import ByteMemory
+from kv_bytes import ByteEngine
+from kv_slots import PREFIX_CACHES
 from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool
 from pool_connector import PoolConnector
-from request import Request, SamplingParams
 from request_chain import Link
 from store_loads import Loads
 
-SIZE = 16
-KV_NBYTES = 5_000
 WAIT_S = 30.0  # never waited for, unless the test fails
 QUICK_S = 1.0
+TOKENS = list(range(500, 518))  # 4 full blocks and 2 tokens, which no other test stores
 
 Chain = list[tuple[Link, bytes]]
 
 
-def make_chain(name: str, num_blocks: int, kv_nbytes: int = KV_NBYTES) -> Chain:
-    """The same in every process; another name, other blocks."""
+def make_chain(name: str, num_blocks: int, kv_nbytes: int = 5_000) -> Chain:
     rng = random.Random(name)
-    return [
-        (
-            (
-                blake2b(f"{name} {index}".encode(), digest_size=32).digest(),
-                tuple(rng.randrange(50_000) for _ in range(SIZE)),
-            ),
-            rng.randbytes(kv_nbytes),
-        )
-        for index in range(num_blocks)
-    ]
+    links = [(rng.randbytes(32), (index, 7)) for index in range(num_blocks)]
+    return [(link, rng.randbytes(kv_nbytes)) for link in links]
 
 
 def links_of(chain: Chain) -> list[Link]:
@@ -58,15 +48,16 @@ def publish(pool: MooncakePool, chain: Chain) -> list[bool]:
     return [pool.put(link, data) for link, data in chain]
 
 
-def load(pool: MooncakePool, chain: Chain) -> tuple[Chain, str | None]:
-    """The blocks that arrive from the front, and the reason why no more do."""
+def load(pool: MooncakePool, chain: Chain) -> str:
+    """The error with which a load ends that brings nothing."""
     loads = Loads[bytes](WAIT_S)
     loads.start("r", pool.get(links_of(chain)))
     for _ in as_long_as(lambda: not loads.has_ended("r"), seconds=WAIT_S):
         loads.wait(WAIT_S)
     arrived, error = loads.take("r")
     loads.close()
-    return list(zip(links_of(chain), arrived, strict=False)), error
+    assert arrived == [] and error is not None
+    return error
 
 
 def elapsed_s(call: Callable[[], object]) -> float:
@@ -75,56 +66,22 @@ def elapsed_s(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
+def make_engine(pool: MooncakePool, node_id: str) -> ByteEngine:
+    connector = PoolConnector(pool, node_id, load_timeout_s=WAIT_S)
+    return ByteEngine(connector, PREFIX_CACHES["hash"](BlockPool(9), 4))
+
+
 PUBLISHER = """
 import sys
 from mooncake_master import MooncakeAddress
 from mooncake_pool import MooncakePool
-from test_mooncake_pool import MemoryIO, finish_request, make_connector
+from test_mooncake_pool import TOKENS, make_engine
 pool = MooncakePool(MooncakeAddress(*sys.argv[1:]), segment_nbytes=32 << 20, timeout_s=30.0)
-print(finish_request(make_connector(pool, "publisher", MemoryIO())), flush=True)
+engine = make_engine(pool, "publisher")
+engine.serve(TOKENS)
+print(engine.connector.stats.num_blocks_published, flush=True)
 sys.stdin.readline()  # its memory is the store's
 """
-PROMPT = [index * 7 % 1000 for index in range(6 * SIZE + 5)]
-
-
-class MemoryIO(ByteMemory):
-    """KV memory of 6 blocks, which hold random bytes: the same ones in every process."""
-
-    block_nbytes = KV_NBYTES
-
-    def __init__(self, is_filled: bool = True) -> None:
-        super().__init__()
-        rng = random.Random("memory")
-        if is_filled:
-            self.data = {block_id: rng.randbytes(KV_NBYTES) for block_id in range(6)}
-
-
-def make_connector(pool: MooncakePool, node_id: str, io: MemoryIO) -> PoolConnector:
-    connector = PoolConnector(pool, node_id, load_timeout_s=WAIT_S)
-    connector.bind(io, SIZE, [("model", "tiny")])
-    return connector
-
-
-def make_request() -> Request:
-    return Request("r", list(PROMPT), SamplingParams(temperature=0, max_tokens=8))
-
-
-def finish_request(connector: PoolConnector) -> int:
-    connector.request_finished(make_request(), range(6))
-    return connector.stats.num_blocks_published
-
-
-def load_request(connector: PoolConnector, request: Request) -> int:
-    """Do as the manager: ask, take blocks, wait. Return the number of loaded tokens."""
-    num_tokens, _ = connector.get_num_new_matched_tokens(request, 0)
-    if num_tokens == 0:
-        return 0
-    connector.update_state_after_alloc(request, range(num_tokens // SIZE), num_tokens)
-    num_loaded = connector.get_finished_load(request.request_id)
-    for _ in as_long_as(lambda: num_loaded is None, seconds=60):
-        connector.wait_for_load(WAIT_S)
-        num_loaded = connector.get_finished_load(request.request_id)
-    return num_loaded
 
 
 @pytest.fixture
@@ -138,7 +95,7 @@ def publisher(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline().strip() == "6"
+    assert process.stdout.readline().strip() == "4"
     yield process
     process.kill()
     process.communicate()
@@ -149,17 +106,13 @@ def test_an_engine_loads_blocks_published_by_another_process(
 ) -> None:
     """And when that process is killed, with its memory, a load fails instead of waiting."""
     pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
-    io = MemoryIO(is_filled=False)
-    connector = make_connector(pool, "reader", io)
-    assert load_request(connector, make_request()) == 6 * SIZE
-    assert io.data == MemoryIO().data
+    assert make_engine(pool, "reader").serve(TOKENS) == 16
     publisher.kill()
     publisher.wait()
     assert all(publish(near, make_chain("after a death", 20))), "a dead client's memory is used"
-    io = MemoryIO(is_filled=False)
-    connector = make_connector(pool, "reader", io)
-    assert elapsed_s(lambda: load_request(connector, make_request())) < WAIT_S
-    assert connector.stats.num_tokens_loaded == 0 and not io.data
+    engine = make_engine(pool, "reader")
+    assert elapsed_s(lambda: engine.serve(TOKENS)) < WAIT_S
+    assert engine.connector.stats.num_tokens_loaded == 0 and not engine.io.written
     pool._client.process.kill()  # without the second that leaving in good order takes
     pool.close()
 
@@ -193,7 +146,7 @@ def test_a_killed_store_is_an_empty_one(
     def everything() -> None:
         assert pool.has(links_of(chain)) == 0
         assert publish(pool, make_chain("later", 1)) == [False]
-        assert load(pool, chain)[0] == []
+        load(pool, chain)
         pool.drop(chain[0][0])
         assert pool.total_cached_blocks == 0
         pool.close()

@@ -29,144 +29,144 @@ class Gate:
             assert self.open.acquire(timeout=WAIT_S)
             yield part
 
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
-
-
-@pytest.fixture
-def now() -> list[float]:
-    """The time, which the test sets."""
-    return [0.0]
+    def let(self, num_parts: int) -> None:
+        """Let parts through, and wait until the thread stands still before the next one."""
+        self.open.release(num_parts)
+        for _ in range(num_parts):
+            assert self.entered.acquire(timeout=WAIT_S)
 
 
-@pytest.fixture
-def loads(now: list[float], gate: Gate) -> Iterator[Loads[bytes]]:
-    """With one thread, and a deadline after 5 s."""
-    loads = Loads[bytes](5.0, clock=lambda: now[0])
-    yield loads
-    loads.close()
-    gate.open.release(20)
+class World:
+    """Loads of one thread, with a deadline after 5 s of a clock that the test sets. The first load
+    stands still before its first part."""
 
+    def __init__(self, num_threads: int = 1) -> None:
+        self.now_s, self.gate, self.ends = 0.0, Gate(), list[bool]()
+        self.loads = Loads[bytes](5.0, num_threads, clock=lambda: self.now_s)
+        self.loads.start("a", self.gate.parts(), self.ends.append)
+        assert self.gate.entered.acquire(timeout=WAIT_S)
 
-def finish(loads: Loads[bytes], name: str = "a") -> tuple[list[bytes], str | None]:
-    while not loads.has_ended(name):
+    def finish(self, name: str = "a") -> tuple[list[bytes], str | None]:
+        while not self.loads.has_ended(name):
+            assert self.wait_s(WAIT_S) < WAIT_S / 2, "it is woken"
+        return self.loads.take(name)
+
+    def run(self, *parts: bytes) -> tuple[list[bytes], str | None]:
+        """Another load, after all that the thread has begun."""
+        self.loads.start("run", iter(parts))
+        return self.finish("run")
+
+    def wait_s(self, timeout_s: float) -> float:
         start = time.monotonic()
-        loads.wait(WAIT_S)
-        assert time.monotonic() - start < WAIT_S / 2, "it is woken"
-    return loads.take(name)
+        self.loads.wait(timeout_s)
+        return time.monotonic() - start
 
 
-def run(loads: Loads[bytes], parts: Iterator[bytes]) -> tuple[list[bytes], str | None]:
-    loads.start("run", parts)
-    return finish(loads, "run")
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.loads.close()
+    world.gate.open.release(20)
 
 
-def test_what_came_before_an_iterator_raises_is_the_result(loads):
-    def parts():
-        yield from PARTS[:2]
-        raise OSError("cable cut")
-
-    assert run(loads, parts()) == (PARTS[:2], "cable cut")
-    assert run(loads, iter(PARTS)) == (PARTS, None)
-    assert run(loads, iter([])) == ([], None)
+def raising(parts: list[bytes]) -> Iterator[bytes]:
+    yield from parts
+    raise OSError("cable cut")
 
 
-def test_a_load_can_be_taken_once_and_after_its_end(loads, gate):
-    loads.start("a", gate.parts())
+ENDS = {  # a load is let through by two parts; then: what is taken, and the reason
+    "all arrive": (PARTS, None),
+    "deadline": (PARTS[:2], "timed out after 5.0 s"),
+    "close": (PARTS[:2], "the loads were closed"),
+}
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("end", ENDS)
+def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
+    """And what comes late is in no result."""
+    loads, gate = world.loads, world.gate
+    gate.let(2)
     assert not loads.has_ended("a")
-    with pytest.raises(ValueError, match="in flight"):
+    with pytest.raises(ValueError, match="'a': still in flight"):
         loads.take("a")
     with pytest.raises(ValueError, match="'a' exists"):
         loads.start("a", iter(PARTS))
-    gate.open.release(3)
-    assert finish(loads) == (PARTS, None)
+    if end == "deadline":
+        world.now_s = 4.9
+        assert not loads.has_ended("a")
+        world.now_s = 5.0
+        loads.wait(WAIT_S)  # returns immediately
+    elif end == "close":
+        loads.close()
+    else:
+        gate.open.release()
+    result = world.finish()
+    assert result == ENDS[end]
     for call in (loads.has_ended, loads.take):
         with pytest.raises(ValueError, match="'a' is unknown"):
             call("a")
     loads.cancel("a")
-    loads.start("a", iter(PARTS))
-    assert finish(loads) == (PARTS, None)
-
-
-def test_what_arrived_before_the_deadline_is_the_result_and_what_comes_late_is_not(
-    loads, gate, now
-):
-    loads.start("a", gate.parts())
-    gate.open.release()
-    gate.entered.acquire(timeout=WAIT_S), gate.entered.acquire(timeout=WAIT_S)
-    now[0] = 4.9
-    assert not loads.has_ended("a")
-    now[0] = 5.0
-    loads.wait(WAIT_S)  # returns immediately
-    arrived, error = loads.take("a")
-    assert arrived == PARTS[:1] and error == "timed out after 5.0 s"
     gate.open.release(2)
-    assert run(loads, iter(())) == ([], None), "the thread is free again"
-    assert arrived == PARTS[:1] and gate.num_begun == 2
-
-
-def test_a_load_queued_after_one_that_hangs_times_out_too(loads, gate, now):
-    for name in "ab":
-        loads.start(name, gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
-    now[0] = 5.0
-    assert [loads.take(name)[0] for name in "ab"] == [[], []]
-    gate.open.release()
-    run(loads, iter(()))
-    assert gate.num_begun == 1, "a load that was taken is not begun"
+    if end == "close":
+        with pytest.raises(RuntimeError, match="closed"):
+            loads.start("b", iter(PARTS))
+        assert world.ends[0] is False
+        return
+    assert world.run(*PARTS) == (PARTS, None) and world.run() == ([], None)
+    assert world.ends == [end == "all arrive"]
+    assert result == ENDS[end] and gate.num_begun == 3
+    loads.start("a", raising(PARTS[:2]), world.ends.append)
+    assert world.finish() == (PARTS[:2], "cable cut") and world.ends[-1] is False
 
 
 @pytest.mark.parametrize("end", ["cancel", "take", "close"])
-def test_a_load_that_is_over_before_it_begins_holds_no_block(end, loads, gate, now):
+def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(world, end):
     """The thread hangs in another, so the load stays in its queue."""
-    loads.start("hangs", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
-    parts = Gate().parts()
+    later = Gate()
+    parts = later.parts()
     pinned = weakref.ref(parts)
-    loads.start("a", parts)
+    world.loads.start("b", parts)
     del parts
-    now[0] = 5.0
-    getattr(loads, end)(*["a"] * (end != "close"))
-    assert pinned() is None
+    world.now_s = 5.0
+    taken = getattr(world.loads, end)(*["b"] * (end != "close"))
+    assert pinned() is None and taken in (None, ([], "timed out after 5.0 s"))
+    world.loads.cancel("a")
+    world.gate.open.release()
+    if end != "close":
+        world.run()
+    assert later.num_begun == 0 and world.gate.num_begun == 1
 
 
-def test_a_load_that_ended_before_does_not_cut_a_wait_short(loads, gate):
+def test_a_wait_ends_with_a_load_that_ends_or_at_the_first_deadline(world):
+    """A load that ended before does not cut it short."""
+    loads = world.loads
+    loads.cancel("a")
+    assert world.wait_s(WAIT_S) < WAIT_S / 2, "there is no load"
     loads.start("before", iter(PARTS))
-    loads.start("a", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)  # the thread has left the other
+    world.now_s = 1.0
+    loads.start("b", world.gate.parts())
+    world.gate.let(1)  # the thread has left the others
+    assert world.wait_s(WAIT_S) < WAIT_S / 2, "one has ended"
     assert loads.take("before") == (PARTS, None)
-    start = time.monotonic()
-    loads.wait(0.02)
-    assert time.monotonic() - start >= 0.02
+    assert world.wait_s(0.02) >= 0.02
+    world.now_s = 4.0
+    loads.start("c", iter(PARTS))
+    world.now_s = 6.0
+    assert world.wait_s(WAIT_S) < WAIT_S / 2, "the first deadline has passed"
 
 
-def test_a_close_ends_loads_and_threads_and_waits_for_none(gate):
+def test_a_close_ends_threads_and_waits_for_none():
     before = set(threading.enumerate())
-    loads = Loads[bytes](WAIT_S, num_threads=3)
+    world = World(num_threads=3)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
-    loads.start("a", gate.parts())
-    assert gate.entered.acquire(timeout=WAIT_S)
-    loads.close()
-    loads.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        loads.start("b", iter(PARTS))
-    gate.open.release()
+    assert world.run(*PARTS) == (PARTS, None), "another thread is free"
+    world.loads.close()
+    world.loads.close()
+    world.gate.open.release()
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert gate.num_begun == 1
-    assert loads.take("a")[1] is not None
-
-
-def test_a_wait_ends_at_the_first_deadline(gate, now):
-    loads = Loads[bytes](2 * WAIT_S, clock=lambda: now[0])
-    for name, now[0] in (("a", 0.0), ("b", WAIT_S)):
-        loads.start(name, gate.parts())
-    now[0], start = 2 * WAIT_S, time.monotonic()
-    loads.wait(WAIT_S)
-    assert time.monotonic() - start < WAIT_S / 2
-    loads.close()
-    gate.open.release(3)
+    assert world.gate.num_begun == 1

@@ -14,10 +14,11 @@ from kv_connector import KVConnector
 from kv_memory import ComputedBlocks, NotReady
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
-from request import Request, SamplingParams
+from request import Request, RequestStatus, SamplingParams
 
 NBYTES = 40
 Tags = Sequence[tuple[str, str | int]]
+MODEL = (("model", "tiny"), ("dtype", "float64"))
 
 
 class ByteMemory:
@@ -60,12 +61,20 @@ class ByteEngine:
     """A memory with a `LoadingKVCacheManager`; every request is computed immediately."""
 
     def __init__(
-        self, connector: KVConnector, cache: PrefixCache, namespace: Sequence[tuple[str, str]]
+        self,
+        connector: KVConnector,
+        cache: PrefixCache,
+        namespace: Sequence[tuple[str, str]] = MODEL,
     ) -> None:
         self.io, self.cache, self.namespace = ByteMemory(), cache, namespace
+        self.connector = connector
         self.numbers = count()
         connector.bind(self.io, cache.block_size, namespace)
         self.manager = LoadingKVCacheManager(cache.pool, cache.block_size, cache, connector)
+
+    def begin(self, request: Request) -> None:
+        """Look the request up; its load begins."""
+        assert self.manager.get_computed_blocks(request) is NotReady.LOADING
 
     def wait_until_ready(self, request: Request) -> ComputedBlocks:
         def is_waiting() -> bool:
@@ -78,9 +87,9 @@ class ByteEngine:
         assert isinstance(computed, ComputedBlocks)
         return computed
 
-    def serve(self, tokens: Sequence[int], keys: Tags = ()) -> int:
-        """Admit a request, compute it, check every byte, and free it. Returns the number of tokens
-        that were not computed."""
+    def serve(self, tokens: Sequence[int], keys: Tags = (), is_error: bool = False) -> int:
+        """Admit a request, compute it, check every byte, and free it, possibly after an error.
+        Returns the number of tokens that were not computed."""
         request = make_request(f"served {next(self.numbers)}", tokens, keys)
         manager, size = self.manager, self.cache.block_size
         computed = self.wait_until_ready(request)
@@ -98,6 +107,8 @@ class ByteEngine:
         block_ids = manager.get_block_ids(request.request_id)
         assert [self.io.data[block_id] for block_id in block_ids[: len(right)]] == right
         manager.check_invariants([request])
+        if is_error:
+            request.status = RequestStatus.FINISHED_ERROR
         manager.free(request)
         manager.check_invariants()
         return computed.num_tokens

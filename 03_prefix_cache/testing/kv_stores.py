@@ -55,7 +55,7 @@ STORES: dict[str, Callable[[Path], SharedStore]] = {
 @dataclass
 class Faults:
     """Reads stand still while `hold` is clear; then `lie` makes of them what it wants. Calls that
-    `broken` names raise."""
+    `broken` names raise; "negative" counts below zero."""
 
     hold: threading.Event = field(default_factory=threading.Event)
     entered: threading.Event = field(default_factory=threading.Event)
@@ -86,7 +86,7 @@ class FaultyStore(KVStore):
 
     def has(self, links: Sequence[Link]) -> int:
         self._call("has")
-        return self.inner.has(links)
+        return -1 if self.faults.broken == "negative" else self.inner.has(links)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         self._call("get")

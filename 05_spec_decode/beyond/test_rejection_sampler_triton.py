@@ -178,17 +178,48 @@ def rules(device: torch.device) -> VerificationRules:
 
 # -- bit for bit
 
-VOCAB_SIZES = (1, 2, 31, 128, 1000, 2055, TILE - 1, TILE, TILE + 1, 2 * TILE + 7)
-FORMATS = [
-    *((vocab_size, torch.float32) for vocab_size in VOCAB_SIZES),
-    *((vocab_size, torch.float64) for vocab_size in (2, 1000, 2 * TILE + 7)),
+F32, F64 = torch.float32, torch.float64
+FORMATS = [  # vocabulary, p, q, and the ids
+    *((n, F32, F32, torch.int64) for n in (1, 2, 31, 128, 1000, 2055, TILE - 1, TILE, TILE + 1)),
+    *((n, F64, F64, torch.int64) for n in (2, 1000, 2 * TILE + 7)),
+    (2 * TILE + 7, F32, F32, torch.int64),
+    (200, F32, F64, torch.int32),
+    (200, F64, F32, torch.int32),
 ]
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), FORMATS, ids=str)
-def test_the_tokens_are_those_of_pytorch(vocab_size, dtype, device):
-    check(random_arguments(0, [2, 0, 3, 1, 5], vocab_size, dtype), device)
-    check(random_arguments(1, [0, 1, 3], vocab_size, dtype, is_certain=True), device)
+def apart(arguments: Arguments) -> Arguments:
+    """The same numbers, with memory between them that is NaN or 1 and never read."""
+    strided = {"max_num_drafts": arguments.max_num_drafts}
+    for name, x in vars(arguments).items():
+        if isinstance(x, torch.Tensor) and x.dim() == 2:
+            buffer = torch.full((len(x), 2, x.shape[1] + 4), NAN, dtype=x.dtype)
+            strided[name] = buffer[:, 1, 2:-2]
+            strided[name].copy_(x)
+        elif x is None:
+            strided[name] = None
+        elif isinstance(x, torch.Tensor):
+            odd = torch.arange(1, 2 * len(x), 2)
+            strided[name] = x.repeat_interleave(2).index_fill(0, odd, 1)[::2]
+    return Arguments(**strided)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("vocab_size", "p", "q", "ids"), FORMATS, ids=str)
+def test_the_tokens_are_those_of_pytorch(vocab_size, p, q, ids, device):
+    """In every format, dense and apart, with probabilities and without."""
+    for seed, lengths in enumerate(([2, 0, 3, 1, 5], [0, 8, 3])):
+        arguments = random_arguments(seed, lengths, vocab_size, F64, is_certain=seed > 0)
+        arguments = replace(
+            arguments,
+            target_probs=arguments.target_probs.to(p),
+            draft_probs=None if seed else arguments.draft_probs.to(q),
+            draft_token_ids=arguments.draft_token_ids.to(ids),
+            cu_num_logits=arguments.cu_num_logits.to(ids),
+        )
+        expected = check(arguments, device)
+        if vocab_size in (200, TILE + 1):
+            assert torch.equal(check(apart(arguments), device).token_ids, expected.token_ids)
 
 
 BORDERS = [TILE - 1, TILE, 2 * TILE - 1, 2 * TILE + 3]  # the first three at the ends of tiles
@@ -223,13 +254,6 @@ def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, d
     assert runs == [token for token in BORDERS for _ in range(2)]
 
 
-def test_the_residual_is_rounded_as_p_is(device):
-    """In float32, 0.5 - 2**-27 is 0.5; in a wider format, token 0 would end below this number."""
-    p, q = [0.5, 0.5, 0.0], [2.0**-27, 0.0, 1.0]
-    arguments = make_arguments([p] * 2, [2], [q], [1], [0.0], [0.5 - 2.0**-40, 0.0])
-    assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
-
-
 def test_the_remainder_after_rounding_of_several_tiles_is_drawn_from_p(device):
     """Nothing at all, or less than an integer: the second walk ends in the last tile."""
     p = torch.zeros(4, TILE + 3)
@@ -241,15 +265,29 @@ def test_the_remainder_after_rounding_of_several_tiles_is_drawn_from_p(device):
     arguments = make_arguments(
         p.repeat_interleave(2, dim=0), [1] * 4, q, [1] * 4, [LAST] * 4, [0.75] * 8
     )
-    verified = check(arguments, device)
-    assert verified.token_ids.tolist() == [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
-    assert (
-        check(replace(arguments, draft_probs=None), device).token_ids[:2].tolist()
-        == [[1, PADDING]] * 2
-    )
+    expected = [[1, PADDING]] * 2 + [[TILE, PADDING]] * 2
+    assert check(arguments, device).token_ids.tolist() == expected
+    certain = check(replace(arguments, draft_probs=None), device)
+    assert certain.token_ids[:2].tolist() == expected[:2]
 
 
-# -- shapes and layouts
+def test_roundings_by_hand_and_rows_that_are_never_read(device):
+    """In float32, 0.5 - 2**-27 is 0.5; in a wider format, token 0 would end below this number. Each
+    q is rounded to the format of p where it is subtracted, not where it is compared."""
+    p, q = [0.5, 0.5, 0.0], [2.0**-27, 0.0, 1.0]
+    arguments = make_arguments([p] * 2, [2], [q], [1], [0.0], [0.5 - 2.0**-40, 0.0])
+    assert check(arguments, device).token_ids.tolist() == [[0, PADDING]]
+    # q is less than float32 can tell from 1; p is what float32 makes of 1.
+    q = torch.tensor([[1 + 2.0**-40, 0.0]], dtype=F64)
+    arguments = make_arguments([[1.0, 0.0]] * 2, [0], q, [1], [LAST], [0.0] * 2)
+    assert check(replace(arguments, draft_probs=q), device).num_sampled.tolist() == [1]
+    assert check(arguments, device).num_sampled.tolist() == [2]
+    # Rows after a rejected draft
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [NAN] * 3, [NAN] * 3])
+    q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [NAN] * 3])
+    for given, u in ((q, 0.5), (None, 0.25)):
+        arguments = make_arguments(p, [1, 0, 2], given, [3], [u, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
+        assert check(arguments, device).token_ids.tolist() == [[1, 2, PADDING, PADDING]]
 
 
 def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkeypatch):
@@ -265,55 +303,6 @@ def test_every_number_of_the_result_is_written_and_none_beside_it(device, monkey
         check_matching(*random_samples(3, [1, 0, 3], device), 3 + num_extra)
     assert len(buffers) == 12
     assert all((x[:32] == 77).all() and (x[-32:] == 77).all() for x in buffers)
-
-
-def test_rows_may_lie_apart_and_other_numbers_may_too(device):
-    """The memory between rows is NaN and never read."""
-    arguments = random_arguments(4, [3, 0, 2], TILE + 1)
-    strided = {"max_num_drafts": arguments.max_num_drafts}
-    for name, x in vars(arguments).items():
-        if isinstance(x, torch.Tensor) and x.dim() == 2:
-            buffer = torch.full((len(x), 2, TILE + 5), NAN)
-            buffer[:, 1, 2 : TILE + 3] = x
-            strided[name] = buffer[:, 1, 2 : TILE + 3]
-        elif isinstance(x, torch.Tensor):
-            strided[name] = x.repeat_interleave(2).index_fill(0, torch.arange(1, 2 * len(x), 2), 1)[
-                ::2
-            ]
-    apart = Arguments(**strided)
-    assert not any(x.is_contiguous() for x in vars(apart).values() if isinstance(x, torch.Tensor))
-    expected = check(arguments, device)
-    assert torch.equal(check(apart, device).token_ids, expected.token_ids)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-def test_p_and_q_may_differ_in_format_and_ids_too(dtypes, device):
-    """Each q is rounded to the format of p where it is subtracted, not where it is compared."""
-    arguments = random_arguments(6, [2, 1, 2, 1], 200, torch.float64)
-    arguments = replace(
-        arguments,
-        target_probs=arguments.target_probs.to(dtypes[0]),
-        draft_probs=arguments.draft_probs.to(dtypes[1]),
-        draft_token_ids=arguments.draft_token_ids.int(),
-        cu_num_logits=arguments.cu_num_logits.int(),
-    )
-    check(arguments, device)
-    # q is less than float32 can tell from 1; p is what float32 makes of 1.
-    p, q = torch.tensor([[1.0, 0.0]] * 2), torch.tensor([[1 + 2.0**-40, 0.0]], dtype=torch.float64)
-    arguments = make_arguments(p, [0], q, [1], [LAST], [0.0] * 2)
-    assert check(replace(arguments, draft_probs=q), device).num_sampled.tolist() == [1]
-    assert check(arguments, device).num_sampled.tolist() == [2]
-
-
-# -- company
-
-
-def test_rows_after_a_rejected_draft_are_never_read(device):
-    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [NAN] * 3, [NAN] * 3])
-    q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [NAN] * 3])
-    arguments = make_arguments(p, [1, 0, 2], q, [3], [0.5, 0.0, 0.0], [0.0, 0.5, NAN, NAN])
-    assert check(arguments, device).token_ids.tolist() == [[1, 2, PADDING, PADDING]]
-    assert check(replace(arguments, draft_probs=None, accept_u=arguments.accept_u * 0.5), device)
 
 
 # -- the matching rule
@@ -342,10 +331,12 @@ def check_matching(
 
 
 def test_samples_in_other_formats_and_strides(device):
-    sampled, drafts, cu_num_logits = random_samples(1, [3, 0, 2, 1], device)
-    expected = check_matching(sampled, drafts, cu_num_logits, 3)
+    sampled, drafts, cu_num_logits = random_samples(1, [3, 0, 8, 1], device)
+    sampled[5:13] = drafts[3:11]  # eight are accepted, and the token after them is there
+    expected = check_matching(sampled, drafts, cu_num_logits, 8)
+    assert expected.tolist()[2] == 9
     apart = [x.int().repeat_interleave(2)[::2] for x in (sampled, drafts, cu_num_logits)]
-    tokens, num_sampled = rejection_sampling_batched_triton(*apart, 3)
+    tokens, num_sampled = rejection_sampling_batched_triton(*apart, 8)
     assert torch.equal(num_sampled, expected) and tokens.dtype == torch.int64
 
 
