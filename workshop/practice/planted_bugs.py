@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="whose tests are run: of planted/FOLDER.diff; or: patches")
     parser.add_argument("--words", default="", help="only bugs with these words in their titles")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a bug (60)")
-    parser.add_argument("pytest", nargs="*", help="after --: options of pytest")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options, of_pytest = parser.parse_args(words[:end]), words[end + 1 :]
     if options.folder == "patches":
         bugs = list(bugs_of_patches())
     else:
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     survivors = 0
     for title, diff, folder, more in chosen:
         begun = time.perf_counter()
-        test = noticed_by(diff, folder, [*options.pytest, *more], options.limit)
+        test = noticed_by(diff, folder, of_pytest + more, options.limit)
         survivors += not test
         said = test.rpartition("/")[2] or "SURVIVED"
         print(f"{time.perf_counter() - begun:5.1f} s  {title}: {said}", flush=True)
