@@ -66,6 +66,8 @@ class SchedulerLoop(StepLoop):
     def schedule(self) -> PreemptiveSchedulerOutput:
         plan = super().schedule()
         assert set(preempted_ids(plan)).isdisjoint(plan.num_scheduled_tokens)
+        cached = plan.scheduled_cached_reqs
+        assert cached.resumed_req_ids <= set(cached.req_ids), "a new request did not resume"
         return plan
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
