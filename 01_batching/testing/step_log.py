@@ -78,7 +78,7 @@ def parse_option(word: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     try:
         return name, literal_eval(value)
-    except ValueError:
+    except (ValueError, SyntaxError):
         return name, value
 
 

@@ -153,15 +153,17 @@ def make_loop(
 
 
 class SchedulerLog(StepLog):
-    """Adds adapters, preemption, and the reason why admission stopped."""
+    """Adds adapters, tenants (`$x`), preemption, and the reason why admission stopped."""
 
     loop: SchedulerLoop
 
     def make_request(self, word: str) -> Request:
+        word, _, tenant = word.partition("$")
         word, _, adapter = word.partition("@")
         request = super().make_request(word)
         assert isinstance(request, KeyedRequest)
-        request.extra_keys = (("lora", adapter),) if adapter else ()
+        keys = (("lora", adapter), ("salt", tenant))
+        request.extra_keys = tuple(key for key in keys if key[1])
         return request
 
     def new_request(self, name: str, prompt: list[int], max_tokens: int, priority: int) -> Request:
