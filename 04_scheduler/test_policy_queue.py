@@ -468,7 +468,7 @@ UNKNOWN = r"policy must .*'fcfs', 'priority', .*'dfs-weight'"
 BOUND = "max_overtakes must be None or >= 0"
 
 
-@pytest.mark.parametrize("policy", ["lifo", None, ["fcfs"], FCFSPolicy])
+@pytest.mark.parametrize("policy", ["lifo", None, ["fcfs"], FCFSPolicy, "random:Random"])
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(policy):
     with pytest.raises(ValueError, match=UNKNOWN):
         create_queue(policy)
