@@ -287,7 +287,6 @@ def test_to_change_it_while_it_is_iterated_is_an_error(change):
 
 
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, LongestPrefixMatchOfFirst, DFSWeight])
-@pytest.mark.sample
 @pytest.mark.parametrize("limit", [0, 5, 128])
 def test_of_more_than_can_be_sorted_the_first_are_or_with_lpm_none(kind, limit):
     queries: list[str] = []
