@@ -201,6 +201,7 @@ class SchedulerLog(StepLog):
         num_saved = stats.total_cached_tokens - stats.total_recomputed_tokens
         requests = self.loop.requests.values()
         if stats.total_aborted == 0:
+            num_cached = sum(request.num_cached_tokens for request in requests)
+            assert num_cached == stats.total_cached_tokens, "those of the first admission"
             num_needed = sum(request.num_tokens - 1 for request in requests)
             assert stats.total_scheduled_tokens == num_needed - num_saved
-        assert sum(request.num_cached_tokens for request in requests) >= num_saved
