@@ -6,9 +6,9 @@ aborts and steps at random, and compares them after every plan. Chapter 2 runs i
 
 from __future__ import annotations
 
-import random
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -26,13 +26,9 @@ from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from step_log import VOCAB_SIZE, Case, StepLog, StepLoop, cases_of, next_token
 
-EOS, STOP, VOCAB_SIZE = 0, 1, 9
-
-
-def next_token(token_ids: list[int]) -> int:
-    """The fake model: any change of any token, or of their number, changes what follows."""
-    return random.Random(repr(token_ids)).randrange(VOCAB_SIZE)
+EOS, STOP = 0, 1
 
 
 def continuation(prompt: list[int], params: SamplingParams, max_tokens: int) -> list[int]:
@@ -310,11 +306,30 @@ class FCFSMachine(RuleBasedStateMachine):
         assert not self.runner.state.requests and not self.scheduler.delta._num_sent
 
 
-TestFCFSMachine = FCFSMachine.TestCase
+TestFCFSMachine = pytest.mark.net(FCFSMachine.TestCase)
 TestFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-# -- readable cases
+# -- decisions, and what a row of their log cannot say
+
+
+class MirrorLoop(StepLoop):
+    """A loop whose runner knows only what it is told."""
+
+    def __init__(self, scheduler: FCFSScheduler) -> None:
+        super().__init__(scheduler)
+        self.runner = MirrorRunner()
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        self.runner.take(plan)
+        self.runner.must_equal(plan)
+        return self.runner.sample(plan)
+
+
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("fcfs_plans.txt"))
+def test_fcfs_plans(case: Case):
+    StepLog(MirrorLoop(FCFSScheduler(**case.options))).perform(case)
 
 
 def make(request_id: str, num_prompt: int, max_tokens: int = 4) -> Request:
@@ -335,24 +350,6 @@ def step(scheduler: FCFSScheduler) -> dict[str, int]:
     scheduler.update_from_output(plan, StepOutput(sampled))
     scheduler.check_invariants()
     return plan.num_scheduled_tokens
-
-
-def test_running_requests_get_their_token_before_anyone_is_admitted():
-    """Trap 18: a stream of new prompts never stops those already running."""
-    scheduler = scheduler_with(make("a", 3, 50), make("b", 3, 50), max_num_batched_tokens=8)
-    step(scheduler)
-    for i in range(40):
-        scheduler.add_request(make(str(i), 6, max_tokens=1))
-        assert step(scheduler) == {str(i): 6, "a": 1, "b": 1}
-
-
-def test_a_short_prompt_does_not_overtake_a_long_one():
-    scheduler = scheduler_with(
-        make("long", 7, 1), make("longer", 8, 1), make("short", 1, 1), max_num_batched_tokens=8
-    )
-    assert step(scheduler) == {"long": 7}
-    assert step(scheduler) == {"longer": 8}
-    assert step(scheduler) == {"short": 1}
 
 
 class HoldsBack(SchedulerPlugin):
@@ -422,63 +419,6 @@ def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
         for token in tokens:
             request.append_output_token(token)
         assert lacked() == [tokens]
-
-
-def test_running_never_exceeds_max_num_seqs_however_many_arrive_in_one_step():
-    """Trap 17: those admitted in this very step count too."""
-    scheduler = scheduler_with(*(make(str(i), 2, 3) for i in range(9)), max_num_seqs=3)
-    for _ in range(3):  # three waves of three, each three steps long
-        assert [len(step(scheduler)) for _ in range(3)] == [3, 3, 3]
-        assert scheduler.get_request_counts()[0] == 0
-    assert not scheduler.has_unfinished_requests()
-
-
-def test_a_long_queue_does_not_stop_admission():
-    """Trap 23: waiting requests do not count against `max_num_seqs`."""
-    scheduler = scheduler_with(*(make(str(i), 2, 1) for i in range(50)), max_num_seqs=2)
-    assert step(scheduler) == {"0": 2, "1": 2}
-    assert step(scheduler) == {"2": 2, "3": 2}
-
-
-def test_a_freed_slot_is_taken_in_the_very_next_step():
-    scheduler = scheduler_with(
-        make("a", 2, 1), make("b", 2, 5), make("c", 3, 5), max_num_seqs=2, max_num_batched_tokens=8
-    )
-    assert step(scheduler) == {"a": 2, "b": 2}
-    assert step(scheduler) == {"c": 3, "b": 1}
-
-
-def test_the_budget_left_over_by_running_requests_is_the_limit_for_prompts():
-    scheduler = scheduler_with(make("a", 4), make("b", 4), max_num_batched_tokens=4)
-    assert step(scheduler) == {"a": 4}
-    assert step(scheduler) == {"a": 1}  # 3 are left, b needs 4
-    scheduler.abort_request("a")
-    assert step(scheduler) == {"b": 4}
-
-
-@pytest.mark.parametrize(
-    ("limits", "num_prompt", "max_tokens", "match"),
-    [
-        ({"max_num_batched_tokens": 8}, 9, 1, "max_num_batched_tokens=8"),
-        ({"max_model_len": 8}, 8, 1, "max_model_len=8"),
-    ],
-)
-def test_a_request_that_can_never_run_is_refused_at_once(limits, num_prompt, max_tokens, match):
-    """Trap 16: the request neither waits forever nor stops the engine, and no other request is
-    affected."""
-    scheduler = scheduler_with(make("other", 3), **limits)
-    step(scheduler)
-    refused(scheduler, make("r", num_prompt, max_tokens), match)
-    assert step(scheduler) == {"other": 1}
-
-
-def test_the_largest_request_that_fits_is_served_to_its_last_token():
-    """The last token is sampled and never fed back: it needs no position."""
-    request = make("r", 5, max_tokens=4)
-    scheduler = scheduler_with(request, max_num_batched_tokens=5)
-    counts = [step(scheduler) for _ in range(4)]
-    assert counts == [{"r": 5}, {"r": 1}, {"r": 1}, {"r": 1}]
-    assert request.finish_reason == "length" and request.num_computed_tokens == 8
 
 
 def test_a_request_that_never_ran_is_not_reported_as_finished():

@@ -28,6 +28,7 @@ def feed(request: Request, tokens: list[int]) -> int:
     return len(tokens)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -124,7 +124,7 @@ class QueueAgainstList(QueueMachine):
             assert self.queue.peek_request() is self.model[0]
 
 
-TestQueueAgainstList = QueueAgainstList.TestCase
+TestQueueAgainstList = pytest.mark.net(QueueAgainstList.TestCase)
 TestQueueAgainstList.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 

@@ -35,6 +35,8 @@ BLOCKS = [
 # `file.py`<br>[`::name`](room/file.py); [`test_name`](room/test_file.py)
 PLACE = re.compile(r"`(\w+\.py)`(?:<br>| )\[`::([\w.]+)`\]\(([\w/]+\.py)\)")
 TEST = re.compile(r"\[`(test_\w+)`\]\(([\w/]+\.py)\)")
+# or a case of a step log, [`plans.txt::a title`](04_scheduler/plans.txt)
+ROW = re.compile(r"\[`\w+\.txt::[^`]+`\]\([\w/]+\.txt\)")
 # [第 1 章 §2](01_batching/README.zh.md#2-图)
 NUMBERED = re.compile(r"\[[^\]]*§(\d+)\]\(([\w/.]+)#([^)]+)\)")
 # | a section of a post | [队列](01_batching/README.zh.md#队列)
@@ -106,7 +108,8 @@ def test_errata_are_numbered_and_each_names_a_function_and_a_test() -> None:
     for name, (said, right) in ERRATA.items():
         worked_out, file, symbol, test = right.split("<br>")
         assert said.strip() and worked_out, name
-        assert PLACE.fullmatch(f"{file}<br>{symbol}") and TEST.fullmatch(test), name
+        assert PLACE.fullmatch(f"{file}<br>{symbol}"), name
+        assert TEST.fullmatch(test) or ROW.fullmatch(test), name
     assert len(PLACE.findall(TEXT)) == TEXT.count("`::") > 200
     assert not list(unfilled(TEXT, ROOT))
 
