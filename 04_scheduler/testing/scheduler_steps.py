@@ -1,17 +1,18 @@
 """Helpers for the tests of every scheduler: a memory, a loop, a step that preempts, views of a
-plan."""
+plan, step logs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from adapter_limit import MaxLoRAs
 from base_scheduler import SchedulerPlugin
 from block_pool import BlockPool
-from bounded_loops import as_long_as
 from cached_kv_cache_manager import CachedKVCacheManager
-from fake_model import FakeModelRunner
+from fake_model import FakeModelRunner, continuation
 from forced_preemption import ForcedPreemption
 from kv_memory import KeyedRequest, UncachedKVCacheManager
 from kv_slots import PREFIX_CACHES
@@ -20,7 +21,9 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
+from step_log import StepLog, StepLoop
 from step_plan import PreemptiveSchedulerOutput
+from unchunked import ChunkToBudget
 
 
 def make_memory(
@@ -38,59 +41,42 @@ def make_memory(
     return cached(pool, block_size, PREFIX_CACHES[cache](pool, block_size))
 
 
-class SchedulerLoop:
-    """A scheduler and a fake model; all invariants are checked after every step."""
+class SchedulerLoop(StepLoop):
+    """A scheduler and a fake model with a KV memory; all invariants are checked after every
+    step."""
 
     def __init__(self, scheduler: Scheduler | PrefillFirstScheduler, vocab_size: int = 50) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.memory: Any = scheduler.kv_memory  # must have `check_invariants`
         self.runner = FakeModelRunner(scheduler.block_size, vocab_size)
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
 
     def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more: Any) -> Request:
         """Add a request whose prompt begins with its name, so that no two share a prefix. `more`
         are attributes that are set afterwards."""
         prompt = [ord(c) for c in name] + list(range(num_prompt - len(name)))
         request = KeyedRequest.from_tokens(name, prompt, max_new_tokens)
-        for field, value in more.items():
-            setattr(request, field, value)
+        for name_of_field, value in more.items():
+            setattr(request, name_of_field, value)
         return self.take(request)
 
     def take(self, request: Request) -> Request:
         request.arrival_time = float(len(self.requests))
-        self.scheduler.add_request(request)
-        self.requests[request.request_id] = request
-        self.outputs[request.request_id] = []
-        return request
+        return super().take(request)
 
     def schedule(self) -> PreemptiveSchedulerOutput:
-        output = self.scheduler.schedule()
-        assert output.total_tokens <= self.scheduler.max_num_batched_tokens
-        assert set(preempted_ids(output)).isdisjoint(output.num_scheduled_tokens)
-        return output
+        plan = super().schedule()
+        assert set(preempted_ids(plan)).isdisjoint(plan.num_scheduled_tokens)
+        return plan
 
-    def execute(self, output: SchedulerOutput) -> StepOutput:
-        return self.runner.execute(output).wait()
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        return self.runner.execute(plan).wait()
 
-    def update(self, output: SchedulerOutput) -> None:
-        sampled = self.execute(output)
-        for result in self.scheduler.update_from_output(output, sampled):
-            self.outputs[result.request_id] += result.new_token_ids
-            if result.finish_reason:
-                self.reasons[result.request_id] = result.finish_reason
-        self.scheduler.check_invariants()
+    def check(self) -> None:
+        super().check()
         self.memory.check_invariants(self.scheduler.running.values())
 
-    def step(self) -> PreemptiveSchedulerOutput:
-        output = self.schedule()
-        self.update(output)
-        return output
-
-    def run(self, max_steps: int = 500) -> None:
-        for _ in as_long_as(self.scheduler.has_unfinished_requests, max_steps):
-            self.step()
+    def continuation(self, request: Request) -> list[int]:
+        return continuation(request.prompt_token_ids, request.max_tokens, self.runner.vocab_size)
 
 
 @contextmanager
@@ -121,3 +107,96 @@ def scheduled_tokens(output: SchedulerOutput) -> dict[str, int]:
 
 def preempted_ids(output: PreemptiveSchedulerOutput) -> list[str]:
     return [request.request_id for request in output.preempted_requests]
+
+
+# -- step logs; `plans.txt` says how to read them
+
+
+class ChunksOf(ChunkToBudget):
+    """Cuts every prompt into chunks of at most `size` tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def num_tokens_to_schedule(
+        self,
+        request: Request,
+        num_uncomputed_tokens: int,
+        budget: int,
+        max_step_tokens: int,
+    ) -> int:
+        return min(num_uncomputed_tokens, budget, self.size)
+
+
+def make_loop(
+    kind: Callable[..., Any],
+    *,
+    cache: str | None = None,
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_loras: int | None = None,
+    chunk: int | None = None,
+    plugins: Sequence[SchedulerPlugin] = (),
+    **options: Any,
+) -> SchedulerLoop:
+    """Make a loop from the options of a case. Other options are the scheduler's."""
+    if kind is Scheduler:
+        options = {"watermark": 0.0} | options
+    if max_loras is not None:
+        plugins = [*plugins, MaxLoRAs(max_loras)]
+    if chunk is not None:
+        options["chunk_policy"] = ChunksOf(chunk)
+    memory = make_memory(cache, num_blocks, block_size)
+    return SchedulerLoop(make_scheduler(kind, kv_memory=memory, plugins=plugins, **options))
+
+
+class SchedulerLog(StepLog):
+    """Adds adapters, preemption, and the reason why admission stopped."""
+
+    loop: SchedulerLoop
+
+    def make_request(self, word: str) -> Request:
+        word, _, adapter = word.partition("@")
+        request = super().make_request(word)
+        assert isinstance(request, KeyedRequest)
+        request.extra_keys = (("lora", adapter),) if adapter else ()
+        return request
+
+    def new_request(self, name: str, prompt: list[int], max_tokens: int, priority: int) -> Request:
+        return KeyedRequest.from_tokens(name, prompt, max_tokens, priority)
+
+    def step(self, written: str) -> str:
+        """Run a step; after "force", one that preempts. A reader who writes `#a5` wants to know
+        how many blocks a holds."""
+        is_forced = written.startswith("force ")
+        with preempting(self.loop.scheduler) if is_forced else nullcontext():
+            plan = self.loop.step()
+        words = ["force"] if is_forced else []
+        words.append(self.describe(plan))
+        for name in re.findall(r"#([a-z]+)\d", written):
+            words.append(f"#{name}{len(self.loop.memory.get_block_ids(name))}")
+        return " ".join(words)
+
+    def describe(self, plan: SchedulerOutput) -> str:
+        assert isinstance(plan, PreemptiveSchedulerOutput)
+        words = [super().describe(plan)]
+        words += [f"!{name}" for name in preempted_ids(plan)]
+        waiting = [request.request_id for request in self.loop.scheduler.waiting]
+        if plan.preempted_requests and len(waiting) > 1:
+            words.append(f"({' '.join(waiting)})")
+        if plan.admission_stop is not None:
+            words.append(f"|{' '.join(plan.admission_stop)}".rstrip())
+        return " ".join(words)
+
+    def check_end(self) -> None:
+        """Check tokens, memory, and the account of computed tokens: each token but a request's last
+        was computed once, and again if preemption lost it, unless it was cached."""
+        super().check_end()
+        stats = self.loop.scheduler.get_stats()
+        assert self.loop.memory.num_blocks_in_use == 0 == stats.kv_cache_usage
+        num_saved = stats.total_cached_tokens - stats.total_recomputed_tokens
+        requests = self.loop.requests.values()
+        if stats.total_aborted == 0:
+            num_needed = sum(request.num_tokens - 1 for request in requests)
+            assert stats.total_scheduled_tokens == num_needed - num_saved
+        assert sum(request.num_cached_tokens for request in requests) >= num_saved
