@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request
 from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from step_log import Case, StepLog, StepLoop, cases_of
 from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make
 
 
@@ -80,6 +82,13 @@ TestPagedFCFSMachine = pytest.mark.net(PagedFCFSMachine.TestCase)
 TestPagedFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("plans.txt"))
+def test_plans(case: Case) -> None:
+    scheduler = PagedFCFSScheduler(memory_of(8), **case.options)
+    StepLog(StepLoop(scheduler)).perform(case)
+
+
 # -- what the runner keeps of it
 
 
@@ -102,8 +111,8 @@ def test_columns_hold_what_was_sent(seed):
                 del tokens[name], tables[name]
             elif rng.random() < 0.6:
                 start = rng.randint(0, len(tokens[name]))  # of what is sent, no gap before it
-                num_sent = rng.randint(max(0, 3 - start), 5)  # a prompt is sent as it was
-                sent = [*tokens[name][start:3], *(rng.randrange(10**6) for _ in range(9))][:num_sent]
+                sent = tokens[name][start:3]  # a prompt is sent as it was
+                sent += [rng.randrange(10**6) for _ in range(rng.randrange(4))]
                 blocks = [rng.randrange(10**6) for _ in range(rng.randrange(3))]
                 if is_whole := rng.random() < 0.2:
                     changes.resumed_req_ids.add(name)
