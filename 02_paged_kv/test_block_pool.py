@@ -125,15 +125,28 @@ def test_every_reachable_state_of_a_small_pool():
     assert len(seen) == 24 + 24 * 2 + 12 * 4 + 4 * 8 + 16
 
 
+def test_blocks_are_reused_in_the_order_in_which_they_were_freed():
+    """Trap 11: the deepest block, named first, goes first; the head of the prefix lives longest.
+    A block that is held twice is free when both have freed it."""
+    pool = BlockPool(6)
+    table = pool.allocate(4)  # 1 2 3 4; 5 was never used
+    pool.touch(table[:1])
+    pool.free(table[::-1])
+    assert ids(pool.free_order()) == [5, 4, 3, 2]
+    pool.free(table[:1])
+    assert ids(pool.free_order()) == [5, 4, 3, 2, 1]
+    assert ids(pool.allocate(3)) == [5, 4, 3]
+
+
 OTHER = BlockPool(9)  # Trap 50: two engines in one process do not mix their blocks
 REFUSALS = {  # in a pool of 5, whose blocks 1 and 2 are held: the call, its blocks, what is said
-    "free twice in one call, trap 10": ("free", [1, 1], r"free blocks \[1, 1\]: .*unique"),
-    "free a free block": ("free", [1, 3], "cannot free block 3: the block is free already"),
-    "touch a free block": ("touch", [4], "cannot touch block 4: the block is free already"),
-    "reclaim a held block": ("reclaim", [3, 2], "cannot reclaim block 2: the block is held"),
-    "free the null block": ("free", [0], "cannot free block 0: the null block"),
-    "free another pool's block": ("free", [OTHER.blocks[1]], "not a block of this pool"),
-    "touch a block that is too large": ("touch", [OTHER.blocks[8]], "not a block of this pool"),
+    "free-twice-in-one-call": ("free", [1, 1], r"free blocks \[1, 1\]: .*unique"),
+    "free-a-free-block": ("free", [1, 3], "cannot free block 3: the block is free already"),
+    "touch-a-free-block": ("touch", [4], "cannot touch block 4: the block is free already"),
+    "reclaim-a-held-block": ("reclaim", [3, 2], "cannot reclaim block 2: the block is held"),
+    "free-the-null-block": ("free", [0], "cannot free block 0: the null block"),
+    "free-a-foreign-block": ("free", [OTHER.blocks[1]], "not a block of this pool"),
+    "touch-a-foreign-block": ("touch", [OTHER.blocks[8]], "not a block of this pool"),
 }
 
 
