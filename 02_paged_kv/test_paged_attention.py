@@ -133,11 +133,10 @@ def make_case(
         table[:num] = [free_ids.pop() for _ in range(num)]
         keys.append(normal(seq_len, num_kv_heads, head_dim))
         values.append(normal(seq_len, num_kv_heads, head_dim))
-        seq_slots = [table[p // block_size] * block_size + p % block_size for p in range(seq_len)]
-        for position, slot in enumerate(seq_slots):  # by hand: `write_kv` has tests of its own
-            block, offset = divmod(slot, block_size)
-            key_cache[block, offset] = keys[-1][position]
-            value_cache[block, offset] = values[-1][position]
+        blocks = [table[position // block_size] for position in range(seq_len)]
+        offsets = [position % block_size for position in range(seq_len)]
+        key_cache[blocks, offsets], value_cache[blocks, offsets] = keys[-1], values[-1]
+        seq_slots = [b * block_size + o for b, o in zip(blocks, offsets, strict=True)]
         slots += seq_slots[seq_len - query_len :]
     query_lens = [query_len for query_len, _ in lengths]
     metadata = AttentionMetadata(
@@ -179,7 +178,7 @@ BATCHES = {
     "blocks of 3, a head": batch(MIXED, 3, num_kv_heads=1, num_shared=1),
     "blocks of 4, edges": batch(EDGES, 4, num_kv_heads=1, num_shared=3),
     "blocks of 16, 8 heads share": batch(LONG, 16, num_kv_heads=1, num_shared=8, head_dim=5),
-    "blocks of 33, none shares": batch(MIXED, 33, num_kv_heads=4, num_shared=1),
+    "blocks of 33, none shares": batch(MIXED, 33, num_kv_heads=4, num_shared=1, head_dim=80),
     "blocks of 256, bfloat16": batch(LONG, 256, dtype=torch.bfloat16),
     "window of 1": batch(LONG, 3, window=1),
     "window of 2": batch(LONG, 1, window=2),

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from test_paged_attention_triton import check_refusals
 
 import mixed_attention_triton as module
 import split_attention_triton as version_2
@@ -18,7 +19,6 @@ from mixed_attention_triton import MixedTritonAttentionBackend
 from mixed_batch import compose
 from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, make_case
-from test_paged_attention_triton import check_refusals
 from test_split_attention_triton import (
     LaunchSpy,
     check,
