@@ -17,7 +17,7 @@ from mixed_attention import MixedAttentionBackend
 from paged_attention import TorchAttentionBackend
 from test_compiled_attention import TILED, Compiled, tiles
 from test_mixed_attention import Mixed, mixed_metadata
-from test_paged_attention import BATCHES, Attention, Case
+from test_paged_attention import BATCHES, WINDOWS, Attention, Case
 from test_window_attention import GivesUp
 
 __all__ = ["tiles"]
@@ -65,8 +65,10 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.net
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in KINDS for name in (WINDOWS if kind == "mixed" else BATCHES)],
+)
 def test_every_query_sees_what_it_should(name, kind):
     """In layers that see everything and in those with a window, whose earlier blocks are given up.
     For invariant attention: spans in which some rows see nothing, and chunks that begin after the
