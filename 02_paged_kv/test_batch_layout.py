@@ -2,78 +2,108 @@
 
 from __future__ import annotations
 
-import random
+from typing import NamedTuple
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 import batch_layout
-from batch_layout import Queries, StepLayout, all_to_device, compose_in_order, to_device
+from batch_layout import (
+    ComposedBatch,
+    Queries,
+    StepLayout,
+    all_to_device,
+    compose_in_order,
+    to_device,
+)
 from block_delta import PagedRunnerState
-from block_pool import BlockPool
-from kv_cache_manager import KVCacheManager
-from request import Request, SamplingParams
-from scheduler_interface import NewRequestData
 
 CPU = torch.device("cpu")
-PARAMS = SamplingParams()
 
 
-def compose(state: PagedRunnerState, queries: list, block_size: int) -> StepLayout:
-    rows = [state.row_of[request.request_id] for request, *_ in queries]
-    columns = [rows, *list(zip(*queries, strict=True))[1:]]
-    return compose_in_order(state, Queries(*map(np.array, columns)), block_size)
+class Query(NamedTuple):
+    row: int
+    start: int
+    num_tokens: int
+    num_logit_rows: int = 1
+
+
+def in_columns(queries: list[Query]) -> Queries:
+    return Queries(*map(np.array, zip(*queries)))
+
+
+@st.composite
+def steps(draw) -> tuple[int, list[Query]]:
+    """Block size and queries of a step: decodes, drafts, chunks that go on, ends of prompts. A
+    query's number is not its row."""
+    queries = []
+    for row in draw(st.permutations(range(draw(st.integers(1, 6))))):
+        start = draw(st.integers(0, 12))
+        num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
+        num_tokens = num_drafts + (1 if num_drafts else draw(st.integers(1, 9)))
+        goes_on = not num_drafts and draw(st.booleans())
+        queries.append(Query(row, start, num_tokens, 0 if goes_on else 1 + num_drafts))
+    return draw(st.integers(1, 5)), queries
+
+
+def make_state(num_rows: int, block_size: int) -> PagedRunnerState:
+    """Rows in which every token and every block id is another one."""
+    state, rng = PagedRunnerState(num_rows, -(-30 // block_size)), np.random.default_rng(0)
+    state.widen(30)
+    for column in (state.token_ids, state.groups[0].block_tables):
+        column[:] = rng.permutation(column.size).reshape(column.shape) + 1
+    return state
+
+
+def check_layout(
+    layout: StepLayout, state: PagedRunnerState, queries: list[Query], block_size: int
+) -> ComposedBatch:
+    """Trap 29: positions. Trap 32: each request has its own. Trap 34: what was handed out is a
+    copy."""
+    ids, positions, slots, rows_with_logits, starts, lens, tables = [], [], [], [], [0], [], []
+    in_order = [queries[i] for i in layout.order]
+    for row, start, num_tokens, num_logit_rows in in_order:
+        stop = start + num_tokens
+        table = state.groups[0].block_tables[row].tolist()
+        for position in range(start, stop):
+            if position >= stop - num_logit_rows:
+                rows_with_logits.append(len(positions))
+            positions.append(position)
+            ids.append(int(state.token_ids[row, position]))
+            slots.append(table[position // block_size] * block_size + position % block_size)
+        starts.append(len(positions))
+        lens.append(stop)
+        tables.append(table[: -(-stop // block_size)])
+    batch = layout.on(CPU)
+    for column in (state.token_ids, state.groups[0].block_tables):
+        column[:] = 0
+    assert batch.input_ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    assert batch.logit_indices.tolist() == rows_with_logits
+    (meta,) = batch.attention
+    assert meta.slot_mapping.tolist() == slots
+    assert meta.query_start_loc.tolist() == starts
+    assert meta.seq_lens.tolist() == lens
+    assert meta.max_seq_len == max(lens)
+    assert meta.max_query_len == max(query.num_tokens for query in queries)
+    assert meta.block_tables.shape[1] == max(map(len, tables))
+    for found, table in zip(meta.block_tables.tolist(), tables, strict=True):
+        assert found[: len(table)] == table
+    return batch
 
 
 @pytest.mark.net
-@pytest.mark.sample
-@pytest.mark.parametrize("block_size", [1, 2, 3, 16])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_token_stands_at_its_position_and_writes_to_its_slot(block_size, seed):
-    """Trap 29: positions. Trap 32: each request has its own. Trap 34: what was handed out is a
-    copy."""
-    rng = random.Random(seed)
-    manager = KVCacheManager(BlockPool(400), block_size)
-    state = PagedRunnerState(2, 90)
-    queries = []  # (request, start, number of tokens, number of logit rows)
-    for i in range(9):
-        request = Request.from_tokens(f"r{i}", [rng.randrange(1000) for _ in range(40)])
-        stop = rng.randint(1, 40)
-        assert manager.allocate_slots(request, stop)
-        tables = manager.get_tables(request.request_id)
-        state.admit(NewRequestData(f"r{i}", request.all_token_ids, PARAMS, 0, tables))
-        start = rng.randint(0, stop - 1)
-        queries.append((request, start, stop - start, rng.randint(0, stop - start)))
-    rng.shuffle(queries)  # a query's number is not its request's row
-    layout = compose(state, queries, block_size)
-    assert layout.order.tolist() == list(range(9))
-    batch = layout.on(CPU)
-    compose(state, [(*query[:2], 1, 1) for query in queries], block_size).on(CPU)
-    for column in (state.token_ids, state.groups[0].block_tables, state.num_tokens):
-        column[:] = 6
-    tokens, positions, slots, logit_rows, ends = [], [], [], [], [0]
-    for request, start, n, num_logit_rows in queries:
-        tokens += request.all_token_ids[start : start + n]
-        positions += range(start, start + n)
-        slots += manager.slot_mapping(request.request_id, start, start + n)
-        ends.append(len(positions))
-        logit_rows += range(ends[-1] - num_logit_rows, ends[-1])
-    (attention,) = batch.attention
-    assert batch.input_ids.tolist() == tokens
-    assert batch.positions.tolist() == positions
-    assert batch.logit_indices.tolist() == logit_rows
-    assert attention.slot_mapping.tolist() == slots
-    assert attention.query_start_loc.tolist() == ends
-    stops = [start + n for _, start, n, _ in queries]
-    assert attention.seq_lens.tolist() == stops
-    assert attention.max_query_len == max(n for _, _, n, _ in queries)
-    assert attention.max_seq_len == max(stops)
-    assert attention.block_tables.shape[1] == -(-max(stops) // block_size)
-    for row, ((request, *_), stop) in enumerate(zip(queries, stops, strict=True)):
-        num_blocks = -(-stop // block_size)
-        known = list(manager.get_block_ids(request.request_id))[:num_blocks]
-        assert attention.block_tables[row, :num_blocks].tolist() == known
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_every_token_stands_at_its_position_and_writes_to_its_slot(step):
+    block_size, queries = step
+    state = make_state(len(queries), block_size)
+    layout = compose_in_order(state, in_columns(queries), block_size)
+    assert layout.order.tolist() == list(range(len(queries)))
+    check_layout(layout, state, queries, block_size)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
