@@ -26,12 +26,12 @@ class Watcher(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [TritonAttentionBackend, SplitTritonAttentionBackend])
 def test_a_watched_launch_computes_the_same(kind, device):
-    """Kernels for other constants are other operations."""
+    """Kernels for other constants are other operations, and stay what they are."""
     names = {"_paged_attention_kernel"}
     if kind is SplitTritonAttentionBackend:
         names = {"_plan_items_kernel", "_split_attention_kernel", "_merge_splits_kernel"}
-    for block_size in (16, 4):
-        case = make_case([(5, 5), (1, 300)], block_size, torch.float32, device=device)
+    for block_size in (16, 4, 16):
+        case = make_case([(2, 270)], block_size, torch.float32, device=device)
         expected = case.attend(case.plan(kind()))
         with Watcher() as watcher:
             output = case.attend(case.plan(kind()))
