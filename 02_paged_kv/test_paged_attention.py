@@ -238,9 +238,7 @@ def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared, att
 
 
 @pytest.mark.net
-@pytest.mark.parametrize(
-    "query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (1, 9, 2), (3, 9, 2)]
-)
+@pytest.mark.parametrize("query_len, seq_len, num_columns", [(5, 4, 9), (1, 0, 9), (3, 9, 2)])
 def test_metadata_that_contradicts_itself_is_an_error(query_len, seq_len, num_columns, attention):
     case = attention.make_case([(1, 4)], 4)
     case.metadata.query_start_loc = torch.tensor([0, query_len])

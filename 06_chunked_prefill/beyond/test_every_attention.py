@@ -53,6 +53,7 @@ class Invariant(Attention):
 
 KINDS = {"one method": OneMethod(), "mixed": Mixed(3)}
 KINDS |= {"compiled, mixed": CompiledMixed(), "invariant": Invariant()}
+SOME = [*WINDOWS, "blocks of 4, edges", "blocks of 16, 8 heads share"]  # all: next to each backend
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.net
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind in KINDS for name in (WINDOWS if kind == "mixed" else BATCHES)],
+    [(kind, name) for kind in KINDS for name in (BATCHES if kind == "invariant" else SOME)],
 )
 def test_every_query_sees_what_it_should(name, kind):
     """In layers that see everything and in those with a window, whose earlier blocks are given up.
