@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,8 +16,9 @@ from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput, StepOutput
-from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make, refused, step
+from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from step_log import Case, StepLog, StepLoop, cases_of
+from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make
 
 
 def memory_of(num_blocks: int, block_size: int = 1) -> KVCacheManager:
@@ -74,60 +78,64 @@ class PagedFCFSMachine(FCFSMachine):
             assert not self.scheduler.delta._num_blocks and not self.runner.state.row_of
 
 
-TestPagedFCFSMachine = PagedFCFSMachine.TestCase
+TestPagedFCFSMachine = pytest.mark.net(PagedFCFSMachine.TestCase)
 TestPagedFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-# -- readable cases
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("plans.txt"))
+def test_plans(case: Case) -> None:
+    scheduler = PagedFCFSScheduler(memory_of(8), **case.options)
+    StepLog(StepLoop(scheduler)).perform(case)
 
 
-def scheduler_with(
-    memory: KVCacheManager, *requests: Request, **limits: int | None
-) -> PagedFCFSScheduler:
-    scheduler = PagedFCFSScheduler(memory, **limits)
-    for request in requests:
-        scheduler.add_request(request)
-    return scheduler
+# -- what the runner keeps of it
 
 
-def test_a_request_that_the_whole_memory_could_not_hold_is_refused_at_once():
-    """Trap 16: the request neither waits forever nor stops the engine, and no other request is
-    affected."""
-    scheduler = scheduler_with(memory_of(8), make("other", 3))
-    step(scheduler)
-    refused(scheduler, make("r", 5, 5), "9 positions do not fit")
-    assert step(scheduler) == {"other": 1}
-    shortened = make("s", 5, 5)
-    scheduler = scheduler_with(memory_of(8), shortened, max_model_len=9)
-    assert shortened.max_tokens == 4, "what the model cuts short needs no memory"
-
-
-def test_the_largest_request_that_fits_is_served_to_its_last_token():
-    """The last token is sampled and never fed back: it needs no position."""
-    memory, request = memory_of(8), make("r", 5, max_tokens=4)
-    scheduler = scheduler_with(memory, request, max_num_batched_tokens=5)
-    counts = [step(scheduler) for _ in range(4)]
-    assert counts == [{"r": 5}, {"r": 1}, {"r": 1}, {"r": 1}]
-    assert request.finish_reason == "length" and request.num_computed_tokens == 8
-    assert memory.num_blocks_in_use == 0
-
-
-def test_a_plan_says_how_many_blocks_are_held_while_it_runs():
-    memory = memory_of(4, block_size=4)
-    scheduler = scheduler_with(memory, make("a", 5, 1))
-    plan = scheduler.schedule()
-    scheduler.update_from_output(plan, StepOutput({"a": [7]}))
-    assert plan.num_kv_blocks_in_use == 2 and memory.num_blocks_in_use == 0
-    assert scheduler.schedule().num_kv_blocks_in_use == 0
-
-
-def test_an_id_that_is_used_again_gets_its_new_table_sent():
-    memory = memory_of(4, block_size=4)
-    scheduler = scheduler_with(memory, make("a", 4, 1))
-    step(scheduler)
-    scheduler.add_request(make("a", 6, 1))
-    (new,) = scheduler.schedule().scheduled_new_reqs
-    assert new.block_ids == (memory.get_block_ids("a"),) == ([2, 3],)
+@pytest.mark.net
+@pytest.mark.parametrize("seed", range(8))
+def test_columns_hold_what_was_sent(seed):
+    """Against lists: tokens overlay those that are known from any output or prompt token on, and
+    later ones are dropped; blocks are appended, or replace the table of a request that resumes;
+    rows are reused, and grow when they run out. Chapter 1's state agrees on the tokens."""
+    rng = random.Random(seed)
+    states = RunnerState(), PagedRunnerState(max_num_seqs=2, max_blocks_per_request=40)
+    tokens: dict[str, list[int]] = {}
+    tables: dict[str, list[int]] = {}
+    for number in range(60):
+        plan = SchedulerOutput()
+        changes = plan.scheduled_cached_reqs
+        for name in sorted(tokens):
+            if rng.random() < 0.1:
+                plan.finished_req_ids.add(name)
+                del tokens[name], tables[name]
+            elif rng.random() < 0.6:
+                start = rng.randint(0, len(tokens[name]))  # of what is sent, no gap before it
+                sent = tokens[name][start:3]  # a prompt is sent as it was
+                sent += [rng.randrange(10**6) for _ in range(rng.randrange(4))]
+                blocks = [rng.randrange(10**6) for _ in range(rng.randrange(3))]
+                if is_whole := rng.random() < 0.2:
+                    changes.resumed_req_ids.add(name)
+                tokens[name] = tokens[name][:start] + sent
+                tables[name] = tables[name] * (not is_whole) + blocks
+                changes.req_ids.append(name)
+                changes.new_token_ids.append(sent)
+                changes.num_output_tokens.append(len(tokens[name]) - 3)
+                changes.num_computed_tokens.append(0)
+                changes.new_block_ids.append((blocks,) if blocks or is_whole else ())
+        if len(tokens) < 7:
+            name = str(rng.choice([i for i in range(9) if str(i) not in tokens]))
+            tokens[name], tables[name] = [number, 1, 2], [rng.randrange(10**6)] * rng.randrange(2)
+            params = make(name, 1).sampling_params
+            new = NewRequestData(name, list(tokens[name]), params, 0, (list(tables[name]),))
+            plan.scheduled_new_reqs.append(new)
+        for state in states:
+            state.apply(plan)
+            assert {name: r.tokens(0, 99) for name, r in state.requests.items()} == tokens
+        (_, columns) = states
+        assert {name: columns.block_ids(name) for name in columns.requests} == tables
+        for name, row in columns.requests.items():
+            assert row.prompt_token_ids + row.output_token_ids == tokens[name]
 
 
 class Grows(KVCacheManager):
@@ -138,11 +146,12 @@ class Grows(KVCacheManager):
 
 
 def test_blocks_that_come_later_are_sent_when_they_come_each_once():
-    """Chapter 4's schedulers take a block when a token needs it. The delta is the same."""
+    """Chapter 4's schedulers take a block when a token needs it. The delta is the same. Trap 9:
+    what was sent is a copy."""
     memory = Grows(BlockPool(9), 2)
-    scheduler = scheduler_with(memory, make("a", 3, 9))
-    plan = scheduler.schedule()
-    assert plan.scheduled_new_reqs[0].block_ids == ([1, 2],)
+    scheduler = PagedFCFSScheduler(memory)
+    scheduler.add_request(make("a", 3, 9))
+    first = plan = scheduler.schedule()
     sent = []
     for _ in range(5):
         scheduler.update_from_output(plan, StepOutput({"a": [7]}))
@@ -151,61 +160,4 @@ def test_blocks_that_come_later_are_sent_when_they_come_each_once():
         sent.append(plan.scheduled_cached_reqs.new_block_ids)
     #    position  3      4       5      6       7
     assert sent == [[()], [([3],)], [()], [([4],)], [()]]
-
-
-def test_new_block_ids_in_the_message_are_copies():
-    """Trap 9: the manager's table goes on growing."""
-    memory = Grows(BlockPool(9), 2)
-    scheduler = scheduler_with(memory, make("a", 3, 9))
-    plan = scheduler.schedule()
-    assert memory.allocate_slots(scheduler.requests["a"], 4)
-    assert plan.scheduled_new_reqs[0].block_ids == ([1, 2],)
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_a_limit_below_one_is_an_error(name):
-    with pytest.raises(ValueError, match=f"{name} must be .*>= 1, got 0"):
-        PagedFCFSScheduler(memory_of(8), **{name: 0})
-
-
-# -- what the runner keeps of it
-
-
-def test_a_table_that_is_sent_whole_replaces_the_one_that_was_known():
-    """A request that was preempted comes back with other blocks, fewer perhaps."""
-    state = PagedRunnerState(max_num_seqs=1, max_blocks_per_request=4)
-    params = make("a", 1).sampling_params
-    state.apply(SchedulerOutput([NewRequestData("a", [1, 2], params, 0, ([5, 6, 7],))]))
-    plan = SchedulerOutput()
-    cached = plan.scheduled_cached_reqs
-    cached.req_ids, cached.new_token_ids, cached.new_block_ids = ["a"], [[1, 2, 9]], [([8, 5],)]
-    cached.num_computed_tokens, cached.num_output_tokens = [0], [1]
-    cached.resumed_req_ids = {"a"}
-    state.apply(plan)
-    assert state.block_ids("a") == [8, 5]
-    cached.new_token_ids, cached.new_block_ids, cached.resumed_req_ids = [[4]], [([3],)], set()
-    cached.num_output_tokens = [2]
-    state.apply(plan)
-    assert state.block_ids("a") == [8, 5, 3]
-    assert state.requests["a"].output_token_ids == [9, 4]
-
-
-@pytest.mark.parametrize("known", [[], [8], [8, 9], [8, 9, 10]])
-@pytest.mark.parametrize("sent", [[], [10], [11, 12], [3, 8, 9], [1, 2, 3, 8, 9, 10], [1, 2, 3]])
-@pytest.mark.parametrize("num_outputs", range(5))
-def test_tokens_overlay_those_that_are_known_as_in_chapter_1(known, sent, num_outputs):
-    """The sent tokens start at an earlier output, within the prompt, or at 0. Later known tokens
-    are dropped."""
-    if not -3 <= num_outputs - len(sent) <= len(known):
-        return
-    states = RunnerState(), PagedRunnerState(max_num_seqs=1, max_blocks_per_request=1)
-    new = [NewRequestData(name, [1, 2, 3], make(name, 1).sampling_params) for name in "ab"]
-    first = CachedRequestData([*"ba"], [[8], known], [0, 0], [1, len(known)], [(), ()])
-    second = CachedRequestData([*"ab"], [sent, [9]], [0, 0], [num_outputs, 2], [(), ()])
-    for state in states:
-        state.apply(SchedulerOutput(new))
-        for changes in (first, second):
-            state.apply(SchedulerOutput(scheduled_cached_reqs=changes))
-    lists, rows = ({n: r.output_token_ids for n, r in s.requests.items()} for s in states)
-    assert rows == lists
-    assert rows["b"] == [8, 9] and len(rows["a"]) == num_outputs
+    assert first.scheduled_new_reqs[0].block_ids == ([1, 2],)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -21,7 +22,9 @@ from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput, StepOutput
 from scheduler_steps import (
+    SchedulerLog,
     SchedulerLoop,
+    make_loop,
     make_memory,
     make_scheduler,
     preempted_ids,
@@ -29,8 +32,8 @@ from scheduler_steps import (
 )
 from sglang_policies import POLICIES, policy_over
 from step_cost import count_work
+from step_log import Case, cases_of
 from step_plan import PreemptiveSchedulerOutput
-from unchunked import Unchunked
 
 VOCAB = 4  # few tokens, so that prefixes are shared by chance
 SCHEDULERS = (Scheduler, PrefillFirstScheduler)
@@ -88,20 +91,15 @@ class Run(SchedulerLoop):
             prompt = self.requests[name].prompt_token_ids
             assert tokens == continuation(prompt, len(tokens), VOCAB), name
 
-    def chunks(self, name: str) -> list[int]:
-        return [plan.get(name, 0) for plan in self.plans]
 
-
-def two_phase(
-    policy, cache=None, num_blocks=200, block_size=4, kind: type = Scheduler, **options
-) -> Run:
-    memory = make_memory(cache, num_blocks, block_size)
-    return Run(kind(kv_memory=memory, chunk_policy=policy, **options))
+def two_phase(policy, **options) -> Run:
+    return Run(Scheduler(kv_memory=make_memory(None, 200, 4), chunk_policy=policy, **options))
 
 
 # -- what a policy gives
 
 
+@pytest.mark.net
 @given(
     threshold=st.none() | st.integers(1, 50),
     num_uncomputed_tokens=st.integers(1, 200),
@@ -132,46 +130,37 @@ def test_drafts_are_not_a_prompt():
 
 
 @pytest.mark.parametrize(
-    ("named", "arguments"),
+    ("kind", "named", "arguments"),
     [
-        ("long_prefill_token_threshold", (0,)),
-        ("long_prefill_token_threshold", (True,)),
-        ("long_prefill_token_threshold", (2.5,)),
-        ("max_long_partial_prefills", (4, 0)),
-        ("max_long_partial_prefills", (4, "2")),
-        ("max_long_partial_prefills", (None, 2)),
+        (ChunkedPrefill, "long_prefill_token_threshold", (0,)),
+        (ChunkedPrefill, "long_prefill_token_threshold", (True,)),
+        (ChunkedPrefill, "long_prefill_token_threshold", (2.5,)),
+        (ChunkedPrefill, "max_long_partial_prefills", (4, 0)),
+        (ChunkedPrefill, "max_long_partial_prefills", (4, "2")),
+        (ChunkedPrefill, "max_long_partial_prefills", (None, 2)),
+        (AdaptiveChunks, "target_step_ms", (0,)),
+        (AdaptiveChunks, "target_step_ms", (True,)),
+        (AdaptiveChunks, "target_step_ms", (float("nan"),)),
+        (AdaptiveChunks, "target_step_ms", (float("inf"),)),
+        (AdaptiveChunks, "long_prefill_token_threshold", (5, 0)),
+        (AdaptiveChunks, "min_chunk", (5, None, None, 0)),
+        (AdaptiveChunks, "min_chunk", (5, None, None, 2.0)),
     ],
 )
-def test_what_it_refuses(named, arguments):
+def test_what_is_refused_is_named(kind, named, arguments):
     with pytest.raises(ValueError, match=named):
-        ChunkedPrefill(*arguments)
+        kind(*arguments)
 
 
 # -- chunks in the two-phase scheduler
 
 
-@pytest.mark.parametrize("threshold", [1, 3, 4, 7, 19, 20, 21, None])
-def test_a_prompt_comes_in_pieces_of_the_threshold_and_yields_one_token_at_its_end(threshold):
-    run = two_phase(ChunkedPrefill(threshold), max_num_batched_tokens=64)
-    run.add(make_request("a", 20, 3))
-    run.to_the_end()
-    size = threshold or 20
-    chunks = [min(size, 20 - start) for start in range(0, 20, size)]
-    assert run.chunks("a") == [*chunks, 1, 1]
-    assert len(run.outputs["a"]) == 3
-
-
-@pytest.mark.parametrize("budget", [5, 16, 17])
-def test_a_prompt_longer_than_a_step_takes_what_the_step_has(budget):
-    run = two_phase(ChunkedPrefill(), max_num_batched_tokens=budget, max_num_seqs=4)
-    run.add(make_request("short", 2, 12), make_request("long", 40, 2))
-    run.to_the_end()
-    assert run.chunks("short")[:2] == [2, 1]
-    assert run.chunks("long")[:2] == [budget - 2, budget - 1]
-    assert len(run.outputs["long"]) == 2
-    whole = two_phase(Unchunked(), max_num_batched_tokens=budget)
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        whole.add(make_request("long", 40, 2))
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("plans.txt"))
+def test_plans(case: Case) -> None:
+    options = dict(case.options)
+    policy = ChunkedPrefill(options.pop("threshold", None), options.pop("max_long", None))
+    SchedulerLog(make_loop(Scheduler, chunk_policy=policy, **options)).perform(case)
 
 
 def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_it():
@@ -187,23 +176,6 @@ def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_i
     run.to_the_end()
 
 
-def test_so_many_long_prompts_are_under_way_and_short_ones_pass():
-    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
-    run = two_phase(policy, max_num_batched_tokens=32, max_num_seqs=8)
-    longs = [make_request(f"long{i}", 18, 2) for i in range(3)]
-    run.add(*longs, make_request("short", 4, 9))
-    run.step()
-    assert run.plans[0] == {"long0": 4, "short": 4}
-    for _ in as_long_as(run.scheduler.has_unfinished_requests):
-        run.step()
-        partial = [r for r in longs if 0 < r.num_computed_tokens < 18 - 4 and not r.is_finished]
-        assert len(partial) <= 1
-    starts = [run.chunks(r.request_id).index(4) for r in longs]
-    # While the last chunk of one is computed, which is not long any more, the next may begin.
-    assert starts == [0, 4, 8]
-    run.to_the_end()
-
-
 def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
     policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
     assert [policy.can_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
@@ -212,32 +184,6 @@ def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
     assert [two.can_start(one, 9) for _ in range(4)] == [True, True, False, False]
     two.begin_step([one] * 3, lambda one: 9)  # more of them run than may
     assert not two.can_start(one, 9)
-
-
-def test_a_long_prompt_that_is_held_back_does_not_wait_for_ever():
-    """After a bounded number of short ones the queue waits for it."""
-    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
-    run = two_phase(policy, max_num_batched_tokens=8, max_num_seqs=4, max_overtakes=3)
-    run.add(make_request("long0", 60, 1), make_request("long1", 60, 1))
-    for i in range(40):
-        run.add(make_request(f"short{i}", 3, 1))
-    run.to_the_end()
-    begun = next(i for i, n in enumerate(run.chunks("long1")) if n)
-    passed = [i for i in range(40) if any(run.chunks(f"short{i}")[:begun])]
-    assert 0 < len(passed) <= 3 + 1
-
-
-def test_what_a_cached_prefix_leaves_decides_what_is_long():
-    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
-    run = two_phase(policy, cache="hash", max_num_batched_tokens=64)
-    first = make_request("first", 20, 1)
-    run.add(first)
-    run.to_the_end()
-    again = Request.from_tokens("again", first.prompt_token_ids, max_new_tokens=1)
-    run.add(make_request("long", 40, 1), again)
-    run.step()
-    assert run.plans[-1] == {"long": 4, "again": 4}  # 16 of 20 were there
-    run.to_the_end()
 
 
 def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
@@ -253,7 +199,7 @@ def test_more_decodes_than_a_chunk_has_tokens_do_not_stop_a_mixed_prompt():
     first = len(run.plans)
     for _ in range(5):
         run.step()
-    assert run.chunks("long")[first:] == [4] * 5
+    assert [plan["long"] for plan in run.plans[first:]] == [4] * 5
     assert all(len(plan) == 9 for plan in run.plans[first:])
     run.to_the_end()
 
@@ -287,8 +233,8 @@ def clock(plan: dict[str, int], starts: list[int]) -> float:
     return 2.0 + 0.05 * work.num_tokens + 0.0002 * pairs
 
 
-@pytest.mark.parametrize("num_drafts", [0, 8])
-@pytest.mark.parametrize("num_decodes", [0, 12])
+@pytest.mark.net
+@pytest.mark.parametrize(("num_decodes", "num_drafts"), [(12, 0), (12, 8)])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_drafts):
     policy = AdaptiveChunks(20.0)
@@ -332,6 +278,7 @@ POLICY_MAKERS: dict[str, Callable[[random.Random], ChunkedPrefill]] = {
 }
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("cache", [None, "hash", "radix"])
@@ -379,24 +326,3 @@ def test_random_runs_change_no_token(maker, cache, kind):
         assert memory.num_blocks_in_use == 0, f"seed {seed}"
         num_cut_and_preempted += len(run.cut_and_preempted)
     assert num_cut_and_preempted > 0, "nobody was ever preempted between two chunks"
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_computed_chunks_of_an_unfinished_prompt_are_reusable_immediately(kind, cache):
-    """Its full blocks are cached between its chunks, for any request that arrives in the
-    meantime."""
-    options = {"chunked_prefill_size": 8} if kind is PrefillFirstScheduler else {}
-    options["chunk_policy"] = ChunkedPrefill(8)
-    memory = make_memory(cache, 100, 4)
-    run = Run(kind(kv_memory=memory, max_num_batched_tokens=40, **options))
-    long = make_request("long", 40, 1)
-    run.add(long)
-    run.step()
-    run.step()
-    assert long.num_computed_tokens == 16
-    twin = Request.from_tokens("twin", [*long.prompt_token_ids[:16], 1, 2, 3], max_new_tokens=2)
-    assert memory.find_cached_blocks(twin), "nothing of an unfinished prompt is found"
-    run.add(twin)
-    run.to_the_end()
-    assert twin.num_cached_tokens >= 16

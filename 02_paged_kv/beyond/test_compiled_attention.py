@@ -1,44 +1,59 @@
-"""The backend with compiled rows against the oracle of `test_paged_attention.py`. The function is
-the plain `attend_rows` here, which needs no compiler."""
+"""The backend with compiled rows, by chapter 2's contract. The function is the plain `attend_rows`
+here, which needs no compiler."""
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import pytest
 import torch
 
 import compiled_attention as module
+import tiled_attention
 from attention_plan import SHORT_QUERIES
-from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache, write_kv_anywhere
+from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 from decode_attention import attend_rows
-from paged_attention import PagedKVCache, TorchAttentionBackend, write_kv
+from paged_attention import PagedKVCache, TorchAttentionBackend
 from test_decode_attention import head_major
-from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
+from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     MIXED,
-    BackendOf,
+    Attention,
     Case,
+    Lengths,
     make_case,
-    test_a_query_sees_its_window,
-    test_any_mix_of_query_lengths_through_shuffled_tables,
-    test_batches_without_tokens_and_sequences_without_tokens,
+    test_each_query_attends_to_what_it_sees,
     test_metadata_that_contradicts_itself_is_an_error,
     test_models_with_other_numbers_of_query_heads_share_metadata,
+    test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
 )
+from tiled_attention import attend_in_tiles, is_for_tiles
 
 
-def make_backend(
-    case: Case, others: TorchAttentionBackend | None = None
-) -> CompiledAttentionBackend:
-    """`num_rows` of it: that came to its function, call by call."""
+def in_head_major(case: Case) -> Case:
+    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    return case
 
-    def attend(query, key_cache, value_cache, rows, *rest):
-        backend.num_rows.append(len(rows.tokens))
-        attend_rows(query, key_cache, value_cache, rows, *rest)
 
-    backend = CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache, others)
-    backend.num_rows = []
-    return backend
+class Compiled(Attention):
+    """`num_rows`: the rows that came to its function, call by call."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
+        return in_head_major(super().make_case(lengths, block_size, **options))
+
+    def make_backend(self, case: Case, others: TorchAttentionBackend | None = None):
+        def attend(query, key_cache, value_cache, rows, *rest):
+            self.num_rows.append(len(rows.tokens))
+            attend_rows(query, key_cache, value_cache, rows, *rest)
+
+        return CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache, others)
+
+
+@pytest.fixture
+def attention() -> Compiled:
+    return Compiled()
 
 
 class Counting(TorchAttentionBackend):
@@ -49,79 +64,34 @@ class Counting(TorchAttentionBackend):
         return super().attend_group(*arguments, **options)
 
 
-def count_short(lengths: list[tuple[int, int]]) -> int:
-    return sum(query_len for query_len, _ in lengths if query_len <= max(SHORT_QUERIES))
-
-
-def make_head_major_case(*arguments, **options) -> Case:
-    case = make_case(*arguments, **options)
-    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
-    return case
-
-
-def attend(case: Case, backend: CompiledAttentionBackend) -> torch.Tensor:
-    return case.attend(case.plan(backend))
-
-
-@pytest.fixture
-def short_query() -> None:
-    """The function gets the queries that are short, which a test counts."""
-
-
-@pytest.fixture
-def backend_of() -> BackendOf:
-    """The backend for chapter 2's tests."""
-
-    def make(case: Case) -> CompiledAttentionBackend:
-        case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
-        return make_backend(case)
-
-    return make
-
-
 @pytest.mark.parametrize(
-    "lengths",
-    [
-        [*MIXED, (18, 30), (1, 8), (31, 31)],
-        [(1, 9)],
-        [(1, 9), (1, 3), (25, 25)],
-        [(25, 25), (1, 9)],
-        [(27, 27)],
-    ],
-    ids=str,
+    "lengths", [[*MIXED, (18, 30), (1, 8), (31, 31)], [(25, 25), (1, 9)], [(27, 27)]], ids=str
 )
-def test_short_queries_go_to_the_function_and_all_others_the_usual_way(lengths):
-    case = make_head_major_case(lengths, 4)
-    backend, num_rows = make_backend(case), count_short(lengths)
-    plan = case.check_backend(backend)
-    assert backend.num_rows == [num_rows] * 2 * (num_rows > 0)
-    num_long = sum(query_len > max(SHORT_QUERIES) for query_len, _ in lengths)
-    assert not plan.groups and len(plan.long_queries) == num_long
+def test_short_queries_go_to_the_function_and_all_others_the_usual_way(lengths, attention):
+    plan = attention.check(lengths, 4)
+    is_long = [query_len > max(SHORT_QUERIES) for query_len, _ in lengths]
+    num_rows = sum(q for (q, _), long in zip(lengths, is_long, strict=True) if not long)
+    assert attention.num_rows == [num_rows] * 2 * (num_rows > 0)
+    assert not plan.groups and len(plan.long_queries) == sum(is_long)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"num_kv_heads": 1, "num_shared": 4},
-        {"num_shared": 4},
-        {"head_dim": 6},
-        {"dtype": torch.float32},
-        {"block_size": 8},
-    ],
-    ids=str,
-)
-def test_another_model_is_attended_to_the_usual_way(other):
+OTHERS: list[dict[str, Any]] = [{"num_kv_heads": 1, "num_shared": 4}, {"num_shared": 4}]
+OTHERS += [{"head_dim": 6}, {"dtype": torch.float32}, {"block_size": 8}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_another_model_is_attended_to_the_usual_way(other, attention):
     """A draft model shares backend and metadata, and the function is not made for it."""
     others = Counting()
-    backend = make_backend(make_head_major_case(MIXED, 4), others)
-    for make in (make_case, make_head_major_case):
+    backend = attention.make_backend(in_head_major(make_case(MIXED, 4)), others)
+    for make in (make_case, attention.make_case):
         case = make(MIXED, **{"block_size": 4} | other)
         others.num_groups = 0
-        case.check(attend(case, backend))
+        case.check(case.attend(case.plan(backend)))
         assert others.num_groups == len(case.plan(backend).groups) > 0
     case = make_case(MIXED, 4)
-    case.check(attend(case, backend))
-    assert backend.num_rows == [], "memory of the other order is not for it either"
+    case.check(case.attend(case.plan(backend)))
+    assert attention.num_rows == [], "memory of the other order is not for it either"
 
 
 def test_memory_is_head_major_without_a_visible_difference():
@@ -130,25 +100,57 @@ def test_memory_is_head_major_without_a_visible_difference():
     assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
     assert (cache.num_blocks, cache.block_size) == (5, 4)
     assert len(cache.key_cache) == len(cache.value_cache) == 3
-    tensors, plain_tensors = ((*c.key_cache, *c.value_cache) for c in (cache, plain))
-    for tensor, plain_tensor in zip(tensors, plain_tensors, strict=True):
-        assert torch.equal(tensor, plain_tensor)
+    for tensor in (*cache.key_cache, *cache.value_cache):
+        assert torch.equal(tensor, plain.key_cache[0])
         assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_tokens_are_written_to_the_slots_of_the_plain_function(block_size):
-    cache, plain = (kind(1, 6, block_size, 2, 3) for kind in (HeadMajorKVCache, PagedKVCache))
-    slots = random.Random(0).sample(range(6 * block_size), 5)
-    mapping = torch.tensor([slots[0], -1, *slots[1:], -1])
-    key, value = torch.randn(2, 7, 2, 3)
-    write_kv(key, value, plain.key_cache[0], plain.value_cache[0], mapping)
-    for target in (cache, PagedKVCache(1, 6, block_size, 2, 3)):
-        write_kv_anywhere(key, value, target.key_cache[0], target.value_cache[0], mapping)
-        assert torch.equal(target.key_cache[0], plain.key_cache[0])
-        assert torch.equal(target.value_cache[0], plain.value_cache[0])
 
 
 def test_without_a_compiler_there_is_no_backend(monkeypatch):
     monkeypatch.setattr(module, "compile_rows", lambda *arguments: None)
     assert CompiledAttentionBackend.compiled_for(4, HeadMajorKVCache(1, 3, 4, 2, 8)) is None
+
+
+# -- long queries by tiles
+
+TILED: Lengths = [(17, 17), (20, 41), (1, 9), (33, 33), (48, 50), (17, 70)]
+
+
+@pytest.fixture
+def tiles(monkeypatch) -> list[tuple[int, int]]:
+    """Query and key lengths of each call. Tiles of 16 end within, at and after the queries'."""
+    calls: list[tuple[int, int]] = []
+
+    def spy(query, keys, values, scale):
+        calls.append((query.shape[2], len(keys)))
+        return attend_in_tiles(query, keys, values, scale)
+
+    monkeypatch.setattr(module, "attend_in_tiles", spy)
+    monkeypatch.setattr(tiled_attention, "QUERY_TILE", 16)
+    return calls
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_long_queries_are_attended_in_tiles(block_size, dtype, tiles, attention, monkeypatch):
+    monkeypatch.setattr(tiled_attention, "DTYPE", dtype)
+    attention.check(TILED, block_size, dtype=dtype)
+    assert sorted(tiles) == sorted(2 * [pair for pair in TILED if pair[0] > 16])
+    tiles.clear()
+    attention.check(TILED, block_size, dtype=torch.float32)
+    attention.check(TILED, block_size, dtype=dtype, window=5)
+    query = torch.zeros(2, 2, 20, 8, dtype=dtype)
+    limit = tiled_attention.MAX_KEYS
+    assert not tiles and is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
+
+
+def test_in_bfloat16_it_is_as_exact_as_its_inputs():
+    """Against float64 on the same bfloat16 numbers: an error of the size of bfloat16's steps."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, 300, 64).bfloat16()
+    keys, values = torch.randn(2, 333, 2, 64).bfloat16()
+    exact = [t.double() for t in (query, keys, values)]
+    expected = attend_in_tiles(*exact, 64**-0.5)
+    found = attend_in_tiles(query, keys, values, 64**-0.5)
+    error = (found.double() - expected).abs()
+    assert found.dtype == torch.bfloat16
+    assert error.max() < 0.04 and error.mean() < 0.0015

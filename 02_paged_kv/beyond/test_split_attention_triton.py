@@ -1,10 +1,13 @@
-"""Version 2 of the kernels, and what both versions promise, against float64: on a GPU if there is
-one, else in the interpreter (`conftest.py` switches it on)."""
+"""Both versions of the kernels against float64: on a GPU if there is one, else in the interpreter
+(`conftest.py` switches it on)."""
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,6 +19,7 @@ import torch
 import paged_attention_triton as version_1
 import split_attention_triton as module
 from kernel_launch import DecodeTuning
+from paged_attention import write_kv
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
     SequenceRange,
@@ -24,10 +28,9 @@ from split_attention_triton import (
     bound_tiles,
     choose_split_len,
 )
+from test_decode_attention import TOLERANCE as PRECISE
 from test_decode_attention import head_major
-from test_paged_attention import Case, make_case
-from test_paged_attention_triton import check as check_either
-from test_paged_attention_triton import check_refusals
+from test_paged_attention import Attention, Case, Lengths, make_case
 
 TILE = 16  # the smallest that a kernel can multiply
 LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
@@ -36,12 +39,36 @@ LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
 BOTH = pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
 
 
-def attend(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend):
-    return case.attend(case.plan(backend()))
+class Triton(Attention):
+    """A kernel, on a device."""
+
+    def __init__(self, backend: type[TritonAttentionBackend], device: torch.device | str) -> None:
+        self.backend, self.device = backend, device
+
+    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
+        options = {"dtype": torch.float32, "device": self.device} | options
+        return super().make_case(lengths, block_size, **options)
+
+    def make_backend(self, case: Case) -> TritonAttentionBackend:
+        case.tolerance = PRECISE
+        return self.backend()
+
+    def attend(self, case: Case) -> torch.Tensor:
+        return case.attend(case.plan(self.backend()))
+
+    def check(self, *arguments: Any, **options: Any) -> Any:
+        return self.check_case(self.make_case(*arguments, **options))
+
+    def check_case(self, case: Case) -> Any:
+        """One layer: a kernel takes long here."""
+        plan = case.plan(self.make_backend(case))
+        case.check(case.attend(plan))
+        return plan
 
 
-def check(case: Case, backend: type[TritonAttentionBackend] = SplitTritonAttentionBackend) -> Any:
-    return check_either(case, backend)
+@pytest.fixture
+def split(device) -> Triton:
+    return Triton(SplitTritonAttentionBackend, device)
 
 
 def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE) -> None:
@@ -83,10 +110,11 @@ def poisoned_scratch(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
+@pytest.mark.net
 @pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_every_query_length_and_history_around_tile_split_and_block_borders(block_size, device):
+def test_every_query_length_and_history_around_tile_split_and_block_borders(block_size, split):
     """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
     nothing after it. Trap 30: chunks that end where a block, a tile or a split ends."""
     tile_tokens = TILE // 2  # two heads share a KV head
@@ -95,13 +123,21 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
     lengths = [(q, q + h) for q in query_lens for h in histories]
     lengths += [(q, 2 * TILE) for q in query_lens]
     random.Random(block_size).shuffle(lengths)
+    if split.device.type == "cpu":
+        lengths = lengths[::2]
     for chosen in (lengths, [(min(q, 1), n) for q, n in lengths]):  # long queries; decodes
-        case = make_case(
-            chosen, block_size, torch.float32, num_kv_heads=1, num_padding_tokens=2, device=device
-        )
-        check(case)
+        split.check(chosen, block_size, num_kv_heads=1)
 
 
+@pytest.mark.net
+@pytest.mark.sample(every=4, first=2)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 33, 256])
+def test_any_mix_of_query_lengths_in_one_pass(block_size, device):
+    """Version 1. Traps 28, 35."""
+    Triton(TritonAttentionBackend, device).check([(1, 1), (5, 5), (1, 70), (7, 20)], block_size)
+
+
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize(
     "num_kv_heads, num_shared, head_dim",
@@ -112,32 +148,53 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, backend, device):
     shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
-    check(make_case(lengths, 4, torch.float32, **shape, device=device), backend)
+    Triton(backend, device).check(lengths, 4, **shape)
+
+
+@pytest.mark.net
+@pytest.mark.sample
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("poisoned_scratch")
+def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
+    for lengths in ([(70, 70), (5, 300), (1, 20)], [(1, 700), (1, 20)]):
+        shape = {"num_kv_heads": 1, "head_dim": 16}
+        Triton(backend, device).check(lengths, 16, dtype=dtype, **shape)
+
+
+@pytest.mark.net
+@BOTH
+@pytest.mark.usefixtures("small_tiles")
+def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
+    triton = Triton(backend, device)
+    for lengths in ([], [(0, 9), (0, 7)], [(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)]):
+        triton.check(lengths, 4, num_padding_tokens=2 * bool(lengths))
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_more_splits_than_are_merged_at_once(device):
+def test_more_splits_than_are_merged_at_once(split):
     """In each of them another one has the highest score."""
-    case = make_case([(1, 1300), (1, 20)], 16, torch.float32, num_kv_heads=1, device=device)
+    case = split.make_case([(1, 1300), (1, 20)], 16, num_kv_heads=1)
     case.query *= 4
-    assert check(case).items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
+    plan = split.check_case(case)
+    assert plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
 
 
 @pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("num_programs", [1, 3, 7])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_a_program_may_take_one_item_after_the_other(num_programs, device, monkeypatch):
+def test_a_program_may_take_one_item_after_the_other(num_programs, split, monkeypatch):
     """Where a bound says that there could be many more, as in a graph of a step. The same bits."""
-    lengths = [(1, 20), (1, 130), (0, 9), (1, 1), (1, 71)]
-    case = make_case(lengths, 4, torch.float32, num_padding_tokens=2, device=device)
+    case = split.make_case([(1, 20), (1, 130), (0, 9), (1, 1), (1, 71)], 4)
     case.metadata.max_seq_len = 1024
-    plan = check(case)
+    plan = split.check_case(case)
     assert not plan.items[0].launch.constants["LOOPS"]
     one_each = case.attend(plan)
     tune(monkeypatch, split_keys=2 * TILE, num_programs=num_programs * 2)  # of two KV heads
-    (items,) = check(case).items
+    plan = split.check_case(case)
+    (items,) = plan.items
     assert items.launch.constants["LOOPS"] and items.num_programs == num_programs
-    assert torch.equal(attend(case), one_each)
+    assert torch.equal(case.attend(plan), one_each)
 
 
 @pytest.mark.sample(every=2, first=1)
@@ -150,14 +207,13 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, device, monke
         DecodeTuning(split_keys=96, tile_keys=64, heads_fastest=False),
     ],
 )
-def test_any_tuning_is_correct(tuning, device, monkeypatch):
+def test_any_tuning_is_correct(tuning, split, monkeypatch):
     """Splits that are not a multiple of a tile included; decodes whose lengths the host knows, or
     not, which may loop. A launch is made with what was asked for."""
     monkeypatch.setattr(TritonAttentionBackend, "tuning", tuning)
-    lengths = [(1, 700), (1, 20), (1, 129), (1, 1)]
-    case = make_case(lengths, 16, torch.float32, head_dim=16, num_padding_tokens=2, device=device)
+    case = split.make_case([(1, 700), (1, 20), (1, 129), (1, 1)], 16, head_dim=16)
     case.metadata.max_seq_len = 2048
-    (items,) = check(case).items
+    (items,) = split.check_case(case).items
     assert items.launch.constants["BLOCK_N"] == tuning.tile_keys
     assert items.launch.constants["HEADS_FASTEST"] == tuning.heads_fastest
     assert items.launch.num_stages == tuning.num_stages
@@ -165,57 +221,50 @@ def test_any_tuning_is_correct(tuning, device, monkeypatch):
     assert items.launch.constants["LOOPS"] == (tuning.num_programs == 6)
 
 
-@pytest.mark.sample
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usefixtures("poisoned_scratch")
-def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
-    for lengths in ([(70, 70), (5, 300), (1, 20)], [(1, 700), (1, 20)]):
-        check(make_case(lengths, 16, dtype, num_kv_heads=1, head_dim=16, device=device), backend)
-
-
-@BOTH
-@pytest.mark.usefixtures("small_tiles")
-def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
-    assert attend(make_case([], 4, torch.float32, device=device), backend).shape == (0, 4, 8)
-    for lengths in ([(0, 9), (0, 7)], [(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)]):
-        case = make_case(lengths, 4, torch.float32, num_padding_tokens=2, device=device)
-        check(case, backend)
-
-
 @pytest.mark.sample(every=2, first=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, device):
+def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, split):
     """The length of a split depends on no other sequence."""
     lengths = [(1, 90), (1, 3), (1, 200), (1, 33)]
-    case = make_case(lengths, 4, dtype, device=device)
-    together, starts = attend(case), torch.tensor([0, 1], device=device)
+    case = split.make_case(lengths, 4, dtype=dtype, num_padding_tokens=0)
+    together, starts = split.attend(case), torch.tensor([0, 1], device=split.device)
     for row, (_, seq_len) in enumerate(lengths):
         names = ("seq_lens", "block_tables", "slot_mapping")
         fields = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
         metadata = replace(case.metadata, query_start_loc=starts, max_seq_len=seq_len, **fields)
-        alone = attend(replace(case, query=case.query[row : row + 1], metadata=metadata))
+        alone = split.attend(replace(case, query=case.query[row : row + 1], metadata=metadata))
         assert torch.equal(alone[0], together[row])
 
 
 @BOTH
 @pytest.mark.usefixtures("small_tiles")
-def test_caches_may_lie_in_memory_in_either_order(backend, device):
-    case = make_case(LENGTHS, 4, torch.float32, num_kv_heads=2, device=device)
-    block_major = attend(case, backend)
+def test_memory_may_lie_in_either_order_and_a_query_in_a_fused_projection(backend, device):
+    triton = Triton(backend, device)
+    case = triton.make_case([(1, 33), (9, 40), (3, 18)], 4, num_padding_tokens=0)
+    expected = triton.attend(case)
     case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
-    assert torch.equal(attend(case, backend), block_major)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_a_query_may_be_a_slice_of_a_fused_projection(device):
-    case = make_case([(3, 20), (1, 9)], 4, torch.float32, device=device)
-    expected = attend(case)
-    fused = torch.full((4, 8, 8), math.nan, device=device)
+    assert torch.equal(triton.attend(case), expected)
+    fused = torch.full((13, 8, 8), math.nan, device=device)
     fused[:, :4] = case.query
     case.query = fused[:, :4]
-    assert torch.equal(attend(case), expected)
+    assert torch.equal(triton.attend(case), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("layout", [torch.clone, head_major], ids=["block major", "head major"])
+def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size, layout, device):
+    torch.manual_seed(block_size)
+    qkv = torch.randn(6, 3, 3, 5, device=device)  # a fused projection: tokens lie apart
+    key, value = qkv[:, 1].contiguous(), qkv[:, 2]
+    slots = torch.randperm(7 * block_size, device=device)[:6]
+    slots[2] = slots[5] = -1
+    expected = [torch.full((7, block_size, 3, 5), 9.0, device=device) for _ in range(2)]
+    caches = [layout(cache) for cache in expected]
+    write_kv_triton(key, value, *caches, slots)
+    write_kv(key, value, *expected, slots)
+    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+    assert not torch.equal(caches[0], torch.full_like(caches[0], 9.0))
 
 
 @BOTH
@@ -223,18 +272,18 @@ def test_a_query_may_be_a_slice_of_a_fused_projection(device):
 def test_offsets_beyond_32_bits(backend):
     """A cache of 2**31 elements and more, most of them untouched: the operating system allocates
     memory page by page."""
-    case = make_case([(1, 40), (5, 21)], 16, torch.float16, device="cpu")
+    triton = Triton(backend, torch.device("cpu"))
+    case = triton.make_case([(1, 40), (5, 21)], 16, dtype=torch.float16)
     small, shape = case.key_cache, case.key_cache.shape[1:]
     num_blocks = 2**31 // shape.numel() + len(small)
     first = num_blocks - len(small)
-    assert first * shape.numel() >= 2**31 - shape.numel()
-    expected = attend(case, backend)
+    expected = triton.attend(case)
     for name in ("key_cache", "value_cache"):
         large = untouched_memory(num_blocks * shape.numel()).view(num_blocks, *shape)
         large[first:] = getattr(case, name)
         setattr(case, name, large)
     case.metadata.block_tables += first
-    assert torch.equal(attend(case, backend), expected)
+    assert torch.equal(triton.attend(case), expected)
     slots = torch.tensor([num_blocks * 16 - 1, first * 16])
     key = torch.ones(2, *shape[1:], dtype=torch.float16)
     write_kv_triton(key, 2 * key, case.key_cache, case.value_cache, slots)
@@ -267,33 +316,28 @@ def spies(monkeypatch):
     return kernel, merge
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
-
-
-def test_a_plan_does_not_wait_for_the_device(spies, request):
-    case = make_case([(1, 1000), (9, 40)], 256, torch.float32)
-    request.getfixturevalue("no_waiting")
-    attend(case)
-    assert spies[0].grids
-
-
-def test_one_long_sequence_among_short_ones_has_most_of_the_items(spies):
-    """Version 1 has one program a KV head for its 10,000 keys."""
-    case = make_case([(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4, 256, torch.float32)
-    plan = case.plan(SplitTritonAttentionBackend())
-    case.attend(plan)
-    items = plan.items[0]
-    sizes = items.first_item.diff().tolist()
-    assert sizes == [1] * 4 + [40] + [1] * 4
+def test_a_plan_does_not_wait_for_the_device_and_divides_a_long_sequence(spies, monkeypatch):
+    """Version 1 has one program a KV head for its 10,000 keys. A sequence in one split is not
+    merged."""
+    lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
+    long, short = (make_case(n, 256, torch.float32) for n in (lengths, [(1, 256)] * 3))
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
+        plan = long.plan(SplitTritonAttentionBackend())
+        long.attend(plan)
+    (items,) = plan.items
+    assert items.first_item.diff().tolist() == [1] * 4 + [40] + [1] * 4
     # Without lengths on the host the grid is a bound; the rest ends at once.
     assert spies[0].grids == [(9 * 40 * 2,)] and spies[1].grids == [(9, 4)]
     assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
+    plan = short.plan(SplitTritonAttentionBackend())
+    short.attend(plan)
+    assert spies[0].grids[1:] == [(3 * 2,)] and len(spies[1].grids) == 1
+    assert plan.items[0].partial.numel() == 0
 
 
-@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (1, 16), (9, 16), (40, 16), (40, 64)])
+@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (1, 16), (40, 16), (20, 64)])
 def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
     """For all sequences, and for some of them; after the last item stands anything."""
     monkeypatch.setattr(module, "PLANNED_AT_ONCE", at_once)
@@ -317,14 +361,6 @@ def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
         assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
         assert torch.equal(found[1][:num_items], right[1][:num_items])
     module.plan_launch.cache_clear()
-
-
-def test_a_sequence_in_one_split_is_not_merged(spies):
-    case = make_case([(1, 256)] * 3, 256, torch.float32)
-    plan = case.plan(SplitTritonAttentionBackend())
-    case.attend(plan)
-    assert spies[0].grids == [(3 * 2,)] and not spies[1].grids
-    assert plan.items[0].partial.numel() == 0
 
 
 def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
@@ -354,7 +390,42 @@ def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
     assert choose(264 * 1000 + 2 * 132_000, 132_000) == 4000
 
 
-def test_what_the_kernels_cannot_do_is_refused(device):
-    check_refusals(SplitTritonAttentionBackend(), device)
+@BOTH
+def test_what_the_kernels_cannot_do_is_refused(backend, device):
+    check_refusals(backend(), device)
     with pytest.raises(ValueError, match=r"float32_precision must .*'ieee' .*'tf32x3', got 'tf32'"):
         SplitTritonAttentionBackend("tf32")
+
+
+def check_refusals(backend: TritonAttentionBackend, device: str) -> None:
+    with pytest.raises(ValueError, match="float64"):
+        make_case([(1, 4)], 4, torch.float64, device=device).plan(backend)
+    with pytest.raises(ValueError, match="head_dim 300"):
+        make_case([(1, 4)], 4, torch.float32, head_dim=300, device=device).plan(backend)
+    case = make_case([(1, 4)], 4, torch.float32, device=device)
+    case.key_cache = case.key_cache.transpose(0, 1)
+    with pytest.raises(ValueError, match="contiguous"):
+        case.attend(case.plan(backend))
+
+
+ASK = """
+try:
+    import paged_attention_triton as module
+    module.TritonAttentionBackend()
+except RuntimeError as error:
+    print(error)
+"""
+WITHOUT = "import sys, torch; torch.cuda.is_available = lambda: False; sys.modules['triton'] = None"
+WITH = "for name in ('triton', 'triton_or_none', 'paged_attention_triton'): del sys.modules[name]"
+
+
+def test_importing_works_anywhere_and_asking_for_what_is_missing_says_what_to_do():
+    """In a process without the interpreter: without Triton, and then with it, without CUDA."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", f"{WITHOUT}\n{ASK}\n{WITH}\n{ASK}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert "pip install triton" in first and "TRITON_INTERPRET=1" in second
+    assert all("attention_backend='torch'" in error for error in (first, second))

@@ -32,9 +32,9 @@ DTYPES = [
     for reason in [reason_not_packed(dtype, torch.device("cpu"))]
 ]
 # Shapes of the shipped checkpoint and its draft, then two unrelated ones: [out, in].
-SHAPES = [(512, 256), (256, 768), (4096, 256), (704, 128), (67, 45), (1, 7)]
+SHAPES = [(256, 768), (4096, 256), (67, 45), (1, 7)]
 SHAPES += [(1024, 2048)]  # of Qwen3-0.6B: here a single row has a kernel of its own
-WITH_BIAS = [(256, 256), (67, 45)]
+WITH_BIAS = [(512, 256)]
 
 
 def normal(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
@@ -67,6 +67,7 @@ def num_different(function: Rows, *rows: torch.Tensor) -> int:
     return sum(int((some != expected).flatten(1).any(1).sum()) for some, expected in found)
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def num_different(function: Rows, *rows: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_matrix_product(dtype, shape, has_bias):
     linear = matrix(shape, dtype, has_bias)
-    x = normal(160, shape[1], dtype=dtype, seed=2)
+    x = normal(130, shape[1], dtype=dtype, seed=2)
     residual = normal(len(x), shape[0], dtype=dtype, seed=3)
     exact = x.double() @ linear.plain_weight().double().T
     exact = exact if linear.bias is None else exact + linear.bias.double()
@@ -88,9 +89,10 @@ def test_a_row_of_a_matrix_product(dtype, shape, has_bias):
     assert num_different(lambda residual, x: linear.add_to(residual.clone(), x), residual, x) == 0
 
 
-WIDTHS = [33, 40, 352, 768, 1000]
+WIDTHS = [33, 352, 1000]
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("width", WIDTHS)
@@ -115,6 +117,8 @@ def test_a_row_of_every_other_operation(dtype, width):
         assert ours(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
 
 
+@pytest.mark.net
+@pytest.mark.sample
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("heads", [(3, 10), (6, 64), (24, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,77 +18,62 @@ import invariant_attention as module
 from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
-from test_mixed_attention import check, every_length, expected, mixed_metadata
-from test_paged_attention import (  # noqa: F401  the cases of chapter 2, with `backend_of`
-    TOLERANCE,
-    BackendOf,
-    make_case,
-    test_batches_without_tokens_and_sequences_without_tokens,
-    test_metadata_that_contradicts_itself_is_an_error,
-)
-from window_attention import WindowMetadata
+from test_every_attention import Invariant
+from test_mixed_attention import every_length, mixed_metadata
+from test_paged_attention import make_case
+from test_window_attention import give_up_blocks, skip_blocks
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def attend(case, metadata=None) -> torch.Tensor:
-    case = case if metadata is None else replace(case, metadata=metadata)
-    return case.attend(case.plan(InvariantAttentionBackend()))
-
-
-@pytest.fixture
-def backend_of() -> BackendOf:
-    """The backend for chapter 2's tests."""
-    return lambda case: InvariantAttentionBackend()
 
 
 # -- right
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.net
+@pytest.mark.parametrize("block_size", [1, 4])
 def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
     """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
     after it. Trap 30: chunks that end where a block ends."""
     monkeypatch.setattr(module, "KEY_TILE", 4)
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    lengths = every_length(4, block_size)
-    case = make_case(lengths, block_size, num_padding_tokens=3, seed=block_size)
-    check(case, attend(case))
+    Invariant().check(every_length(4, block_size), block_size, num_kv_heads=1)
 
 
-@pytest.mark.parametrize("num_kv_heads, num_shared", [(1, 1), (1, 8), (2, 3), (4, 1), (2, 7)])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("dtype", "num_kv_heads", "num_shared"),
+    [(torch.float64, 2, 7), (torch.float32, 1, 8), (torch.bfloat16, 2, 3)],
+    ids=str,
+)
 def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
+    """In spans of their normal size."""
     lengths = [(1, 1), (1, 130), (5, 128), (40, 40), (2, 257), (300, 300), (0, 7), (1, 90)]
     case = make_case(lengths, 7, dtype, num_kv_heads, num_shared, head_dim=16)
-    output = attend(case)
-    check(case, output)
+    output = case.attend(case.plan(InvariantAttentionBackend()))
+    case.check(output)
     if dtype == torch.bfloat16:  # sums are float32: what is rounded is the result
-        torch.testing.assert_close(output.double(), expected(case), rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(output.double(), case.expected(), rtol=2**-8, atol=1e-5)
     any_order = replace(case, query_lens=[1] * len(case.query_lens))
-    check(case, attend(case, mixed_metadata(any_order, is_readable=True)))
+    case.metadata = mixed_metadata(any_order, is_readable=True)
+    assert torch.equal(case.attend(case.plan(InvariantAttentionBackend())), output)
+
+
+@pytest.mark.net
+def test_metadata_that_contradicts_itself_is_an_error():
+    case = make_case([(1, 4)], 4)
+    case.metadata.seq_lens = torch.tensor([0])
+    with pytest.raises(ValueError, match="sequence 0: query_len 1, seq_len 0"):
+        case.plan(InvariantAttentionBackend())
 
 
 def test_spans_in_front_of_a_window_are_not_read():
-    case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, 2, 2)
-    metadata = windowed_metadata(case.metadata, [4095, 4032], 16, window=200)
-    plan = InvariantAttentionBackend().plan(metadata, 4, case.key_cache)
+    case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, window=200)
+    plan = give_up_blocks(case).plan(InvariantAttentionBackend())
     assert [len(group.spans) for group in plan.chunk_groups] == [2, 3]
 
 
-def test_layers_share_a_plan_and_nothing_else():
-    case = make_case([(1, 200), (30, 150)], 16, torch.float32)
-    plan = case.plan(InvariantAttentionBackend())
-    first = case.attend(plan)
-    other = replace(case, key_cache=-case.key_cache, keys=[-keys for keys in case.keys])
-    second = other.attend(plan)
-    check(other, second)
-    assert torch.equal(case.attend(plan), first) and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("num_shared", [1, 3, 8, 600])
-def test_a_query_is_split_into_spans_that_cover_it(num_shared):
-    for query_len in (1, 2, 63, 64, 65, 1200):
+def test_a_query_is_split_into_spans_that_cover_it():
+    for num_shared, query_len in product([1, 3, 8, 600], [1, 2, 63, 64, 65, 1200]):
         chunks = list(split_query(4, 10, query_len, query_len + 50, 0, num_shared, None))
         tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
         assert tokens == list(range(10, 10 + query_len))
@@ -96,23 +82,6 @@ def test_a_query_is_split_into_spans_that_cover_it(num_shared):
 
 
 # -- the same
-
-
-def windowed_metadata(
-    whole: AttentionMetadata, first_tokens: list[int], block_size: int, window: int
-) -> WindowMetadata:
-    """As `compose_windows` lays out sequences whose queries begin at `first_tokens`."""
-    skipped = [max(0, n - window + 1) // block_size for n in first_tokens]
-    tables = torch.zeros_like(whole.block_tables)
-    for row, num_gone in enumerate(skipped):
-        table = whole.block_tables[row, num_gone:]
-        tables[row, : len(table)] = table
-    skipped = [n * block_size for n in skipped]
-    seq_lens = whole.seq_lens - torch.tensor(skipped)
-    starts, slots = whole.query_start_loc, whole.slot_mapping
-    lengths = whole.max_query_len, int(seq_lens.max()), window
-    host = starts.tolist(), seq_lens.tolist(), skipped
-    return WindowMetadata(starts, seq_lens, tables, slots, *lengths, *host)
 
 
 @dataclass
@@ -162,10 +131,10 @@ class World:
         starts = torch.tensor([0, *lens]).cumsum(0)
         query = torch.cat([self.queries[i][start:stop] for i, start, stop in parts])
         slots = torch.zeros(len(query), dtype=torch.int64)
-        metadata = AttentionMetadata(starts, stops, tables, slots, max(lens), int(stops.max()))
+        lengths = max(lens), int(stops.max())
+        metadata = AttentionMetadata(starts, stops, tables, slots, *lengths, self.window)
         if self.window is not None:
-            first_tokens = [start for _, start, _ in parts]
-            metadata = windowed_metadata(metadata, first_tokens, block_size, self.window)
+            metadata = skip_blocks(metadata, block_size)
         backend = backend or InvariantAttentionBackend()
         plan = backend.plan(metadata, query.shape[1], caches[0])
         return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
@@ -206,6 +175,7 @@ def num_different(world: World, lengths: list[int], rng: random.Random, backend=
     return num
 
 
+@pytest.mark.net
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=8, deadline=None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,19 +15,18 @@ import torch
 import mixed_attention_triton as module
 import split_attention_triton as version_2
 from mixed_attention_triton import MixedTritonAttentionBackend
-from mixed_batch import compose
 from test_mixed_attention import mixed_metadata
-from test_paged_attention import Case, make_case
-from test_paged_attention_triton import check_refusals
+from test_paged_attention import Case, Lengths, make_case
 from test_split_attention_triton import (
     LaunchSpy,
-    check,
+    Triton,
+    check_refusals,
     clear_launches,
     poisoned_scratch,
     set_tiles,
     spies,
 )
-from test_window_attention import check_backend
+from test_window_attention import give_up_blocks
 
 __all__ = ["poisoned_scratch", "spies"]
 
@@ -41,8 +40,14 @@ def mix(case: Case, decode_threshold: int = 1) -> Case:
     return case
 
 
-def check_mixed(case: Case) -> None:
-    check(mix(case), MixedTritonAttentionBackend)
+class MixedTriton(Triton):
+    def __init__(self, device: torch.device, decode_threshold: int | None = 1) -> None:
+        super().__init__(MixedTritonAttentionBackend, device)
+        self.decode_threshold = decode_threshold
+
+    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
+        case = super().make_case(lengths, block_size, **options)
+        return case if self.decode_threshold is None else mix(case, self.decode_threshold)
 
 
 @pytest.fixture
@@ -53,6 +58,7 @@ def small_tiles(monkeypatch):
     clear_launches()
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     "block_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
 )
@@ -65,18 +71,10 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
     decodes = [(1, 1 + h) for h in histories]
     chunks = [(q, q + h) for q in (2, TILE - 1, TILE, TILE + 1) for h in histories[::2]]
     rng.shuffle(decodes), rng.shuffle(chunks)
-    check_mixed(
-        make_case(
-            decodes + chunks,
-            block_size,
-            torch.float32,
-            num_kv_heads=1,
-            num_padding_tokens=2,
-            device=device,
-        )
-    )
+    MixedTriton(device).check(decodes + chunks, block_size, num_kv_heads=1)
 
 
+@pytest.mark.net
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
@@ -88,40 +86,35 @@ def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     at = decode_threshold or 0
     lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
     shape = {"num_kv_heads": 1, "num_shared": num_shared}
-    case = make_case(lengths, 4, torch.float32, **shape, num_padding_tokens=2, device=device)
-    if decode_threshold is not None:
-        mix(case, decode_threshold)
-    check(case, MixedTritonAttentionBackend)
+    MixedTriton(device, decode_threshold).check(lengths, 4, **shape)
 
 
+@pytest.mark.net
 @pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tiles_of_their_normal_size_against_float64(dtype, device):
     lengths = [(1, 20), (1, 300), (70, 70), (33, 290)]
-    check_mixed(make_case(lengths, 16, dtype, num_kv_heads=1, head_dim=16, device=device))
+    MixedTriton(device).check(lengths, 16, dtype=dtype, num_kv_heads=1, head_dim=16)
 
 
+@pytest.mark.net
 @pytest.mark.sample(every=3, first=1)
 @pytest.mark.parametrize("window", [5, 17, 64])
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_a_window_hides_its_left_on_either_side(window, device):
-    """Draft tokens are among the decodes. Longer queries have a launch of their own: after the
-    border of the batch, and with a window from the first query that does not fit the smallest
-    tile."""
-    in_order = partial(compose, decode_threshold=3)
-    backend = MixedTritonAttentionBackend()
-    batch = check_backend(backend, in_order, window, 4, torch.float32, device)
-    assert [[items.rows.num_seqs for items in plan.items] for plan in batch.plans] == [
-        [5, 4],
-        [6, 3],
-    ]
+    """Draft tokens are among the decodes. Longer queries have a launch of their own: with a window
+    from the first query that does not fit the smallest tile."""
+    triton = MixedTriton(device, None)
+    lengths = [(1, 1), (1, 40), (3, 20), (2, 33), (8, 8), (9, 41), (19, 30)]
+    case = triton.make_case(lengths, 4, window=window)
+    plan = triton.check_case(give_up_blocks(case))
+    assert [items.rows.num_seqs for items in plan.items] == [5, 2]
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_batches_without_tokens(device):
-    case = mix(make_case([], 4, torch.float32, device=device))
-    assert case.attend(case.plan(MixedTritonAttentionBackend())).shape == (0, 4, 8)
-    check_mixed(make_case([(0, 9), (0, 7)], 4, torch.float32, num_padding_tokens=2, device=device))
+    MixedTriton(device).check([], 4, num_padding_tokens=0)
+    MixedTriton(device).check([(0, 9), (0, 7)], 4)
 
 
 class Recorder(LaunchSpy):
@@ -137,23 +130,26 @@ class Recorder(LaunchSpy):
 
 
 def test_each_side_has_its_own_tile_and_no_item_too_many(monkeypatch):
-    """256 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64."""
+    """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64."""
     kernel = Recorder()
     monkeypatch.setattr(version_2, "_split_attention_kernel", kernel)
     monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 1)
-    case = make_case([(1, 100)] * 256 + [(512, 512)], 256, torch.bfloat16, num_kv_heads=3)
+    case = make_case([(1, 100)] * 64 + [(512, 512)], 256, torch.bfloat16, num_kv_heads=3)
     case.attend(mix(case).plan(MixedTritonAttentionBackend()))
-    assert kernel.grids == [(256 * 3,), (16 * 3,)]
+    assert kernel.grids == [(64 * 3,), (16 * 3,)]
     assert [c["BLOCK_M"] for c in kernel.constants] == [16, 64]
     assert [c["TILE_TOKENS"] for c in kernel.constants] == [8, 32]
 
 
-def test_items_are_counted_exactly(spies):
+def test_items_are_counted_exactly_and_a_side_without_tokens_is_not_launched(spies):
     """Where version 2 has a bound, sequences times splits of the longest."""
     lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
     case = mix(make_case(lengths, 256, torch.float32))
     case.attend(case.plan(MixedTritonAttentionBackend()))
     assert spies[0].grids == [(48 * 2,)] and spies[1].grids == [(9, 4)]
+    case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
+    case.attend(case.plan(MixedTritonAttentionBackend()))
+    assert len(spies[0].grids) == 2
 
 
 def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies, monkeypatch):
@@ -166,12 +162,6 @@ def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies,
         case = mix(make_case(lengths, 256, torch.bfloat16))
         (items,) = case.plan(MixedTritonAttentionBackend()).items
         assert items.first_item.diff().tolist() == sizes and items.num_items == sum(sizes)
-
-
-def test_a_side_without_query_tokens_is_not_launched(spies):
-    case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
-    case.attend(case.plan(MixedTritonAttentionBackend()))
-    assert len(spies[0].grids) == 1
 
 
 def test_unsupported_settings_are_refused_as_in_chapter_2(device):

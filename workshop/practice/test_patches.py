@@ -57,7 +57,7 @@ def test_a_row_of_a_step_log_must_be_there() -> None:
 def test_unnoticed_bugs_are_listed_in_their_order() -> None:
     """Two at the same time: parsing in two threads is a SystemError in CPython 3.11."""
     harmless = replace(NOTICED, new=NOTICED.old)
-    other = "02_paged_kv/test_block_pool.py::test_a_refused_allocation_changes_nothing"
+    other = "02_paged_kv/test_block_pool.py::test_a_pool_without_a_usable_block_is_an_error"
     tries = [(harmless, harmless.tests, False), (NOTICED, NOTICED.tests, False)]
     tries += [(NOTICED, (*NOTICED.tests, other), first_only) for first_only in (False, True)]
     not_noticed = f"{harmless.name}: not noticed by {', '.join(harmless.tests)}"

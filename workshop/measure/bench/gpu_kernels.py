@@ -33,7 +33,6 @@ from workshop.measure.bench.gpu_lab import BLOCK_SIZE, Lab, Part
 from workshop.measure.resources import TUNINGS as TILINGS
 
 TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
-    "02_paged_kv/beyond/test_paged_attention_triton.py",
     "02_paged_kv/beyond/test_split_attention_triton.py",
     "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
     "common/models/regions/test_layer_kernels.py",
