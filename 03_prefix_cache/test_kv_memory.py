@@ -6,21 +6,10 @@ import pytest
 
 from block_pool import BlockPool
 from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
-from prefix_cache import KeyedRequest
 from request import Request, SamplingParams
 from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
-
-
-# requests
-
-
-@pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])
-def test_a_bad_key_is_refused_when_the_request_is_made(extra_keys):
-    """A step would end the other requests too."""
-    with pytest.raises(ValueError, match=r"extra_keys must .*, got [\[(]"):
-        KeyedRequest("a", [1], PARAMS, extra_keys=extra_keys)
 
 
 # no cache
@@ -44,18 +33,18 @@ def test_without_a_cache_nothing_is_found_and_nothing_kept():
 def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
     """Trap 60. 8 blocks: v has 3. Nothing changes by asking."""
     manager = UncachedKVCacheManager(BlockPool(9), 2)
-    victim, new_request, nothing = (
-        Request("v", [1], PARAMS),
-        Request("y", [2], PARAMS),
-        ComputedBlocks(),
-    )
+    victim, new_request = Request("v", [1], PARAMS), Request("y", [2], PARAMS)
     assert manager.allocate_slots(victim, 5)
-    assert manager.can_allocate(new_request, 10, nothing)
-    assert not manager.can_allocate(new_request, 11, nothing)
-    assert not manager.can_allocate(new_request, 10, nothing, 1)
-    assert manager.can_allocate(new_request, 16, nothing, 0, victim)
-    assert not manager.can_allocate(new_request, 16, nothing, 1, victim)
-    assert not manager.can_allocate(new_request, 17, nothing, 0, victim)
+    for num_tokens, watermark, freeing, fits in (
+        (10, 0, None, True),
+        (11, 0, None, False),
+        (10, 1, None, False),
+        (16, 0, victim, True),
+        (16, 1, victim, False),
+        (17, 0, victim, False),
+    ):
+        found = manager.can_allocate(new_request, num_tokens, ComputedBlocks(), watermark, freeing)
+        assert found == fits, (num_tokens, watermark)
     assert len(manager.get_block_ids("v")) == 3 and manager.pool.num_free_blocks == 5
 
 

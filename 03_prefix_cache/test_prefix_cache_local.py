@@ -50,11 +50,7 @@ def test_a_hash_depends_on_the_tokens_the_parent_and_the_keys():
     assert len(hashes) == len(parents) * len(token_lists) * len(all_keys)
     assert {len(block_hash) for block_hash in hashes} == {32}
     assert compute_block_hash(None, (1, 2), []) == compute_block_hash(None, [1, 2])
-
-
-def test_no_two_contents_share_a_hash_because_of_pythons_hash():
-    """Trap 12: `hash(-1) == hash(-2)`, and `hash(None)` is a constant: such prompts collide."""
-    assert hash((-1,)) == hash((-2,))
+    assert hash((-1,)) == hash((-2,))  # trap 12; and `hash(None)` is a constant
     assert compute_block_hash(None, [-1]) != compute_block_hash(None, [-2])
 
 
@@ -103,36 +99,9 @@ def test_a_block_is_hashed_as_the_posts_call_it():
     assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
     assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))
-    for parent in (1, first.hex(), first[1:], hash((0, (1, 2, 3)))):
-        with pytest.raises(ValueError, match=r"parent_hash must .*\(32 bytes\).* None .*, got "):
-            compute_block_hash(parent, (4, 5, 6))
 
 
-def test_a_full_cache_stays_full_and_keeps_what_is_used():
-    cache = PrefixCacheLocal(max_cached_blocks=3)
-    for start in (0, 16):
-        cache.cache_computed_blocks(list(range(start, start + 16)))
-    cache.cache_computed_blocks(list(range(200, 248)))
-    assert cache.num_cached_blocks == 3 and cache.match_prefix(list(range(16))).blocks == []
-    used, _ = cache.match_prefix(list(range(200, 232)))
-    cache.touch(used)
-    for number in range(10):
-        cache.cache_computed_blocks(list(range(1000 + 16 * number, 1016 + 16 * number)))
-        assert cache.num_cached_blocks == 3
-    assert cache.match_prefix(list(range(200, 248))) == (used, 32)
-    cache.release(used)
-    cache.check_invariants()
-
-
-def test_its_own_pool_or_a_given_one():
-    for too_many_or_few in ({}, {"max_cached_blocks": 3, "pool": BlockPool(4)}):
-        with pytest.raises(ValueError, match="give max_cached_blocks or pool"):
-            PrefixCacheLocal(**too_many_or_few)
-    for max_cached_blocks in (0, -1):
-        with pytest.raises(
-            ValueError, match=f"max_cached_blocks must be .*>= 1, got {max_cached_blocks}"
-        ):
-            PrefixCacheLocal(max_cached_blocks)
+def test_it_takes_a_pool_or_makes_its_own():
     pool = BlockPool(4)
     assert PrefixCacheLocal(pool=pool).pool is pool
     assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
