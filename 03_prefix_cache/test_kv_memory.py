@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from block_pool import BlockPool
 from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
 from request import Request, SamplingParams
