@@ -126,39 +126,3 @@ def test_a_block_that_is_reallocated_is_no_longer_trusted(make_world):
     world.serve("b", [2] * 6).status = RequestStatus.FINISHED_ERROR
     world.free("b")
     assert world.cache.num_cached_blocks == 0
-
-
-def fail() -> None:
-    raise AssertionError
-
-
-def swap_blocks(manager: CachedKVCacheManager) -> None:
-    table = manager._tables["b"]
-    table.blocks[:2], table.block_ids[:2] = table.blocks[1::-1], table.block_ids[1::-1]
-    manager._states["b"].num_published = 0
-
-
-DAMAGE = {
-    "published": lambda manager, a: setattr(manager._states["a"], "num_published", 3),
-    "place": lambda manager, a: swap_blocks(manager),
-    "path": lambda manager, a: a.all_token_ids.__setitem__(1, 7),
-    "keys": lambda manager, a: setattr(a, "extra_keys", (("salt", "s"),)),
-    "in flight": lambda manager, a: manager._in_flight.update(
-        dict.fromkeys(manager._in_flight, "b")
-    ),
-    "state": lambda manager, a: manager._states.pop("b"),
-    "holder": lambda manager, a: manager.pool.touch(manager._tables["b"].blocks[-1:]),
-    "cache": lambda manager, a: setattr(manager.cache, "check_invariants", fail),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_check_invariants_notices_damage(make_cache, name):
-    world = World(make_cache, 12, 2)
-    world.serve("a", [1, 2, 3, 4, 5])
-    world.serve("b", [1, 2, 3, 4, 6, 7, 8])
-    world.advance("a")
-    world.check()
-    DAMAGE[name](world.manager, world.running["a"])
-    with pytest.raises(AssertionError):
-        world.manager.check_invariants(world.running.values())

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from block_pool import Block, BlockPool
+from block_pool import BlockPool
 from radix_cache import RadixCache
 from radix_words import TreeRig
 
@@ -57,44 +57,3 @@ def test_eviction_looks_at_leaves_and_not_at_the_whole_tree(num_leaves):
 
 # No test notices if `_pop_oldest_leaf` does not look at a node's children. A node that got some was
 # used since its entry was pushed, so the entry is out of date and fails the comparison before it.
-
-
-def _use_later(cache: RadixCache, path: list[int]) -> None:
-    cache.tree.node_of[path[-1]].last_access = 10**9
-
-
-def _lock_without_the_pool(cache: RadixCache, path: list[int]) -> None:
-    next(node for node in cache.tree.nodes() if node.lock_ref).lock_ref += 1
-
-
-def _take_a_block_of_another_pool(cache: RadixCache, path: list[int]) -> None:
-    node = cache.tree.node_of[path[0]]
-    node.blocks[0] = Block(path[0], node.lock_ref + 1)
-
-
-DAMAGE = {
-    "a user too many": lambda cache, path: setattr(cache, "_num_used", cache._num_used + 1),
-    "a lock without the pool": _lock_without_the_pool,
-    "a child used more than its parent": lambda cache, path: [
-        cache._lock(cache.tree.node_of[path[3]]) for _ in range(2)
-    ],
-    "a child used later than its parent": _use_later,
-    "a leaf forgotten": lambda cache, path: cache._heap.pop(),
-    "a leaf twice": lambda cache, path: cache._heap.append(cache._heap[0]),
-    "a leaf too late": lambda cache, path: cache._heap.insert(0, (10**9, *cache._heap.pop(0)[1:])),
-    "a leaf not marked": lambda cache, path: setattr(cache._heap[0][2], "is_queued", False),
-    "another pool's block": _take_a_block_of_another_pool,
-    "in the tree": lambda cache, path: cache.tree.node_of.update({99: cache.tree.node_of[path[0]]}),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_noticed(name):
-    rig = TreeRig()
-    path = rig.warm("ABCD") + rig.warm("XYZ")
-    rig.hold("AB")
-    rig.hits("XY")
-    rig.check()
-    DAMAGE[name](rig.cache, path)
-    with pytest.raises(AssertionError):
-        rig.cache.check_invariants()

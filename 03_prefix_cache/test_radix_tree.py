@@ -133,38 +133,3 @@ def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids):
     with pytest.raises(ValueError, match="in order of a path"):
         grove.tree.cut_out(block_ids)
     assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
-
-
-def _keep_an_empty_root(grove: Grove) -> None:
-    grove.tree.roots[(("salt", "str:x"),)] = TreeNode(extra_keys=(("salt", "str:x"),))
-
-
-def _keep_an_empty_node(grove: Grove) -> None:
-    grove.end_of("ABX").children[()] = TreeNode(grove.end_of("ABX"), end=3)
-
-
-def _mistake_the_first_page(grove: Grove) -> None:
-    children = grove.end_of("AB").above.children
-    children[(1, 2)] = children.pop((6500, 6501))
-
-
-DAMAGE = {
-    "a token lost": lambda grove: grove.end_of("ABCD").key.pop(),
-    "a block lost": lambda grove: grove.tree.node_of.pop(4),
-    "a block of no node": lambda grove: grove.tree.node_of.update({99: grove.end_of("ABCD")}),
-    "a block of another node": lambda grove: grove.tree.node_of.update({1: grove.end_of("ABCD")}),
-    "a shifted node": lambda grove: setattr(grove.end_of("ABCD"), "end", 5),
-    "another parent": lambda grove: setattr(grove.end_of("ABX"), "parent", grove.tree.root(())),
-    "another first page": _mistake_the_first_page,
-    "an empty root": _keep_an_empty_root,
-    "an empty node": _keep_an_empty_node,
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_noticed(name):
-    grove = Grove("ABCD", "ABX")
-    grove.tree.check_invariants()
-    DAMAGE[name](grove)
-    with pytest.raises(AssertionError):
-        grove.tree.check_invariants()
