@@ -587,8 +587,8 @@ def test_the_lock_has_a_version_of_each_declared_package(this_house: House) -> N
 
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_pytest_says_at_its_end_what_was_left_out(options: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-k", "test_an_empty_cache"]
-    command += [*options, "03_prefix_cache/test_prefix_cache.py"]
+    command = [sys.executable, "-m", "pytest", "-k", "test_whatever_arrives"]
+    command += [*options, "03_prefix_cache/test_caching_fcfs_scheduler.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     (summary,) = re.findall(r"^left out: (.*)", run.stdout, re.MULTILINE)
     assert re.fullmatch(r"\d+ cases of large grids; to run them: -m slow", summary)
