@@ -11,21 +11,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
 from cache_words import Rig, ids
-from kv_orders import run_machine
+from kv_chaos import Chaos
+from kv_orders import BLOCK_SIZES, check_long_run
 from prefix_cache import CacheStats, MatchCursor, PrefixMatch, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
@@ -161,6 +155,7 @@ class Holder:
     cursor: MatchCursor | None = None
     table: list[Block] = field(default_factory=list)
     num_published: int = 0
+    is_trusted: bool = True  # it publishes nothing after a block that was invalidated
 
 
 class World:
@@ -174,6 +169,7 @@ class World:
         self.model = NaiveModel(num_usable + 1, block_size)
         self.heard: dict[int, Prefix] = {}  # what is cached, from the listener's calls alone
         self.left: list[int] = []  # block ids that left the cache, in order
+        self.holders: list[Holder] = []
 
     # the listener
 
@@ -264,6 +260,7 @@ class World:
             self.release(found)
             return False
         holder.table, holder.num_published = found, len(found)
+        self.holders.append(holder)
         self.grow(holder, [])
         return True
 
@@ -278,7 +275,7 @@ class World:
 
     def publish(self, holder: Holder, num_blocks: int, with_cursor: bool = True) -> None:
         first = holder.num_published
-        upto = min(first + num_blocks, len(holder.table))
+        upto = min(first + num_blocks * holder.is_trusted, len(holder.table))
         while first < upto and self.cache.owns(holder.table[first]):
             first += 1  # a fork has published the block that both hold
         given = holder.table[first:upto]
@@ -290,17 +287,18 @@ class World:
         holder.table[first:upto] = result.blocks
         holder.num_published = upto
 
-    def fork(self, holder: Holder) -> Holder:
-        """A second request that holds the same blocks."""
-        num_shared = len(holder.table) * self.block_size
-        child = Holder(holder.tokens[:num_shared], holder.keys, MatchCursor(), holder.table[:])
-        child.num_published = holder.num_published
-        num_cached = sum(map(self.cache.owns, child.table))
-        self.touch(child.table[:num_cached])
-        self.pool.touch(child.table[num_cached:])
-        for block in child.table[num_cached:]:
+    def fork(self, holder: Holder) -> None:
+        """A second request that holds the same published blocks, and one after them."""
+        shared = holder.table[: holder.num_published + 1]
+        tokens = holder.tokens[: len(shared) * self.block_size]
+        child = Holder(tokens, holder.keys, MatchCursor(), shared, holder.num_published)
+        child.is_trusted = holder.is_trusted
+        num_cached = sum(map(self.cache.owns, shared))
+        self.touch(shared[:num_cached])
+        self.pool.touch(shared[num_cached:])
+        for block in shared[num_cached:]:
             self.model.refs[block.block_id] += 1
-        return child
+        self.holders.append(child)
 
     def drop(self, holder: Holder, num_kept: int = 0, split: int = 0) -> None:
         """Give back all blocks but the first ones, those that are cached in two calls."""
@@ -311,10 +309,11 @@ class World:
         self.release(cached[:split])
         del holder.table[num_kept:]
         holder.num_published = min(holder.num_published, num_kept)
-        if not num_kept:  # the next request in this row of tokens writes over it
+        if not num_kept:  # it ends, and the next request in its row of tokens writes over it
             holder.tokens[:] = [-1] * len(holder.tokens)
+            self.holders.remove(holder)
 
-    def invalidate(self, block: Block, holders: Sequence[Holder]) -> None:
+    def invalidate(self, block: Block) -> None:
         self.left = []
         prefix = self.heard[block.block_id]
         self.cache.invalidate(block)
@@ -324,9 +323,10 @@ class World:
         for gone in removed.values():
             del self.model.entries[gone]
         self.model.free(self.left)  # the order of branches is unspecified
-        for holder in holders:
-            num_cached = sum(map(self.cache.owns, holder.table))
-            holder.num_published = min(holder.num_published, num_cached)
+        for holder in self.holders:
+            if any(block.block_id in removed for block in holder.table):
+                holder.num_published = sum(map(self.cache.owns, holder.table))
+                holder.is_trusted = False
 
     # what must hold
 
@@ -348,11 +348,11 @@ class World:
         assert self.cache.num_cached_blocks == len(entries)
         assert self.cache.num_evictable_blocks == self.model.num_evictable
 
-    def end(self, holders: Sequence[Holder]) -> None:
+    def drain(self) -> None:
         """Drop everything, and evict block by block, in the order that the cache shows."""
-        for holder in holders:
+        for holder in self.holders[:]:
             self.drop(holder)
-        order = [p.block.block_id for p in self.cache.cached_prefixes() if p.num_users == 0]
+        order = [p.block.block_id for p in self.cache.cached_prefixes()]
         for block_id in order:
             self.evict(1)
             assert self.left == [block_id]
@@ -362,98 +362,74 @@ class World:
 
 # -- random and exhaustive
 
-KEYS = st.sampled_from([(), SALT])
-PROMPTS = st.lists(st.integers(0, 1), max_size=9)
 
-
-class CacheMachine(RuleBasedStateMachine):
+class CacheChaos(Chaos):
     """Requests start, publish, fork and end in any order, on a pool that is too small."""
 
-    def __init__(self, make_cache) -> None:
-        super().__init__()
-        self.make_cache = make_cache
-        self.holders: list[Holder] = []
+    world: World
 
-    @initialize(num_usable=st.integers(6, 10), block_size=st.integers(1, 3))
-    def begin(self, num_usable, block_size):
-        self.world = World(self.make_cache, num_usable, block_size)
+    def keys(self) -> tuple:
+        return [(), SALT][self.pick(0, 1)]
 
-    @rule(
-        tokens=PROMPTS,
-        keys=KEYS,
-        with_cursor=st.booleans(),
-        num_kept=st.none() | st.integers(0, 3),
-        split=st.integers(0, 3),
-        num_published=st.integers(0, 9),
-    )
-    def start(self, tokens, keys, with_cursor, num_kept, split, num_published):
-        holder = Holder(tokens, keys, MatchCursor() if with_cursor else None)
-        if self.world.start(holder, num_kept, split):
-            self.holders.append(holder)
-            self.world.publish(holder, num_published)
+    def holder(self) -> Holder:
+        """One of the requests, or a new one that holds nothing."""
+        holders = [Holder(self.tokens(0, 9), self.keys()), *self.world.holders]
+        return holders[self.pick(0, len(holders) - 1)]
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), num_blocks=st.integers(1, 4), with_cursor=st.booleans())
-    def publish(self, data, num_blocks, with_cursor):
-        self.world.publish(data.draw(st.sampled_from(self.holders)), num_blocks, with_cursor)
+    def start(self) -> None:
+        cursor = MatchCursor() if self.pick(0, 1) else None
+        holder = Holder(self.tokens(0, 9), self.keys(), cursor)
+        if self.world.start(holder, [None, 0, 1, 2][self.pick(0, 3)], split=self.pick(0, 3)):
+            self.world.publish(holder, self.pick(0, 9))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=4))
-    def grow(self, data, tokens):
-        self.world.grow(data.draw(st.sampled_from(self.holders)), tokens)
+    def publish(self) -> None:
+        self.world.publish(self.holder(), self.pick(1, 4), with_cursor=self.pick(0, 1) == 1)
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def fork(self, data):
-        self.holders.append(self.world.fork(data.draw(st.sampled_from(self.holders))))
+    def grow(self) -> None:
+        for holder in self.world.holders[-2:]:
+            self.world.grow(holder, self.tokens(0, 4))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), num_kept=st.integers(1, 3), split=st.integers(0, 3))
-    def drop(self, data, num_kept, split):
-        self.world.drop(data.draw(st.sampled_from(self.holders)), num_kept, split)
+    def fork(self) -> None:
+        self.world.fork(self.holder())
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), split=st.integers(0, 3))
-    def finish(self, data, split):
-        index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.world.drop(self.holders.pop(index), split=split)
+    def drop(self) -> None:
+        self.world.drop(self.holder(), self.pick(1, 3), split=self.pick(0, 3))
 
-    @precondition(lambda self: self.world.heard)
-    @rule(data=st.data())
-    def invalidate(self, data):
-        block_id = data.draw(st.sampled_from(sorted(self.world.heard)))
-        self.world.invalidate(self.world.pool.blocks[block_id], self.holders)
+    def finish(self) -> None:
+        if self.world.holders:
+            index = self.pick(0, len(self.world.holders) - 1)
+            self.world.drop(self.world.holders[index], split=self.pick(0, 3))
 
-    @rule(num_blocks=st.integers(-1, 5))
-    def evict(self, num_blocks):
-        self.world.evict(num_blocks)
+    def invalidate(self) -> None:
+        if self.world.heard:
+            block_ids = sorted(self.world.heard)
+            block_id = block_ids[self.pick(0, len(block_ids) - 1)]
+            self.world.invalidate(self.world.pool.blocks[block_id])
 
-    @rule(tokens=PROMPTS, keys=KEYS, data=st.data())
-    def look_up(self, tokens, keys, data):
-        holder = data.draw(st.sampled_from([Holder(tokens, keys), *self.holders]))
-        num_tokens = data.draw(st.integers(0, len(holder.tokens)))
+    def evict(self) -> None:
+        self.world.evict(self.pick(-1, 5))
+
+    def look_up(self) -> None:
+        holder = self.holder()
+        num_tokens = self.pick(0, len(holder.tokens))
         self.world.match(holder.tokens[:num_tokens], holder.keys, holder.cursor)
 
-    @rule(tokens=PROMPTS, keys=KEYS)
-    def cache_computed(self, tokens, keys):
-        self.world.cache_computed(tokens, keys)
+    def cache_computed(self) -> None:
+        self.world.cache_computed(self.tokens(0, 9), self.keys())
 
-    @rule()
-    def reset(self):
+    def reset(self) -> None:
         self.world.reset()
 
-    @invariant()
-    def all_is_as_the_model_says(self):
-        self.world.check()
 
-    def teardown(self):
-        if hasattr(self, "world"):
-            self.world.end(self.holders)
+OPERATIONS = ["start"] * 3 + ["publish", "grow", "finish", "look_up"] * 2
+OPERATIONS += ["fork", "drop", "invalidate", "evict", "cache_computed", "reset"]
 
 
 @pytest.mark.net
-def test_any_order_of_calls_agrees_with_the_naive_model(make_cache):
-    run_machine(lambda: CacheMachine(make_cache), max_examples=25, num_steps=25)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_calls_agrees_with_the_naive_model(make_cache, seed):
+    for block_size in BLOCK_SIZES:
+        check_long_run(partial(World, make_cache), CacheChaos, OPERATIONS, seed, block_size)
 
 
 LIFE = (  # of a request: what it does, one step after the other
@@ -496,7 +472,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
                 refused.clear()
         assert done == [3, 3, 3], "a request is refused forever"
         num_ends += 1
-        world.end([])
+        world.drain()
     assert num_ends > (500 if share == 1 else 200) and num_refused > 10 and num_checked > 300
 
 

@@ -99,9 +99,9 @@ KEYS = [
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_keys_that_are_refused_by_lookups_and_by_requests(make_cache, keys):
+def test_keys_that_are_refused_by_lookups_and_by_requests(keys):
     """A request refuses them when it is made: a step would end the other requests too."""
-    rig = Refusing(make_cache)
+    rig = Refusing(PREFIX_CACHES["hash"])
     rig.refused("extra_keys must", rig.cache.match_prefix, rig.spell("A"), keys)
     rig.refused("extra_keys must", rig.cache.insert, rig.spell("X"), rig.named("x"), keys)
     with pytest.raises(ValueError, match=r"extra_keys must .*, got [\[(]"):
@@ -141,8 +141,8 @@ def test_arguments_that_are_refused(make, words):
         make()
 
 
-def test_calls_that_a_manager_refuses(make_cache):
-    world = World(make_cache, 8, 2)
+def test_calls_that_a_manager_refuses():
+    world = World(PREFIX_CACHES["hash"], 8, 2)
     request = world.serve("a", [1] * 5)
     before, computed = world.snapshot(), world.manager._get_computed_blocks(request)
     assert computed.blocks
