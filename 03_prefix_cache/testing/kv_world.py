@@ -115,6 +115,12 @@ class World:
             return left - num_watermark_blocks >= len(self.held(True, without) | found)
         return left - num_watermark_blocks >= len(self.held(False, without) | found)
 
+    def limit(self, request: Request, num_watermark_blocks: int, freeing: str | None) -> int:
+        """The number of tokens that a request without a table can have after its cached ones."""
+        held = self.held(without=freeing) | set(self.longest(request, request.num_tokens - 1))
+        num_blocks = self.pool.num_usable_blocks - num_watermark_blocks - len(held)
+        return num_blocks * self.block_size
+
     def gives_way(self) -> bool:
         return self.held_outside() != self.held_outside(for_good=True)
 
@@ -169,11 +175,15 @@ class World:
             return False
         self.running[request_id] = self.waiting.pop(request_id)
         request.num_computed_tokens = self.written[request_id] = computed.num_tokens
+        self._count(request, computed)
+        self._put_in_plan(request, num_new)
+        return True
+
+    def _count(self, request: Request, computed: ComputedBlocks) -> None:
+        """The cache counts each admission that does not follow a preemption."""
         if request.num_preemptions == 0:
             for i, more in enumerate((1, request.num_tokens, computed.num_tokens)):
                 self.stats[i] += more
-        self._put_in_plan(request, num_new)
-        return True
 
     def probe(
         self,
@@ -205,6 +215,7 @@ class World:
                 self.pool.num_free_blocks + self.cache.num_evictable_blocks >= num_watermark_blocks
             )
             self.written[request_id] = computed.num_tokens
+            self._count(request, computed)
             self._leave(request)
         return answer
 
