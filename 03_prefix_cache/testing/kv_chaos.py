@@ -8,8 +8,8 @@ from itertools import count
 from kv_world import World
 
 OPERATIONS = [
-    *(["submit"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
-    *["leave", "abort_waiting", "probe", "reset"],
+    *(["submit", "probe"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
+    *["leave", "abort_waiting", "reset"],
 ]
 
 
@@ -52,7 +52,7 @@ class Chaos:
             freeing = self.choose(world.running) if self.pick(0, 1) else None
             watermark = max(0, self.pick(-2, 2))
             num_tokens = self.pick(1, 4 * world.block_size)
-            if self.pick(0, 1):
+            if freeing is not None or self.pick(0, 1):
                 limit = world.limit(world.waiting[request_id], watermark, freeing)
                 num_tokens = max(1, limit + self.pick(0, 1))
             world.probe(request_id, num_tokens, watermark, freeing)
