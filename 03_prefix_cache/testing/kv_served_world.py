@@ -7,6 +7,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -24,7 +25,7 @@ Batch = Sequence[tuple[Request, int, int]]  # a request, and the positions [star
 class CachingLoop(StepLoop):
     """Every position is written, and everything before it is read, as the plans say."""
 
-    def __init__(self, manager: UncachedKVCacheManager, runner: Runner, **limits: int) -> None:
+    def __init__(self, manager: UncachedKVCacheManager, runner: Runner, **limits: Any) -> None:
         super().__init__(CachingFCFSScheduler(manager, **limits))
         self.manager, self.runner = manager, runner
         self.outputs = defaultdict(list)  # some tests add requests to the scheduler itself
@@ -100,6 +101,8 @@ class CachingLog(StepLog):
 
 class Engine(CachingLoop):
     """Requests that resemble each other arrive at random; some are aborted, and some fail."""
+
+    manager: CachedKVCacheManager
 
     def __init__(self, make_cache: MakeCache, rng: random.Random) -> None:
         self.rng, self.block_size = rng, rng.choice([1, 2, 4])

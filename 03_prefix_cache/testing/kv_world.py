@@ -159,6 +159,7 @@ class World:
         if isinstance(computed, NotReady):
             assert computed is NotReady.IN_FLIGHT and is_computed, "no request computes it"
             computed = self.manager.get_computed_blocks(request, wait_for_others=False)
+            assert isinstance(computed, ComputedBlocks)
             assert [block.block_id for block in computed.blocks] == found
         else:
             assert not is_computed or self.planned_request_left, "computed twice"
