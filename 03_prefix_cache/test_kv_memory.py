@@ -50,11 +50,14 @@ def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
 
 
 def test_a_table_update_replaces_only_one_entry():
-    """The update is in the plan that also grows the table, and affects no other request."""
-    state, tables = SharingRunnerState(4, 8), {"a": [2, 3], "b": [4, 5]}
-    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=(ids,)) for name, ids in tables.items()]
+    """The update is in the plan that also grows the table, and affects no other request or
+    group."""
+    state = SharingRunnerState(4, 8, num_groups=2)
+    tables = {"a": ([2, 3], [12, 13]), "b": ([4, 5], [14, 15])}
+    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=ids) for name, ids in tables.items()]
     state.apply(SchedulerOutput(scheduled_new_reqs=new))
-    changes = CachedRequestData(["a"], [[7]], [5], [1], [([9],)])
-    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2)]
+    changes = CachedRequestData(["a"], [[7]], [5], [1], [([9], [19])])
+    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2, group=1)]
     state.apply(SchedulerOutput(scheduled_cached_reqs=changes, block_moves=moves))
-    assert state.block_ids("a") == [2, 6, 9] and state.block_ids("b") == [2, 5]
+    found = {name: [state.block_ids(name, group=group) for group in (0, 1)] for name in tables}
+    assert found == {"a": [[2, 6, 9], [12, 13, 19]], "b": [[4, 5], [2, 15]]}
