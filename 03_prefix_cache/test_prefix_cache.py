@@ -375,6 +375,10 @@ class CacheChaos(Chaos):
 
     world: World
 
+    def __init__(self, world, pick) -> None:
+        super().__init__(world, pick)
+        self.waiting: list[Holder] = []
+
     def keys(self) -> tuple:
         return [(), SALT][self.pick(0, 1)]
 
@@ -383,11 +387,28 @@ class CacheChaos(Chaos):
         holders = [Holder(self.tokens(0, 9), self.keys()), *self.world.holders]
         return holders[self.pick(0, len(holders) - 1)]
 
+    def new(self) -> Holder:
+        """A request that waits, or a new one."""
+        if self.waiting and self.pick(0, 1):
+            return self.waiting.pop(self.pick(0, len(self.waiting) - 1))
+        return Holder(self.tokens(0, 9), self.keys(), MatchCursor() if self.pick(0, 1) else None)
+
     def start(self) -> None:
-        cursor = MatchCursor() if self.pick(0, 1) else None
-        holder = Holder(self.tokens(0, 9), self.keys(), cursor)
+        holder = self.new()
         if self.world.start(holder, [None, 0, 1, 2][self.pick(0, 3)], split=self.pick(0, 3)):
-            self.world.publish(holder, self.pick(0, 9))
+            self.world.publish(holder, self.pick(0, 3))
+        else:
+            self.waiting.append(holder)
+
+    def look_up(self) -> None:
+        holder = self.new()
+        self.world.match(holder.tokens, holder.keys, holder.cursor)
+        self.waiting.append(holder)
+
+    def look_up_less(self) -> None:
+        holder = self.holder()
+        num_tokens = self.pick(0, len(holder.tokens))
+        self.world.match(holder.tokens[:num_tokens], holder.keys, holder.cursor)
 
     def publish(self) -> None:
         self.world.publish(self.holder(), self.pick(1, 4), with_cursor=self.pick(0, 1) == 1)
@@ -418,11 +439,6 @@ class CacheChaos(Chaos):
         self.world.fails = self.pick(0, 3) == 0
         self.world.evict(self.pick(-1, 5))
 
-    def look_up(self) -> None:
-        holder = self.holder()
-        num_tokens = self.pick(0, len(holder.tokens))
-        self.world.match(holder.tokens[:num_tokens], holder.keys, holder.cursor)
-
     def cache_computed(self) -> None:
         self.world.cache_computed(self.tokens(0, 9), self.keys())
 
@@ -431,7 +447,7 @@ class CacheChaos(Chaos):
 
 
 OPERATIONS = ["start"] * 3 + ["publish", "grow", "finish", "look_up"] * 2
-OPERATIONS += ["fork", "drop", "invalidate", "evict", "cache_computed", "reset"]
+OPERATIONS += ["fork", "look_up_less", "drop", "invalidate", "evict", "cache_computed", "reset"]
 
 
 @pytest.mark.net
