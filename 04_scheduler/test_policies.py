@@ -215,6 +215,7 @@ def order_by_definition(
 DEFINITIONS = {LongestPrefixMatch: by_definition_lpm, DFSWeight: by_definition_dfs}
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("kind", CACHE_AWARE)
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
 @settings(max_examples=80, deadline=None)
@@ -266,27 +267,6 @@ def test_the_worked_example_of_the_walk():
 # duplicates
 
 
-def order_of(
-    requests: list[Request],
-    cache: PrefixCache,
-    kind: type[CacheAwarePolicy] = LongestPrefixMatch,
-) -> list[str]:
-    manager = CachedKVCacheManager(cache.pool, 16, cache)
-    return ids(kind(manager.find_cached_blocks, 16).order(requests))
-
-
-@pytest.mark.parametrize("kind", CACHE_AWARE)
-def test_a_duplicate_waits_for_one_round_and_then_hits(kind):
-    cache = PrefixCacheLocal(100, block_size=16)
-    system = list(range(64))
-    a, b, c = make("a", [*system, 1]), make("b", [*system, 2]), make("c", [9] * 20)
-    assert order_of([a, b, c], cache, kind) == ["a", "c", "b"]
-    cache.cache_computed_blocks(a.all_token_ids)  # the round is over
-    assert order_of([b, c], cache, kind) == ["b", "c"]
-    d = make("d", [*system, 3])
-    assert order_of([b, c, d], cache, kind) == ["b", "d", "c"]  # nothing to wait for
-
-
 @pytest.mark.parametrize(
     ("num_cached", "num_shared", "is_put_off"),
     [
@@ -308,7 +288,9 @@ def test_a_request_that_shares_32_tokens_is_put_off_unless_32_are_cached(
         make("b", [*shared, *[108] * 20]),
         make("c", shared[:num_cached] or [109]),
     ]
-    assert order_of(requests, cache) == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
+    manager = CachedKVCacheManager(cache.pool, 16, cache)
+    order = ids(LongestPrefixMatch(manager.find_cached_blocks, 16).order(requests))
+    assert order == (["a", "c", "b"] if is_put_off else ["a", "b", "c"])
 
 
 # errors and cost

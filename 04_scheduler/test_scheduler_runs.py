@@ -339,6 +339,7 @@ def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
     }
 
 
+@pytest.mark.net
 @pytest.mark.sample(seed=20)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("seed", range(40))
@@ -351,6 +352,8 @@ def test_a_random_run_says_what_an_uninterrupted_one_says(seed, cache):
     world.check_end()
 
 
+@pytest.mark.net
+@pytest.mark.sample
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("preempt_every", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_missing", [-1, 0, 1])
@@ -367,6 +370,7 @@ def test_pools_of_exactly_enough_and_one_more_or_less(num_missing, preempt_every
     assert len(world.finished) == 2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler, CachingFCFSScheduler])
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_full_blocks_of_equal_prompts_are_computed_once(cache, kind):
@@ -484,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 SchedulerMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=30, deadline=None
 )
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.net(SchedulerMachine.TestCase)
 
 
 # -- every interleaving
@@ -575,6 +579,7 @@ def _preempt(world: World) -> None:
         world.schedule()
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("cache", "kind", "policy", "share"),
     [
@@ -601,6 +606,7 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
     _explore(world, prompts, share)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("cache", [None, pytest.param("hash", marks=pytest.mark.slow)])
 def test_every_interleaving_with_a_new_request_that_displaces_another(cache, monkeypatch):
     """Trap 60. The third is the most urgent and finds two running: in every state in which the
@@ -666,6 +672,7 @@ class NothingIsRoutine(Scheduler):
         return -1
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("seed", range(30))
 def test_the_fast_path_plans_the_same_step_as_the_slow_path(seed):
     """The same requests, tokens and abortions: every plan, message and result of the two is equal,

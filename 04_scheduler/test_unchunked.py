@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from itertools import product
 
 import pytest
 
@@ -63,23 +64,16 @@ def step(scheduler) -> dict[str, int]:
     return output.num_scheduled_tokens
 
 
-@pytest.mark.parametrize("num_uncomputed_tokens", [1, 7, 8, 9, 20])
-@pytest.mark.parametrize("budget", [1, 7, 8])
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough(
-    num_uncomputed_tokens, budget, has_begun
-):
-    request = make("a", 30)
-    request.num_computed_tokens = int(has_begun)
-    given = Unchunked().num_tokens_to_schedule(
-        request, num_uncomputed_tokens, budget, max_step_tokens=8
-    )
-    if num_uncomputed_tokens <= budget:
-        assert given == num_uncomputed_tokens
-    else:
-        assert given == (budget if has_begun or num_uncomputed_tokens > 8 else 0)
-    assert Unchunked().max_prompt_len(8) == 8
-    assert Unchunked().can_start(request, 1000)
+def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough():
+    policy, request = Unchunked(), make("a", 30)
+    for num_uncomputed, budget, num_computed in product((1, 7, 8, 9, 20), (1, 7, 8), (0, 1)):
+        request.num_computed_tokens = num_computed
+        given = policy.num_tokens_to_schedule(request, num_uncomputed, budget, max_step_tokens=8)
+        expected = budget if num_computed or num_uncomputed > 8 else 0
+        if num_uncomputed <= budget:
+            expected = num_uncomputed
+        assert given == expected, (num_uncomputed, budget, num_computed)
+    assert policy.max_prompt_len(8) == 8 and policy.can_start(request, 1000)
 
 
 @pytest.mark.parametrize(
@@ -145,62 +139,6 @@ def test_two_chunks_leave_tokens_for_the_same_ones_and_the_first_always_goes_on(
     assert step(scheduler) == {"long0": 4, "a": 1, "b": 1, "c": 1}
     scheduler.max_num_batched_tokens = 3  # fewer than there are requests
     assert step(scheduler) == {"long0": 1, "a": 1, "b": 1}
-
-
-def test_the_prefill_first_scheduler_rounds_the_policys_answer_to_whole_pages():
-    policy = AtMost(11)
-    scheduler = PrefillFirstScheduler(
-        chunk_policy=policy,
-        chunked_prefill_size=32,
-        max_num_batched_tokens=64,
-        kv_memory=make_kv_memory(40, 4),
-    )
-    scheduler.add_request(make("long", 30, 1))
-    assert [step(scheduler)["long"] for _ in range(4)] == [8, 8, 8, 6]
-
-
-def test_a_cut_prompt_is_admitted_only_if_all_of_it_will_find_room():
-    """With room for its first piece only it would be preempted in the middle, for nothing."""
-    policy = AtMost(8)
-    memory = make_kv_memory(1 + 12, 4)
-    scheduler = Scheduler(kv_memory=memory, chunk_policy=policy, watermark=0)
-    scheduler.add_request(make("a", 8, 3))  # two blocks, and a third one soon
-    step(scheduler)
-    scheduler.add_request(Request.from_tokens("long", list(range(50, 90)), max_new_tokens=2))
-    assert step(scheduler) == {"a": 1}  # nine are left of ten
-    scheduler.abort_request("a")
-    assert step(scheduler) == {"long": 8}
-    scheduler.add_request(Request.from_tokens("c", list(range(120, 127)), max_new_tokens=1))
-    assert step(scheduler) == {"long": 8, "c": 7}  # ten of the twelve are promised, two are not
-    assert memory.num_blocks_in_use == 4
-    scheduler.add_request(Request.from_tokens("b", list(range(100, 116)), max_new_tokens=1))
-    assert [step(scheduler).get("b") for _ in range(6)] == [None, None, None, None, 8, 8]
-    assert scheduler.get_stats().total_preempted == 0
-
-
-def test_no_blocks_are_reserved_for_a_displaced_prompt():
-    """14 blocks. After two steps a has 2 and low 4, with 6 more to come. The newcomer needs 10 in
-    all; 8 are free, and low's 4."""
-    memory = make_kv_memory(1 + 14, 4)
-    options = {"max_num_seqs": 2, "policy": "priority", "watermark": 0}
-    scheduler = Scheduler(kv_memory=memory, chunk_policy=AtMost(8), **options)
-    scheduler.add_request(Request.from_tokens("a", [1, 2, 3, 4], 5, priority=1))
-    scheduler.add_request(Request.from_tokens("low", list(range(50, 90)), 2, priority=5))
-    assert step(scheduler) == {"a": 4, "low": 8}
-    scheduler.add_request(Request.from_tokens("urgent", list(range(100, 140)), 1, priority=0))
-    assert step(scheduler) == {"a": 1, "urgent": 8}
-
-
-def test_blocks_stay_reserved_for_a_prompt_beside_the_displaced_one():
-    """In the second step, a has 4 of 14 blocks, and 2 are reserved for it. With the 2 of low, 8 are
-    left, and the newcomer needs 9."""
-    options = {"max_num_seqs": 2, "policy": "priority", "watermark": 0}
-    scheduler = Scheduler(kv_memory=make_kv_memory(1 + 14, 4), chunk_policy=AtMost(8), **options)
-    scheduler.add_request(Request.from_tokens("a", list(range(24)), 5, priority=1))
-    scheduler.add_request(Request.from_tokens("low", [50, 51, 52, 53], 5, priority=5))
-    assert step(scheduler) == {"a": 8, "low": 4}
-    scheduler.add_request(Request.from_tokens("urgent", list(range(100, 133)), 1, priority=0))
-    assert step(scheduler) == {"a": 8, "low": 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)

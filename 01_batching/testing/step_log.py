@@ -78,7 +78,7 @@ def parse_option(word: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     try:
         return name, literal_eval(value)
-    except ValueError:
+    except (ValueError, SyntaxError):
         return name, value
 
 
@@ -229,11 +229,14 @@ class StepLog:
 
 
 def side_by_side(case: Case, performed: Sequence[str]) -> str:
+    """The first difference in a sentence, and the actions beside what was performed."""
     width = max(map(len, case.actions), default=0)
     options = " ".join(f"{name}={value}" for name, value in case.options.items())
-    lines = [case.title, f"  {options}", f"  {'written':{width}}  performed"]
+    first, lines = "", [f"  {options}", f"  {'written':{width}}  performed"]
     for index, action in enumerate(case.actions):
-        happened = performed[index] if index < len(performed) else ""
+        happened = performed[index] if index < len(performed) else "(not performed)"
         mark = " " if happened == action else ">"
         lines.append(f"{mark} {action:{width}}  {happened}")
-    return "\n".join(lines)
+        if happened != action and not first:
+            first = f'"{action}" is written, "{happened}" was performed'
+    return "\n".join([first, *lines])

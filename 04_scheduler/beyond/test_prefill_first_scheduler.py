@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,9 @@ from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_interface import SchedulerOutput
 from scheduler_steps import (
+    SchedulerLog,
     SchedulerLoop,
+    make_loop,
     make_memory,
     make_scheduler,
     preempted_ids,
@@ -32,9 +35,16 @@ from scheduler_steps import (
     scheduled_tokens,
 )
 from sglang_policies import policy_over
+from step_log import Case, cases_of
 
 EXTEND, DECODE, MIXED = ForwardMode
 CACHES = (None, "hash", "radix")
+
+
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("prefill_first_plans.txt"))
+def test_prefill_first_plans(case: Case):
+    SchedulerLog(make_loop(PrefillFirstScheduler, **case.options)).perform(case)
 
 
 STOPS = [

@@ -66,6 +66,8 @@ class SchedulerLoop(StepLoop):
     def schedule(self) -> PreemptiveSchedulerOutput:
         plan = super().schedule()
         assert set(preempted_ids(plan)).isdisjoint(plan.num_scheduled_tokens)
+        cached = plan.scheduled_cached_reqs
+        assert cached.resumed_req_ids <= set(cached.req_ids), "a new request did not resume"
         return plan
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
@@ -151,15 +153,17 @@ def make_loop(
 
 
 class SchedulerLog(StepLog):
-    """Adds adapters, preemption, and the reason why admission stopped."""
+    """Adds adapters, tenants (`$x`), preemption, and the reason why admission stopped."""
 
     loop: SchedulerLoop
 
     def make_request(self, word: str) -> Request:
+        word, _, tenant = word.partition("$")
         word, _, adapter = word.partition("@")
         request = super().make_request(word)
         assert isinstance(request, KeyedRequest)
-        request.extra_keys = (("lora", adapter),) if adapter else ()
+        keys = (("lora", adapter), ("salt", tenant))
+        request.extra_keys = tuple(key for key in keys if key[1])
         return request
 
     def new_request(self, name: str, prompt: list[int], max_tokens: int, priority: int) -> Request:

@@ -19,6 +19,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
 # In backticks, in a list of files or in a command; not the end of `..._tables.py`, nor of a URL.
 FILE = re.compile(r"(?<![\w./*])((?:\w[\w-]*/)*\w+\.(?:py|ipynb|md))\b")
 PLACE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
+ROW = re.compile(r"`([\w/]+\.txt)::([^`]+)`")  # a title in a step log
 TEST = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
 PAGE = re.compile(r"\n\nSee (\S+?)(?:#(\S+))?$")  # the end of a docstring
 BEGINS_WITH_WHO = re.compile(r"(?:^|[.!?:]\s+|\|\s|\*\*\s?)Who\s[^?.!|]*[.!|]")
@@ -79,13 +80,18 @@ def definitions(source: str) -> set[str]:
 
 
 def unknown_places(text: Path, sources: dict[str, str]) -> list[str]:
-    """`file.py::Class.method` that is not defined there, `test_name` that is defined nowhere."""
+    """`file.py::Class.method` that is not defined there, `test_name` that is defined nowhere,
+    `log.txt::title` without such a line in the log."""
     prose = text.read_text(encoding="utf-8")
     unknown = []
     for file, name in PLACE.findall(prose):
         files = [source for path, source in sources.items() if f"/{path}".endswith(f"/{file}")]
         if not any(name in definitions(source) for source in files):
             unknown.append(f"{file}::{name}")
+    for file, title in ROW.findall(prose):
+        logs = [log for path, log in sources.items() if f"/{path}".endswith(f"/{file}")]
+        if not any(" ".join(title.split()) in log.splitlines() for log in logs):
+            unknown.append(f"{file}::{title}")
     modules = {path.rpartition("/")[2] for path in sources}
     for name in TEST.findall(prose):
         if f"{name}.py" not in modules and not any(f"def {name}(" in s for s in sources.values()):
@@ -123,7 +129,10 @@ KNOWN = [HOUSE.name(path) for path in HOUSE.files]
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    return {HOUSE.name(p): p.read_text(encoding="utf-8") for p in HOUSE.python_files()}
+    """Python files, and the step logs that tests read."""
+    logs = [p for p in HOUSE.files if p.suffix == ".txt" and HOUSE.chapter_of(p) is not None]
+    files = [*HOUSE.python_files(), *logs]
+    return {HOUSE.name(p): p.read_text(encoding="utf-8") for p in files}
 
 
 EVERY_TEXT = pytest.mark.parametrize("text", texts(HOUSE), ids=HOUSE.name)
@@ -207,12 +216,15 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     text.write_text(
         "[x](b.md#part) [y](a.md#top) [z](https://a.com/x.py) `gone.py` `here.py` `far/here.py`\n"
         "`here.py::A.f` `here.py::A.g` `far.py::A` `test_a` `test_b[x]` `..._gone.py`\n"
+        "`log.txt::b waits` `log.txt::b runs`\n"
         "```\n[w](c.md) `lost.py`\n```\n```python file=no.py\nimport no.py\n```\n"
     )
     assert broken_links(text) == ["b.md"]
     assert unknown_files(text, ["room/here.py"]) == ["far.py", "far/here.py", "gone.py", "lost.py"]
     sources = {"room/here.py": "class A:\n    def f(self): ...\n\ndef test_a(): ...\n"}
-    assert unknown_places(text, sources) == ["here.py::A.g", "far.py::A", "test_b"]
+    sources["room/log.txt"] = "b waits\n  +a1; a1\n"
+    unknown = ["here.py::A.g", "far.py::A", "log.txt::b runs", "test_b"]
+    assert unknown_places(text, sources) == unknown
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     - while self.waiting and len(self.running) < limit:     the old code
     + while self.waiting:                                   the new code
     test test_fcfs_scheduler::test_running_never_exceeds    a test that fails; can be repeated
+                                                            (of a row of a log: test_plans[title])
     line More than `max_num_seqs` requests run.             a line of `MUSEUM.md` to break
     zh 同时运行的请求超过 `max_num_seqs`。                  the line in Chinese
     task 1.2 The running requests are not counted.          a typical mistake in that task
@@ -20,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from workshop.book.text_rows import read_rows
-from workshop.practice.source_patch import ROOT, Patch, file_of
+from workshop.practice.source_patch import ROOT, Patch, file_of, logs_of, titles_in
 
 TABLE = Path(__file__).with_name("patches.txt")
 
@@ -51,6 +52,15 @@ def path_of_test(test: str) -> str:
     """Return the pytest argument for `module::name`."""
     module, _, name = test.partition("::")
     return f"{file_of(module).relative_to(ROOT).as_posix()}::{name}"
+
+
+def log_row(test: str) -> tuple[str, str] | None:
+    """Return the step log, as a path from the root, and the title of `path::name[title]`; None if
+    the test is no row of a log."""
+    file, _, name = test.partition("::")
+    title = name.partition("[")[2].removesuffix("]")
+    log = next((log for log in logs_of(ROOT / file) if title in titles_in(log)), None)
+    return None if log is None else (log.relative_to(ROOT).as_posix(), title)
 
 
 def read_bugs(text: str) -> Iterator[Bug]:

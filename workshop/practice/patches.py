@@ -14,8 +14,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from workshop.practice.patch_table import Bug, all_bugs, broken_lines
-from workshop.practice.source_patch import ROOT, names_in
+from workshop.practice.patch_table import Bug, all_bugs, broken_lines, log_row
+from workshop.practice.source_patch import ROOT, logs_of, names_in
 from workshop.practice.tasks.course import task_numbered
 from workshop.practice.trial import try_all
 
@@ -31,6 +31,8 @@ def problem_of(bug: Bug) -> str:
             file, _, name = test.partition("::")
             if name.partition("[")[0].partition("::")[0] not in names_in(ROOT / file):
                 return f"{bug.name}: there is no test {test}"
+            if "[" in name and logs_of(ROOT / file) and log_row(test) is None:
+                return f"{bug.name}: no log has the row {test}"
     except SyntaxError as error:
         return f"{bug.name}: with it, {bug.file} is no Python: {error}"
     except (ValueError, LookupError) as error:

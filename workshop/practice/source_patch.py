@@ -228,6 +228,18 @@ def names_in(path: Path) -> set[str]:
     return _names_in(path.read_text(encoding="utf-8"))
 
 
+def titles_in(log: Path) -> set[str]:
+    """Return the titles of the cases of a step log (`01_batching/testing/step_log.py`)."""
+    lines = log.read_text(encoding="utf-8").splitlines()
+    return {line.strip() for line in lines if line.strip() and line[0] not in "# "}
+
+
+def logs_of(test_file: Path) -> list[Path]:
+    """Return the step logs that a file of tests reads: they lie beside it."""
+    names = re.findall(r'"(\w+\.txt)"', test_file.read_text(encoding="utf-8"))
+    return [log for name in names if (log := test_file.with_name(name)).exists()]
+
+
 @cache
 def _names_in(text: str) -> set[str]:
     tree = ast.parse(text)

@@ -9,7 +9,7 @@ import pytest
 from workshop.practice import patches
 from workshop.practice.module_swap import name_of
 from workshop.practice.museum.exhibits import TITLES
-from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
+from workshop.practice.patch_table import Bug, all_bugs, broken_lines, log_row, read_bugs
 from workshop.practice.patches import main, problem_of
 from workshop.practice.source_patch import Patch, PatchError, file_of, names_in
 from workshop.practice.tasks.course import task_numbered
@@ -33,6 +33,15 @@ def test_thirty_lines_and_some_of_all_chapters_and_the_engine() -> None:
     assert 30 <= len(LINES) <= 40, "a page that is read"
     assert list(dict.fromkeys(bug.chapter for bug in LINES)) == list(TITLES)
     assert all(len(bug.tests) >= 1 for bug in LINES)
+
+
+def test_a_row_of_a_step_log_must_be_there() -> None:
+    title = "the budget is used up"
+    row = replace(NOTICED, named_tests=(f"test_plans::test_plans[{title}]",))
+    assert not problem_of(row)
+    assert log_row(row.tests[0]) == ("04_scheduler/plans.txt", title)
+    gone = replace(NOTICED, named_tests=("test_plans::test_plans[the budget is not used]",))
+    assert "no log has the row" in problem_of(gone)
 
 
 def test_unnoticed_bugs_are_listed_in_their_order() -> None:

@@ -13,7 +13,7 @@ from workshop.book.translation import sections
 from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
 from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
-from workshop.practice.patch_table import Bug, broken_lines
+from workshop.practice.patch_table import Bug, broken_lines, log_row
 from workshop.practice.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
@@ -45,8 +45,8 @@ bug yourself, run `make museum BUG=8 ARGS=--find` before you read on.
     python -m workshop.patches --only 8   break line 8 of the lines to break, and run its test
 
 *Trap 10* is the tenth bug in the list that this project began with (the list is not printed here);
-tests cite it, so `grep -rn "Trap 10" --include=test_*.py .` finds them. A number after an engine's
-name links to the report. (`make sync` makes this page.)
+tests cite it, so `grep -rn "Trap 10" --include=test_*.py --include=*plans.txt .` finds them. A
+number after an engine's name links to the report. (`make sync` makes this page.)
 """
 _CHINESE_HEAD = """# bug 博物馆
 <!-- en: -->
@@ -66,7 +66,7 @@ _CHINESE_HEAD = """# bug 博物馆
     python -m workshop.patches --only 8   弄坏下面的第 8 行，跑它的测试
 
 *Trap 10* 是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
-测试引用它，`grep -rn "Trap 10" --include=test_*.py .` 能找到。\
+测试引用它，`grep -rn "Trap 10" --include=test_*.py --include=*plans.txt .` 能找到。\
 引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
 """
 
@@ -108,6 +108,8 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
 
 def _line(number: int, bug: Bug, is_chinese: bool) -> str:
     test_file, _, test = bug.tests[0].partition("::")
+    if (row := log_row(bug.tests[0])) is not None:
+        test_file, test = row
     where, by = f"[`{bug.file}`]({bug.file})", f"[`{Path(test_file).name}`]({test_file})"
     found = f"In {where}, caught by `{test}` in {by}:"
     if is_chinese:

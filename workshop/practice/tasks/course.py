@@ -16,6 +16,7 @@ mistake, the lesson is shown."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,8 @@ def read_tasks(table: Path) -> Iterator[Task]:
     for row, chinese in read_exercises(table, _WORDS):
         minutes, difficulty = row.text("minutes").split()
         module, place = row.text("place").split()
-        tests = (line.split() for line in row.said["test"])
+        # Names of tests, or of rows of a step log: `test_plans[a title]`.
+        tests = (re.findall(r"[^\s\[]+(?:\[[^]]*\])?", line) for line in row.said["test"])
         mistakes = mistakes_of_task(row.head.partition(" ")[0])
         row.said["mistake"] = [mistake.message for mistake in mistakes]
         yield Task(

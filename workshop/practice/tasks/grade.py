@@ -30,7 +30,7 @@ from workshop.book.text_rows import is_chinese
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
-from workshop.practice.patch_table import Bug
+from workshop.practice.patch_table import Bug, log_row
 from workshop.practice.source_patch import ROOT, definitions
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
@@ -260,6 +260,8 @@ def _told(failure: Failure, trial: _Trial) -> str:
     words = name.removeprefix("test_").replace("_", " ")
     words = "a random run agrees with a model of it" if name == "runTest" else words
     case = f" (case {parameters.rstrip(']')})" if parameters else ""
+    if log_row(failure.test) is not None:
+        words, case = parameters.rstrip("]"), ""
     lines = [textwrap.fill(f'Not yet. What does not hold: "{words}"{case}.', 96)]
     if failure.message.startswith(("Failed: Timeout", "Timeout")):
         line = failure.swapped_line
@@ -270,7 +272,7 @@ def _told(failure: Failure, trial: _Trial) -> str:
         if raised_in == trial.swap.file:
             line = failure.swapped_line or failure.line
             lines.append(f"Your code raised an exception at {trial.place(line)}")
-        else:
+        elif failure.path:  # not a row of a step log, which shows what happened beside it
             source = linecache.getline(str(raised_in), failure.line).strip()
             lines.append(f"{_name(raised_in)}:{failure.line}\n    {source}")
             if failure.swapped_line is not None:
