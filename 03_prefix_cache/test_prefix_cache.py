@@ -148,7 +148,7 @@ class NaiveModel:
 
 
 @dataclass(eq=False)
-class Holder:
+class Tenant:
     """A request: its tokens, its table, and how many blocks of that are published."""
 
     tokens: list[int]
@@ -170,7 +170,7 @@ class World:
         self.model = NaiveModel(num_usable + 1, block_size)
         self.heard: dict[int, Prefix] = {}  # what is cached, from the listener's calls alone
         self.left: list[int] = []  # block ids that left the cache, in order
-        self.holders: list[Holder] = []
+        self.holders: list[Tenant] = []
         self.fails = False  # the listener raises in the next call
 
     # the listener
@@ -253,7 +253,7 @@ class World:
 
     # a request's life
 
-    def start(self, holder: Holder, num_kept: int | None = None, split: int = 0) -> bool:
+    def start(self, holder: Tenant, num_kept: int | None = None, split: int = 0) -> bool:
         """Share the cached prefix, or its first `num_kept` blocks, in two calls; then allocate the
         other blocks. Returns False, and holds nothing, if they do not fit."""
         found = self.match(holder.tokens, holder.keys, holder.cursor)[:num_kept]
@@ -269,7 +269,7 @@ class World:
         self.grow(holder, [])
         return True
 
-    def grow(self, holder: Holder, tokens: Sequence[int]) -> None:
+    def grow(self, holder: Tenant, tokens: Sequence[int]) -> None:
         """Append tokens, and allocate blocks for all full ones if they fit."""
         holder.tokens += tokens
         num_new = len(holder.tokens) // self.block_size - len(holder.table)
@@ -278,7 +278,7 @@ class World:
             self.evict(num_missing)
             holder.table += self.allocate(num_new)
 
-    def publish(self, holder: Holder, num_blocks: int, with_cursor: bool = True) -> None:
+    def publish(self, holder: Tenant, num_blocks: int, with_cursor: bool = True) -> None:
         first = holder.num_published
         upto = min(first + num_blocks * holder.is_trusted, len(holder.table))
         while first < upto and self.cache.owns(holder.table[first]):
@@ -292,11 +292,11 @@ class World:
         holder.table[first:upto] = result.blocks
         holder.num_published = upto
 
-    def fork(self, holder: Holder) -> None:
+    def fork(self, holder: Tenant) -> None:
         """A second request that holds the same published blocks, and one after them."""
         shared = holder.table[: holder.num_published + 1]
         tokens = holder.tokens[: len(shared) * self.block_size]
-        child = Holder(tokens, holder.keys, MatchCursor(), shared, holder.num_published)
+        child = Tenant(tokens, holder.keys, MatchCursor(), shared, holder.num_published)
         child.is_trusted = holder.is_trusted
         num_cached = sum(map(self.cache.owns, shared))
         self.touch(shared[:num_cached])
@@ -305,7 +305,7 @@ class World:
             self.model.refs[block.block_id] += 1
         self.holders.append(child)
 
-    def drop(self, holder: Holder, num_kept: int = 0, split: int = 0) -> None:
+    def drop(self, holder: Tenant, num_kept: int = 0, split: int = 0) -> None:
         """Give back all blocks but the first ones, those that are cached in two calls."""
         num_cached = sum(map(self.cache.owns, holder.table))
         self.free(holder.table[max(num_kept, num_cached) :][::-1])
@@ -377,21 +377,21 @@ class CacheChaos(Chaos):
 
     def __init__(self, world, pick) -> None:
         super().__init__(world, pick)
-        self.waiting: list[Holder] = []
+        self.waiting: list[Tenant] = []
 
     def keys(self) -> tuple:
         return [(), SALT][self.pick(0, 1)]
 
-    def holder(self) -> Holder:
+    def holder(self) -> Tenant:
         """One of the requests, or a new one that holds nothing."""
-        holders = [Holder(self.tokens(0, 9), self.keys()), *self.world.holders]
+        holders = [Tenant(self.tokens(0, 9), self.keys()), *self.world.holders]
         return holders[self.pick(0, len(holders) - 1)]
 
-    def new(self) -> Holder:
+    def new(self) -> Tenant:
         """A request that waits, or a new one."""
         if self.waiting and self.pick(0, 1):
             return self.waiting.pop(self.pick(0, len(self.waiting) - 1))
-        return Holder(self.tokens(0, 9), self.keys(), MatchCursor() if self.pick(0, 1) else None)
+        return Tenant(self.tokens(0, 9), self.keys(), MatchCursor() if self.pick(0, 1) else None)
 
     def start(self) -> None:
         holder = self.new()
@@ -476,7 +476,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     for _ in as_long_as(lambda: pending, max_rounds=200_000):
         order = pending.pop()
         world = World(make_cache, 5, 2)
-        holders = [Holder(prompt[:], (), MatchCursor()) for prompt in prompts]
+        holders = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
         holders[2].cursor = None
         done, refused = [0, 0, 0], set()
         taken: list[int] = []

@@ -15,7 +15,7 @@ from step_log import StepLog
 
 
 @dataclass
-class Holder:
+class CacheUser:
     """A request: its blocks, how many of them are published, and the path that it remembers."""
 
     prefix: str = ""
@@ -31,7 +31,7 @@ class CacheLog(StepLog):
         self.rig = Rig(make_cache, num_blocks, block_size)
         self.cache, self.pool = self.rig.cache, self.rig.pool
         self.cache.listener = self
-        self.holders: dict[str, Holder] = {}
+        self.holders: dict[str, CacheUser] = {}
         self.prefix_of: dict[int, str] = {}  # of each cached block, by its id
         self.left: list[str] = []  # in the last action
 
@@ -57,7 +57,7 @@ class CacheLog(StepLog):
         return performed
 
     def perform_words(self, words: list[str]) -> str:
-        holder = self.holders.setdefault(words[0], Holder())
+        holder = self.holders.setdefault(words[0], CacheUser())
         match words:
             case ["cache", *prefixes]:
                 for prefix in prefixes:
@@ -120,7 +120,7 @@ class CacheLog(StepLog):
         assert found == [prefix[: n + 1].upper() for n in range(len(found))], found
         return shown(found[-1:])
 
-    def use(self, holder: Holder, prefix: str, longer: str) -> None:
+    def use(self, holder: CacheUser, prefix: str, longer: str) -> None:
         match = self.cache.match_prefix(self.tokens(longer), None, holder.cursor)
         found = [self.pool.blocks[block.block_id] for block in match.blocks][: len(prefix)]
         self.cache.touch(found)
@@ -131,7 +131,7 @@ class CacheLog(StepLog):
         if num_new:
             self.publish(holder, num_new)
 
-    def publish(self, holder: Holder, num_blocks: int) -> str:
+    def publish(self, holder: CacheUser, num_blocks: int) -> str:
         start, stop = holder.num_published, holder.num_published + num_blocks
         given = holder.table[start:stop]
         tokens = self.rig.spell(holder.prefix)
@@ -144,7 +144,7 @@ class CacheLog(StepLog):
         freed = f", frees {''.join(letters[:num_freed])}" if num_freed else ""
         return ("".join(letters[num_freed:]) or "-") + freed
 
-    def drop(self, holder: Holder, num_blocks: int) -> None:
+    def drop(self, holder: CacheUser, num_blocks: int) -> None:
         """Release the last blocks; those that were invalidated are the request's own."""
         blocks = holder.table[-num_blocks:]
         cached = [block for block in blocks if self.cache.owns(block)]

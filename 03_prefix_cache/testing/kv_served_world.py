@@ -82,6 +82,8 @@ class CachingLog(StepLog):
         self.loop.aborted = set(re.findall(r"abort:(\w+)", written))
         self.loop.failing = set(re.findall(r"error:(\w+)", written))
         plan = self.loop.step()
+        for new in plan.scheduled_new_reqs:
+            assert self.loop.requests[new.req_id].num_cached_tokens == new.num_computed_tokens
         words = [self.describe(plan)]
         words += [f"move:{move.req_id}{move.block_index}" for move in plan.block_moves]
         words += [f"abort:{name}" for name in sorted(self.loop.aborted)]
