@@ -45,9 +45,12 @@ class Chaos:
             self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
 
     def probe(self) -> None:
-        """Ask for any number of tokens, or for one that just fits, or just does not."""
-        world = self.world
-        request_id = self.choose(world.waiting)
+        """Ask for any number of tokens, or for one that just fits, or just does not. While blocks
+        are held outside of tables, only for requests that were preempted."""
+        world, is_calm = self.world, not self.world.held_outside()
+        request_id = self.choose(
+            r for r, q in world.waiting.items() if is_calm or q.num_preemptions
+        )
         if request_id is not None:
             freeing = self.choose(world.running) if self.pick(0, 1) else None
             watermark = max(0, self.pick(-2, 2))
