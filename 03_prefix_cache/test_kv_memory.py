@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from block_pool import BlockPool
 from kv_memory import ComputedBlocks, SharingRunnerState, UncachedKVCacheManager
-from prefix_cache import KeyedRequest
 from request import Request, SamplingParams
 from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
-
-
-# requests
-
-
-@pytest.mark.parametrize("extra_keys", [["x"], ("lora", None), [("salt", "x"), ("salt", "y")]])
-def test_a_bad_key_is_refused_when_the_request_is_made(extra_keys):
-    """A step would end the other requests too."""
-    with pytest.raises(ValueError, match=r"extra_keys must .*, got [\[(]"):
-        KeyedRequest("a", [1], PARAMS, extra_keys=extra_keys)
 
 
 # no cache
@@ -44,18 +31,18 @@ def test_without_a_cache_nothing_is_found_and_nothing_kept():
 def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
     """Trap 60. 8 blocks: v has 3. Nothing changes by asking."""
     manager = UncachedKVCacheManager(BlockPool(9), 2)
-    victim, new_request, nothing = (
-        Request("v", [1], PARAMS),
-        Request("y", [2], PARAMS),
-        ComputedBlocks(),
-    )
+    victim, new_request = Request("v", [1], PARAMS), Request("y", [2], PARAMS)
     assert manager.allocate_slots(victim, 5)
-    assert manager.can_allocate(new_request, 10, nothing)
-    assert not manager.can_allocate(new_request, 11, nothing)
-    assert not manager.can_allocate(new_request, 10, nothing, 1)
-    assert manager.can_allocate(new_request, 16, nothing, 0, victim)
-    assert not manager.can_allocate(new_request, 16, nothing, 1, victim)
-    assert not manager.can_allocate(new_request, 17, nothing, 0, victim)
+    for num_tokens, watermark, freeing, fits in (
+        (10, 0, None, True),
+        (11, 0, None, False),
+        (10, 1, None, False),
+        (16, 0, victim, True),
+        (16, 1, victim, False),
+        (17, 0, victim, False),
+    ):
+        found = manager.can_allocate(new_request, num_tokens, ComputedBlocks(), watermark, freeing)
+        assert found == fits, (num_tokens, watermark)
     assert len(manager.get_block_ids("v")) == 3 and manager.pool.num_free_blocks == 5
 
 
@@ -63,11 +50,14 @@ def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
 
 
 def test_a_table_update_replaces_only_one_entry():
-    """The update is in the plan that also grows the table, and affects no other request."""
-    state, tables = SharingRunnerState(4, 8), {"a": [2, 3], "b": [4, 5]}
-    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=(ids,)) for name, ids in tables.items()]
+    """The update is in the plan that also grows the table, and affects no other request or
+    group."""
+    state = SharingRunnerState(4, 8, num_groups=2)
+    tables = {"a": ([2, 3], [12, 13]), "b": ([4, 5], [14, 15])}
+    new = [NewRequestData(name, [1] * 5, PARAMS, block_ids=ids) for name, ids in tables.items()]
     state.apply(SchedulerOutput(scheduled_new_reqs=new))
-    changes = CachedRequestData(["a"], [[7]], [5], [1], [([9],)])
-    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2)]
+    changes = CachedRequestData(["a"], [[7]], [5], [1], [([9], [19])])
+    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2, group=1)]
     state.apply(SchedulerOutput(scheduled_cached_reqs=changes, block_moves=moves))
-    assert state.block_ids("a") == [2, 6, 9] and state.block_ids("b") == [2, 5]
+    found = {name: [state.block_ids(name, group=group) for group in (0, 1)] for name in tables}
+    assert found == {"a": [[2, 6, 9], [12, 13, 19]], "b": [[4, 5], [2, 15]]}

@@ -4,13 +4,10 @@ The behaviour shared with the radix tree is in `test_prefix_cache.py`."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_pool import Block, BlockPool
+from block_pool import BlockPool
 from prefix_cache import MatchCursor
 from prefix_cache_local import (
     BLOCK_SIZE,
@@ -24,7 +21,9 @@ SALT = (("salt", "x"),)
 
 def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine():
     """A global pool finds blocks by their hash. A change of the hash must change these three
-    lines."""
+    lines. Trap 12: Python's `hash` is -2 for both -1 and -2, and constant for None, so prompts with
+    the same hash are easy to find."""
+    assert compute_block_hash(None, [-1]) != compute_block_hash(None, [-2])
     first = compute_block_hash(None, [1, 2, 3])
     assert first.hex() == "d922bf6006d95f0d2a8992108761e7e098cb98a2944c5fc5d21249537e4b45fa"
     assert (
@@ -35,27 +34,6 @@ def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine()
         compute_block_hash(None, [1, 2, 3], [("salt", "x"), ("lora", 7)]).hex()
         == "3f3d13d8401e95b8e773cc257162ecaefd6916c5ff903e663ea6c68f41689e9a"
     )
-
-
-def test_a_hash_depends_on_the_tokens_the_parent_and_the_keys():
-    parents = [None, compute_block_hash(None, [1]), compute_block_hash(None, [2])]
-    token_lists = [[1], [2], [1, 2], [2, 1], [0x100000001], [1, 0], [-1]]
-    all_keys = [None, SALT, (("lora", "x"),)]
-    hashes = {
-        compute_block_hash(parent, tokens, keys)
-        for parent in parents
-        for tokens in token_lists
-        for keys in all_keys
-    }
-    assert len(hashes) == len(parents) * len(token_lists) * len(all_keys)
-    assert {len(block_hash) for block_hash in hashes} == {32}
-    assert compute_block_hash(None, (1, 2), []) == compute_block_hash(None, [1, 2])
-
-
-def test_no_two_contents_share_a_hash_because_of_pythons_hash():
-    """Trap 12: `hash(-1) == hash(-2)`, and `hash(None)` is a constant: such prompts collide."""
-    assert hash((-1,)) == hash((-2,))
-    assert compute_block_hash(None, [-1]) != compute_block_hash(None, [-2])
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -103,87 +81,12 @@ def test_a_block_is_hashed_as_the_posts_call_it():
     assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
     assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))
-    for parent in (1, first.hex(), first[1:], hash((0, (1, 2, 3)))):
-        with pytest.raises(ValueError, match=r"parent_hash must .*\(32 bytes\).* None .*, got "):
-            compute_block_hash(parent, (4, 5, 6))
 
 
-def test_a_full_cache_stays_full_and_keeps_what_is_used():
-    cache = PrefixCacheLocal(max_cached_blocks=3)
-    for start in (0, 16):
-        cache.cache_computed_blocks(list(range(start, start + 16)))
-    cache.cache_computed_blocks(list(range(200, 248)))
-    assert cache.num_cached_blocks == 3 and cache.match_prefix(list(range(16))).blocks == []
-    used, _ = cache.match_prefix(list(range(200, 232)))
-    cache.touch(used)
-    for number in range(10):
-        cache.cache_computed_blocks(list(range(1000 + 16 * number, 1016 + 16 * number)))
-        assert cache.num_cached_blocks == 3
-    assert cache.match_prefix(list(range(200, 248))) == (used, 32)
-    cache.release(used)
-    cache.check_invariants()
-
-
-def test_its_own_pool_or_a_given_one():
-    for too_many_or_few in ({}, {"max_cached_blocks": 3, "pool": BlockPool(4)}):
-        with pytest.raises(ValueError, match="give max_cached_blocks or pool"):
-            PrefixCacheLocal(**too_many_or_few)
-    for max_cached_blocks in (0, -1):
-        with pytest.raises(
-            ValueError, match=f"max_cached_blocks must be .*>= 1, got {max_cached_blocks}"
-        ):
-            PrefixCacheLocal(max_cached_blocks)
+def test_it_takes_a_pool_or_makes_its_own():
     pool = BlockPool(4)
     assert PrefixCacheLocal(pool=pool).pool is pool
     assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
-
-
-def _turn(evictable: OrderedDict) -> None:
-    evictable.move_to_end(next(iter(evictable)))
-
-
-DAMAGE = {
-    "a hash forgotten": lambda cache, a, b, c: cache._by_hash.pop(c.block_hash),
-    "a parent forgotten": lambda cache, a, b, c: (
-        cache._by_hash.pop(b.block_hash),
-        cache._by_block_id.pop(b.block_id),
-    ),
-    "a hash of another block": lambda cache, a, b, c: cache._by_hash.update({b.block_hash: c}),
-    "a block known by another id": lambda cache, a, b, c: cache._by_block_id.update(
-        {b.block_id: c}
-    ),
-    "another hash in the block": lambda cache, a, b, c: setattr(c, "block_hash", b"x"),
-    "other tokens": lambda cache, a, b, c: setattr(c, "token_ids", (0, 0)),
-    "other tokens at the root": lambda cache, a, b, c: setattr(a, "token_ids", (0, 0)),
-    "too few tokens": lambda cache, a, b, c: setattr(c, "token_ids", ()),
-    "other keys": lambda cache, a, b, c: setattr(a, "extra_keys", SALT),
-    "another parent": lambda cache, a, b, c: setattr(c, "parent", a),
-    "no parent": lambda cache, a, b, c: setattr(c, "parent", None),
-    "a block that the cache does not hold": lambda cache, a, b, c: (
-        setattr(c.block, "ref_cnt", 0),
-        cache._evictable.pop(c.block_id),
-    ),
-    "another pool's block": lambda cache, a, b, c: setattr(c, "block", Block(c.block_id, 1)),
-    "a used block may be evicted": lambda cache, a, b, c: cache._evictable.update({a.block_id: a}),
-    "an unused one may not": lambda cache, a, b, c: cache._evictable.pop(c.block_id),
-    "a child evicted after its parent": lambda cache, a, b, c: _turn(cache._evictable),
-    "a parent with fewer users": lambda cache, a, b, c: (
-        cache.pool.touch([c.block]),
-        cache._evictable.pop(c.block_id),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_the_check_notices(name):
-    """A used block `a`, and `b` and `c` after it, unused."""
-    cache = PrefixCacheLocal(5, block_size=2)
-    a, b, c = cache.cache_computed_blocks([1, 2, 3, 4, 5, 6])
-    cache.touch([a])
-    cache.check_invariants()
-    DAMAGE[name](cache, a, b, c)
-    with pytest.raises(AssertionError):
-        cache.check_invariants()
 
 
 def test_with_a_path_an_insertion_looks_up_its_parent_and_the_new_blocks():

@@ -47,7 +47,7 @@ class Grove:
         )
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
     """One changed token at every place, against counting by hand."""
     grove = Grove("ABCDE", "ABXYZ", page_size=page_size)
@@ -58,10 +58,10 @@ def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
             node, page = grove.tree.descend(grove.tree.root(()), tokens, 5)
             assert page == place // page_size
             assert node.start < page <= node.end or page == 0
-    assert grove.tree.descend(grove.tree.root(()), spell("ABCDEF", page_size), 6)[1] == 5
-    assert grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 3)[1] == 3
-    found = grove.tree.descend(grove.tree.root(()), spell("ABCDE", page_size), 2)
-    assert found == (grove.end_of("AB"), 2)
+    for end, num_pages in ((6, 5), (3, 3), (2, 2)):
+        found = grove.tree.descend(grove.tree.root(()), spell("ABCDEF", page_size), end)
+        assert found[1] == num_pages
+    assert found[0] is grove.end_of("AB")
 
 
 def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():
@@ -72,7 +72,7 @@ def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():
     grove.tree.check_invariants()
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_a_cut_leaves_the_old_object_as_the_lower_part(page_size):
     grove = Grove("ABCDE", page_size=page_size)
     node = grove.grow("ABCDEF")  # in place
@@ -107,20 +107,6 @@ def test_the_tree_copies_its_arguments():
     assert tree.blocks_up_to(node) is not node.blocks
 
 
-def test_a_bookmark_is_void_once_pages_have_left_by_the_end():
-    """Trap 1: as many other tokens may be there by now, in the same node."""
-    grove = Grove("ABCD")
-    node, root = grove.end_of("ABCD"), grove.tree.root(())
-    mark = grove.tree.bookmark(node)
-    grove.tree.trim(node, 2)
-    assert grove.grow("ABXY") is node and node.end == 4
-    assert grove.tree.resume(mark, root, 4) is root
-    mark = grove.tree.bookmark(node)
-    assert grove.tree.resume(mark, root, 4) is node
-    grove.tree.trim(node, 4)
-    assert grove.tree.resume(mark, grove.tree.root(()), 4).is_root
-
-
 def test_pages_are_found_and_cut_out_at_both_ends():
     """Every stretch of a path over three nodes: the nodes then hold these pages and no other."""
     for begin in range(8):
@@ -139,54 +125,11 @@ def test_pages_are_found_and_cut_out_at_both_ends():
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "match"),
-    [
-        ([99], "99: not cached"),
-        ([1, 99, 2], "99: not cached"),
-        ([1, 1], "must be unique"),
-        ([2, 1], "in order of a path"),
-        ([1, 3], "in order of a path"),
-        ([1, 2, 3, 5], "in order of a path"),  # 5 is on the other branch
-        ([4, 1, 2], "in order of a path"),  # more than there is before 2
-    ],
+    "block_ids",
+    [[2, 1], [1, 3], [1, 2, 3, 5], [4, 1, 2]],  # 5 is on the other branch; 4 is not before 1
 )
-def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids, match):
+def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids):
     grove = Grove("ABCD", "ABXY")
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="in order of a path"):
         grove.tree.cut_out(block_ids)
     assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
-
-
-def _keep_an_empty_root(grove: Grove) -> None:
-    grove.tree.roots[(("salt", "str:x"),)] = TreeNode(extra_keys=(("salt", "str:x"),))
-
-
-def _keep_an_empty_node(grove: Grove) -> None:
-    grove.end_of("ABX").children[()] = TreeNode(grove.end_of("ABX"), end=3)
-
-
-def _mistake_the_first_page(grove: Grove) -> None:
-    children = grove.end_of("AB").above.children
-    children[(1, 2)] = children.pop((6500, 6501))
-
-
-DAMAGE = {
-    "a token lost": lambda grove: grove.end_of("ABCD").key.pop(),
-    "a block lost": lambda grove: grove.tree.node_of.pop(4),
-    "a block of no node": lambda grove: grove.tree.node_of.update({99: grove.end_of("ABCD")}),
-    "a block of another node": lambda grove: grove.tree.node_of.update({1: grove.end_of("ABCD")}),
-    "a shifted node": lambda grove: setattr(grove.end_of("ABCD"), "end", 5),
-    "another parent": lambda grove: setattr(grove.end_of("ABX"), "parent", grove.tree.root(())),
-    "another first page": _mistake_the_first_page,
-    "an empty root": _keep_an_empty_root,
-    "an empty node": _keep_an_empty_node,
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_noticed(name):
-    grove = Grove("ABCD", "ABX")
-    grove.tree.check_invariants()
-    DAMAGE[name](grove)
-    with pytest.raises(AssertionError):
-        grove.tree.check_invariants()

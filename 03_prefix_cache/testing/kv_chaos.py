@@ -8,8 +8,8 @@ from itertools import count
 from kv_world import World
 
 OPERATIONS = [
-    *(["submit"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
-    *["leave", "abort_waiting", "probe", "reset"],
+    *(["submit", "probe"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
+    *["leave", "abort_waiting", "reset"],
 ]
 
 
@@ -35,7 +35,7 @@ class Chaos:
             if known is not None:
                 tokens = (world.waiting | world.running)[known].all_token_ids
                 head = tokens[: self.pick(0, len(tokens))]
-            salt = [None, None, None, "s"][self.pick(0, 3)]
+            salt = [None, "s"][self.pick(0, 1)]
             world.submit(next(self.ids), head + self.tokens(1, 2 * size + 1), salt)
 
     def admit(self) -> None:
@@ -45,14 +45,20 @@ class Chaos:
             self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
 
     def probe(self) -> None:
-        """Look up only requests that were preempted, because the cache counts each first
-        admission."""
-        world = self.world
-        request_id = self.choose(r for r, q in world.waiting.items() if q.num_preemptions)
+        """Ask for any number of tokens, or for one that just fits, or just does not. While blocks
+        are held outside of tables, only for requests that were preempted."""
+        world, is_calm = self.world, not self.world.held_outside()
+        request_id = self.choose(
+            r for r, q in world.waiting.items() if is_calm or q.num_preemptions
+        )
         if request_id is not None:
             freeing = self.choose(world.running) if self.pick(0, 1) else None
+            watermark = max(0, self.pick(-2, 2))
             num_tokens = self.pick(1, 4 * world.block_size)
-            world.probe(request_id, num_tokens, max(0, self.pick(-2, 2)), freeing)
+            if freeing is not None or self.pick(0, 1):
+                limit = world.limit(world.waiting[request_id], watermark, freeing)
+                num_tokens = max(1, limit + self.pick(0, 1))
+            world.probe(request_id, num_tokens, watermark, freeing)
 
     def advance(self) -> None:
         request_id = self.choose(self.world.running.keys() - self.world.plan.keys())

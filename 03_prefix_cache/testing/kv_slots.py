@@ -34,7 +34,7 @@ PREFIX_CACHES: dict[str, MakeCache] = {"hash": _hash_chain, "radix": _radix_tree
 
 
 def make_request(request_id: str, tokens: Sequence[int], salt: str | None = None) -> KeyedRequest:
-    keys = (("salt", salt),) if salt else ()
+    keys = (("salt", salt), ("lora", 7))[:: 1 if len(tokens) % 2 else -1] if salt else ()
     return KeyedRequest(request_id, tokens, PARAMS, arrival_time=0.0, extra_keys=keys)
 
 
@@ -80,6 +80,10 @@ class Runner:
             if request.request_id in alive:
                 found = self.read(self.tables[request.request_id], stop)
                 assert found == content(request.all_token_ids[:stop], request), request
+
+    def spoil(self, request_id: str, start: int, stop: int) -> None:
+        slots = [slot for block_id in self.tables[request_id] for slot in self.slots(block_id)]
+        self.memory |= dict.fromkeys(slots[start:stop], "NaN")
 
     def check_cached(self, cache: PrefixCache) -> None:
         for prefix in cache.cached_prefixes():
