@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from deptry.cli import cli as deptry
 from tach import extension as tach
 from tach.parsing import parse_project_config
 
+import conftest
 from common.tests import house as rules
 from common.tests.house import House
 
@@ -245,3 +247,24 @@ def test_the_lock_has_a_version_of_each_declared_package() -> None:
         names.add(pin[1])
     assert rules.distributions(HOUSE) - names == {"torch", "triton", "vllm-from-scratch"}
     assert not [name for name in names if name.startswith(("torch", "triton", "nvidia-", "cuda-"))]
+
+
+def test_every_case_is_of_make_test_or_of_make_test_book() -> None:
+    """And of one of them only, unless it is slow."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target, words in (("test", conftest.TEST), ("test-book", conftest.TEST_BOOK)):
+        assert f'-m "{words}"' in makefile.partition(f"\n{target}: ")[2].partition("\n\n")[0]
+    for marks in ({}, {"book"}, {"slow"}, {"book", "slow"}):
+        asked = [
+            Expression.compile(words).evaluate(lambda name, **_: name in marks)
+            for words in (conftest.TEST, conftest.TEST_BOOK)
+        ]
+        assert asked.count(True) == ("slow" not in marks)
+    tests = [path for path in HOUSE.python_files() if path.match("test_*.py")]
+    left_out = {
+        words: {path for path in tests if conftest.is_left_out(path, words)}
+        for words in (conftest.TEST, conftest.TEST_BOOK)
+    }
+    assert left_out[conftest.TEST] == {path for path in tests if conftest.is_of_the_book(path)}
+    assert not left_out[conftest.TEST] & left_out[conftest.TEST_BOOK]
+    assert all(left_out.values())
