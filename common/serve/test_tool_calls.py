@@ -284,7 +284,8 @@ def test_a_stop_string_cuts_a_forced_call(
 ) -> None:
     """The arguments are then not valid JSON, as in vLLM."""
     chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS[1:], "tool_choice": choice}
-    found = client(template_server).create(**chat, stop=["is_on"], max_tokens=120).choices[0]
+    chat |= {"stop": ["is_on"], "max_tokens": 120, "temperature": 0}
+    found = client(template_server).create(**chat).choices[0]
     assert (found.finish_reason, found.stop_reason) == (reason, "is_on")
     (call,) = found.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("home.switch", '{"')
