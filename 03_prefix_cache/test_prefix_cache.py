@@ -3,7 +3,8 @@
 `NaiveModel` knows no hashes and no tree. It keeps (extra keys, all tokens up to a block's end) ->
 block, and answers every question by looking at all of them. `World` makes the same calls to a
 cache with its pool and to the model, and compares everything they show; a state machine and an
-exhaustive search drive `World`. Examples are in `lookups.txt`, refused calls in `test_refusals.py`.
+exhaustive search drive `World`. Examples are in `lookups.txt`, refused calls in
+`test_cache_refusals.py`.
 """
 
 from __future__ import annotations

@@ -163,12 +163,15 @@ def test_starts_none():
 
 
 def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) -> None:
-    checked = {"common/tests/test_it.py", "01_batching/test_it.py"}
-    for name in {*checked, "workshop/watch/test_it.py", "01_batching/testing/test_it.py"}:
+    checked = {"common/runner/test_it.py", "01_batching/test_it.py"}
+    others = {"workshop/watch/test_it.py", "01_batching/testing/test_it.py"}
+    for name in {*checked, *others, "common/tests/test_it.py"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(STARTS_A_PROCESS)
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: s\n    check: c\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    slow: s\n    check: c\n    book: b\n"
+    )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "check"]
     said = run(*command, "--import-mode=importlib", str(tmp_path), folder=tmp_path).stdout
     assert {*re.findall(r"(\S+)::test_starts_one SKIPPED", said)} == checked, said

@@ -74,7 +74,7 @@ def test_the_filter_finds_words_of_title_engine_symptom_cause_and_trap(show: Any
     assert found(page, "health check stayed green") == {"bug-2"}  # symptom
     assert found(page, "python creates once") == {"bug-7"}  # cause
     assert found(page, "this step's admissions") == {"bug-1"}  # Sphinx curls the apostrophe
-    assert found(page, "test_running_never_exceeds") == {"line-1"}
+    assert found(page, "counts the requests just admitted") == {"line-1"}
     assert found(page, "c++ (") == set()
     traps = {i for i, text in texts.items() if re.search(r"\btrap 3\b", text, re.I)}
     assert found(page, "trap 3") == found(page, "TRAP3") == traps

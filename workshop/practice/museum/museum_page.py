@@ -45,7 +45,7 @@ bug yourself, run `make museum BUG=8 ARGS=--find` before you read on.
     python -m workshop.patches --only 8   line 8 of the lines to break, and the test that fails
 
 *Trap 10* is the tenth bug in the list that this project began with (the list is not printed here);
-tests cite it, so `grep -rn "Trap 10" --include=test_*.py --include=*plans.txt .` finds them. A
+tests cite it, so `grep -rni "trap 10" --include=test_*.py --include=*.txt .` finds them. A
 number after an engine's name links to the report. (`make sync` makes this page.)
 """
 _CHINESE_HEAD = """# bug 博物馆
@@ -66,7 +66,7 @@ _CHINESE_HEAD = """# bug 博物馆
     python -m workshop.patches --only 8   下面的第 8 行怎么弄坏，哪个测试失败
 
 *Trap 10* 是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
-测试引用它，`grep -rn "Trap 10" --include=test_*.py --include=*plans.txt .` 能找到。\
+测试引用它，`grep -rni "trap 10" --include=test_*.py --include=*.txt .` 能找到。\
 引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
 """
 

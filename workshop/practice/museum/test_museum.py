@@ -42,7 +42,7 @@ def english(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_trap_is_cited_by_tests() -> None:
     """The page promises it to its readers."""
     tests = [path.read_text(encoding="utf-8") for path in ROOT.rglob("test_*.py")]
-    tests += [path.read_text(encoding="utf-8") for path in ROOT.glob("[0-9]*/**/*plans.txt")]
+    tests += [path.read_text(encoding="utf-8") for path in ROOT.glob("[0-9]*/**/*.txt")]
     cited = {
         int(number)
         for text in tests
