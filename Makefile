@@ -49,7 +49,7 @@ BROKEN = echo "make: $(VENV) is broken. Remove it (rm -rf $(VENV)) and start aga
 WHAT_help := list what can be made
 WHAT_demo := serve a batch of prompts with the shipped checkpoint and print the text
 WHAT_serve := serve the shipped checkpoint, or ARGS='--model M', to clients of OpenAI's API, on port 8000
-WHAT_check := run the house rules and the tests of the texts, the chapters and the engine, before each commit
+WHAT_check := run the rules and the tests of the texts, the chapters' roots and the engine's parts, before each commit
 WHAT_test := run the tests of the engine, chapters, server and page on $(JOBS) processes; with ARGS='-m slow' those of minutes
 WHAT_test-book := run the tests of what is made of the code: texts, drawings, notebooks, tasks, museum, measurements, site
 WHAT_matrix := serve with random settings for ten minutes and compare every token with transformers
@@ -97,20 +97,20 @@ demo: say-demo $(if $(MINE),$(TEST),$(RUN))
 serve: say-serve $(SERVER)
 	@$(PY) -m common.serve $(ARGS)
 
+RUN_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal
+TESTS_FAILED = { echo "make $@: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+
 # Which tests: conftest.py. Each process is given tests that follow each other (`worksteal`), so that
 # what a module or a folder prepares once is prepared by one of them.
 check: say-check $(TEST)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m check $(ARGS) || \
-	  { echo "make check: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+	@$(RUN_TESTS) -m check $(ARGS) || $(TESTS_FAILED)
 
 # Together with test-book: every test that is not slow. With paths in ARGS: those of the paths.
 test: say-test $(TEST)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not book and not slow" $(ARGS) || \
-	  { echo "make test: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+	@$(RUN_TESTS) -m "not book and not slow" $(ARGS) || $(TESTS_FAILED)
 
 test-book: say-test-book $(TEST)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist worksteal -m "book and not slow" $(ARGS) || \
-	  { echo "make test-book: failed. Repeat one alone with: $(PY) -m pytest PATH::TEST"; exit 1; }
+	@$(RUN_TESTS) -m "book and not slow" $(ARGS) || $(TESTS_FAILED)
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
 matrix: say-matrix $(TEST)

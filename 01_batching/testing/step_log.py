@@ -74,7 +74,7 @@ def read_cases(path: Path) -> Iterator[Case]:
 
 
 def parse_option(word: str) -> tuple[str, Any]:
-    """`name=value`; a value that is no Python literal is a string."""
+    """`name=value`; a value that is not a Python literal is a string."""
     name, _, value = word.partition("=")
     try:
         return name, literal_eval(value)

@@ -82,7 +82,7 @@ MOVES = [  # host and disk: their sizes, and their blocks at the end, the next t
     (1, 4, "disk ABCD, load A, host X", "X", "BCDA"),
     (9, 9, "host AB, evict A", "BA", ""),
     (1, 3, "host X, disk YZ, host A", "A", "YZX"),
-    # What the device's cache invalidates is nowhere; an unknown block is no error.
+    # What the device's cache invalidates is nowhere; an unknown block is not an error.
     (2, 9, "evict DCBA, drop AC, drop E", "B", "D"),
 ]
 

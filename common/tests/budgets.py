@@ -50,8 +50,7 @@ def amounts(house: House) -> dict[str, Counter[str]]:
         name = house.name(path)
         held = found[name.partition("/")[0] if "/" in name else "."]
         num_lines = path.read_bytes().count(b"\n")
-        is_test = house.kind(name) in ("test", "testing") and not path.name.startswith("plot_")
-        is_test |= path.suffix == ".txt" and name[0].isdigit()
+        is_test = house.is_test(name) or (path.suffix == ".txt" and name[0].isdigit())
         if path.suffix == ".txt" and not is_test:
             held["table lines"] += num_lines
         elif path.suffix in (".py", ".cpp", ".h", ".txt"):

@@ -1,7 +1,7 @@
 """The rules about the repository that no tool has, each a function from a `House` to sentences.
 
-Layers are checked by tach (`[tool.tach]`), dependencies by deptry, names by ruff. Who imports whom
-is in tach's map: every import statement, for types and in functions too."""
+Layers are checked by tach (`[tool.tach]`), dependencies by deptry, names by ruff. The imports
+of each file are in tach's map: every import statement, for types and in functions too."""
 
 from __future__ import annotations
 
@@ -76,6 +76,11 @@ class House:
         if not name[0].isdigit():
             return folders[0] if folders else ""
         return "demo" if file.endswith("_demo.py") else (*folders, "root")[1]
+
+    def is_test(self, name: str) -> bool:
+        """Whether only tests use the file."""
+        is_plot = name.rpartition("/")[2].startswith("plot_")
+        return self.kind(name) in ("test", "testing") and not is_plot
 
     def demo_scripts(self) -> list[Path]:
         return [p for p in self.python_files() if self.kind(self.name(p)) == "demo"]

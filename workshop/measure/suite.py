@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
 import tempfile
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -27,9 +25,11 @@ from typing import Any
 
 import pytest
 
+from common.tests.budgets import count_tokens
+from common.tests.house import House
+
 ROOT = Path(__file__).resolve().parents[2]
-NO_TOKENS = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+HOUSE = House(ROOT)
 
 
 def folder_of(name: str) -> str:
@@ -37,36 +37,13 @@ def folder_of(name: str) -> str:
     return "/".join(folders[:2]) or "."
 
 
-def is_of_tests(name: str) -> bool:
-    folders, _, file = name.rpartition("/")
-    aside = {"tests", "testing"} & set(folders.split("/"))
-    return bool(aside) or file.startswith("test_") or file == "conftest.py"
-
-
 def files_of_tests() -> list[Path]:
     """Python files of tests, and the `.txt` and `.json` beside them whose names they hold."""
-    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    tests = [n for n in names if n.endswith(".py") and is_of_tests(n)]
-    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in tests)
-    tables = [n for n in names if n.endswith((".txt", ".json")) and f'"{Path(n).name}"' in text]
-    others = re.compile("/(records|checkpoints)/")
-    return [ROOT / name for name in tests + [n for n in tables if not others.search(n)]]
-
-
-def count_tokens(path: Path) -> int:
-    """Those that are no comment, docstring or line end."""
-    if path.suffix != ".py":
-        return len(WORD_OR_MARK.findall(path.read_text(encoding="utf-8")))
-    number, before = 0, tokenize.NEWLINE
-    with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type in (tokenize.ENCODING, tokenize.ENDMARKER, *NO_TOKENS):
-                before = token.type if token.type in NO_TOKENS[2:] else before
-                continue
-            is_docstring = token.type == tokenize.STRING and before in NO_TOKENS[2:]
-            number += not is_docstring
-            before = token.type
-    return number
+    tests = [path for path in HOUSE.python_files() if HOUSE.is_test(HOUSE.name(path))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in tests)
+    tables = [path for path in HOUSE.files if path.suffix in (".txt", ".json")]
+    aside = {"records", "checkpoints"}  # measurements, and a tokenizer
+    return tests + [p for p in tables if f'"{p.name}"' in text and not aside & {*p.parts}]
 
 
 def cases(folders: Iterable[str]) -> Counter[str]:
@@ -115,7 +92,7 @@ def run(folder: str) -> dict[str, Any]:
         subprocess.run(command, cwd=ROOT, check=True)
         files = json.loads(report.read_text())["files"]
         seconds = json.loads(spent.read_text())
-    code = {name: found for name, found in sorted(files.items()) if not is_of_tests(name)}
+    code = {name: found for name, found in sorted(files.items()) if not HOUSE.is_test(name)}
     missing = [
         f"{name}: {begin} -> {end}"
         for name, found in code.items()

@@ -73,11 +73,10 @@ def counted(text: str) -> str:
     for line in text.splitlines(keepends=True):
         number = ""
         if row := _ROW.match(line):
-            said, own = (
-                int(row["number"].replace(",", "")),
-                lines_of(ROOT / row["path"], row["symbol"]),
-            )
-            own = said if abs(said - own) <= ROOM else own
+            said = int(row["number"].replace(",", ""))
+            own = lines_of(ROOT / row["path"], row["symbol"])
+            if abs(said - own) <= ROOM:
+                own = said
             total, number = total + own, f"{own:,}"
         elif row := _TASK.match(line):
             task = task_numbered(row["task"])
