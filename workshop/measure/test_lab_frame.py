@@ -73,15 +73,6 @@ def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> Non
     assert "no page of 01_a has a place for table made_on_first" in capsys.readouterr().out
 
 
-def test_a_drawing_needs_no_measurement_and_is_the_same_each_time(script: str) -> None:
-    run_lab(script, "01_a", PARTS, ["--record", "first"])
-    picture = lab_frame.ROOT / "01_a" / "figures" / "picture.svg"
-    before = picture.read_bytes()
-    picture.unlink()
-    run_lab(script, "01_a", PARTS, [])
-    assert picture.read_bytes() == before
-
-
 def test_a_tiny_run_leaves_the_chapter_as_it_is(script: str, tmp_path: Path, capsys) -> None:
     before = sorted((tmp_path / "01_a").rglob("*"))
     run_lab(script, "01_a", PARTS, ["--record", "first", "--tiny", "--tables"])
@@ -89,11 +80,6 @@ def test_a_tiny_run_leaves_the_chapter_as_it_is(script: str, tmp_path: Path, cap
     kept = tmp_path / "build" / "topic-smoke" / "records" / "topic_first.json"
     assert read_record(kept)["seen"] == 1
     assert "1 seen" in capsys.readouterr().out
-
-
-def test_a_part_named_as_the_topic_has_a_record_of_that_name(script: str) -> None:
-    run_lab(script, "01_a", {"topic": PARTS["first"]}, ["--record", "topic"])
-    assert (Path(script).parent / "records" / "topic.json").exists()
 
 
 def test_a_part_that_cannot_be_measured_says_why(script: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,19 +63,6 @@ def test_prompts_share_their_beginning_and_not_a_token_more(seed: int) -> None:
     assert naive_hits(list(few_shot)) == [0, 30, 10, 30, 10, 30], f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_turn_is_the_conversation_so_far_and_new_text(seed: int) -> None:
-    sessions = PrefixWorkload(VOCAB, seed).chats(2, 3, 30, 8, 6)
-    prompts = prompts_of(sessions)
-    for session in sessions:
-        for before, after in pairwise(session):
-            conversation = prompts[before.request_id] + answer(before)
-            assert prompts[after.request_id][:-8] == conversation
-            assert prompts[after.request_id][-8:] == list(after.new_token_ids)
-    assert [len(p) for p in prompts.values()] == [30, 44, 58] * 2
-    assert naive_hits(list(prompts.values())) == [0, 30, 44] * 2, f"seed {seed}"
-
-
 def test_families_of_one_workload_share_nothing() -> None:
     workload = PrefixWorkload(VOCAB)
     families = [
@@ -92,27 +78,6 @@ def test_families_of_one_workload_share_nothing() -> None:
     assert len({request.request_id for request in requests}) == 48
 
 
-def test_equal_seeds_give_equal_requests_and_others_do_not() -> None:
-    def make(seed: int) -> list[PlannedRequest]:
-        workload = PrefixWorkload(VOCAB, seed)
-        return workload.arrive([*workload.chats(3, 3, 9, 9, 2), *workload.unique_prompts(9, 9, 2)])
-
-    assert make(7) == make(7)
-    assert make(7) != make(8)
-
-
-def test_arrival_mixes_sessions_and_keeps_each_in_order() -> None:
-    workload = PrefixWorkload(VOCAB)
-    chats = workload.chats(4, 5, 4, 4, 1)
-    arrived = workload.arrive([*chats, *workload.unique_prompts(5, 4, 1)])
-    assert len(arrived) == 25
-    for chat in chats:
-        assert [request for request in arrived if request in chat] == chat
-    follows = sum(a in b.history for a, b in pairwise(arrived))
-    assert follows < 10  # of 16: sessions one after the other would have them all
-    assert [r.family for r in arrived[-5:]] != ["unique"] * 5
-
-
 # -- traces
 
 
@@ -124,12 +89,6 @@ def write_trace(folder: Path, *lines: tuple[int, int, int, list[int]]) -> Path:
 
 
 GOOD = (0, 1100, 3, [1, 2, 3]), (5, 1024, 0, [1, 2]), (5, 513, 9, [1, 9])
-
-
-def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
-    trace = read_trace(write_trace(tmp_path, *GOOD))
-    assert trace == [TraceRequest(*line[:3], tuple(line[3])) for line in GOOD]
-    assert [trace[0].num_tokens_in(n) for n in range(4)] == [0, 512, 1024, 1100]
 
 
 @pytest.mark.parametrize("ids", [[1], [1, 2, 3], [2, 1], [1, 1], [1, 3]], ids=str)

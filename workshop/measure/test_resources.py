@@ -16,9 +16,7 @@ from workshop.measure.resources import (
     README,
     RECORD,
     Resources,
-    everything,
     make_table_text,
-    quick,
 )
 
 pytestmark = pytest.mark.needs("triton")
@@ -89,34 +87,6 @@ def test_what_is_complained_of(change, complaint):
     found = list(replace(CLEAN, **change).complaints())
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]
-
-
-def test_an_exception_is_of_its_bytes(monkeypatch):
-    where = ("some_kernel", "bfloat16", "a model", 90, "64 x 64")
-    monkeypatch.setitem(resources.ALLOWED_STACK_BYTES, where, 8)
-    assert not list(replace(CLEAN, stack_bytes=8).complaints())
-    assert list(replace(CLEAN, stack_bytes=16).complaints())
-
-
-def test_operations_that_round_in_their_own_way_are_found():
-    ptx = "add.rn.f32 \tdiv.rn.f64 mul.rn.f64 fma_of.f32\n\tdiv.full.f32 %f1;\n\tfma.rn.f64 %f2;"
-    assert resources.INEXACT.findall(ptx) == ["div.full.f32", "fma.rn.f64"]
-    assert resources.INEXACT.findall("ex2.approx.ftz.f32 rcp.approx.f32 sqrt.rn.f64") == [
-        "ex2.approx.ftz.f32",
-        "rcp.approx.f32",
-    ]
-
-
-def test_a_launch_that_lacks_a_parameter_of_its_kernel_is_refused():
-    launch = quick()[0].launches()[0]
-    wrong = replace(launch, constants={**launch.constants, "NO_SUCH": 1})
-    with pytest.raises(ValueError, match="NO_SUCH"):
-        resources.compile_launch(wrong, 90, "a model", "bfloat16")
-
-
-def test_the_slow_test_compiles_what_the_quick_one_does_and_more():
-    known = everything()
-    assert all(one in known for one in quick()) and len(known) > len(quick())
 
 
 @pytest.mark.skipif(not RECORD.exists(), reason="nothing has been recorded")

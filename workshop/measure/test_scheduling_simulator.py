@@ -11,7 +11,6 @@ import pytest
 
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface
 from sglang_policies import POLICIES, policy_over
@@ -52,23 +51,6 @@ def test_two_requests_by_hand() -> None:
     assert [step.kv_tokens_written for step in run.steps] == [4, 7, 6]
 
 
-def test_an_idle_engine_waits_for_the_next_arrival() -> None:
-    run = simulate(Scheduler(), [request(0.0, 1, 1), request(5.0, 1, 1)], COST)
-    assert run.token_times_s[1][0] == pytest.approx(5 + (10 + 1 + 2 + 0.1) / 1e3)
-
-
-def test_a_scheduler_that_plans_nothing_takes_no_time_and_is_stuck_after_five_steps() -> None:
-    scheduler = Scheduler()
-    admit, plans = scheduler._admit, []
-    scheduler._admit = lambda plan: plans.append(plan) or (admit(plan) if len(plans) > 3 else None)
-    run = simulate(scheduler, [request(0.0, 4, 3)], COST)
-    assert [step.num_tokens for step in run.steps] == [0, 0, 0, 4, 1, 1]
-    assert [step.end_s for step in run.steps[:4]] == pytest.approx([0, 0, 0, 0.0164])
-    scheduler._admit = lambda plan: None
-    with pytest.raises(RuntimeError, match="no progress"):
-        simulate(scheduler, [request(0.0, 4, 3)], COST)
-
-
 def test_the_measures_by_hand() -> None:
     requests = [request(0.0, 1, 3)] * 3
     run = Simulation(requests, [[0.1, 0.2, 0.3], [0.1, 0.2, 0.9], [0.9, 1.0, 1.1]])
@@ -97,21 +79,6 @@ def test_the_fit_finds_the_model_that_made_the_steps_and_weighs_relative_errors(
     assert (model.per_request_ms, model.per_context_ms) == pytest.approx((2, 0.1))
     model, error = fit_cost_model([(0, 0, 0, 1.0), (0, 0, 0, 2.0)])
     assert (model.base_ms, error) == pytest.approx((1.2, (0.2 + 0.4) / 2))
-
-
-def test_the_scheduler_gets_everything_but_the_end() -> None:
-    added: list[Request] = []
-
-    class Recording(Scheduler):
-        def add_request(self, request: Request) -> None:
-            added.append(request)
-            super().add_request(request)
-
-    requests = [SimulatedRequest(0.25, [2, 3], 3, 8, priority=2)]
-    requests.append(SimulatedRequest(0.5, [4], 1, 9, priority=1))
-    simulate(Recording(), requests, COST)
-    given = [(r.arrival_time, r.prompt_token_ids, r.max_tokens, r.priority) for r in added]
-    assert given == [(0.25, [2, 3], 8, 2), (0.5, [4], 9, 1)]
 
 
 # -- every scheduler
@@ -166,18 +133,6 @@ def test_every_request_gets_its_tokens_one_after_another(name: str) -> None:
         assert len(times) == request.num_outputs
         assert request.arrival_s < times[0]
         assert all(a < b for a, b in pairwise(times))
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_without_idling_time_is_the_sum_of_the_steps_costs(name: str) -> None:
-    run, end_s = simulate(SCHEDULERS[name](), random_load(7), COST), 0.0
-    for step in run.steps:
-        if step.num_tokens:  # a step that only preempts takes no time
-            end_s += COST.step_ms(step.num_tokens, step.num_running, step.kv_tokens_written) / 1e3
-        assert step.end_s == pytest.approx(end_s)
-    token_times = {time for times in run.token_times_s for time in times}
-    assert token_times <= {step.end_s for step in run.steps}
-    assert max(token_times) == run.steps[-1].end_s
 
 
 @pytest.mark.parametrize("name", PREEMPTIVE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,6 @@ import pytest
 from workshop.practice.module_swap import ModuleSwap
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def changed(source: str, folder: Path, end: str) -> Path:
@@ -56,13 +44,11 @@ for swap in swaps:
 print(block_pool.X, sglang_policies.X, source_patch.X, source_patch.__name__)
 print(hasattr(request, "X"), hasattr(module_swap, "X"))
 """
-    done = run("-c", code, *(text for pair in paths.items() for text in map(str, pair)))
-    assert done.stdout.split() == [
-        *"111",
-        "workshop.practice.source_patch",
-        "False",
-        "False",
-    ], done.stderr
+    named = [text for pair in paths.items() for text in map(str, pair)]
+    command = [sys.executable, "-c", code, *named]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    shown = "1 1 1 workshop.practice.source_patch\nFalse False\n"
+    assert done.stdout == shown, done.stderr
     assert before == {source: (ROOT / source).read_bytes() for source in swapped.values()}
 
 
@@ -73,8 +59,5 @@ def test_a_module_that_is_there_already_is_not_swapped(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="must come from"):
         ModuleSwap("workshop.practice.module_swap", path).check()
     assert not any(isinstance(finder, ModuleSwap) for finder in sys.meta_path)
-
-
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a file"):
         ModuleSwap("nobody", tmp_path / "nobody.py").install()

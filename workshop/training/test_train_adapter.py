@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 
 import pytest
 from tokenizers import Tokenizer
@@ -20,9 +19,7 @@ from workshop.training.train_adapter import (
     Head,
     card,
     cases,
-    document,
     heads,
-    library_tests,
     train,
 )
 
@@ -69,15 +66,6 @@ def test_a_test_can_be_built_from_heads_and_cases() -> None:
     assert list(cases([TESTS])) == [Case("[1, 2]", 1, "1.5"), Case("2, 4", 2, "2")]
 
 
-def test_a_document_is_a_test_of_that_name() -> None:
-    those = [Case("[1]", 1, "None"), Case("[2]", 1, "2")]
-    text = document(Head("mean", "", 1), those, random.Random(0))
-    lines = text.splitlines()
-    assert lines[:4] == ["", "", "", "def test_mean():"]
-    assert sorted(lines[4:]) == ["    assert mean([1]) is None", "    assert mean([2]) == 2"]
-    compile(text, "test", "exec")
-
-
 def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
     documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
     ids, labels = documents.batch(documents.heads, random.Random(0))
@@ -104,11 +92,6 @@ def test_training_lowers_the_loss_and_writes_a_loadable_adapter(tokenizer, tmp_p
     assert plain.outputs[0].token_ids != adapted.outputs[0].token_ids
 
 
-def test_a_python_without_the_test_package_is_refused(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="this Python came without them"):
-        library_tests(tmp_path)
-
-
 # -- what is shipped
 
 
@@ -121,19 +104,3 @@ def test_the_shipped_adapter_is_small_and_its_card_is_of_its_record() -> None:
     assert (SHIPPED_ADAPTER / "README.md").read_text() == card(record)
     found = record["held_out"]
     assert found["base"]["share_of_tests"] < 0.1 < 0.5 <= found["adapter"]["share_of_tests"]
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_it_writes_a_test_where_the_model_writes_a_body() -> None:
-    """Check functions that it has not seen."""
-    llm = LLM(dtype="float32", num_blocks=99, adapters={"tests": SHIPPED_ADAPTER})
-    names = ["rotate_left", "parse_color", "is_palindrome"]
-    prompts = [f'def {name}(value):\n    """Return the {name} of the value."""' for name in names]
-    params = SamplingParams(temperature=0, max_tokens=24)
-    plain, adapted = (
-        [output.outputs[0].text for output in llm.generate(prompts, params, adapter=adapter)]
-        for adapter in (None, "tests")
-    )
-    for body, text in zip(plain, adapted, strict=True):
-        assert re.match(r"\n\n\ndef test_\w+\(\):\n    assert \w+\(", text), text
-        assert "assert" not in body

@@ -83,7 +83,3 @@ def test_tables_are_printed_or_written_without_measuring(
     assert driver.main(["--write-readme", "--records", "r"]) == 0
     for text, shown in zip(texts, ["some of r", "all of r"], strict=True):
         assert text.read_text() == f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"
-
-
-def test_the_status_of_a_measurement_is_returned() -> None:
-    assert replace(bench.DRIVER, measure=lambda args: 7).main(["--malloc", "default"]) == 7

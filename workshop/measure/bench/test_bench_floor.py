@@ -34,17 +34,6 @@ def test_a_step_has_a_row_for_each_request_that_is_still_at_it() -> None:
     ]
 
 
-def test_a_free_seat_is_taken_at_once() -> None:
-    assert decode_steps(LENGTHS, max_num_seqs=2) == [
-        DecodeStep(1, 11),  # the second request is over with its prompt
-        DecodeStep(2, 12 + 31),
-        DecodeStep(2, 32 + 41),
-        DecodeStep(1, 33),
-    ]
-    assert decode_steps([(5, 1), (5, 1), (5, 2)], max_num_seqs=1) == [DecodeStep(1, 6)]
-    assert decode_steps([], max_num_seqs=4) == []
-
-
 def test_between_two_measured_numbers_of_rows_lies_a_line() -> None:
     linear_ms = ROOFLINE["linear_ms"]
     assert [rows_ms(linear_ms, n) for n in (1, 2, 3, 4)] == [10, 12, 16, 20]

@@ -44,9 +44,3 @@ def test_a_page_shows_the_committed_record(name: str) -> None:
     page = (ROOT / FEATURES[name].page).read_text(encoding="utf-8")
     tables = "\n\n".join(FEATURES[name].tables(record))
     assert f"<!-- table:{name} -->\n{tables}\n\n{made_on(record)}\n" in page
-
-
-def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        features.main(["magic"])
-    assert "NAME must be one of adapters, events" in capsys.readouterr().err

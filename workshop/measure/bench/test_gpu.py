@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import subprocess
@@ -16,12 +15,10 @@ import psutil
 import pytest
 import torch
 
-from common.engine import LLMEngine
-from common.engine_config import EngineConfig
 from workshop.measure.bench import gpu, gpu_engine, gpu_kernels, gpu_lab, gpu_table
 from workshop.measure.bench.bench_record import ROOT, read_record, write_record
-from workshop.measure.bench.gpu_lab import FULL, REHEARSAL, Lab, Part, attention_cost, decode_cost
-from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
+from workshop.measure.bench.gpu_lab import Lab, Part, attention_cost, decode_cost
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 MODULES = [gpu, gpu_lab, gpu_kernels, gpu_engine, gpu_table]
 CANNOT = torch.cuda.is_available() or not gpu.find_spec("triton")
@@ -52,31 +49,6 @@ def test_every_module_path_and_test_that_is_named_exists() -> None:
     assert marked - {"common/tests/test_commands.py"} <= {*gpu_kernels.TESTS}
     for name in f"{gpu.NEEDED} {gpu.NEEDED_BY_TESTS}".split():
         assert gpu.find_spec(name) or name == "triton", name
-
-
-def test_the_installed_torch_and_triton_have_all_that_is_asked_of_cuda() -> None:
-    names = set()
-    for module in MODULES:
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
-                names.add(node.attr)
-    assert {"synchronize", "set_sync_debug_mode", "get_device_properties"} <= names
-    assert not [name for name in names if not hasattr(torch.cuda, name)]
-    from triton import testing
-
-    signature = inspect.signature(testing.do_bench_cudagraph)
-    signature.bind(lambda: None, rep=50, quantiles=[0.5, 0.0, 1.0])
-    averages = torch.autograd.profiler_util.FunctionEventAvg()
-    assert {"self_device_time_total", "device_type"} <= set(dir(averages))
-
-
-def test_all_commands_take_less_than_twelve_minutes_and_measure_what_aims_speak_of() -> None:
-    seconds = {name: sum(plan.values()) for name, plan in gpu.COMMANDS.items()}
-    assert seconds["look"] + seconds["record"] + seconds["tune"] <= 12 * 60
-    assert all(next(iter(plan)) == "here" for plan in gpu.COMMANDS.values())
-    assert {(64, 2048), (64, 256), (256, 1024), (256, 256), (1, 256)} <= set(FULL.cells)
-    assert (256, (100, 1024), (100, 1024)) in FULL.workloads.values()
-    assert (512, (512, 512), (128, 128)) in FULL.workloads.values()
 
 
 # -- the whole of it, and a sample
@@ -149,32 +121,6 @@ def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
         assert any(slept.status() == psutil.STATUS_ZOMBIE or time.sleep(0.01) for _ in range(999))
 
 
-def test_a_child_finds_the_chapters_and_decides_how_triton_is_imported(monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "own")
-    cases = {("right", False): "0", ("right", True): "1", ("prewarm", True): "0"}
-    for case, interprets in cases.items():
-        found = gpu.environment_of(*case)
-        assert found["TRITON_INTERPRET"] == interprets and found["HF_HUB_OFFLINE"] == "1"
-    paths = found["PYTHONPATH"].split(os.pathsep)
-    assert paths[0] == str(ROOT) and paths[-1] == "own"
-    assert str(ROOT / "06_chunked_prefill" / "beyond") in paths
-
-
-def test_what_is_missing_is_named_before_anything_is_measured(monkeypatch, capsys) -> None:
-    def find(name: str) -> object:
-        return None if name in ("triton", "scipy") else object()
-
-    monkeypatch.setattr(gpu, "find_spec", find)
-    assert gpu.main(["record"]) == 1
-    assert "lacks triton, scipy. Install what is missing (pip" in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_to_do(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"finds no CUDA device.*make gpu ARGS=rehearse"):
-        Lab.of(False, 0)
-
-
 def test_a_commit_is_recorded_as_given_where_there_is_no_git_and_refused_where_it_is_not(
     tmp_path: Path,
 ) -> None:
@@ -241,28 +187,6 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
     assert (reads["floor_ms"], reads["share"], reads["by"]) == (0.002, 0.5, "memory")
     multiplies = lab.beside_floor([0.004, 0, 9], (1_000_000, 1_500_000_000))
     assert (multiplies["floor_ms"], multiplies["by"]) == (0.003, "arithmetic")
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_steps_are_measured_at_the_promised_number_of_keys(overlaps: bool) -> None:
-    """Prompts longer than a step's budget: all are computed before the first step that counts."""
-    config = EngineConfig(
-        device="cpu", attention_backend="torch", num_blocks=65, max_num_seqs=4,
-        max_num_batched_tokens=16, max_model_len=64, overlap_scheduling=overlaps,
-    )  # fmt: skip
-    engine, lab = LLMEngine(config, loaded=random_model(REHEARSAL.model)), Lab.of(True, 0)
-    lab.ceilings = {"copy_gb_per_s": [1.0], "matrix_tflop_per_s": [1.0]}
-
-    def work(engine: LLMEngine) -> dict:
-        assert len(engine.scheduler.running) == 3
-        return gpu_engine.time_steps(lab, (3, 20), engine)
-
-    row = gpu_engine.while_decoding(lab, engine, (3, 20), work)
-    assert row["cell"] == [3, 20] and 20 <= row["keys"] <= 20 + 10 and row["ms"][0] > 0
-    assert not engine.has_unfinished_requests()
-    with pytest.raises(MemoryError, match="5 sequences of 20 keys do not fit"):
-        gpu_engine.while_decoding(lab, engine, (5, 20), work)
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -16,14 +13,13 @@ from workshop.measure.bench.bench_models import load_models
 from workshop.measure.bench.bench_record import ROOT, read_record
 from workshop.measure.bench.bench_systems import CHUNK
 from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
-from workshop.measure.bench.ladder_bench import RUNGS, configs_of, describe
+from workshop.measure.bench.ladder_bench import RUNGS, describe
 from workshop.measure.bench.ladder_table import PHRASES
 from workshop.measure.bench.ladder_workload import (
     LONG_PROMPT_LEN,
     OUTPUT_LENS,
     QUESTIONS,
     REGIMES,
-    functions_of,
     make_workload,
     min_prompt_tokens,
 )
@@ -53,24 +49,6 @@ def test_the_workload_is_what_its_text_says(regime, tokenizer):
         assert OUTPUT_LENS[0] <= request.num_outputs <= OUTPUT_LENS[1]
     times = [request.arrival_time for request in requests]
     assert times == sorted(times) and times[0] > 0
-
-
-def test_a_chapters_question_is_served_with_it_and_with_the_chapters_below() -> None:
-    assert configs_of("many") == configs_of("few") == list(RUNGS)
-    assert [configs_of(name) for name in QUESTIONS] == [list(pair) for pair in pairwise(RUNGS)][1:]
-
-
-def test_arrivals_come_at_the_rate_and_without_memory(tokenizer):
-    regime = replace(REGIMES["many"], num_requests=800)
-    times = [request.arrival_time for request in make_workload(tokenizer, regime, 0)]
-    gaps = torch.tensor(times).diff()
-    assert float(gaps.mean()) == pytest.approx(1 / regime.arrivals_per_s, rel=0.1)
-    assert float(gaps.std() / gaps.mean()) == pytest.approx(1, abs=0.12)  # as an exponential has
-
-
-def test_functions_are_found_with_their_bodies():
-    text = "def f(x):\n    return x\n\nclass A:\n    def g(self):\n        pass\n"
-    assert functions_of(text) == ["def f(x):\n    return x", "def g(self):\n        pass"]
 
 
 def test_the_least_is_each_prefix_once(tokenizer):

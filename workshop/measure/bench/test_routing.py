@@ -13,7 +13,6 @@ from workshop.measure.bench.routing import (
     RECORD,
     exit_reason,
     measure_one,
-    of_one_prefix,
     row,
     scaled,
     table,
@@ -86,17 +85,3 @@ def test_who_looks_at_prefixes_finds_more_of_them_than_who_takes_turns() -> None
     assert counted['result="hit"'] > 0
     decided = found["cache_aware"]["router"]["vllm_router_prefix_routing_decisions_total"]
     assert sum(count for how, count in decided.items() if 'outcome="prefix_hit"' in how) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.needs("vllm-router")
-def test_lost_are_those_who_were_being_answered_by_the_server_that_died() -> None:
-    """And a few that the router has sent to the dead one again and again."""
-    death = measure_one("round_robin", of_one_prefix(40, 4096), 2000, dies=True)
-    outcomes, at = [Outcome(**outcome) for outcome in death["requests"]], death["killed_at"]
-    lost = [outcome for outcome in outcomes if outcome.error is not None]
-    answered = [outcome for outcome in lost if outcome.first_token is not None]
-    assert 0 < len(answered) < len(outcomes) / 2
-    assert all(outcome.sent < at < outcome.ended for outcome in answered)
-    refused = [outcome.error for outcome in lost if outcome.first_token is None]
-    assert len(refused) <= 4 and set(refused) <= {"status 500", "status 502", "status 503"}

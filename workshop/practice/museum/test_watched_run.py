@@ -11,14 +11,13 @@ import pytest
 
 from workshop.practice.museum import watched_run
 from workshop.practice.museum.exhibits import EXHIBITS, Arrival, Exhibit, Workload
-from workshop.practice.museum.test_museum import RUN_LINE
 from workshop.practice.museum.watched_run import (
     RunOnFilm,
     contradiction,
-    line_of,
     make_film,
     parting,
 )
+from workshop.practice.test_transcripts import FILM_OF_A_RUN
 from workshop.practice.trial import broken_copy
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.page_maker import Reel, make_page
@@ -68,32 +67,11 @@ def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_li
     assert unproven(films) == []
 
 
-@pytest.mark.parametrize("exhibit", WATCHED, ids=lambda e: e.title)
-def test_requests_arrive_in_order(exhibit: Exhibit) -> None:
-    assert isinstance(exhibit.watch, Workload)
-    arrivals = [request.step for request in exhibit.watch.requests]
-    assert arrivals == sorted(arrivals)
-    assert exhibit.watch.parts.startswith("step ")
-
-
 def test_two_films_of_the_right_engine_are_the_same(tmp_path: Path) -> None:
     workload = Workload("", (Arrival("a", "def f(x):", 4, priority=2), Arrival("b", "import", 3)))
     one, other = (make_film(workload, tmp_path / name) for name in ("1.jsonl", "2.jsonl"))
     assert one.num_steps == 4 and parting(one, other) is None
     assert one.film.lines != other.film.lines  # by their times
-
-
-def test_a_step_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_run, "STEP_CPU_S", 0.05)
-
-    def endless() -> None:
-        while True:
-            pass
-
-    with pytest.raises(watched_run.EndlessError):
-        watched_run._with_a_limit(endless)
-    for _ in range(3):
-        watched_run._with_a_limit(lambda: sum(range(1000)))
 
 
 # -- where two films part
@@ -104,7 +82,9 @@ PLAN = {"requests": ["a", "b"], "starts": [0, 4], "num_tokens": [4, 1], "schedul
 
 def film_of(*changes: tuple[str, dict[str, Any]]) -> RunOnFilm:
     lines = [{"at": at, "time": 0.1 * i, "changes": one} for i, (at, one) in enumerate(changes)]
-    return RunOnFilm(Film([RUN_LINE, *(f"{json.dumps(line)}\n" for line in lines)]))
+    return RunOnFilm(
+        Film([f"{json.dumps(FILM_OF_A_RUN)}\n", *(f"{json.dumps(line)}\n" for line in lines)])
+    )
 
 
 def plan(**other: Any) -> tuple[str, dict[str, Any]]:
@@ -132,12 +112,6 @@ def test_two_films_part_at_their_first_difference(right: Any, wrong: Any, expect
     assert parting(film_of(*right), film_of(*right)) is None
 
 
-def test_a_difference_is_shown_without_what_is_the_same() -> None:
-    location = parting(film_of(plan()), film_of(plan(num_tokens=[4, 2])))
-    assert location is not None and location.place == "in step 0, in the plan of b"
-    assert location.changes == tuple({"start": 4, "num_tokens": n, "drafts": []} for n in (2, 1))
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -155,9 +129,3 @@ def test_a_frame_that_cannot_be_is_found(changes: dict[str, Any], sentence: str)
     found = contradiction(made)
     assert contradiction(film_of(("between", sound))) is None
     assert found is not None and (found.step, found.sentence) == (0, sentence)
-
-
-def test_a_long_change_is_cut() -> None:
-    line = line_of(list(range(200)), most=60)
-    assert len(line) == 60 and line.startswith("[0, 1") and line.endswith("…")
-    assert line_of(None) == "nothing"

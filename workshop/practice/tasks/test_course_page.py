@@ -8,16 +8,29 @@ import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from workshop.book.path import chapter_roots, count_lines, measure_default
+from workshop.book.quoted import BLOCK, code_lines, find_quote
+from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks.course import EVENINGS, TASKS, task_numbered
-from workshop.practice.tasks.reading import PAGES, counted, lines_of, sums
+from workshop.practice.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from workshop.practice.tasks.reading import (
+    PAGES,
+    counted,
+    derived,
+    sums,
+    with_head,
+)
+from workshop.practice.tasks.tickets import PAGES as TICKETS
+from workshop.practice.tasks.tickets import read_tickets
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
@@ -37,6 +50,7 @@ def evenings() -> dict[int, str]:
     return {int(title[8]): text for title, text in found if title.startswith("Evening ")}
 
 
+QUOTING = [page for page in pages() if BLOCK.search(page.read_text(encoding="utf-8"))]
 EVERY_EVENING = pytest.mark.parametrize("number", EVENINGS)
 
 
@@ -48,40 +62,6 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
 
 
-def test_lines_are_recounted_and_the_remaining_row_stays() -> None:
-    path = "workshop/practice/tasks/reading.py"
-    rows = [
-        f"| [`reading.py`]({path}) | 1 | all of it |",
-        f"| [`reading.py::sums`]({path}) | 9,999 | x |",
-    ]
-    text = "\n".join([*rows, "| **together** | **0** | |", "| other | 3 |"])
-    lines = counted(text).splitlines()
-    whole, part = lines_of(ROOT / path, None), lines_of(ROOT / path, "sums")
-    assert part < 10 < whole
-    assert lines[0] == rows[0].replace("| 1 |", f"| {whole} |")
-    assert lines[1] == rows[1].replace("9,999", str(part))
-    assert lines[2:] == [f"| **together** | **{whole + part}** | |", "| other | 3 |"]
-    with pytest.raises(LookupError):
-        lines_of(ROOT / path, "nothing")
-
-
-def test_minutes_are_those_of_the_tasks_and_fit_their_sums() -> None:
-    rows = ["| `make task N=3.1` | a | `b` | 1 | easy |", "| `make task N=3.2` | a | `b` | 1 | x |"]
-    text = "\n".join([*rows, "| **together** | | | **1** | |", "| 1 | read | 60 | x |",
-                      "| 4 | do | 1–2 | x |", "| | **together** | **1–2** | |"])  # fmt: skip
-    lines = counted(text).splitlines()
-    one, other = (task.minutes for task in TASKS if task.number in ("3.1", "3.2"))
-    assert lines[:2] == [
-        rows[0].replace("| 1 |", f"| {one} |"),
-        rows[1].replace("1 | x", f"{other} | x"),
-    ]
-    assert lines[2] == f"| **together** | | | **{one + other}** | |"
-    evenings = [sum(t.minutes for t in TASKS if t.evening == number) for number in EVENINGS]
-    shortest, longest = min(evenings), max(evenings)
-    assert lines[4] == f"| 4 | do | {shortest}–{longest} | x |"
-    assert lines[5] == f"| | **together** | **{60 + shortest}–{60 + longest}** | |"
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
 def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
     parts = re.split(r"^#{2,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
@@ -90,14 +70,6 @@ def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
     for part in headings:
         outside = re.sub(r"<details>.*?</details>", "", part, flags=re.DOTALL)
         assert re.search("[?？]", outside) and part.count("<details>") == 1, part
-
-
-def test_six_evenings_in_one_shape() -> None:
-    assert list(evenings()) == list(EVENINGS)
-    for text in evenings().values():
-        assert re.findall(r"^### (.+)$", text, re.MULTILINE) == PARTS
-        predict = text.partition("### Watch")[0]
-        assert 2 <= predict.count("<details>") == predict.count("</summary>") <= 3
 
 
 @EVERY_EVENING
@@ -115,22 +87,14 @@ def test_an_evening_has_its_tasks_as_they_are(number: int) -> None:
 
 
 @EVERY_EVENING
-def test_an_evening_breaks_an_exhibit_by_its_number_and_title(number: int) -> None:
-    text = evenings()[number].partition("### Break")[2]
-    (bug,) = re.findall(r"make museum BUG=(\d+)", text)
-    exhibit = EXHIBITS[int(bug) - 1]
-    assert f"*{exhibit.title}.*" in text and exhibit.chapter.startswith(f"0{number}_")
-
-
-@EVERY_EVENING
-def test_an_evening_reads_its_chapter_and_watches_its_film(number: int) -> None:
+def test_an_evening_watches_its_film_and_breaks_an_exhibit_of_its_chapter(number: int) -> None:
     text = evenings()[number]
+    assert re.findall(r"^### (.+)$", text, re.MULTILINE) == PARTS
     (film,) = re.findall(r'make watch ARGS="--film (\d)"', text)
     assert int(film) == number
-    (link,) = re.findall(r"\]\((\w+)/README\.md#1-a-question-and-a-number\)", text)
-    assert link.startswith(f"0{number}_")
-    chapter = (ROOT / link / "README.md").read_text(encoding="utf-8")
-    assert "\n## 1. A question, and a number\n" in chapter and "\n## 3. " in chapter
+    (bug,) = re.findall(r"make museum BUG=(\d+)", text.partition("### Break")[2])
+    exhibit = EXHIBITS[int(bug) - 1]
+    assert f"*{exhibit.title}.*" in text and exhibit.chapter.startswith(f"0{number}_")
 
 
 def commands_of_make() -> list[str]:
@@ -176,10 +140,6 @@ def test_a_command_that_a_reader_types_first_is_known_and_takes_its_arguments(
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def test_the_readme_leads_to_the_course() -> None:
-    assert "](COURSE.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def test_the_program_to_measure_memory_runs_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", COURSE, re.MULTILINE | re.DOTALL)
     exec(program, {})
@@ -187,3 +147,154 @@ def test_the_program_to_measure_memory_runs_as_typed(capsys: pytest.CaptureFixtu
     steps = [int(line.split()[1]) for line in (reserved, filled)]
     assert reserved.startswith("fcfs") and filled.startswith("two_phase") and steps[1] < steps[0]
     assert reserved.endswith(" 0 preemptions") and not filled.endswith(" 0 preemptions")
+
+
+# -- the list of files to read, and the pages that follow it
+
+
+def test_pages_follow_it() -> None:
+    pages = {page: text for page, text in derived() if page.read_text(encoding="utf-8") != text}
+    assert not pages, "run: make sync"
+
+
+HEAD = """# A
+
+First:
+
+1. `a.py`: one
+2. `b.py`: two
+
+The rest:
+
+* `c.py`: three
+* `d.py`: four
+
+## 1. Why
+
+* `c.py`: is not touched
+"""
+
+
+def test_a_head_follows_its_evening() -> None:
+    assert with_head(HEAD, ["a.py", "b.py"]) == HEAD
+    moved = with_head(HEAD, ["d.py", "other.py", "a.py"])
+    assert (
+        "1. `d.py`: four\n2. `a.py`: one\n\nThe rest:\n\n* `b.py`: two\n* `c.py`: three\n" in moved
+    )
+    assert moved.partition("## 1.")[2] == HEAD.partition("## 1.")[2]
+    with pytest.raises(AssertionError, match="1 lists"):
+        with_head(HEAD.replace("* `c.py`: three\n* `d.py`: four\n", ""), ["a.py"])
+
+
+def minutes(text: str, num_lines: int) -> float:
+    """At 200 words and 10 lines a minute."""
+    return len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) / 200 + num_lines / 10
+
+
+def test_hours_and_minutes_are_counted_by_one_rule() -> None:
+    """In half hours, a chapter's text and root, or what `LLM()` loads of the engine; and the 65
+    minutes of an evening are its sections 1 to 4 and its table."""
+    lines = {name: size.num_lines for name, size in chapter_roots().items()}
+    engine = (name for name in measure_default().loaded if name.startswith("common/"))
+    lines["common"] = sum(count_lines(ROOT / name) for name in engine)
+    rows = re.findall(
+        r"^\| (?:\d )?\[.*\]\((\w+)/README.md\) \|[^|]+\| ([\d.]+) \|", read("README.md"), re.M
+    )
+    assert [name for name, _ in rows] == sorted(lines)
+    for name, hours in rows:
+        assert float(hours) == round(minutes(read(f"{name}/README.md"), lines[name]) / 30) / 2, name
+    course = read("COURSE.md")
+    parts = [read(f"{name}/README.md").partition("\n## 1.")[2] for name in sorted(chapter_roots())]
+    evenings = [
+        minutes(part.partition("\n## 5.")[0], num)
+        for part, num in zip(parts, sums(course), strict=True)
+    ]
+    (max_lines,) = map(int, re.findall(r"^\| 3 \| read \| (\d+) \|", course, re.M))
+    assert max_lines - 5 < max(evenings) <= max_lines
+
+
+def read(name: str) -> str:
+    """Without comments, which a reader does not see."""
+    return re.sub(r"<!--.*?-->", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+# -- a page that quotes the body of a task has it folded
+
+
+@cache  # not made while tests are collected: every process would
+def bodies() -> dict[str, dict[str, set[int]]]:
+    """By file, then by task: the lines of its body."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for task in TASKS:
+        blank, source = blank_of(task), task.source()
+        body = range(blank.first_line, blank.first_line + blank.solution.count("\n"))
+        found.setdefault(task.path.name, {})[task.number] = code_lines(source) & set(body)
+    return found
+
+
+def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
+    """Summary of a fold: the functions whose bodies are tasks, and the numbers of the tasks."""
+    tasks = [task for task in TASKS if task.number in numbers]
+    places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
+    if is_chinese:
+        return (
+            f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
+        )
+    task, it = ("task", "it") if len(numbers) == 1 else ("tasks", "them")
+    summary = f"The body is {task} {' and '.join(numbers)}: try {it} first"
+    return f"<summary>{', '.join(places)}. {summary}</summary>"
+
+
+def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
+    """A sentence for each block with (a part of) a task's body that is not folded as it should."""
+    for block in BLOCK.finditer(text):
+        name = Path(block["file"]).name
+        source = next((task.source() for task in TASKS if task.path.name == name), "")
+        quoted = find_quote(source, block["code"]) or set()
+        shown = [number for number, lines in bodies().get(name, {}).items() if lines & quoted]
+        _, _, inner = text[: block.start()].rpartition("<details>")
+        summary = summary_for(shown, is_chinese)
+        if shown and ("</details>" in inner or not inner.strip().startswith(summary)):
+            yield f"{name}, {block['code'].splitlines()[0].strip()!r}: put it under {summary}"
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_bodies_that_are_tasks_are_folded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not list(spoilers(text, page.name.endswith(".zh.md")))
+
+
+def test_a_body_that_is_shown_is_found() -> None:
+    task = TASKS[0]
+    body = "".join(blank_of(task).solution.splitlines(keepends=True)[-2:])
+    block = f"```python file={task.path.name}\n{body}```\n"
+    folded = f"<details>\n{summary_for([task.number])}\n\n{block}</details>\n"
+    assert not list(spoilers(folded)) and list(spoilers(folded, is_chinese=True))
+    assert len(list(spoilers(block))) == len(list(spoilers(folded + block))) == 1
+    assert list(spoilers(folded.replace(task.number, "9.9")))
+    assert all(lines for found in bodies().values() for lines in found.values())
+
+
+# -- the tickets of INCIDENTS.md
+
+
+FOUR = (("Cause", "Number", "Fix", "Guard"), ("原因", "数字", "修复", "(预防|监控)"))
+NO_BUG = ("Not a bug.", "不是 bug。")
+
+
+def parts_of(page: Path) -> list[str]:
+    """The text of each ticket."""
+    return re.split(r"^### .+$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("page", TICKETS, ids=lambda page: page.name)
+def test_two_tickets_an_evening_each_with_four_folded_lines(page: Path) -> None:
+    parts, lines = parts_of(page), FOUR[TICKETS.index(page)]
+    assert list(read_tickets(page)) == [*range(1, 13)] and len(parts) == 2 * len(EVENINGS)
+    for part in parts:
+        shown, _, folded = part.partition("<details>")
+        found = re.findall(r"^\* \*\*(\w+)。?\.?\*\*", folded, re.MULTILINE)
+        assert re.fullmatch(" ".join(lines), " ".join(found))
+        assert folded.count("</details>") == 1 and shown.count("**") == 4
+        assert "\n> " in shown and "```" in shown and re.search(r"\d", folded)
+    assert sum(NO_BUG[TICKETS.index(page)] in part for part in parts) >= 2
