@@ -18,6 +18,7 @@ from workshop.measure.bench import bench, bench_table
 from workshop.measure.bench.bench import TITLES, Bench, run_rounds
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
+    ROOT,
     percentile,
     percentiles,
     read_record,
@@ -235,6 +236,9 @@ def test_the_command_measures_and_writes_a_record(
     useful = sum(record["config"]["workload"]["output_tokens"])
     assert run["useful_tokens_per_s"] == pytest.approx(useful / run["seconds"], rel=0.01)
     assert record["roofline"]["weight_bytes"] > 0
+    machine = record["environment"]
+    assert machine["torch"] in torch.__version__ and machine["memory_bytes"] > 1e8
+    assert str(Path.home()) not in json.dumps(machine) and str(ROOT) not in json.dumps(machine)
     tables = bench.DRIVER.tables(tmp_path)
     assert tables.full == bench_table.render(record) and tables.full in printed
     assert tables.short == bench_table.render_short([record])
