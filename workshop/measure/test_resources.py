@@ -13,10 +13,7 @@ import pytest
 from workshop.measure import resources
 from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.resources import (
-    README,
-    RECORD,
     Resources,
-    make_table_text,
 )
 
 pytestmark = pytest.mark.needs("triton")
@@ -87,8 +84,3 @@ def test_what_is_complained_of(change, complaint):
     found = list(replace(CLEAN, **change).complaints())
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="nothing has been recorded")
-def test_the_table_is_that_of_the_record():
-    assert make_table_text() in README.read_text(encoding="utf-8")

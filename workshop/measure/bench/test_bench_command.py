@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,29 +11,6 @@ from workshop.measure.bench import bench, bench_command, ladder_bench
 from workshop.measure.bench.bench_command import Driver, Tables
 
 DRIVERS = [bench.DRIVER, ladder_bench.DRIVER]
-
-
-def test_malloc_is_tuned_by_starting_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_command.sys, "platform", "linux")
-    monkeypatch.setattr(bench_command.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    for name in bench_command.TUNED_MALLOC:
-        monkeypatch.delenv(name, raising=False)
-    environment = bench_command.restart_with(bench.DRIVER.parse([]))
-    assert environment is not None and environment["PATH"] == os.environ["PATH"]
-    assert bench_command.restart_with(bench.DRIVER.parse(["--malloc", "default"])) is None
-    assert bench_command.describe_malloc()["mode"] == "default"
-    for name, value in bench_command.TUNED_MALLOC.items():
-        assert environment[name] == value
-        monkeypatch.setenv(name, value)
-    assert bench_command.restart_with(bench.DRIVER.parse([])) is None
-    assert bench_command.describe_malloc()["mode"] == "tuned"
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
-    assert bench_command.restart_with(bench.DRIVER.parse([])) is not None
-    monkeypatch.setattr(bench_command.platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    assert bench_command.restart_with(bench.DRIVER.parse([])) is None, (
-        "musl and others have no such settings"
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.measure.bench import bench
 from workshop.measure.bench.bench_floor import (
     DecodeStep,
     decode_steps,
-    floor_of_record,
     rows_ms,
     run_floor,
 )
-from workshop.measure.bench.bench_record import read_record
 from workshop.measure.bench.bench_roofline import row_counts_up_to
 
 # One row takes 10 ms, two take 12, four take 20; 100 rows of a prompt 200 ms; 2 GB a second.
@@ -56,11 +53,3 @@ def test_what_is_measured_covers_every_number_of_rows() -> None:
     assert row_counts_up_to(1) == [1]
     assert row_counts_up_to(4) == [1, 2, 4]
     assert row_counts_up_to(17) == [1, 2, 4, 8, 16, 17]
-
-
-def test_a_record_has_the_floor_of_its_work() -> None:
-    records = map(read_record, bench.DRIVER.committed.glob("bench_*.json"))
-    floors = [record for record in records if record.get("floor")]
-    assert len(floors) >= 2
-    for record in floors:
-        assert floor_of_record(record) == record["floor"]

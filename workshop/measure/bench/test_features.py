@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from workshop.measure.bench import features
-from workshop.measure.bench.bench_record import ROOT, made_on, read_record
-from workshop.measure.bench.features import FEATURES, RECORDS
+from workshop.measure.bench.bench_record import read_record
+from workshop.measure.bench.features import FEATURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WITH_SERVERS = ("hostile", "serve")
@@ -36,11 +36,3 @@ def test_a_feature_is_measured_recorded_and_shown(
         assert num_read[0] == 2 < num_read[1] < num_read[2] == 8
     if name == "events":
         assert record["runs"]["host"]["2 running"]["on"][0]["file_bytes"] > 100
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_page_shows_the_committed_record(name: str) -> None:
-    record = read_record(RECORDS / f"{name}.json")
-    page = (ROOT / FEATURES[name].page).read_text(encoding="utf-8")
-    tables = "\n\n".join(FEATURES[name].tables(record))
-    assert f"<!-- table:{name} -->\n{tables}\n\n{made_on(record)}\n" in page

@@ -8,13 +8,11 @@ import torch
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.requests.tokenizer import load_tokenizer
 from workshop.measure.bench import ladder_bench as ladder
-from workshop.measure.bench import ladder_table
 from workshop.measure.bench.bench_models import load_models
-from workshop.measure.bench.bench_record import ROOT, read_record
+from workshop.measure.bench.bench_record import read_record
 from workshop.measure.bench.bench_systems import CHUNK
 from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
 from workshop.measure.bench.ladder_bench import RUNGS, describe
-from workshop.measure.bench.ladder_table import PHRASES
 from workshop.measure.bench.ladder_workload import (
     LONG_PROMPT_LEN,
     OUTPUT_LENS,
@@ -89,16 +87,3 @@ def test_every_rung_serves_the_same_users_the_same_tokens():
     assert outcomes["one-at-a-time"].details["num_steps"] < 60  # an answer ends where it is read to
     assert outcomes["chunked"].details["most_tokens_of_one"] == CHUNK
     assert outcomes["speculative"].details["most_tokens_of_one"] == 150
-
-
-def test_every_rung_is_recorded_shown_and_has_a_phrase():
-    record = read_record(ladder.RECORD)
-    full, short = ladder_table.render(record), ladder_table.render_short(record)
-    for regime in record["regimes"].values():
-        assert list(regime["rungs"]) == list(RUNGS)  # those that lose, too
-        for config in regime["rungs"].values():
-            assert len(config["runs"]) == record["config"]["seeds"]
-            assert config["title"] in full and config["title"] in short
-    assert list(PHRASES) == list(RUNGS)
-    for chapter, _ in PHRASES.values():
-        assert (ROOT / chapter / "README.md").is_file()

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.measure.bench.bench_record import made_on, read_record, replace_between_markers
 from workshop.measure.bench.load import Outcome
 from workshop.measure.bench.routing import (
     BLOCK_SIZE,
-    PAGES,
     POLICIES,
-    RECORD,
     exit_reason,
     measure_one,
     row,
     scaled,
-    table,
 )
 from workshop.measure.prefix_workloads import PrefixWorkload, TraceRequest
-
-CHATS = 6
 
 
 def test_prompts_share_what_the_trace_says_and_end_where_it_says() -> None:
@@ -49,16 +43,10 @@ def test_those_who_are_lost_are_told_from_those_who_are_not() -> None:
     assert "of those sent later, 0 failed" in said
 
 
-def test_the_page_shows_the_record() -> None:
-    record, text = read_record(RECORD), (PAGES / "README.md").read_text(encoding="utf-8")
-    shown = f"{table(record)}\n\n{made_on(record)}"
-    assert replace_between_markers(text, "routing", shown) == text
-
-
 def chats() -> list[TraceRequest]:
     """Turns of chats in the form of a trace: each goes on where the one before ended."""
     workload = PrefixWorkload(4096, seed=1)
-    sessions = workload.chats(CHATS, 5, 1, 1, 1)
+    sessions = workload.chats(6, 5, 1, 1, 1)
     turns: dict[int, list[int]] = {}
     requests = []
     for i, request in enumerate(workload.arrive(sessions)):

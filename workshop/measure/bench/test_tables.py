@@ -1,0 +1,110 @@
+"""Pages show the tables of the committed records, and nothing in them is hidden."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from workshop.measure import resources
+from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench, ladder_table
+from workshop.measure.bench import routing as router
+from workshop.measure.bench.bench_command import places_of
+from workshop.measure.bench.bench_floor import floor_of_record
+from workshop.measure.bench.bench_record import (
+    ROOT,
+    made_on,
+    read_record,
+    replace_between_markers,
+)
+from workshop.measure.bench.features import FEATURES, RECORDS
+from workshop.measure.bench.ladder_bench import RUNGS
+from workshop.practice.museum.exhibits import EXHIBITS
+from workshop.practice.tasks.course import TASKS
+
+
+def shown() -> Iterator[tuple[str, str, str]]:
+    """Yield each page, the name of a table on it, and the table's text."""
+    for driver in (bench.DRIVER, ladder_bench.DRIVER):
+        yield from places_of(driver.name, driver.tables(driver.committed))
+    for name, feature in FEATURES.items():
+        record = read_record(RECORDS / f"{name}.json")
+        yield feature.page, name, "\n\n".join([*feature.tables(record), made_on(record)])
+    records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
+    texts = gpu_table.texts_of(records)  # without a record they say so, in two languages
+    yield from ((page, name, texts[name]) for page, name in gpu_table.PAGES.items())
+    record = read_record(router.RECORD)
+    page = (router.PAGES / "README.md").relative_to(ROOT).as_posix()
+    yield page, "routing", f"{router.table(record)}\n\n{made_on(record)}"
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "table"), [pytest.param(*one, id=one[1]) for one in shown()]
+)
+def test_a_page_shows_the_committed_record(page: str, name: str, table: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert replace_between_markers(text, name, table) == text, f"{page}: {name}"
+
+
+def test_the_table_of_compiled_kernels_is_that_of_the_record() -> None:
+    assert resources.make_table_text() in resources.README.read_text(encoding="utf-8")
+
+
+def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
+    """The committed records, which the pages show, have none."""
+    record = read_record(bench.DRIVER.committed / "bench_tiny.json")
+    systems = record["systems"]
+    record["environment"] |= {"commit": "0123456789ab", "is_dirty": True}
+    for name, num_kept, error in (
+        ("static", 0, None),
+        ("padded", 0, "no manager"),
+        ("paged", 1, None),
+        ("speculative", 2, "no memory"),
+    ):
+        systems[name] |= {"title": name, "error": error, "runs": systems[name]["runs"][:num_kept]}
+    lines = bench_table.render(record).splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+    assert rows["static"] == "| static | not measured: the time budget was used up | | | | | |"
+    assert rows["padded"] == "| padded | no manager | | | | | |"
+    assert rows["paged"].split(" | ")[2] == "1 run"
+    assert rows["speculative (then failed: no memory)"].split(" | ")[2].endswith(" (2 runs)")
+    assert "commit 012345678* with uncommitted changes" in lines[-1]
+
+
+def test_a_table_replaces_what_stands_between_its_markers_and_nothing_else() -> None:
+    text = "a\n<!-- table:bench -->\nold\n<!-- /table:bench -->\nb <!-- /table:other -->\n"
+    assert replace_between_markers(text, "bench", "| new |") == text.replace("old", "| new |")
+    for broken in ("", text + text, text.replace("<!-- /table:bench -->", "")):
+        with pytest.raises(ValueError, match="markers"):
+            replace_between_markers(broken, "bench", "x")
+
+
+def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> None:
+    """In words, which no script writes: the loss, the number of tasks and that of bugs."""
+    many = read_record(ladder_bench.DRIVER.committed)["regimes"]["many"]["rungs"].values()
+    gaps = [[run["inter_token_ms_p99"] for run in config["runs"]] for config in many]
+    first, *_, last = (f"{statistics.median(gap):.0f}" for gap in gaps)
+    for page in ("README.md", "README.zh.md"):
+        screen = (ROOT / page).read_text(encoding="utf-8").partition("<details>")[0]
+        (loss,) = (part for part in screen.split("\n\n") if "n-gram" in part)
+        assert re.findall(r"\d+", loss.replace("p99", "")) == ["1", "5", first, last]
+        assert f" {len(TASKS)} " in screen and f" {len(EXHIBITS)} " in screen
+
+
+def test_every_rung_is_recorded_and_shown_those_that_lose_too() -> None:
+    record = read_record(ladder_bench.RECORD)
+    full, short = ladder_table.render(record), ladder_table.render_short(record)
+    for regime in record["regimes"].values():
+        assert list(regime["rungs"]) == list(RUNGS) == list(ladder_table.PHRASES)
+        for config in regime["rungs"].values():
+            assert len(config["runs"]) == record["config"]["seeds"]
+            assert config["title"] in full and config["title"] in short
+
+
+def test_a_record_has_the_floor_of_its_work() -> None:
+    records = map(read_record, bench.DRIVER.committed.glob("bench_*.json"))
+    floors = [record for record in records if record.get("floor")]
+    assert len(floors) >= 2
+    assert all(floor_of_record(record) == record["floor"] for record in floors)
