@@ -7,7 +7,6 @@ found here and not on the first rented GPU.
     python -m workshop.resources
                           what `make test` checks: sm_90 every family, sm_80 and sm_100 once
         --all             every architecture and dtype
-        --all --record    and write the record and the table in `common/models/regions`
 
 Checked, with Triton 3.6 and 3.9: kernels of 16 bits on sm_90 spill nothing to memory, the others a
 few values, except the ones in `ALLOWED_STACK_BYTES`; shared memory fits the smallest GPU of a kind;
@@ -36,20 +35,7 @@ from common.runner.launch_configurations import attention_shape, launch_configur
 from kernel_launch import DEFAULT_ARCHITECTURE, DecodeTuning, Launch
 from paged_attention_triton import write_kv_launch
 from split_attention_triton import split_launch
-from workshop.measure.bench.bench_record import (
-    made_on,
-    markdown_table,
-    read_record,
-    record_head,
-    write_between_markers,
-    write_record,
-)
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
-
-FOLDER = Path(__file__).parent
-RECORD = FOLDER / "records" / "resources.json"
-README = FOLDER.parents[1] / "common" / "models" / "regions" / "README.md"
-
 
 # Only the fields that kernels depend on are those of the model.
 _PLAIN = {"has_qk_norm": False}
@@ -273,61 +259,19 @@ def compile_all(wanted: list[Wanted], every: int = 1) -> list[Resources]:
     return found
 
 
-def table(found: list[Resources]) -> str:
-    """Return each kernel's maximum resources by dtype and architecture, over the families. Dtypes
-    with equal numbers share a row. The column of the architecture is left out if there is one."""
-    groups: dict[tuple[str, str, int], list[Resources]] = {}
-    for one in found:
-        tile = f", {one.tile.replace(' x ', 'x')}" if one.tile else ""
-        groups.setdefault((f"{one.kernel}{tile}", one.kind, one.architecture), []).append(one)
-    has_one = len({architecture for _, _, architecture in groups}) == 1
-    head = ["kernel, query rows x keys", "dtype", "sm", "registers", "shared KB", "spilled bytes"]
-    kinds: dict[tuple[object, ...], list[str]] = {}
-    for (kernel, kind, architecture), group in sorted(groups.items()):
-        row = (
-            kernel,
-            *(() if has_one else (architecture,)),
-            max(one.registers for one in group),
-            f"{max(one.shared_bytes for one in group) / 1024:.1f}",
-            max(one.stack_bytes for one in group),
-        )
-        kinds.setdefault(row, []).append(kind)
-    rows = [[kernel, ", ".join(names), *rest] for (kernel, *rest), names in kinds.items()]
-    return markdown_table([*head[:2], *head[2 + has_one :]], rows)
-
-
-def make_table_text() -> str:
-    """Return all rows of one architecture, and those of the other architectures that spill."""
-    record = read_record(RECORD)
-    found = [Resources(**one) for one in record["resources"]]
-    others = [one for one in found if one.architecture != DEFAULT_ARCHITECTURE]
-    shown = table([one for one in found if one.architecture == DEFAULT_ARCHITECTURE])
-    spilling = table([one for one in others if one.stack_bytes])
-    version = record["environment"]["triton"]
-    made = f"{made_on(record)} Compiled by Triton {version}."
-    head = f"On sm_{DEFAULT_ARCHITECTURE}:\n\n{shown}"
-    return f"{head}\n\nSpilled on other architectures:\n\n{spilling}\n\n{made}"
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="What the kernels take of a GPU")
     parser.add_argument("--all", action="store_true", help="half an hour of one core")
     parser.add_argument("--every", type=int, default=1, help="a sample: one in so many")
-    parser.add_argument("--record", action="store_true", help="write the record and the table")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     options = parser.parse_args(arguments)
     found = compile_all(everything() if options.all else quick(), options.every)
-    complaints = [complaint for one in found for complaint in one.complaints()]
-    if options.record:
-        record = record_head("workshop.resources", arguments)
-        record["config"] = {"block_size": CHUNKED.block_size}
-        write_record(RECORD, record | {"resources": [asdict(one) for one in found]})
-        write_between_markers(README, "resources", make_table_text())
     if options.json:
         print(json.dumps([asdict(one) for one in found]))
     else:
-        print(table(found))
-    if complaints:
+        for one in found:
+            print(*asdict(one).values())
+    if complaints := [complaint for one in found for complaint in one.complaints()]:
         raise SystemExit("\n".join(complaints))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,9 +19,10 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
+from common.engine_config import SHIPPED_ADAPTER
 from common.serve.fleet.programs import start_server
 from workshop.measure.bench.bench_record import markdown_table, rounded
-from workshop.measure.bench.feature_engines import copy_adapter, prompt
+from workshop.measure.bench.feature_overlap import prompt
 from workshop.measure.bench.load import open_request
 from workshop.measure.rounds import Case, median_of
 
@@ -130,8 +132,10 @@ async def measure_body(name: str, folder: Path) -> dict[str, Any]:
 
 def cases(config: dict[str, Any]) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as folder:
-        # Its expression backtracks forever.
-        copy_adapter(Path(folder, "hostile"), target_modules="([a-z._0-9]+)+!")
+        shutil.copytree(SHIPPED_ADAPTER, Path(folder, "hostile"))
+        file = Path(folder, "hostile", "adapter_config.json")
+        backtracks = {"target_modules": "([a-z._0-9]+)+!"}  # forever
+        file.write_text(json.dumps(json.loads(file.read_text()) | backtracks))
         runs = {
             name: lambda name=name: asyncio.run(measure_body(name, Path(folder)))
             for name in config.get("bodies", BODIES)

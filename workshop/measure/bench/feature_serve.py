@@ -28,7 +28,7 @@ from common.requests.tokenizer import load_tokenizer
 from common.serve.async_llm import AsyncLLM
 from workshop.measure.bench.bench_record import markdown_table, rounded
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.bench.feature_engines import prompt
+from workshop.measure.bench.feature_overlap import prompt
 from workshop.measure.bench.load import open_request
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.rounds import Case, ratios

@@ -4,18 +4,11 @@
     python -m workshop.bench.features --tables        writes all tables, from the records
     python -m workshop.bench.features NAME --tiny     almost no work, into build/
 
-    adapters      no, half or all requests use 1 to 8 different adapters; `peft` for comparison
-    events        the engine's events are written to a file, or are not
-    experts       a block of experts, an MLP as large as those of one token, `transformers`' block
-    grammars      all rows have a grammar, or none; compiling; the bits of one row
     hostile       one client's heaviest legal bodies, while other clients wait
     overlap       steps are planned one ahead, or are not
     serve         the same requests by `LLM.generate`, by `AsyncLLM` and over HTTP
-    token_rules   all rows have a rule of `SamplingParams`, or none
 
-A record has the runs by table, workload and setting. `events` has a setting twice: the difference
-between `off` and `off again` is the noise of the machine. Processor time counts other programs less
-than wall time. The work of an engine is in `feature_engines.py`.
+A record has the runs by table, workload and setting.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ from typing import Any
 import torch
 
 from common.requests.gc_utils import freeze_gc_heap
-from workshop.measure.bench import feature_engines, feature_experts, feature_hostile, feature_serve
+from workshop.measure.bench import feature_hostile, feature_overlap, feature_serve
 from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
@@ -41,7 +34,7 @@ from workshop.measure.bench.bench_record import (
 from workshop.measure.rounds import Case
 
 RECORDS = Path(__file__).parent / "records"
-WALL, PROCESSOR = {"clock": "time.perf_counter"}, {"clock": "time.process_time", "threads": 1}
+WALL = {"clock": "time.perf_counter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +52,6 @@ class Feature:
 
 
 FEATURES = {
-    "adapters": Feature(
-        "04_scheduler/beyond/ADAPTERS.md",
-        feature_engines.adapter_cases,
-        feature_engines.adapter_tables,
-        {
-            **PROCESSOR,
-            **{"dtype": "float32", "rank": 8, "num_requests": 32, "num_prompt": 64},
-            **{"num_answer": 32, "num_by_peft": 2, "numbers": [1, 2, 4, 8]},
-        },
-        {"num_requests": 4, "num_prompt": 8, "num_answer": 3, "numbers": [2]},
-    ),
-    "events": Feature(
-        "common/events/README.md",
-        feature_engines.event_cases,
-        feature_engines.event_tables,
-        {**WALL, "num_running": [1, 32, 256], "max_tokens": 48},
-        {"num_running": [2], "max_tokens": 3},
-        num_rounds=9,
-    ),
-    "experts": Feature(
-        "common/models/experts/README.md",
-        feature_experts.cases,
-        feature_experts.tables,
-        {
-            **PROCESSOR,
-            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-            "hidden_size": 2048,  # all four as in https://huggingface.co/Qwen/Qwen3-30B-A3B
-            "num_rows": [1, 2, 4, 8, 16, 32, 64, 128],
-        },
-        {
-            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-            **{"hidden_size": 32, "num_rows": [1, 4, 64]},
-        },
-        num_rounds=3,
-    ),
-    "grammars": Feature(
-        "04_scheduler/beyond/GRAMMARS.md",
-        feature_engines.grammar_cases,
-        feature_engines.grammar_tables,
-        {
-            **WALL,
-            **{"threads": 1, "num_rows": [1, 8, 32, 128], "max_tokens": 48},
-            "schema": feature_engines.SCHEMA,  # every answer is longer than `max_tokens`
-            **{"num_large": 151_936, "num_masks": 50},
-        },
-        {"num_rows": [2], "max_tokens": 4, "num_large": 5_000, "num_masks": 3},
-        num_rounds=7,
-    ),
     "hostile": Feature(
         "common/serve/README.md",
         feature_hostile.cases,
@@ -118,8 +63,8 @@ FEATURES = {
     ),
     "overlap": Feature(
         "common/README.md",
-        feature_engines.overlap_cases,
-        feature_engines.overlap_tables,
+        feature_overlap.overlap_cases,
+        feature_overlap.overlap_tables,
         {
             **WALL,
             **{"device_ms": [2.0, 5.0], "num_running_device": [32, 256], "num_threads": [1, 2]},
@@ -137,14 +82,6 @@ FEATURES = {
         feature_serve.CONFIG,
         {"numbers": {"shipped": [2]}},
         num_rounds=3,
-    ),
-    "token_rules": Feature(
-        "common/README.md",
-        feature_engines.token_rule_cases,
-        feature_engines.token_rule_tables,
-        {**WALL, "threads": 1, "num_rows": [1, 32, 128], "max_tokens": 48},
-        {"num_rows": [2], "max_tokens": 4},
-        num_rounds=7,
     ),
 }
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure import resources
 from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench, ladder_table
-from workshop.measure.bench import routing as router
 from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
@@ -35,9 +33,6 @@ def shown() -> Iterator[tuple[str, str, str]]:
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
     texts = gpu_table.texts_of(records)  # without a record they say so, in two languages
     yield from ((page, name, texts[name]) for page, name in gpu_table.PAGES.items())
-    record = read_record(router.RECORD)
-    page = (router.PAGES / "README.md").relative_to(ROOT).as_posix()
-    yield page, "routing", f"{router.table(record)}\n\n{made_on(record)}"
 
 
 @pytest.mark.parametrize(
@@ -46,10 +41,6 @@ def shown() -> Iterator[tuple[str, str, str]]:
 def test_a_page_shows_the_committed_record(page: str, name: str, table: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert replace_between_markers(text, name, table) == text, f"{page}: {name}"
-
-
-def test_the_table_of_compiled_kernels_is_that_of_the_record() -> None:
-    assert resources.make_table_text() in resources.README.read_text(encoding="utf-8")
 
 
 def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
