@@ -83,6 +83,54 @@ class LLM:
             )
         return list(outputs.values())
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        adapter: str | Sequence[str | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SharedOptions],
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations: messages with "role" and
+        "content", rendered by the model's chat template or by `chat_template`, a Jinja text.
+
+        The output is the model's text: only the server parses reasoning and tool calls. Other
+        arguments are those of `generate`. Raises `ValueError` if there is no template or it cannot
+        render the messages."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or tokenizer.source is None:
+            raise ValueError("cannot chat: the model has no tokenizer with templates")
+        source = tokenizer.source
+        if chat_template is None and source.chat_template is None:
+            raise ValueError(
+                "chat_template must be given: the model has none, such as the text of "
+                "common/serve/chat_template.jinja"
+            )
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        prompts = []
+        for conversation in [messages] if is_one else messages:
+            try:
+                text = source.apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **chat_template_kwargs or {},
+                )
+            except Exception as error:  # a template is a program that can raise its own errors
+                raise ValueError(f"messages cannot be rendered: {error}") from error
+            # The template wrote the special tokens: they are not added again.
+            prompts.append(tokenizer.encode(text, add_special_tokens=False))
+        return self.generate(prompts, sampling_params, use_tqdm, adapter, **options)
+
     def stream(
         self,
         prompt: str | Sequence[int],

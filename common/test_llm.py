@@ -262,3 +262,22 @@ def test_an_engine_takes_the_memory_that_it_writes_and_no_more() -> None:
     assert done.returncode == 0, done.stderr
     reserved, resident = map(int, done.stdout.split())
     assert resident < 1 << 30, f"{resident:,} bytes are in memory, {reserved:,} reserved"
+
+
+def test_a_chat_is_the_prompt_that_the_template_writes_and_nothing_is_added(llm: LLM) -> None:
+    """Trap: a template writes the BOS, and encoding would add another."""
+    template = "<|endoftext|>{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    message, greedy = {"role": "user", "content": "def f(x):"}, SamplingParams(temperature=0)
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("<|endoftext|>def f(x):\n", add_special_tokens=False)
+    expected = generate(llm, [ids, ids], greedy)
+    chats = [[message], [message]]
+    answers = llm.chat(chats, greedy, use_tqdm=False, chat_template=template)
+    assert [a.prompt_token_ids for a in answers] == [ids, ids]
+    assert [a.outputs[0].text for a in answers] == [e.outputs[0].text for e in expected]
+    (answer,) = llm.chat([message], greedy, use_tqdm=False, chat_template=template)
+    assert answer.outputs[0].text == expected[0].outputs[0].text
+    for chosen, words in ((None, "the model has none"), ("{{ messages.x.y }}", "be rendered")):
+        with pytest.raises(ValueError, match=words):
+            llm.chat([message], greedy, chat_template=chosen)
