@@ -1,6 +1,5 @@
 """Chapter 3's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    ops       times the caches without a model: by their size, by the nodes on a path, by design
     engine    time to first token in the whole engine: none, hash chain and radix tree in turn
     loss      the cost where nothing is shared
     store     one block written to and read from Mooncake, in two processes
@@ -9,8 +8,7 @@
 
 Engines share one set of weights. A request is served by each of them before the next one comes, one
 at a time, so time to first token is that of the prefill alone. Torch uses one thread, and random
-token ids cost as much as text. The caches are timed in processor time, without Python's cycle
-collector: with a million cached blocks a collection takes longer than everything here.
+token ids cost as much as text.
 
 A trace has no tokens but an id for each block of 512, so a cache with blocks of one "token" gets
 the ids. A hit counts as many tokens as the request has in the found blocks, and outputs are not in
@@ -23,21 +21,16 @@ import gc
 import hashlib
 import os
 import random
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from block_pool import Block, BlockPool
+from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
@@ -45,7 +38,7 @@ from common.models.loader import LoadedModel, load_model
 from grouped_kv_memory import max_blocks
 from kv_memory import NotReady
 from kv_slots import PREFIX_CACHES
-from prefix_cache import MatchCursor, PrefixCache
+from prefix_cache import PrefixCache
 from request import Request
 from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
 from workshop.measure.bench.bench_record import percentiles
@@ -58,21 +51,10 @@ from workshop.measure.prefix_workloads import (
     TraceRequest,
     read_trace,
 )
-from workshop.measure.rounds import rotated, run_in_turn, spread
+from workshop.measure.rounds import rotated, spread
 
-try:
-    import xxhash  # pyright: ignore[reportMissingImports]
-except ImportError:
-    xxhash = None
-
-VOCAB_SIZE = 32768
 BLOCK_SIZE = 16
-PROMPT_LEN = 4096  # tokens
-PROMPT_BLOCKS = PROMPT_LEN // BLOCK_SIZE
-NUM_PROMPTS = (4, 40, 400, 4000)  # 1,024 to 1,024,000 cached blocks
-DEPTHS = (1, 4, 16, 64, 256)  # nodes on the way to the end of a 4,096-token prompt
 CACHES = ("hash", "radix")
-OPERATIONS = ("match", "touch + release", "match + insert", "evict")
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
 
 
@@ -92,251 +74,6 @@ def no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def cpu_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return microseconds of processor time of one call, and its result."""
-    start = time.process_time_ns()
-    result = call()
-    return (time.process_time_ns() - start) / 1e3, result
-
-
-# -- cost of an operation against the size of the cache
-
-
-def random_prompt(source: np.random.Generator) -> list[int]:
-    return source.integers(VOCAB_SIZE, size=PROMPT_LEN).tolist()
-
-
-class FilledCache:
-    """A cache full of prompts that no request uses, and blocks for one more prompt.
-
-    `_prompts` holds them in the order of their last use, as arrays: every call of the cache gets
-    new token id objects, as from a tokenizer. Comparing an object with itself would be cheaper.
-    """
-
-    def __init__(self, name: str, num_prompts: int) -> None:
-        self.cache = make_cache(name, (num_prompts + 1) * PROMPT_BLOCKS)
-        self.num_blocks = num_prompts * PROMPT_BLOCKS
-        self._source = np.random.default_rng(num_prompts)
-        self._random = random.Random(num_prompts)
-        self._prompts: deque[np.ndarray] = deque()
-        tokens = list(range(VOCAB_SIZE))  # one object a token, else a million blocks take 10 GB
-        for _ in range(num_prompts):
-            prompt = random_prompt(self._source)
-            self._prompts.append(np.array(prompt, dtype=np.int32))
-            self.cache.cache_computed_blocks([tokens[t] for t in prompt])
-
-    def time_round(self) -> dict[str, float]:
-        """Return microseconds of each operation on a whole prompt: a cached one is matched, used
-        and released, a new one is missed and inserted. The cache is as full afterwards."""
-        cache, times = self.cache, {}
-        index = self._random.randrange(len(self._prompts))
-        self._prompts.append(self._prompts[index])
-        del self._prompts[index]
-        known, new = self._prompts[-1].tolist(), random_prompt(self._source)
-
-        times["match"], match = cpu_us(lambda: cache.match_prefix(known))
-        assert len(match.blocks) == PROMPT_BLOCKS, "a cached prompt was not found"
-        times["touch + release"], _ = cpu_us(
-            lambda: (cache.touch(match.blocks), cache.release(match.blocks))
-        )
-        blocks, cursor = cache.pool.allocate(PROMPT_BLOCKS), MatchCursor()
-        assert blocks is not None, "the pool is too small"
-        times["match + insert"], (missed, inserted) = cpu_us(
-            lambda: (
-                cache.match_prefix(new, cursor=cursor),
-                cache.insert(new, blocks, cursor=cursor),
-            )
-        )
-        assert not missed.blocks, "a new prompt was found"
-        cache.release(inserted.blocks)
-        self._prompts.append(np.array(new, dtype=np.int32))
-        times["evict"], _ = cpu_us(lambda: cache.evict(PROMPT_BLOCKS))
-        self._prompts.popleft()
-        assert cache.num_cached_blocks == self.num_blocks, "a round must leave the cache as full"
-        return times
-
-
-def measure_sizes(num_prompts: Sequence[int], repeats: int) -> dict:
-    """Return `{cache: {cached blocks: {operation: [microseconds for a prompt]}}}`."""
-    filled = {(name, num): FilledCache(name, num) for num in num_prompts for name in CACHES}
-    with no_collection():
-        runs = run_in_turn(filled, lambda key: filled[key].time_round(), repeats)
-    return {
-        name: {
-            str(num * PROMPT_BLOCKS): {
-                op: [run[op] for run in runs[name, num]] for op in OPERATIONS
-            }
-            for num in num_prompts
-        }
-        for name in CACHES
-    }
-
-
-# -- cost of a match against the number of nodes on its way
-
-
-def split_path(name: str, num_nodes: int) -> tuple[PrefixCache, list[int]]:
-    """Build a cache with one prompt, whose path other prompts leave at `num_nodes - 1` places."""
-    source = np.random.default_rng(num_nodes)
-    cache = make_cache(name, 2 * PROMPT_BLOCKS)
-    prompt = random_prompt(source)
-    cache.cache_computed_blocks(prompt)
-    for i in range(1, num_nodes):
-        left_at = i * PROMPT_LEN // num_nodes
-        cache.cache_computed_blocks(prompt[:left_at] + random_prompt(source)[:BLOCK_SIZE])
-    return cache, list(prompt)
-
-
-def measure_depths(depths: Sequence[int], repeats: int) -> dict:
-    """Return `{cache: {nodes: [microseconds to match a prompt]}}`."""
-    split = {(name, depth): split_path(name, depth) for depth in depths for name in CACHES}
-
-    def match(key: tuple[str, int]) -> float:
-        cache, prompt = split[key]
-        prompt = np.array(prompt).tolist()
-        us, match = cpu_us(lambda: cache.match_prefix(prompt))
-        assert len(match.blocks) == PROMPT_BLOCKS
-        return us
-
-    with no_collection():
-        runs = run_in_turn(split, match, repeats)
-    return {name: {str(depth): runs[name, depth] for depth in depths} for name in CACHES}
-
-
-# -- a whole prompt, matched and allocated, compared with a design that keeps less
-
-
-class DictOfHashes:
-    """The published design of nano-vllm's block manager, written from its description: a dictionary
-    from chained hashes to block ids, tokens compared at each hit, and blocks that stay findable
-    until they are reallocated. No extra keys, listener, refusals or checks."""
-
-    def __init__(self, num_blocks: int, hash_bytes: Callable[[bytes], int]) -> None:
-        self.hash_bytes = hash_bytes
-        self.block_ids: dict[int, int] = {}
-        self.tokens: list[list[int]] = [[] for _ in range(num_blocks)]
-        self.hashes: list[int] = [-1] * num_blocks
-        self.ref_cnts = [0] * num_blocks
-        self.free = deque(range(num_blocks))
-
-    def take(self, token_ids: list[int]) -> list[int]:
-        """Return a block for each full block of tokens, cached or fresh."""
-        table, parent = [], b""
-        for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
-            tokens = token_ids[start : start + BLOCK_SIZE]
-            key = self.hash_bytes(parent + np.array(tokens).tobytes())
-            parent = key.to_bytes(8, "little")
-            block_id = self.block_ids.get(key, -1)
-            if block_id == -1 or self.tokens[block_id] != tokens:
-                block_id = self._take_free(key, tokens)
-            self.ref_cnts[block_id] += 1
-            table.append(block_id)
-        return table
-
-    def _take_free(self, key: int, tokens: list[int]) -> int:
-        block_id = self.free.popleft()
-        old = self.hashes[block_id]
-        if self.block_ids.get(old) == block_id:
-            del self.block_ids[old]
-        self.hashes[block_id], self.tokens[block_id] = key, tokens
-        self.block_ids[key] = block_id
-        return block_id
-
-    def give_back(self, table: list[int]) -> None:
-        for block_id in reversed(table):
-            self.ref_cnts[block_id] -= 1
-            if self.ref_cnts[block_id] == 0:
-                self.free.append(block_id)
-
-
-def blake2b_64(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def hold(
-    cache: PrefixCache, prompt: list[int], answer: Sequence[int] = ()
-) -> tuple[list[Block], int, int]:
-    """Look up a prompt and cache the rest, then its answer. Returns the blocks, which are in use,
-    and the numbers of tokens found and of blocks evicted."""
-    size, cursor = cache.block_size, MatchCursor()
-    held, num_cached = cache.match_prefix(prompt, cursor=cursor)
-    cache.touch(held)
-    token_ids = [*prompt, *answer] if answer else prompt
-    num_new = len(token_ids) // size - len(held)
-    if num_new == 0:
-        return held, num_cached, 0
-    num_evicted = cache.evict(num_new - cache.pool.num_free_blocks)
-    blocks = cache.pool.allocate(num_new)
-    assert blocks is not None, "the pool is too small"
-    num_first = len(prompt) // size - len(held)  # published when the prompt is computed
-    for tokens, new in ((prompt, blocks[:num_first]), (token_ids, blocks[num_first:])):
-        if new:
-            held = held + cache.insert(tokens, new, start=len(held), cursor=cursor).blocks
-    return held, num_cached, num_evicted
-
-
-class PromptTimer:
-    """Admission of a prompt: look up its cached blocks, then cache the rest. Then its end."""
-
-    def __init__(self, name: str, num_prompts: int) -> None:
-        self.cache = make_cache(name, num_prompts * PROMPT_BLOCKS)
-
-    def take(self, prompt: list[int]) -> list:
-        return hold(self.cache, prompt)[0]
-
-    def give_back(self, taken: list) -> None:
-        self.cache.release(taken)
-
-
-def measure_prompts(num_prompts: int, repeats: int) -> dict:
-    """Return `{design: {"new" | "known": [microseconds for a prompt]}}`; every cache is full, so a
-    new prompt also evicts an old one. A known prompt is in use by another request."""
-    designs: dict[str, PromptTimer | DictOfHashes] = {
-        name: PromptTimer(name, num_prompts) for name in CACHES
-    }
-    num_blocks = num_prompts * PROMPT_BLOCKS
-    designs["dict, blake2b"] = DictOfHashes(num_blocks, blake2b_64)
-    if xxhash is not None:
-        designs["dict, xxhash"] = DictOfHashes(num_blocks, xxhash.xxh64_intdigest)
-    source = np.random.default_rng(0)
-    for _ in range(num_prompts):
-        prompt = random_prompt(source)
-        for design in designs.values():
-            design.give_back(design.take(prompt))
-    prompts = [random_prompt(source) for _ in range(repeats + 1)]
-    turns = {name: iter(prompts) for name in designs}
-
-    def take_twice(name: str) -> dict[str, float]:
-        design, tokens = designs[name], np.array(next(turns[name]))
-        new, taken = cpu_us(lambda: design.take(tokens.tolist()))
-        known, again = cpu_us(lambda: design.take(tokens.tolist()))
-        design.give_back(again)
-        design.give_back(taken)
-        return {"new": new, "known": known}
-
-    with no_collection():
-        runs = run_in_turn(designs, take_twice, repeats)
-    return {
-        name: {kind: [run[kind] for run in found] for kind in ("new", "known")}
-        for name, found in runs.items()
-    }
-
-
-# -- both caches on one workload
-
-
-def mixed_requests(scale: int = 1) -> list[PlannedRequest]:
-    """Draw chats, system prompts, few-shot templates and unique prompts, in a random order."""
-    workload = PrefixWorkload(VOCAB_SIZE, seed=3)
-    sessions = [
-        *workload.chats(12 * scale, 6, first_len=200, user_len=60, output_len=90),
-        *workload.shared_system_prompts(4, 24 * scale, 700, 70, 40),
-        *workload.few_shot(4, 16 * scale, 150, 500, 50, 10),
-        *workload.unique_prompts(30 * scale, 600, 60),
-    ]
-    return workload.arrive(sessions)
-
-
 def with_answers(
     requests: Sequence[PlannedRequest], vocab_size: int
 ) -> Iterator[tuple[PlannedRequest, list[int], list[int]]]:
@@ -347,62 +84,6 @@ def with_answers(
         answer = source.choices(range(vocab_size), k=request.output_len)
         answers[request.request_id] = answer
         yield request, prompt, answer
-
-
-def serve_without_model(cache: PrefixCache, requests: Sequence[PlannedRequest]) -> dict:
-    """Serve requests one after the other, by an engine's calls. Returns microseconds for each."""
-    us, num_hit, num_looked_up, num_evicted = [], 0, 0, 0
-
-    def serve(prompt: list[int], answer: list[int]) -> tuple[int, int]:
-        held, num_cached, num_evicted = hold(cache, prompt, answer)
-        cache.release(held)
-        return num_cached, num_evicted
-
-    for _, prompt, answer in with_answers(requests, VOCAB_SIZE):
-        time_us, (num_cached, evicted) = cpu_us(partial(serve, prompt, answer))
-        us.append(time_us)
-        num_hit += num_cached
-        num_looked_up += len(prompt)
-        num_evicted += evicted
-    return {
-        "us": us,
-        "hit_rate": num_hit / num_looked_up,
-        "num_evicted_tokens": num_evicted * cache.block_size,
-    }
-
-
-def measure_workload(repeats: int, num_tokens: int = 48_000) -> dict:
-    """Return `{cache and block size: {hit rate, [[microseconds of each request]]}}`, in memory for
-    `num_tokens` tokens."""
-    requests = mixed_requests()
-    kinds = {"hash, 16": ("hash", 16), "radix, 16": ("radix", 16), "radix, 1": ("radix", 1)}
-
-    def run(kind: str) -> dict:
-        name, size = kinds[kind]
-        with no_collection():
-            return serve_without_model(make_cache(name, num_tokens // size, size), requests)
-
-    found = run_in_turn(kinds, run, repeats, num_warm_ups=0)
-    return {
-        "memory_tokens": num_tokens,
-        "num_requests": len(requests),
-        "kinds": {
-            kind: runs[0] | {"us": [run["us"] for run in runs]} for kind, runs in found.items()
-        },
-    }
-
-
-def measure_ops(measurement: Measurement) -> dict:
-    repeats = measurement.of(5, 50)
-    num_prompts = NUM_PROMPTS[: measurement.of(2, None)]
-    config = {"repeats": repeats, "prompt_len": PROMPT_LEN, "block_size": BLOCK_SIZE}
-    return {
-        "config": config | {"xxhash": None if xxhash is None else xxhash.VERSION},
-        "sizes": measure_sizes(num_prompts, repeats),
-        "depths": measure_depths(DEPTHS, repeats),
-        "prompts": measure_prompts(num_prompts[1], repeats),
-        "workload": measure_workload(measurement.of(3, 5)),
-    }
 
 
 # -- the whole engine, with the shipped checkpoint
@@ -767,40 +448,6 @@ DESIGNS = {
 }
 
 
-def tables_of_ops(record: dict) -> dict[str, str]:
-    sizes, depths = record["sizes"], record["depths"]
-    operations = {f"{op}, {NAMES[cache]}": (op, cache) for op in OPERATIONS for cache in CACHES}
-    by_size = {
-        f"{int(size):,} blocks": lambda row, size=size: _spread(sizes[row[1]][size][row[0]])
-        for size in sizes["hash"]
-    }
-    by_depth = {
-        nodes: lambda cache, nodes=nodes: _spread(depths[cache][nodes]) for nodes in depths["hash"]
-    }
-    new_known = {
-        head: lambda times, name=name: _spread(times[name]) if times else "-"
-        for name, head in (("new", "new, evicts another"), ("known", "known"))
-    }
-    prompts = {DESIGNS[name]: times for name, times in record["prompts"].items()}
-    if record["config"]["xxhash"] is None:
-        prompts[f"{DESIGNS['dict, xxhash']}: not measured, package missing"] = None
-    columns = {
-        "tokens hit": lambda run: _percent(run["hit_rate"]),
-        "tokens evicted": lambda run: f"{run['num_evicted_tokens']:,}",
-        "µs a request": lambda run: _spread([statistics.mean(times) for times in run["us"]]),
-    }
-    runs = {
-        "{}, blocks of {}".format(NAMES[kind.split(", ")[0]], kind.split(", ")[1]): run
-        for kind, run in record["workload"]["kinds"].items()
-    }
-    return {
-        "operations": table("µs for 4,096 tokens", operations, by_size),
-        "depth": table("µs to match 4,096 tokens; nodes:", {NAMES[c]: c for c in CACHES}, by_depth),
-        "prompt": table("µs for 4,096 tokens", prompts, new_known),
-        "workload": table("cache", runs, columns),
-    }
-
-
 def tables_of_engine(record: dict) -> dict[str, str]:
     families = record["families"].items()
     shared = sorted(
@@ -813,13 +460,7 @@ def tables_of_engine(record: dict) -> dict[str, str]:
         "hit": lambda row: _percent(1 - row[0]["num_computed"][row[1]] / row[0]["num_prompt"]),
         "ms to first token": lambda row: _spread(row[0]["ttft_ms"][row[1]]),
     }
-    times = record["shared_ms"]
-    by_length = {f"{int(length):,}": length for length in times["off"]}
-    by_cache = {NAMES[n]: lambda length, n=n: _spread(times[n][length]) for n in NAMES}
-    return {
-        "families": table("requests", rows, columns),
-        "shared": table("shared tokens", by_length, by_cache),
-    }
+    return {"families": table("requests", rows, columns)}
 
 
 def tables_of_loss(record: dict) -> dict[str, str]:
@@ -853,18 +494,6 @@ def tables_of_groups(record: dict) -> dict[str, str]:
         for kind in WINDOWS
     }
     return {"groups": table("memory, tokens in all layers", rows, columns)}
-
-
-def tables_of_trace(record: dict) -> dict[str, str]:
-    rows = {f"{a['capacity']:,}": (a, b) for a, b in zip(record["hash"], record["radix"])}
-    last, both = rows.popitem()
-    columns = {
-        "million tokens": lambda both: f"{both[0]['capacity'] * TRACE_BLOCK_SIZE / 1e6:.2f}",
-        "hash chain hits": lambda both: _percent(hit_rate(both[0])),
-        "radix tree hits": lambda both: _percent(hit_rate(both[1])),
-    }
-    rows[f"{last}, nothing evicted"] = both
-    return {"trace": table("capacity, blocks of 512", rows, columns)}
 
 
 # -- figures
@@ -941,12 +570,11 @@ def draw_groups(record: dict) -> Figure:
 
 
 PARTS = {
-    "ops": Part(measure_ops, tables=tables_of_ops, clock="processor time"),
     "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
     "loss": Part(measure_loss, tables=tables_of_loss, clock="processor time"),
     "store": Part(measure_store, tables=tables_of_store, clock="time.perf_counter"),
     "groups": Part(measure_groups, {"groups": draw_groups}, tables_of_groups),
-    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}, tables_of_trace),
+    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}),
 }
 
 
