@@ -2,8 +2,7 @@
 
 Every number comes from a run of the chapter's own code over a small random model. Outputs have the
 lengths that the workload asks for (EOS is ignored), so counted numbers, in steps, tokens and bytes,
-depend neither on the machine nor on the weights. Only the last part times anything, and the chapter
-shows only ratios of its calls, which are made in turn. Measuring takes some minutes.
+depend neither on the machine nor on the weights. Measuring takes some minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import random
 import statistics
 import sysconfig
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -31,20 +29,17 @@ from request import Request
 from static_batching import StaticBatchingReport, generate_static
 from step_record import RecordedScheduler, StepRecord
 from workshop.book.palette import (
-    BASELINE,
     DECODE,
     INK,
     PAPER,
     PROMPT,
     WASTE,
     add_key,
-    label_line,
 )
 from workshop.measure.bench.bench_models import make_twin
 from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record
 from workshop.measure.bench.random_weights import random_model, shape_of
-from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
-from workshop.measure.rounds import time_in_turn
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 BENCH_RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "bench_qwen3-0.6b.json"
@@ -54,8 +49,6 @@ SEED = 0
 NUM_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 128, 256, 256  # the real workload; longer ones are cut
 NUM_SLOTS = 16
 BATCH_SIZES = [4, 8, 16, 32]
-SPREADS = [0.0, 0.25, 0.5, 0.75, 1.0]  # outputs from MEAN * (1 - spread) to MEAN * (1 + spread)
-SPREAD_SEEDS, SPREAD_REQUESTS, SPREAD_SLOTS, SPREAD_PROMPT, SPREAD_MEAN = 3, 64, 8, 8, 32
 TIMELINE_SHRINK = 8  # divisor of the lengths, so that single steps are visible
 COPY_REQUESTS, COPY_PROMPT, COPY_OUTPUT = 16, 16, 128
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -86,13 +79,6 @@ def stdlib_functions(num_functions: int, seed: int) -> Lengths:
         num_prompt = max(len(tokenizer.encode(prompt).ids), 1)
         lengths.append((num_prompt, len(tokenizer.encode(output).ids) + 1))
     return lengths
-
-
-def spread_lengths(spread: float, seed: int) -> list[tuple[int, int]]:
-    rng = random.Random(seed)
-    low = max(1, round(SPREAD_MEAN * (1 - spread)))
-    high = 2 * SPREAD_MEAN - low  # the mean stays the same
-    return [(SPREAD_PROMPT, rng.randint(low, high)) for _ in range(SPREAD_REQUESTS)]
 
 
 def make_requests(lengths: Lengths, vocab_size: int = 64) -> list[Request]:
@@ -227,21 +213,14 @@ def count_copies(model: PreTrainedModel) -> dict:
 
 def count(lengths: Lengths) -> dict:
     model = tiny_model()
-    equal = [(SPREAD_PROMPT, SPREAD_MEAN)] * SPREAD_REQUESTS
+    equal = [(8, 32)] * 64
     by_length = sorted(lengths, key=lambda pair: pair[1])
     return {
         "timeline": count_timeline(model, lengths),
         "real": {str(size): compare(model, lengths, size) for size in BATCH_SIZES},
-        "spread": [
-            [
-                compare(model, spread_lengths(spread, seed), SPREAD_SLOTS)
-                for seed in range(SPREAD_SEEDS)
-            ]
-            for spread in SPREADS
-        ],
         "cases": {
             "one request": compare(model, [(32, 64)], NUM_SLOTS),
-            "64 requests of equal length": compare(model, equal, SPREAD_SLOTS),
+            "64 requests of equal length": compare(model, equal, 8),
             "16 requests, 16 slots": compare(model, lengths[:NUM_SLOTS], NUM_SLOTS),
             "the workload, shortest output first": compare(model, by_length, NUM_SLOTS),
             "the workload, longest output first": compare(model, by_length[::-1], NUM_SLOTS),
@@ -250,32 +229,8 @@ def count(lengths: Lengths) -> dict:
     }
 
 
-def measure_time(lengths: Lengths, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Time the four ways to serve 16 requests on 8 slots, in turn, on one thread. In seconds."""
-    model = tiny_model(layers=4, width=256, head_dim=64, dtype=torch.float32)
-    workloads = {
-        "equal lengths": [(32, 48)] * 16,
-        "the workload's first 16": [(min(p, 64), min(o, 96)) for p, o in lengths[:16]],
-    }
-    ways: dict[str, Callable[[Lengths], object]] = {
-        "one request at a time": lambda jobs: serve(model, jobs, 1, batched=False),
-        "static batch": lambda jobs: generate_static(model, make_requests(jobs), 8),
-        "continuous, each request alone": lambda jobs: serve(model, jobs, 8, batched=False),
-        "continuous, padded batch": lambda jobs: serve(model, jobs, 8),
-    }
-    found = {
-        workload: time_in_turn({name: partial(way, jobs) for name, way in ways.items()}, repeats)
-        for workload, jobs in workloads.items()
-    }
-    return {
-        workload: {name: [round(ms / 1e3, 4) for ms in times] for name, times in by_way.items()}
-        for workload, by_way in found.items()
-    }
-
-
 def measure(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats = measurement.of(1, 5)
     max_prompt, max_output = measurement.of((8, 8), (MAX_PROMPT, MAX_OUTPUT))
     functions = stdlib_functions(NUM_REQUESTS, SEED)
     lengths = [(min(p, max_prompt), min(o, max_output)) for p, o in functions]
@@ -285,10 +240,9 @@ def measure(measurement: Measurement) -> dict:
         if name.isupper() and isinstance(value, int | list)
     }
     return {
-        "config": config | {"repeats": repeats, "threads": 1},
+        "config": config | {"threads": 1},
         "lengths": lengths,
         "counted": count(lengths),
-        "seconds": measure_time(lengths, repeats),
     }
 
 
@@ -333,21 +287,6 @@ def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
         start = step
 
 
-def draw_spread(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    spreads = record["config"]["spreads"]
-    for name, color in (("continuous", INK), ("static", BASELINE)):
-        runs = [
-            [100 * run[name]["utilisation"] for run in row] for row in record["counted"]["spread"]
-        ]
-        middle = plot_band(axis, spreads, runs, color, alpha=0.25)
-        label_line(axis, spreads[-1], middle[-1], name, color, offset=(10, 0))
-    axis.set_xticks(spreads, [f"±{spread:.0%}" for spread in spreads])
-    axis.set(xlabel="spread of output lengths about their mean", ylabel="% of slot-steps used")
-    axis.set(xlim=(-0.03, 1.28), ylim=(0, 104), title="Equal lengths leave nothing to gain")
-    return figure
-
-
 # -- tables
 
 
@@ -355,12 +294,9 @@ def tables(record: dict) -> dict[str, str]:
     return {
         "sharing": _sharing(read_record(BENCH_RECORD)),
         "headline": _headline(record),
-        "real": _real_table(record),
-        "spread": _spread_table(record),
         "cases": _cases_table(record),
         "floor": _floor_table(record),
         "copies": _copies(record),
-        "time": _time_table(record),
     }
 
 
@@ -406,30 +342,6 @@ def _both(form: str, field: str, head: str) -> dict[str, Callable[[dict], str]]:
     }
 
 
-def _real_table(record: dict) -> str:
-    columns = _both("{:,}", "steps", "steps") | _both("{:.0%}", "utilisation", "slots used")
-    columns |= _both("{:,.0f}", "first_token_step", "mean step of the first token")
-    return table("slots", record["counted"]["real"], columns)
-
-
-def _spread_table(record: dict) -> str:
-    def share(name: str) -> Callable[[list[dict]], str]:
-        return lambda runs: f"{statistics.median(run[name]['utilisation'] for run in runs):.0%}"
-
-    def ratio(runs: list[dict]) -> str:
-        ratios = [run["static"]["steps"] / run["continuous"]["steps"] for run in runs]
-        return f"{statistics.median(ratios):.2f}"
-
-    columns = {
-        "slots used, static": share("static"),
-        "slots used, continuous": share("continuous"),
-        "steps, static / continuous": ratio,
-    }
-    spreads = (f"±{spread:.0%}" for spread in record["config"]["spreads"])
-    rows = dict(zip(spreads, record["counted"]["spread"], strict=True))
-    return table("spread of output lengths", rows, columns)
-
-
 def _cases_table(record: dict) -> str:
     real = record["counted"]["real"][str(record["config"]["num_slots"])]
     columns = _both("{:,}", "steps", "steps") | {
@@ -473,23 +385,8 @@ def _copies(record: dict) -> str:
     )
 
 
-def _time_table(record: dict) -> str:
-    """Compare each repeat with the static batch of the same repeat: median, lowest and highest."""
-
-    def cell(ways: dict[str, list[float]], name: str) -> str:
-        ratios = [mine / base for mine, base in zip(ways[name], ways["static batch"])]
-        return f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
-
-    timed = record["seconds"]
-    columns = {
-        workload: lambda name, ways=ways: cell(ways, name) for workload, ways in timed.items()
-    }
-    names = {name: name for name in next(iter(timed.values()))}
-    return table("time, static batch = 1", names, columns)
-
-
 PARTS = {
-    "batching": Part(measure, {"timeline": draw_timeline, "spread": draw_spread}, tables),
+    "batching": Part(measure, {"timeline": draw_timeline}, tables),
 }
 
 

@@ -4,8 +4,6 @@
                 chunks
     sweep       the same for many chunk sizes: the waits of the others and of the new request,
                 and the throughput of all
-    adaptive    the chunk size follows a promised maximum of milliseconds a step
-    attention   chapter 2's attention against this chapter's, for mixed batches
     batch_invariance    the cost of `batch_invariant=True`, and the requests whose tokens differ
                 without it from those that they get alone
     calls       the packed products of one layer in calls of exactly one tile of rows
@@ -26,39 +24,30 @@ from functools import partial
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import nn
 
 from batch_invariance import CALL_TILES
-from batch_layout import Queries
-from block_delta import PagedRunnerState
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.linear import Linear, reason_not_packed
 from common.models.loader import LoadedModel, load_model
 from common.requests.tokenizer import load_tokenizer
-from mixed_attention import MixedAttentionBackend
-from mixed_batch import compose
-from paged_attention import PagedKVCache, TorchAttentionBackend
-from request import SamplingParams
-from scheduler_interface import NewRequestData
 from step_record import StepRecord
 from workshop.book.palette import DECODE, INK, PAPER, PROMPT, shade
-from workshop.measure.bench.bench_record import percentile, percentiles
+from workshop.measure.bench.bench_record import percentiles
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
-from workshop.measure.rounds import median_of, ratios, run_in_turn, spread, time_in_turn
+from workshop.measure.rounds import median_of, ratios, run_in_turn, spread
 
 CPU = torch.device("cpu")
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
 LONG_PROMPT, LONG_OUTPUT = 1800, 8
 LONG_ARRIVES = 16  # steps after the first token of the others
 SIZES: tuple[int | bool, ...] = (16, 32, 64, 128, 256, 512, 1024, False)
-TARGETS_MS = (10.0, 20.0, 40.0, 80.0)
 PREFILL_FIRST = {"scheduler": "prefill_first"}
 SYSTEMS: dict[str, dict] = {
     "whole prompts": {"chunked_prefill": False},
@@ -151,74 +140,6 @@ def measure_sweep(measurement: Measurement) -> dict:
     for own in record["runs"].values():
         del own[-1]["timeline"]
     return record
-
-
-def measure_adaptive(measurement: Measurement) -> dict:
-    """The policy learns in the first round, which is kept."""
-    targets = measurement.of(TARGETS_MS[1:2], TARGETS_MS)
-    systems = {f"{ms:g} ms": {"target_step_ms": ms} for ms in targets}
-    record = measure_systems(systems, measurement.of(2, 6), num_warm_ups=0)
-    record["config"]["targets_ms"] = list(targets)
-    return record
-
-
-# -- attention
-
-NUM_LAYERS = 6
-
-
-def measure_attention(measurement: Measurement) -> dict:
-    """Milliseconds of one layer's attention, both ways, for several mixes; the shape is that of the
-    shipped checkpoint."""
-    num_rounds = measurement.of(2, 15)
-    num_heads, num_kv_heads, head_dim, block_size = 4, 2, 64, 16
-    backends = {"chapter 2": TorchAttentionBackend(), "chapter 6": MixedAttentionBackend()}
-    mixes = {
-        "32 decodes": ([], 32),
-        "chunk of 256, no history": ([(0, 256)], 0),
-        "chunk of 256 after 1,000": ([(1000, 256)], 0),
-        "31 decodes, chunk of 256, no history": ([(0, 256)], 31),
-        "31 decodes, chunk of 256 after 1,000": ([(1000, 256)], 31),
-        "31 decodes, chunk of 256 after 7,000": ([(7000, 256)], 31),
-        "8 decodes, four chunks of 64 after 500": ([(500, 64)] * 4, 8),
-    }
-    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    cache = PagedKVCache(1, 2048, block_size, num_kv_heads, head_dim)
-    keys, values = cache.key_cache[0], cache.value_cache[0]
-    keys.normal_(generator=generator)
-    values.normal_(generator=generator)
-    result: dict = {}
-    for name, (chunks, num_decodes) in mixes.items():
-        spans = [*chunks, *((rng.randint(100, 900), 1) for _ in range(num_decodes))]
-        state, params = PagedRunnerState(len(spans), 512), SamplingParams()
-        free = list(range(1, 2048))
-        rng.shuffle(free)
-        for index, (start, num_tokens) in enumerate(spans):
-            stop = start + num_tokens
-            block_ids = [free.pop() for _ in range(-(-stop // 16))]
-            state.admit(NewRequestData(str(index), [0] * stop, params, start, (block_ids,)))
-        starts, lens = np.array(spans).T
-        rows = state.rows_of([str(index) for index in range(len(spans))])
-        queries = Queries(rows, starts, lens, np.ones_like(lens))
-        query = torch.randn(sum(n for _, n in spans), num_heads, head_dim, generator=generator)
-
-        def attend(
-            backend: TorchAttentionBackend, state=state, queries=queries, query=query
-        ) -> None:
-            batch = compose(state, queries, block_size).on(CPU)
-            plan = backend.plan(batch.attention[0], num_heads, keys)
-            for _ in range(NUM_LAYERS):
-                plan.attend(query, keys, values, head_dim**-0.5)
-
-        result[name] = {
-            kind: [round(ms / NUM_LAYERS, 4) for ms in times]
-            for kind, times in time_in_turn(
-                {kind: partial(attend, backend) for kind, backend in backends.items()}, num_rounds
-            ).items()
-        }
-    config = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    config |= {"block_size": block_size, "num_rounds": num_rounds}
-    return {"config": config | {"num_threads": torch.get_num_threads()}, "layer_ms": result}
 
 
 # -- the cost of batch invariance
@@ -372,45 +293,6 @@ def tables_of_stall(record: dict) -> dict[str, str]:
     }
 
 
-def tables_of_sweep(record: dict) -> dict[str, str]:
-    return {"sweep": table("chunk size", record["runs"], RUN_COLUMNS)}
-
-
-def tables_of_adaptive(record: dict) -> dict[str, str]:
-    """The first run of each target learns."""
-
-    def times(row: tuple) -> list[float]:
-        return [ms for run in row[1][1:] for ms in run["chunk_step_ms"]]
-
-    def over(row: tuple) -> str:
-        return f"{sum(ms > 1.25 * row[0] for ms in times(row)) / len(times(row)):.0%}"
-
-    def of_times(percent: float) -> Callable[[tuple], str]:
-        return lambda row: f"{percentile(times(row), percent):,.1f}"
-
-    columns = {
-        "steps with a chunk p50, ms": of_times(50),
-        "p90, ms": of_times(90),
-        "p99, ms": of_times(99),
-        "more than 25 % over": over,
-        "p90 while learning, ms": lambda row: f"{percentile(row[1][0]['chunk_step_ms'], 90):,.1f}",
-        "chunks": lambda row: _middle("num_chunks", 0)(row[1][1:]),
-        "long prompt's first token, ms": lambda row: _spread("long_ttft_ms")(row[1][1:]),
-        "others' gap p99, ms": lambda row: _spread("gap_ms_p99")(row[1][1:]),
-    }
-    pairs = zip(record["config"]["targets_ms"], record["runs"].values(), strict=True)
-    return {"adaptive": table("target, ms", {f"{ms:g}": (ms, runs) for ms, runs in pairs}, columns)}
-
-
-def tables_of_attention(record: dict) -> dict[str, str]:
-    columns: dict[str, Callable[[dict], str]] = {
-        f"{chapter}, ms": lambda times, chapter=chapter: f"{statistics.median(times[chapter]):.2f}"
-        for chapter in ("chapter 2", "chapter 6")
-    }
-    columns["times as fast"] = lambda times: times_as(times["chapter 2"], times["chapter 6"], "×")
-    return {"attention": table("one layer", record["layer_ms"], columns)}
-
-
 def tables_of_invariance(record: dict) -> dict[str, str]:
     def speed(cell: dict, mode: str) -> str:
         num_tokens = cell["num_requests"] * cell["num_outputs"]
@@ -493,9 +375,7 @@ def draw_sweep(record: dict) -> Figure:
 CLOCK = "time.perf_counter and time.monotonic"
 PARTS = {
     "stall": Part(measure_stall, {"stall": draw_stall}, tables_of_stall, CLOCK),
-    "sweep": Part(measure_sweep, {"sweep": draw_sweep}, tables_of_sweep, CLOCK),
-    "adaptive": Part(measure_adaptive, tables=tables_of_adaptive, clock=CLOCK),
-    "attention": Part(measure_attention, tables=tables_of_attention, clock=CLOCK),
+    "sweep": Part(measure_sweep, {"sweep": draw_sweep}, clock=CLOCK),
     "batch_invariance": Part(measure_invariance, tables=tables_of_invariance),
     "calls": Part(measure_calls, tables=tables_of_calls),
 }

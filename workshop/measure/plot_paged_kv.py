@@ -1,13 +1,11 @@
 """Chapter 2's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    paged_kv          counts KV memory without a model, and times gathering and decode attention
-                      against the block size
+    paged_kv          counts KV memory without a model
     compile_border    the model size from which compiling pays: the whole engine, both ways
     threads           the model size from which a second thread pays
 
 The counts depend on lengths alone, those of functions of Python's standard library, so a scripted
 runner replaces the model. Calls that do the same work are made in turn, and every repeat is kept.
-`paged_kv` uses one thread and processor time, which other programs disturb less than wall time.
 
 `COMPILE_FROM_PARAMETERS` and `THREADS_FROM_PARAMETERS` in `common/engine_config.py` are chosen from
 the last two parts. Compiling costs time at every start, also when the machine code is on the disk
@@ -25,43 +23,38 @@ import statistics
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from torch.nn.functional import scaled_dot_product_attention
 
 from block_pool import Block, BlockPool
 from common.engine import LLMEngine
 from common.models.model_config import ModelConfig
 from engine_core import EngineCore
 from kv_cache_manager import KVCacheManager
-from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
-from workshop.book.palette import BASELINE, DECODE, INK, WASTE, add_key, label_line
+from workshop.book.palette import DECODE, WASTE, add_key
 from workshop.measure.bench.bench_models import choose_dtype
-from workshop.measure.bench.bench_record import markdown_table, read_record, table_of
+from workshop.measure.bench.bench_record import read_record, table_of
 from workshop.measure.bench.bench_table import times_the_floor
 from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests
 from workshop.measure.bench.random_weights import random_model, shape_of
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.plot_batching import BENCH_RECORD, stdlib_functions
-from workshop.measure.rounds import run_in_turn, time_in_turn
+from workshop.measure.rounds import run_in_turn
 
 SEED = 0
 NUM_REQUESTS = 256
 MAX_PROMPT, MAX_TOKENS, MAX_MODEL_LEN = 1024, 512, 2048
 NUM_SLOTS = 16384  # of KV memory, for any block size
 BLOCK_SIZE = 16
-BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 EOS = 1
 KV_OF_QWEN3 = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 
@@ -214,121 +207,24 @@ def count(jobs: list[Job]) -> dict:
     contiguous = serve(jobs, make_memory(MAX_MODEL_LEN), with_snapshot=True)
     paged = serve(jobs, make_memory(BLOCK_SIZE), with_snapshot=True)
     at_once = round(paged["crowded_running"] / paged["crowded_steps"])
-    asked = {str(m): [replace(job, max_tokens=m) for job in jobs] for m in (512, 768, 1024)}
-    asked["what it needs"] = [replace(job, max_tokens=job.output_len) for job in jobs]
     return {
         "contiguous": contiguous,
         "first_fit": serve(jobs, make_memory(1, kind=FirstFit)),
         "paged": paged,
         "on_demand_max_num_seqs": at_once,
-        "on_demand": [
-            serve(jobs, make_memory(size, endless, GrowOnDemand), at_once) for size in BLOCK_SIZES
-        ],
-        "asked_for": {name: serve(some, make_memory(BLOCK_SIZE)) for name, some in asked.items()},
-        "tables": [measure_tables(size) for size in BLOCK_SIZES],
-    }
-
-
-def measure_tables(block_size: int, num_requests: int = 64, num_tokens: int = 1024) -> dict:
-    """Bytes of Python objects for pool and tables, and of the runner's int32 tables, a KV token."""
-    tokens = num_requests * num_tokens
-    requests = [Request.from_tokens(str(i), [0]) for i in range(num_requests)]
-    tracemalloc.start()
-    memory = make_memory(block_size, tokens)
-    for request in requests:
-        memory.allocate_slots(request, num_tokens)
-    host_bytes = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    kv_cache = PagedKVCache(num_blocks=1, block_size=block_size, device="meta", **KV_OF_QWEN3)
-    return {
-        "block_size": block_size,
-        "host_bytes_per_token": host_bytes / tokens,
-        "device_bytes_per_token": 4 / block_size,
-        "kv_bytes_per_token": kv_cache.kv_bytes_per_block / block_size,
-    }
-
-
-# -- gathering and decode attention, against the block size
-
-# A decode step of 32 sequences of 256 tokens in layers of Qwen3-0.6B's shape.
-NUM_SEQS, SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 256, 16, 8, 128, 4
-
-
-def decode_metadata(block_size: int, seed: int = 0) -> AttentionMetadata:
-    """Scatter every sequence's blocks over the memory; no sequence uses block 0."""
-    num_blocks = NUM_SEQS * SEQ_LEN // block_size
-    ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)) + 1
-    tables = ids.view(NUM_SEQS, -1)
-    last = tables[:, -1] * block_size + block_size - 1
-    starts, lens = torch.arange(NUM_SEQS + 1), torch.full((NUM_SEQS,), SEQ_LEN)
-    return AttentionMetadata(starts, lens, tables.int(), last, 1, SEQ_LEN)
-
-
-def measure_time(repeats: int) -> dict:
-    """Time gathering and decode attention, in milliseconds for `NUM_LAYERS` layers."""
-    torch.manual_seed(0)
-    num_slots = NUM_SEQS * SEQ_LEN + max(BLOCK_SIZES)
-    flat = [torch.randn(2, num_slots, NUM_KV_HEADS, HEAD_DIM) for _ in range(NUM_LAYERS)]
-    query = torch.randn(NUM_SEQS, NUM_HEADS, HEAD_DIM)
-    buffer = torch.empty(NUM_SEQS * SEQ_LEN, NUM_KV_HEADS, HEAD_DIM)
-    scale = HEAD_DIM**-0.5
-
-    def as_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
-        return tensor.view(-1, block_size, NUM_KV_HEADS, HEAD_DIM)
-
-    def gather(block_size: int, out: torch.Tensor | None = None) -> None:
-        ids = decode_metadata(block_size).block_tables.flatten()
-        out = out if out is None else as_blocks(out, block_size)
-        for layer in flat:
-            for cache in layer:
-                torch.index_select(as_blocks(cache, block_size), 0, ids, out=out)
-
-    def index(block_size: int) -> None:
-        ids = decode_metadata(block_size).block_tables.flatten().long()
-        for layer in flat:
-            for cache in layer:
-                as_blocks(cache, block_size)[ids]
-
-    def only_fill() -> None:
-        for _ in range(2 * NUM_LAYERS):
-            torch.empty_like(buffer).fill_(0)
-
-    def attend_paged(block_size: int) -> None:
-        layers = [[as_blocks(kv, block_size) for kv in layer] for layer in flat]
-        plan = TorchAttentionBackend().plan(decode_metadata(block_size), NUM_HEADS, layers[0][0])
-        for keys, values in layers:
-            plan.attend(query, keys, values, scale)
-
-    def attend_contiguous() -> None:
-        rows = query.view(NUM_SEQS, NUM_KV_HEADS, -1, HEAD_DIM)
-        for layer in flat:
-            kv = layer[:, : NUM_SEQS * SEQ_LEN]
-            key, value = kv.view(2, NUM_SEQS, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(2, 3)
-            scaled_dot_product_attention(rows, key, value, scale=scale)
-
-    gathers = {str(size): partial(gather, size, buffer) for size in BLOCK_SIZES}
-    for size in (1, BLOCK_SIZE):
-        gathers |= {f"anew {size}": partial(index, size), f"select {size}": partial(gather, size)}
-    attends = {str(size): partial(attend_paged, size) for size in BLOCK_SIZES}
-    return {
-        "gather_ms": time_in_turn(gathers | {"fill": only_fill}, repeats, time.process_time),
-        "attend_ms": time_in_turn(
-            attends | {"contiguous": attend_contiguous}, repeats, time.process_time
-        ),
+        "on_demand": [serve(jobs, make_memory(BLOCK_SIZE, endless, GrowOnDemand), at_once)],
     }
 
 
 def measure_paged_kv(measurement: Measurement) -> dict:
     torch.set_num_threads(1)
-    repeats = measurement.of(1, 9)
     jobs = stdlib_jobs()
     config = {"seed": SEED, "num_slots": NUM_SLOTS, "max_model_len": MAX_MODEL_LEN}
-    config |= {"threads": 1, "repeats": repeats}
+    config["threads"] = 1
     return {
         "config": config,
         "jobs": [[job.prompt_len, job.output_len, job.max_tokens] for job in jobs],
         "counted": count(jobs),
-        "timed": measure_time(repeats),
     }
 
 
@@ -478,37 +374,14 @@ def draw_memory_map(record: dict) -> Figure:
     return figure
 
 
-def draw_block_size(record: dict) -> Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    runs = record["counted"]["on_demand"]
-    waste = [100 * (1 - run["written"] / run["held"]) for run in runs]
-    left.plot(BLOCK_SIZES, waste, "o-", color=WASTE)
-    left.set(title="Held slots that are empty", ylabel="% of held slots, counted", ylim=0)
-    times = _medians(record["timed"]["attend_ms"])
-    ratio = [times[str(size)] / times["contiguous"] for size in BLOCK_SIZES]
-    right.plot(BLOCK_SIZES, ratio, "o-", color=INK)
-    right.axhline(1, color=BASELINE)
-    label_line(right, BLOCK_SIZES[1], ratio[1], "paged, PyTorch", INK, offset=(10, 8))
-    label_line(right, BLOCK_SIZES[0], 1, "contiguous", BASELINE, offset=(0, -12))
-    right.set(title="Time of decode attention", ylabel="contiguous = 1, timed", ylim=0)
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(BLOCK_SIZES[::2], [str(size) for size in BLOCK_SIZES[::2]])
-        axis.set_xlabel("block size, tokens")
-    return figure
-
-
 # -- tables
 
 
 def tables(record: dict) -> dict[str, str]:
-    counted, timed = record["counted"], record["timed"]
+    counted = record["counted"]
     return {
         "headline": _headline(counted),
         "memory": _memory_table(counted),
-        "asked_for": _asked_for_table(counted),
-        "block_size": _block_size_table(counted, timed),
-        "gather": _gather_table(timed),
         "floor": _floor_table(read_record(BENCH_RECORD)),
     }
 
@@ -579,49 +452,6 @@ def _on_demand(counted: dict) -> dict:
     return next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
 
 
-def _asked_for_table(counted: dict) -> str:
-    columns = {"memory written": lambda run: f"{1 - empty_share(run):.0%}"}
-    columns |= {n: lambda run, n=n: _pace(run)[n] for n in ("at once", "steps")}
-    return table("`max_tokens` each user asks for", counted["asked_for"], columns)
-
-
-def _block_size_table(counted: dict, timed: dict) -> str:
-    attend, gather = (_medians(timed[f"{kind}_ms"]) for kind in ("attend", "gather"))
-    both = zip(counted["on_demand"], counted["tables"], strict=True)
-    columns = {
-        "empty slots": lambda row: f"{1 - row[0]['written'] / row[0]['held']:.1%}",
-        "table bytes a token": lambda row: f"{row[1]['host_bytes_per_token']:.1f}",
-        "of KV bytes": lambda row: (
-            f"{row[1]['host_bytes_per_token'] / row[1]['kv_bytes_per_token']:.4%}"
-        ),
-        "gather (16 = 1)": lambda row: (
-            f"{gather[str(row[0]['block_size'])] / gather[str(BLOCK_SIZE)]:.2f}"
-        ),
-        "attention (contiguous = 1)": lambda row: (
-            f"{attend[str(row[0]['block_size'])] / attend['contiguous']:.2f}"
-        ),
-    }
-    return table("block size", {str(row[0]["block_size"]): row for row in both}, columns)
-
-
-def _medians(times: dict[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(ms) for name, ms in times.items()}
-
-
-def _gather_table(timed: dict) -> str:
-    ms = _medians(timed["gather_ms"])
-    ms = {name: f"{one / ms[str(BLOCK_SIZE)]:.1f}" for name, one in ms.items()}
-    names = {
-        "`cache[ids]`, fresh memory": "anew {}",
-        "`index_select`, fresh memory": "select {}",
-        "`index_select` into one buffer": "{}",
-    }
-    rows = [[way, *(ms[name.format(b)] for b in (1, BLOCK_SIZE))] for way, name in names.items()]
-    rows.append(["nothing gathered: fresh memory filled with 0", "-", ms["fill"]])
-    head = ["gathering all keys and values", "by token", f"by block of {BLOCK_SIZE}"]
-    return markdown_table(head, rows)
-
-
 def _by_model(record: dict) -> dict[str, dict]:
     sizes = record["sizes"].items()
     return {f"{name}, {size['num_parameters'] / 1e6:,.0f} M": size for name, size in sizes}
@@ -667,9 +497,8 @@ def tables_of_threads(record: dict) -> dict[str, str]:
 PARTS = {
     "paged_kv": Part(
         measure_paged_kv,
-        {"memory_map": draw_memory_map, "block_size": draw_block_size},
+        {"memory_map": draw_memory_map},
         tables,
-        "processor time",
     ),
     "compile_border": Part(measure_border, tables=tables_of_border, clock="wall"),
     "threads": Part(measure_threads, tables=tables_of_threads, clock="wall"),

@@ -3,7 +3,6 @@
     fit        a cost model of this machine's steps, with which all but `control` are simulated
     lab        every policy and both schedulers
     memory     the same requests on one pool: reserved, and filled as needed
-    thrash     bursts on a third of the memory (Trap 26)
     rules      two rules of admission, each as here and as in vLLM
     control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
@@ -20,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -40,19 +39,14 @@ from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface, StepOutput
 from sglang_policies import POLICIES, policy_over
 from workshop.book.palette import (
-    BASELINE,
     INK,
-    PREEMPTED,
-    PROMPT,
     WASTE,
     label_axes,
     label_line,
-    tint,
 )
 from workshop.measure.bench.bench_record import markdown_table, percentiles
 from workshop.measure.bench.stub_model import VOCAB_SIZE, stub_model
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
-from workshop.measure.rounds import spread
 from workshop.measure.scheduling_simulator import (
     CostModel,
     SimulatedRequest,
@@ -60,7 +54,7 @@ from workshop.measure.scheduling_simulator import (
     fit_cost_model,
     simulate,
 )
-from workshop.measure.scheduling_workloads import WORKLOADS, bursts, chat
+from workshop.measure.scheduling_workloads import WORKLOADS, chat
 
 BLOCK_SIZE = 16
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
@@ -212,30 +206,6 @@ def measure_memory(measurement: Measurement) -> dict:
             ],
         }
     return {"config": config(len(requests)), "runs": runs}
-
-
-def measure_thrash(measurement: Measurement) -> dict:
-    """Serve bursts on a third of the memory, at a rate above its capacity."""
-    requests = bursts(measurement.of(20, 300), rate=30.0, seed=3)
-    ways: dict[str, dict] = {
-        "no watermark": {"watermark": 0.0},
-        "a watermark of 0.05": {"watermark": 0.05},
-        "everything reserved": {"reserve_all": True, "watermark": 0.0},
-        PREFILL_FIRST: {},
-        "prefill first, a tenth set aside": dict.fromkeys(
-            ("init_new_token_ratio", "min_new_token_ratio"), 0.1
-        ),
-    }
-    runs = {}
-    for name, options in ways.items():
-        kind = PrefillFirstScheduler if name.startswith(PREFILL_FIRST) else Scheduler
-        cost_model = cost_model_of(measurement)
-        run, summary = run_with(requests, cost_model, kind, NUM_BLOCKS // 3, **options)
-        counts = [0] * (1 + int(run.steps[-1].end_s))  # by second
-        for step in run.steps:
-            counts[int(step.end_s)] += step.num_outputs
-        runs[name] = summary | {"window_s": list(range(len(counts))), "tokens_per_s": counts}
-    return {"config": config(len(requests)) | {"num_blocks": NUM_BLOCKS // 3}, "runs": runs}
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -482,40 +452,6 @@ def tables_of_memory(record: dict) -> dict[str, str]:
     return {"memory": table("simulated", record["runs"], columns | THROUGHPUT)}
 
 
-def tables_of_thrash(record: dict) -> dict[str, str]:
-    columns = {
-        "worst second": lambda run: f"{min(run['tokens_per_s'][1:-2], default=0):,.0f}",
-        "preemptions": lambda run: run["num_preemptions"],
-        "work done again": _again,
-        "longest pause between two tokens, s": lambda run: f"{run['longest_pause_s']:.2f}",
-    }
-    return {"thrash": table("simulated", record["runs"], THROUGHPUT | columns)}
-
-
-def _ms(values_us: Sequence[float]) -> str:
-    return spread([us / 1e3 for us in values_us], 3, 10, 90)
-
-
-def _milliseconds(first: str, rows: dict[str, dict[str, list[float]]], unit: str) -> str:
-    """Return a table of microseconds by row and size, in milliseconds."""
-    columns = {
-        f"{int(size):,} {unit}": lambda by_size, size=size: _ms(by_size[size])
-        for size in next(iter(rows.values()))
-    }
-    return table(first, rows, columns)
-
-
-def tables_of_control(record: dict) -> dict[str, str]:
-    host_us = record["host_us"]
-    host = {p: {size: by_part[p] for size, by_part in host_us.items()} for p in HOST_PARTS}
-    waiting = {f"256 running, {policy}": by for policy, by in record["waiting_us"].items()}
-    return {
-        "host": _milliseconds("ms of a decode step", host, "running"),
-        "control": _milliseconds("ms, schedule + update", record["running_us"], "running"),
-        "waiting": _milliseconds("ms", waiting, "waiting"),
-    }
-
-
 # -- figures
 
 
@@ -534,41 +470,12 @@ def draw_memory(record: dict) -> Figure:
     return figure
 
 
-def draw_thrash(record: dict) -> Figure:
-    """Draw one panel a system, with the other systems in the background."""
-    runs = record["runs"]
-    figure, axes = plt.subplots(
-        2, 3, figsize=(9, 5.6), sharex=True, sharey=True, layout="constrained"
-    )
-    axes.flat[-1].set_visible(False)
-    for axis, (name, run) in zip(axes.flat, runs.items(), strict=False):
-        for other in runs.values():
-            axis.plot(other["window_s"], other["tokens_per_s"], color=tint(BASELINE, 0.4), lw=0.8)
-        color = PROMPT if name.startswith(PREFILL_FIRST) else INK
-        color = {"no watermark": PREEMPTED, "everything reserved": WASTE}.get(name, color)
-        axis.plot(run["window_s"], run["tokens_per_s"], color=color, linewidth=2)
-        axis.set_title(name.replace(", ", ",\n"), fontsize=13)
-        axis.set_ylim(0)
-        axis.grid()
-    figure.supxlabel("time, s", fontsize=14)
-    figure.supylabel("output tokens a second", fontsize=14)
-    filled, reserved = (
-        runs[name]["throughput"] for name in ("no watermark", "everything reserved")
-    )
-    less = 1 - reserved / filled
-    figure.suptitle(
-        f"In bursts, reserving everything loses {less:.0%} of the throughput (simulated)"
-    )
-    return figure
-
-
 PARTS = {
     "fit": Part(measure_fit, tables=tables_of_fit, clock="time.perf_counter"),
     "lab": Part(measure_lab, tables=tables_of_lab),
     "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
-    "thrash": Part(measure_thrash, {"thrash": draw_thrash}, tables_of_thrash),
     "rules": Part(measure_rules, tables=tables_of_rules),
-    "control": Part(measure_control, tables=tables_of_control, clock="time.perf_counter"),
+    "control": Part(measure_control, clock="time.perf_counter"),
 }
 
 if __name__ == "__main__":
