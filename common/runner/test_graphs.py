@@ -1,4 +1,5 @@
-"""Buckets, their padding and what lies in them: every case that can come, up to a few rows."""
+"""Buckets, their padding and what lies in them, replayed in every way; and that the emulator
+reports each rule of a graph that is broken."""
 
 from __future__ import annotations
 
@@ -6,42 +7,40 @@ import copy
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from batch_layout import Queries, compose_in_order
 from common.runner.batch_state import BatchState
-from common.runner.graph_emulator import Recorder
+from common.runner.graph_emulator import EmulatedGraphs, GraphError, Recorder
 from common.runner.graphs import (
     COLUMNS,
     CannotCapture,
     CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
-    GraphRunner,
     StaticMemory,
     bucket_of,
     column_stride,
     graph_buckets,
 )
 from common.runner.kv_sizing import allocate_kv_cache
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
-from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
-from paged_attention import AttentionMetadata, TorchAttentionBackend
+from paged_attention import TorchAttentionBackend
 from request import SamplingParams
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
-from tensor_attention import TensorAttentionBackend
+from scheduler_interface import NewRequestData
+from tensor_attention import TensorAttentionBackend, TensorPlan
 
 CPU = torch.device("cpu")
-MAX_NUM_ROWS = 6  # rows
+MAX_NUM_ROWS = 6
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 MAX_MODEL_LEN = 30
 
@@ -56,9 +55,7 @@ def test_buckets() -> None:
         usual = {n for n in range(1, max_rows) if n in (1, 2, 4, 8) or n % 16 == 0}
         assert buckets == sorted(usual | {max_rows})
         for n in range(1, max_rows + 1):
-            bucket = bucket_of(n, buckets)
-            assert bucket in buckets and bucket >= n
-            assert not any(n <= other < bucket for other in buckets)
+            assert bucket_of(n, buckets) == min(bucket for bucket in buckets if bucket >= n)
         assert bucket_of(max_rows + 1, buckets) is None, max_rows
 
 
@@ -66,7 +63,7 @@ def test_buckets() -> None:
 def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> None:
     """Kernels are compiled for addresses that 16 divides."""
     memory = StaticMemory(299, 7, CPU, num_groups)
-    for bucket in graph_buckets(299) + list(range(1, 299)):
+    for bucket in graph_buckets(299) + list(range(1, 299, 3)):
         x = memory.inputs(bucket)
         assert column_stride(bucket) >= bucket + 1
         groups = *x.slot_mapping, *x.block_tables
@@ -78,13 +75,11 @@ def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> N
             "block_tables": (num_groups, bucket, 7),
         }
         for i, name in enumerate(COLUMNS):
-            memory.columns.fill_(-5)
             getattr(x, name).fill_(i)
-            others = [getattr(x, other).flatten() for other in COLUMNS if other != name]
-            assert (torch.cat(others) == -5).all()
+        assert all((getattr(x, name) == i).all() for i, name in enumerate(COLUMNS))
 
 
-# -- padding
+# -- steps of a model
 
 
 def make_state(seed: int, num_groups: int = 1) -> BatchState:
@@ -111,18 +106,6 @@ def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
     return Queries(rows, starts, np.ones_like(rows), is_last.astype(np.int64))
 
 
-def random_steps(num_each: int = 6, num_groups: int = 1):
-    """Steps of every number of rows for every bucket that they fit."""
-    for bucket in range(1, MAX_NUM_ROWS + 1):
-        for n in range(1, bucket + 1):
-            for seed in range(num_each):
-                state = make_state(seed, num_groups)
-                yield bucket, state, decode(state, n, random.Random(f"{bucket} {n} {seed}"))
-
-
-# -- steps of a model
-
-
 def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     """Over a cache full of numbers, with NaN in the null block."""
     kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
@@ -130,101 +113,88 @@ def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.normal_(generator=generator)
         cache[0] = torch.nan
-    plan_arguments = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
-    return DecodeGraphs(graphs or EagerGraphs(), *plan_arguments, MAX_NUM_ROWS, MAX_MODEL_LEN)
+    parts = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
+    return DecodeGraphs(graphs or EmulatedGraphs(), *parts, MAX_NUM_ROWS, MAX_MODEL_LEN)
 
 
-def deal(random_loaded, num_groups: int, monkeypatch) -> None:
+def run(graphs: DecodeGraphs, num_steps: int = 8) -> Iterator[torch.Tensor]:
+    """Logits of steps with few and many rows in turn, so that each leaves data for the next."""
+    state, rng = make_state(0, graphs.model.num_groups), random.Random(0)
+    for i in range(num_steps):
+        queries = decode(state, (MAX_NUM_ROWS, 1, 3, 5, 2)[i % 5], rng)
+        yield step(graphs, state, queries)
+
+
+def step(graphs: DecodeGraphs, state: BatchState, queries: Queries) -> torch.Tensor:
+    bucket = graphs.bucket_for(queries)
+    assert bucket is not None
+    layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
+    assert layout.order.tolist() == list(range(len(queries.rows)))
+    num_logit_rows = len(layout.on(CPU).logit_indices)
+    return graphs.replay(bucket, len(queries.rows), num_logit_rows)
+
+
+def deal(random_loaded, num_groups: int, patch: pytest.MonkeyPatch) -> None:
     """The last layer's block tables become those of the others, or its own."""
     model = random_loaded.model
-    groups = replace(model.groups, windows=(None,) * num_groups)
-    monkeypatch.setattr(model, "groups", groups)
-    monkeypatch.setattr(model.layers[-1].attention, "group", num_groups - 1)
+    patch.setattr(model, "groups", replace(model.groups, windows=(None,) * num_groups))
+    patch.setattr(model.layers[-1].attention, "group", num_groups - 1)
 
 
-@pytest.fixture(scope="module")
-def graphs(random_loaded) -> DecodeGraphs:
-    return make_graphs(random_loaded)
-
-
+@pytest.mark.net
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> None:
-    """Against the same step without padding, by chapter 2's attention."""
+@pytest.mark.parametrize("kind", ["eager", "emulated", "CUDA"])
+def test_padding_changes_no_row(kind, num_groups, random_loaded, monkeypatch) -> None:
+    """Every number of rows, each step against the same one without padding, by chapter 2's
+    attention."""
     deal(random_loaded, num_groups, monkeypatch)
-    graphs = make_graphs(random_loaded)
-    for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
-        plain_cache = copy.deepcopy(graphs.kv_cache)
-        batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
-        expected = graphs.model(batch, plain_cache)
-        if bucket not in graphs.buckets:
-            bucket = bucket_of(bucket, graphs.buckets)
-        layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
-        laid_out = layout.on(CPU)
-        assert layout.order.tolist() == list(range(len(queries.rows)))
-        logits = graphs.replay(bucket, len(queries.rows), len(laid_out.logit_indices))
-        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
-        for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
-            torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
+    if kind == "CUDA":
+        with monkeypatch.context() as patch:
+            FakeCuda().install(patch)
+            graphs = make_graphs(random_loaded, CudaGraphs(CPU))
+    else:
+        graphs = make_graphs(random_loaded, EagerGraphs() if kind == "eager" else EmulatedGraphs())
+    addresses = set()
+    for seed in range(3):
+        state, rng = make_state(seed, num_groups), random.Random(seed)
+        for n in (6, 1, 3, 2, 5, 4, 1):
+            queries, plain_cache = decode(state, n, rng), copy.deepcopy(graphs.kv_cache)
+            batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
+            batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
+            expected = graphs.model(batch, plain_cache)
+            found = step(graphs, state, queries)
+            torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+            for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
+                torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
+            addresses |= {found.data_ptr()} if len(found) else set()
+    assert len(addresses) == 1 and graphs.num_replays == 21
 
 
-def test_steps_that_are_replayed(graphs: DecodeGraphs) -> None:
-    state, rng = make_state(0), random.Random(0)
-    buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MAX_NUM_ROWS + 1)]
-    assert buckets == [1, 2, 4, 4, 6, 6]
-    two = decode(state, 2, rng)
-    assert graphs.bucket_for(two._replace(num_tokens=np.array([1, 2]))) is None
-    seven = Queries(*(np.ones(7, dtype=np.int64) for _ in range(4)))
-    assert graphs.bucket_for(seven) is None
-
-
-def test_inputs_staged_by_a_plugin_are_read_without_a_graph(graphs: DecodeGraphs) -> None:
-    class Ones(RunnerPlugin):
-        name = "ones"
-
-        def stage(self, step: StepRows, upload: UploadBuffer):
-            return upload.add(np.ones_like(step.queries.rows))
-
-    def plans(req_id: str) -> list[SchedulerOutput]:
-        new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, ([1],))
-        known = CachedRequestData([req_id], [[4]], [3], [1], [()])
-        first = SchedulerOutput([new], num_scheduled_tokens={req_id: 3})
-        return [first, SchedulerOutput([], known, num_scheduled_tokens={req_id: 1})]
-
-    tokens = []
-    for plugins in ([], [Ones()]):
-        state = BatchState(MAX_NUM_ROWS, 8, SamplingColumns(), plugins)
-        parts = graphs.model, graphs.kv_cache, TensorAttentionBackend(), state, Sampler(97)
-        runner, num_before = GraphRunner(*parts, graphs=graphs), graphs.num_replays
-        tokens.append([runner.execute(plan).wait().token_ids for plan in plans("a")])
-        assert graphs.num_replays - num_before == (not plugins)
-    assert tokens[0] == tokens[1]
-
-
-def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> None:
-    """Each planned for itself, with numbers that are bounds of whatever comes."""
+def test_steps_that_are_replayed_and_the_bounds_they_are_captured_with(random_loaded) -> None:
+    """The largest is captured first, on padding alone."""
     order: list[int] = []
-    seen: list[AttentionMetadata] = []
 
     class Spy(EagerGraphs):
         def capture(self, bucket, function, tensors) -> None:
             order.append(bucket)
-            for _ in range(2):
-                assert function().shape == (bucket, 97)
+            assert function().shape == (bucket, 97)
 
     class Backend(TensorAttentionBackend):
         def plan(self, metadata, num_heads, key_cache):
-            seen.append(metadata)
             assert (metadata.slot_mapping == -1).all()
             assert (metadata.max_query_len, metadata.max_seq_len) == (1, 32)
-            assert metadata.block_tables.shape == (len(metadata.seq_lens), 8)
+            assert metadata.block_tables.shape == (order[-1], 8)
             return super().plan(metadata, num_heads, key_cache)
 
     cache = allocate_kv_cache(random_loaded, 5, BLOCK_SIZE)
-    DecodeGraphs(Spy(), random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN)
+    parts = random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN
+    graphs = DecodeGraphs(Spy(), *parts)
     assert order == [20, 16, 8, 4, 2, 1]
-    assert len(seen) == 2 * len(order)
     assert not any(c[1:].any() for c in cache.key_cache + cache.value_cache)
+    for n, bucket in ((1, 1), (3, 4), (17, 20), (20, 20), (21, None)):
+        one = Queries(*(np.ones(n, dtype=np.int64) for _ in range(4)))
+        assert graphs.bucket_for(one) == bucket
+        assert graphs.bucket_for(one._replace(num_tokens=np.arange(n) + 2)) is None
 
 
 # -- CUDA graphs, on a PyTorch whose `torch.cuda` is made up
@@ -299,29 +269,13 @@ def replay_in_place(calls: list) -> None:
 
 
 def test_cuda_graphs_are_captured_after_a_warm_up(random_loaded, monkeypatch) -> None:
-    """In one pool, on one side stream, and all with their logits where the largest has its own."""
+    """In one pool, on one side stream."""
     cuda = FakeCuda()
     with monkeypatch.context() as patch:
         cuda.install(patch)
         graphs = make_graphs(random_loaded, CudaGraphs(CPU))
     one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
     assert cuda.events == ["stream", *one * len(graphs.buckets)]
-    plain = DecodeGraphs(
-        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MAX_NUM_ROWS, MAX_MODEL_LEN
-    )
-    addresses = set()
-    state, rng = make_state(0), random.Random(0)
-    for n in (6, 1, 3, 2, 5, 4, 1):
-        queries, found = decode(state, n, rng), []
-        for way in (graphs, plain):
-            bucket = way.bucket_for(queries)
-            assert bucket is not None
-            batch = way.compose(state, queries, BLOCK_SIZE, bucket).on(CPU)
-            num_logit_rows = len(batch.logit_indices)
-            found.append(way.replay(bucket, n, num_logit_rows))
-        assert torch.equal(*found)
-        addresses |= {logits.data_ptr() for logits in found[:1] if len(logits)}
-    assert len(addresses) == 1
 
 
 class Failing:
@@ -386,3 +340,139 @@ def test_a_gpu_goes_on_after_a_step_that_waits_for_it() -> None:
     found = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "captur" in found.stdout
+
+
+# -- the emulator: an error names the fault, or, where a GPU would continue, logits are wrong
+
+
+@pytest.mark.parametrize("name", list(StaticMemory(1, 1, CPU).inputs(1).by_name()))
+def test_an_input_that_is_somewhere_else_or_is_forgotten(name, random_loaded, monkeypatch) -> None:
+    """The step is written to the new place, and the graph reads the old one. What a step does not
+    write is unusable: out of range, or the null block."""
+    graphs = make_graphs(random_loaded)
+    for bucket, x in graphs.inputs.items():
+        graphs.inputs[bucket] = replace(x, **{name: getattr(x, name).clone()})
+    with pytest.raises(GraphError, match=f"address changed .*: {name}$"):
+        list(run(graphs))
+    right, real = list(run(make_graphs(random_loaded, EagerGraphs()), 1)), StaticMemory.fill
+    graphs = make_graphs(random_loaded)
+
+    def fill(memory, columns, tables) -> None:
+        x = memory.inputs(tables.shape[1]).by_name()[name]
+        before = x.clone()
+        real(memory, columns, tables)
+        x.copy_(before)
+
+    monkeypatch.setattr(StaticMemory, "fill", fill)
+    with suppress(GraphError, IndexError):
+        assert not torch.equal(*run(graphs, 1), *right)
+
+
+def test_a_weight_or_a_cache_that_is_somewhere_else(random_loaded) -> None:
+    graphs, mlp = make_graphs(random_loaded), random_loaded.model.layers[1].mlp
+    before = mlp.mlp_norm_weight
+    mlp.mlp_norm_weight = nn.Parameter(before.clone(), requires_grad=False)
+    try:
+        with pytest.raises(GraphError, match=r"layers\.1\.mlp\.mlp_norm_weight"):
+            list(run(graphs))
+    finally:
+        mlp.mlp_norm_weight = before
+    graphs.kv_cache.value_cache[0] = graphs.kv_cache.value_cache[0].clone()
+    with pytest.raises(GraphError, match="KV cache 2"):
+        list(run(graphs))
+
+
+PADDING: dict[str, Callable] = {
+    f"{name} of padding must": partial(lambda name, x, n: x[name][..., n:].fill_(7), name)
+    for name in ("slot_mapping", "seq_lens", "input_ids", "positions")
+}
+PADDING["block_tables of padding must"] = lambda x, n: x["block_tables"][:, n:].fill_(5)
+PADDING["query_start_loc must"] = lambda x, n: x["query_start_loc"][n:].add_(1)
+
+
+@pytest.mark.parametrize("reason", PADDING)
+def test_wrong_padding(reason: str, random_loaded, monkeypatch) -> None:
+    """Trap 54: rows of a larger step that are left behind."""
+    graphs, real = make_graphs(random_loaded), StaticMemory.fill
+
+    def fill(memory, columns, tables) -> None:
+        real(memory, columns, tables)
+        x = memory.inputs(tables.shape[1]).by_name()
+        PADDING[reason](x, int(x["query_start_loc"][-1]))
+
+    monkeypatch.setattr(StaticMemory, "fill", fill)
+    with pytest.raises(GraphError, match=reason):
+        list(run(graphs))
+
+
+class Plan(TensorPlan):
+    """`fault`: the padding is written to slot 9, keys a slot late, or a value to slot 9; scratch
+    memory is read, or the null block with a weight of zero."""
+
+    fault = ""
+
+    def write_kv(self, key, value, key_cache, value_cache) -> None:
+        slots = self.metadata.slot_mapping
+        if self.fault == "padding":
+            self.slot_mapping = torch.where(slots < 0, 9, slots)
+        elif self.fault == "behind":
+            self.slot_mapping = torch.where(slots < 0, -1, slots + 1)
+        elif self.fault == "of another":
+            value_cache[2, 1] = value[0]
+        super().write_kv(key, value, key_cache, value_cache)
+
+    def attend(self, query, key_cache, value_cache, scale):
+        output = super().attend(query, key_cache, value_cache, scale)
+        if self.fault == "scratch":
+            return torch.cat([torch.empty_like(output)[:, :1], output[:, 1:]], dim=1)
+        return output + 0 * value_cache[0].sum() if self.fault == "null block" else output
+
+
+def backend_of(plan: Callable[..., TensorPlan]) -> TensorAttentionBackend:
+    backend = TensorAttentionBackend()
+    backend.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+    return backend
+
+
+@pytest.mark.parametrize("fault", ["padding", "behind", "of another", "scratch", "null block"])
+def test_a_kernel_that_reads_or_writes_what_is_not_its_own(fault: str, random_loaded) -> None:
+    """The first replay on a GPU might find zeros where memory was not written."""
+    graphs = make_graphs(random_loaded, backend=backend_of(type("", (Plan,), {"fault": fault})))
+    if fault in ("scratch", "null block"):
+        assert all(x.isnan().all() for x in run(graphs) if len(x))
+    else:
+        with pytest.raises(GraphError, match=r"slots must be in \[.*\], got \["):
+            list(run(graphs))
+
+
+class Waiting(TensorPlan):
+    def __init__(self, read, metadata, *rest) -> None:
+        super().__init__(metadata, *rest)
+        self.read = read
+
+    def attend(self, *arguments):
+        self.read(self.metadata)
+        return super().attend(*arguments)
+
+
+WAITS = {
+    "item": lambda m: m.seq_lens.max().item(),
+    "__int__": lambda m: int(m.seq_lens[0]),
+    "__bool__": lambda m: bool((m.slot_mapping >= 0).all()),
+    "__index__": lambda m: range(m.seq_lens[0]),
+    "tolist": lambda m: m.seq_lens.tolist(),
+    "numpy": lambda m: m.seq_lens.numpy(),
+    "__array__": lambda m: sum(m.seq_lens.__array__()),
+    "cpu": lambda m: m.seq_lens.cpu(),
+    "nonzero": lambda m: m.seq_lens.nonzero(),
+    "aten.index.Tensor": lambda m: m.seq_lens[m.seq_lens > 0],
+    "aten.index_put_": lambda m: m.seq_lens.clone().index_put_((m.seq_lens > 0,), m.seq_lens[0]),
+    "aten.lift_fresh": lambda m: m.seq_lens + torch.tensor([1]),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_operation_that_waits_for_a_device_is_not_captured(name: str, random_loaded) -> None:
+    backend = backend_of(partial(Waiting, WAITS[name]))
+    with pytest.raises(CannotCapture, match=f"^{name}.*synchronizes with the device"):
+        make_graphs(random_loaded, backend=backend)
