@@ -121,17 +121,6 @@ def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
     return steps
 
 
-@pytest.mark.parametrize("peak_blocks", [0, 1, 4000])
-def test_the_peak_of_the_largest_step_is_not_given_to_kv(peak_blocks, loaded) -> None:
-    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
-    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
-    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
-    assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - peak_blocks - 3_000
-    config = replace(config, gpu_memory_utilization=0.5)
-    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
-    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - peak_blocks - 3_000
-
-
 def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeypatch) -> None:
     """Between the two readings, twice: all rows of 48 requests, each with every constraint, a
     grammar and log-probabilities, after a forward pass of as many tokens as a step may have."""
@@ -166,9 +155,9 @@ def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeyp
     assert steps == [([90, 90, 20], 48)] * 2
 
 
-def test_graphs_exist_while_the_memory_is_read_and_not_later(loaded) -> None:
-    """Graphs keep scratch memory as long as they live, in addition to a step's: KV gets the memory
-    that neither needs, however large the other is."""
+def test_the_peak_of_the_largest_step_is_not_given_to_kv_and_neither_are_graphs(loaded) -> None:
+    """Graphs keep scratch memory as long as they live, in addition to a step's, so they exist while
+    memory is read, and not later. KV gets what neither needs, however large the other is."""
     events: list = []
     memory = FakeMemory(7 * BLOCK_BYTES, events)
 
@@ -182,12 +171,16 @@ def test_graphs_exist_while_the_memory_is_read_and_not_later(loaded) -> None:
 
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
     kv_cache = make(config, loaded, memory=memory, make_graphs=Graphs)
+    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
     assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - 7 - 5 - 3_000
     around = ["reset", "read", 10 + 1, "reset", "read", "gone"]
     assert events == ["reset", "read", "read", *around, "reset"]
     events.clear()
     make(replace(config, num_blocks=50), loaded, memory=memory, make_graphs=Graphs)
     assert events == []  # nothing is measured
+    half = replace(config, gpu_memory_utilization=0.5)
+    kv_cache = make(half, loaded, memory=FakeMemory(4000 * BLOCK_BYTES, []))
+    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - 4000 - 3_000
 
 
 def test_in_the_largest_step_every_request_has_an_adapter_of_the_highest_rank(loaded) -> None:
@@ -230,19 +223,3 @@ def test_drafts_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
     make(config, loaded, 64, memory=FakeMemory(0, []))
     assert steps == [([38], 38)] * 2 and len(verified) == 2
     assert draft_too.num_blocks == 8 * 4 + 1
-
-
-def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
-    """Several prompts in one step, each in blocks of its own: logits are those of one alone."""
-    seq_lens, backend = [33, 33, 7], TorchAttentionBackend()
-    config = EngineConfig()
-    kv_cache = kv_sizing._allocate_for(seq_lens, demand_of(config, loaded))
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        cache.fill_(float("nan"))
-    logits = kv_sizing.run_forward(loaded, kv_cache, backend, seq_lens, 1)
-    alone = kv_sizing.run_forward(loaded, kv_cache, backend, [33], 1)
-    assert logits.isfinite().all()
-    torch.testing.assert_close(logits, alone)
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        assert cache[0].isnan().all(), "the null block is nobody's"
-        assert (~cache[1:, :, 0, 0].isnan()).sum() == sum(seq_lens)
