@@ -1,7 +1,5 @@
-"""Draft tokens on both of chapter 4's schedulers: what they decide (`drafts.txt`), and whole runs,
-which are those of chapter 4's tests with a proposer.
-
-The model is fake and its KV is not: see chapter 4's fake_model.py."""
+"""Draft tokens on both of chapter 4's schedulers: what they decide (`drafts.txt`). Whole runs:
+test_speculating_runner.py."""
 
 from __future__ import annotations
 
@@ -9,12 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import initialize, precondition, rule
 
-import test_scheduler_runs as runs
 from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner
 from pipeline_plugin import PipelinePlugin
@@ -83,6 +77,7 @@ class DraftLog(SchedulerLog):
         assert stats.total_scheduled_tokens == num_needed + num_again
 
 
+@pytest.mark.net
 @cases_of(Path(__file__).with_name("drafts.txt"))
 def test_drafts(case: Case):
     options = dict(case.options)
@@ -130,33 +125,3 @@ def test_drafts_of_a_finished_request_are_not_used_for_the_next_of_its_id(kind):
 def test_a_number_of_slots_that_makes_no_sense_is_named(num_slots):
     with pytest.raises(ValueError, match=f"^num_lookahead_tokens must .*>= 0, got {num_slots}"):
         DraftPlugin(num_slots)
-
-
-class World(runs.World):
-    """Chapter 4's world with drafts."""
-
-    def __init__(self, memory, kind=Scheduler, num_lookahead_tokens: int = 0, **options) -> None:
-        super().__init__(memory, kind, plugins=[DraftPlugin(num_lookahead_tokens)], **options)
-        self.runner = DraftingRunner(self.runner)
-
-
-class GuessingMachine(runs.SchedulerMachine):
-    """Any order of calls; after each, everything that must hold."""
-
-    world_type = World
-
-    @initialize(**runs.SMALL_WORLDS, num_lookahead_tokens=st.integers(0, 3))
-    def start(self, **options):
-        super().start(**options)
-
-    @precondition(lambda self: self.world.pending is not None)
-    @rule(data=st.data())
-    def update(self, data):
-        drafts = st.lists(st.integers(0, runs.VOCAB), max_size=4)
-        request_ids = sorted(self.world.pending.num_scheduled_tokens)
-        self.world.runner.proposals = {r: data.draw(drafts) for r in request_ids}
-        self.world.update()
-
-
-GuessingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestGuessingMachine = pytest.mark.net(GuessingMachine.TestCase)

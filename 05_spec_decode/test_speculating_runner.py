@@ -121,6 +121,10 @@ def right_until(place: int) -> Callable[[RunnerRequest, int], list[int]]:
     return propose
 
 
+def at_random(rng: random.Random) -> Callable[[RunnerRequest, int], list[int]]:
+    return lambda request, num: [rng.randrange(VOCAB + 1) for _ in range(rng.randint(0, 4))]
+
+
 class EchoModel:
     """A draft model for which it is enough to see the last token: it reads no KV, and is wrong."""
 
@@ -150,6 +154,7 @@ PROPOSERS: dict[str, MakeProposer] = {
     "too many": adversary(lambda request, num: right(request, num + 9)),
     "too many, and wrong": adversary(lambda request, num: right_until(num)(request, num + 9)),
     "fewer": adversary(lambda request, num: right(request, num // 2)),
+    "at random": lambda memory, state: Adversary(at_random(random.Random(1))),
     "no tokens at all": adversary(lambda request, num: [-1, VOCAB, 10**9][:num]),
 }
 
@@ -166,7 +171,9 @@ def test_no_token_changes(kind, cache, name):
         rng = random.Random(f"{seed} {cache} {name}")
         memory, to_come = runs.random_load(rng, cache)
         length = AdaptiveLength(K, probe_every=3) if seed % 2 else None
-        world = World(memory, kind, PROPOSERS[name], length, **runs.random_options(rng, kind))
+        options = runs.random_options(rng, kind)
+        options["num_lookahead_tokens"] = rng.choice([None, 0, 1, K])
+        world = World(memory, kind, PROPOSERS[name], length, **options)
         runs.run_at_random(world, rng, to_come, has_aborts=seed > 1)
         world.run()
         assert length is None or (length.verify_cost.has_seen and length._requests == {})

@@ -187,14 +187,6 @@ def test_a_request_with_higher_acceptance_gets_drafts_after_it_had_none(others):
         assert np.mean(before) < 0.5 and np.mean(after) > 0.9, seed
 
 
-def test_a_request_with_higher_acceptance_gets_more_drafts():
-    run = Run(Machine(10, 0.5, 0.5, 0.02))
-    acceptances = [0.95, 0.6, 0.02] * 2
-    lengths = np.mean(run.steps(acceptances, 300)[100:], axis=0)
-    for good, fair, bad in (lengths[:3], lengths[3:]):
-        assert good > fair + 0.2 > bad + 0.6 and bad < 0.3
-
-
 def lengths_with(num_accepted: Sequence[int]) -> list[int]:
     """The lengths for one request, of whose five drafts so many are accepted in each step, whatever
     length it gets."""
