@@ -272,6 +272,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("first_seed", range(0, 45, 15))
 def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_seed: int) -> None:
+    """Traps 24, 29: outputs from before a preemption are computed again, at their positions."""
     layout_of, order = LAYOUTS[layout]
     for seed in range(first_seed, first_seed + 15):
         rng = random.Random(seed)

@@ -3,7 +3,6 @@ serving, and the check of `test_resources.py` has seen every one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,14 @@ import torch
 from common.assembly.assembly import set_regions
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import load_model
-from common.runner.launch_configurations import attention_shape, launch_configurations
+from common.runner.launch_configurations import launch_configurations
 from common.sampling.sampler_kernel import sampling_launches
 from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.tests.small_models import subject
 from kernel_launch import TRITON_TYPES, Launch
-from paged_attention import AttentionMetadata
 from request import SamplingParams
-from split_attention_triton import SequenceRange, WorkItems
-from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 pytestmark = pytest.mark.needs("triton")
 
@@ -123,36 +119,3 @@ def test_a_window_is_a_constant_that_was_foreseen(launched):
     LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)
     not_launched(launched, loaded.config, engine, windows=loaded.model.groups.windows)
     assert any("('WINDOW', 5)" in key for _, key in launched)
-
-
-def test_an_engine_has_few_configurations():
-    """Two tile sizes; not one for each power of two of a query's length. A draft model of other
-    heads has its own."""
-    engine = EngineConfig(**ENGINES["draft model"])
-    other = replace(QWEN3_0_6B, num_attention_heads=32)
-    counts = [
-        len(launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=draft))
-        for draft in (None, other)
-    ]
-    assert counts[0] < 24 and 0 < counts[1] - counts[0] < 12
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_large_round_of_drafting_is_listed(enforce_eager):
-    """Its metadata is plain: the host does not know the lengths. With and without graphs."""
-    options = {"speculative": {"method": "draft"}, "enforce_eager": enforce_eager}
-    engine = EngineConfig(attention_backend="triton", **options)
-    launches = launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=QWEN3_0_6B)
-    shape = attention_shape(QWEN3_0_6B, engine, torch.bfloat16, 90, "ieee", False)
-    n, num_keys = 64, 1024
-    metadata = AttentionMetadata(
-        query_start_loc=torch.arange(n + 1),
-        seq_lens=torch.full((n,), num_keys),
-        block_tables=torch.zeros(n, 64, dtype=torch.int32),
-        slot_mapping=torch.zeros(n, dtype=torch.int64),
-        max_query_len=1,
-        max_seq_len=num_keys,
-    )
-    launch = WorkItems.plan(SequenceRange(0, n, 0, n, 1, num_keys), shape, metadata).launch
-    assert launch.constants["LOOPS"]
-    assert (launch.kernel, launch.constants) in [(each.kernel, each.constants) for each in launches]

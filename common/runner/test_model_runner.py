@@ -1,4 +1,4 @@
-"""A step of the runner by hand; plans of every kind: `test_batch_state.py`."""
+"""Steps of the runner; plans of every kind: `test_batch_state.py`."""
 
 from __future__ import annotations
 
@@ -48,29 +48,6 @@ def new(req_id: str, tokens: list[int], blocks: list[int], computed: int = 0) ->
     return NewRequestData(req_id, tokens, GREEDY, computed, (blocks,))
 
 
-def test_decode_slots_of_the_worked_example(runner: PagedModelRunner) -> None:
-    """Lengths 7, 3 and 5: the fed token is at `len - 1` (Trap 29)."""
-    prompts = {"a": [1] * 6, "b": [2] * 2, "c": [3] * 4}
-    tables = {"a": [1, 2], "b": [3], "c": [4, 5]}
-    runner.prepare(
-        SchedulerOutput(
-            scheduled_new_reqs=[new(r, p, tables[r]) for r, p in prompts.items()],
-            num_scheduled_tokens={r: len(p) for r, p in prompts.items()},
-        )
-    )
-    cached = CachedRequestData(
-        ["a", "b", "c"], [[9], [10], [11]], [6, 2, 4], [1, 1, 1], [(), (), ()]
-    )
-    output = SchedulerOutput(
-        scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1, "b": 1, "c": 1}
-    )
-    batch = runner.prepare(output)
-    assert batch.input_ids.tolist() == [9, 10, 11]
-    assert batch.positions.tolist() == [6, 2, 4]
-    assert batch.attention[0].slot_mapping.tolist() == [16 + 6, 48 + 2, 64 + 4]
-    assert batch.attention[0].max_query_len == 1
-
-
 def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedModelRunner) -> None:
     """Trap 31: a chunk in the middle must not yield a token."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
@@ -91,19 +68,6 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_resumed_request_is_taken_over_whole(runner: PagedModelRunner) -> None:
-    """Trap 24: outputs from before the preemption are recomputed with the prompt."""
-    runner.prepare(SchedulerOutput([new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 3}))
-    cached = CachedRequestData(["a"], [[5]], [3], [1], [()])
-    runner.prepare(SchedulerOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}))
-    resumed = CachedRequestData(["a"], [[1, 2, 3, 5, 6]], [0], [2], [([4],)], {"a"})
-    output = SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 5})
-    batch = runner.prepare(output)
-    assert batch.input_ids.tolist() == [1, 2, 3, 5, 6]
-    assert batch.attention[0].slot_mapping.tolist() == [64, 65, 66, 67, 68]
-    assert batch.sampling.num_outputs.tolist() == [2]
 
 
 def test_a_step_answers_with_tokens_and_the_times_of_its_parts(runner, monkeypatch) -> None:
