@@ -1,36 +1,32 @@
-"""Look-ups in the history, against a search through all of it."""
+"""Look-ups in the history, step by step and in bulk, against a search through all of it."""
 
 from __future__ import annotations
+
+import random
+import tracemalloc
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from input_batch import RunnerRequest
-from ngram_index import BulkNgramProposer
+from ngram_index import BulkNgramProposer, NgramIndex
 from proposers import NgramProposer, ProposerInput
-from request import Request
+from request import SamplingParams
 
 
-def make_request(tokens: list[int], request_id: str = "a") -> Request:
-    return Request.from_tokens(request_id, tokens, max_new_tokens=1000)
+def make_request(tokens: list[int], request_id: str = "a") -> RunnerRequest:
+    return RunnerRequest(request_id, SamplingParams(), tokens, [])
 
 
-def follow(*requests: Request) -> list[ProposerInput]:
-    return [
-        ProposerInput(
-            RunnerRequest(r.request_id, r.sampling_params, r.prompt_token_ids, r.output_token_ids),
-            start=0,
-            num_computed_tokens=r.num_tokens - 1,
-        )
-        for r in requests
-    ]
+def follow(*requests: RunnerRequest) -> list[ProposerInput]:
+    return [ProposerInput(request, 0, request.num_tokens - 1) for request in requests]
 
 
-def propose(proposer: NgramProposer, request: Request, num_drafts: int = 99) -> list[int]:
+def propose(proposer: NgramProposer, request: RunnerRequest, num_drafts: int = 99) -> list[int]:
     drafts = proposer.propose(follow(request), [num_drafts])
-    assert drafts.keys() <= {request.request_id}
-    return drafts.get(request.request_id, [])
+    assert drafts.keys() <= {request.req_id}
+    return drafts.get(request.req_id, [])
 
 
 def search(tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -40,20 +36,6 @@ def search(tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int) -
             if tokens[start : start + n] == tokens[len(tokens) - n :]:
                 return tokens[start + n :][:num_drafts]
     return []
-
-
-def count_insertions(proposer: NgramProposer, request_id: str) -> list[tuple[int, ...]]:
-    """The n-grams that are put in a dictionary from now on, in a list that grows."""
-    inserted = []
-
-    class Counting(dict):
-        def setdefault(self, key, value):
-            inserted.append(key)
-            return super().setdefault(key, value)
-
-    history = proposer._histories[request_id]
-    history.first = {n: Counting(first) for n, first in history.first.items()}
-    return inserted
 
 
 @pytest.mark.parametrize(
@@ -79,14 +61,6 @@ def test_the_longest_match_and_of_these_the_earliest(tokens, num_drafts, drafts)
         assert propose(proposer, make_request(tokens), num_drafts) == drafts
 
 
-@pytest.mark.parametrize("min_ngram", [1, 2, 3, 4])
-def test_a_history_shorter_than_the_shortest_n_gram_says_nothing(min_ngram):
-    proposer = NgramProposer(3, max_ngram=4, min_ngram=min_ngram)
-    for length in range(1, min_ngram + 1):
-        assert propose(proposer, make_request([7] * length, f"r{length}")) == []
-    assert propose(proposer, make_request([7] * (min_ngram + 1))) == [7]
-
-
 def test_a_reused_id_has_no_past():
     proposer = NgramProposer(2)
     assert propose(proposer, make_request([1, 2, 3, 1, 2])) == [3, 1]
@@ -106,12 +80,12 @@ tokens_of_few_kinds = st.integers(1, 4).flatmap(
 
 
 @pytest.mark.net
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=150)
 @given(
     prompts=st.lists(tokens_of_few_kinds, min_size=1, max_size=3),
     num_spec_tokens=st.integers(1, 5),
     num_drafts=st.integers(0, 7),
-    min_ngram=st.integers(1, 3),
+    min_ngram=st.integers(1, 4),
     num_larger=st.integers(0, 3),
     bulk_size=st.sampled_from([None, 2, 4, 256]),
 )
@@ -126,42 +100,66 @@ def test_it_finds_what_a_search_through_everything_finds(
         proposer = BulkNgramProposer(num_spec_tokens, *sizes, bulk_size)
     requests = [make_request(steps[0], f"r{i}") for i, steps in enumerate(prompts)]
     for step in range(max(len(steps) for steps in prompts)):
-        for request, steps in zip(requests, prompts):
-            for token in steps[step] if 0 < step < len(steps) else ():
-                request.append_output_token(token)
         expected = {}
-        for request in requests:
-            tokens = request.all_token_ids
+        for request, steps in zip(requests, prompts):
+            request.output_token_ids += steps[step] if 0 < step < len(steps) else []
+            tokens = request.tokens(0, request.num_tokens)
             if drafts := search(tokens, min(num_drafts, num_spec_tokens), *sizes):
-                expected[request.request_id] = drafts
+                expected[request.req_id] = drafts
         assert proposer.propose(follow(*requests), [num_drafts] * len(requests)) == expected
 
 
-def test_a_step_indexes_new_tokens_only():
-    """Each new token completes one n-gram of each size, however long the history is, and whether
-    drafts are wanted or not."""
-    proposer = NgramProposer(4, max_ngram=5, min_ngram=2)
-    request = make_request([i * i % 7 for i in range(1000)])
-    assert proposer.propose(follow(request), [0]) == {}
-    inserted = count_insertions(proposer, "a")
-    for num_new in (1, 3, 5):
-        for i in range(num_new):
-            request.append_output_token(i)
-        inserted.clear()
-        for _ in range(2):  # then nothing is new
-            propose(proposer, request)
-            assert len(inserted) == 4 * num_new
+@pytest.mark.net
+@settings(deadline=None, max_examples=100)
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 151_935, 2**31 - 1]), min_size=2),
+    max_ngram=st.integers(1, 6),
+    queries=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=5),
+)
+def test_the_index_of_a_prompt_finds_what_a_search_finds(tokens, max_ngram, queries):
+    """Trap 44. Every beginning of the text itself is asked for, and other texts."""
+    index = NgramIndex(tokens, max_ngram)
+    for text in [tokens[:end] for end in range(1, len(tokens) + 1)] + queries:
+        n, place = index.find(text)
+        suffixes = [text[-size:] for size in range(1, min(max_ngram, len(text)) + 1)]
+        places = range(1, len(tokens))
+        firsts = [next((i for i in places if tokens[:i][-len(s) :] == s), 0) for s in suffixes]
+        found = [(size, first) for size, first in enumerate(firsts, 1) if first]
+        assert (n, place) == (found[-1] if found else (0, 0)), text
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_a_step_indexes_new_tokens_only(is_bulk):
+    """Each new token completes one n-gram of each size, however long the history is; and the bulk
+    index of a prompt takes at most 60 bytes a token."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(151_936) for _ in range(20_000)]
+    proposer = BulkNgramProposer(4, bulk_size=2 if is_bulk else 10**9)  # n-grams of 2 to 4
+    request = make_request(prompt)
+    propose(BulkNgramProposer(4, bulk_size=2), make_request(prompt[:100]))  # imports
+    tracemalloc.start()
+    try:
+        assert proposer.propose(follow(request), [0]) == {}
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (num_bytes / len(prompt) < 60) == is_bulk
+    (history,) = proposer._histories.values()
+    num_before = sum(map(len, history.first.values()))
+    assert num_before < 40 if is_bulk else num_before > 3 * 19_000
+    for token in range(300):
+        request.output_token_ids.append(200_000 + token)
+        propose(proposer, request)
+    assert sum(map(len, history.first.values())) - num_before <= 3 * 300
 
 
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"num_spec_tokens": 0}, "num_spec_tokens"),
-        ({"num_spec_tokens": -1}, "num_spec_tokens"),
         ({"bulk_size": 1}, "bulk_size"),
         ({"min_ngram": 0}, "min_ngram"),
         ({"min_ngram": 5, "max_ngram": 4}, "min_ngram"),
-        ({"max_ngram": 1}, "min_ngram"),
     ],
 )
 def test_options_that_make_no_sense_are_named(options, name):

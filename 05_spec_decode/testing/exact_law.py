@@ -9,8 +9,9 @@ decision, which changes at points: below a point it is one way, above it the oth
 A search finds the points without any theory of where they should be. Their distances are
 probabilities, so the distribution of the output, given the drafts, is a product of lengths; summed
 over all drafts that the draft model may propose, it is the distribution that a user sees. It is
-exact to about 1e-15, where counting a million samples would give three digits. The tests show that
-the numbers decide nothing else, and nothing twice, by comparing `Points.predict` with the code.
+exact to about 1e-15, where counting a million samples would give three digits. That the numbers
+decide nothing else, and nothing twice, is what `test_runs_are_those_of_a_loop_over_one_request`
+shows.
 
 Models are functions of a history, given in two parts: output tokens, and the drafts after them.
 """
@@ -18,7 +19,6 @@ Models are functions of a history, given in two parts: output tokens, and the dr
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -187,12 +187,6 @@ class Points:
 
     accept: torch.Tensor  # [num_cases, k]; draft j is accepted below
     ends: torch.Tensor  # [num_cases, k + 1, vocab_size]; the token drawn at a row is <= t below
-
-    def predict(self, case: int, accept_u: list[float], sample_u: list[float]) -> list[int | None]:
-        """The run for these numbers: None for each accepted draft, and the token drawn."""
-        accept = self.accept[case].tolist()
-        row = next((j for j, u in enumerate(accept_u) if u >= accept[j]), len(accept))
-        return [None] * row + [bisect_right(self.ends[case, row].tolist(), sample_u[row])]
 
 
 def find_points(rule: Rule, cases: Cases) -> Points:

@@ -157,7 +157,7 @@ class Told(RunnerPlugin):
         self.log.append("admit")
 
     def release(self, row: int) -> None:
-        del self.rows[row]
+        self.rows.pop(row, None)  # after an interrupt it may not have been told
         self.log.append("release")
 
     def appended(self, state, rows, starts, stops) -> None:
@@ -267,10 +267,12 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("first_seed", range(0, 45, 15))
 def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_seed: int) -> None:
+    """Traps 24, 29: outputs from before a preemption are computed again, at their positions."""
     layout_of, order = LAYOUTS[layout]
     for seed in range(first_seed, first_seed + 15):
         rng = random.Random(seed)
@@ -306,61 +308,40 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
 class Interrupts(RunnerPlugin):
     when = ""
 
-    def grow(self, num_rows: int) -> None:
-        self.interrupt_if("grow")
-
-    def admit(self, row: int, new: NewRequestData) -> None:
-        self.interrupt_if("admit")
-
-    def release(self, row: int) -> None:
-        self.interrupt_if("release")
-
-    def interrupt_if(self, moment: str) -> None:
+    def notice(self, moment: str) -> None:
         if moment == self.when:
             self.when = ""
             raise KeyboardInterrupt
 
-
-class Holds(RunnerPlugin):
-    """A plugin with the requests that grow, and with rows that are in use."""
-
-    num_rows = 0
-
-    def __init__(self) -> None:
-        self.rows: set[int] = set()
-
-    def admit(self, row: int, new: NewRequestData) -> None:
-        self.rows.add(row)
-
-    def release(self, row: int) -> None:
-        self.rows.discard(row)
-
-    def grow(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    grow = lambda self, _: self.notice("grow")  # noqa: E731
+    admit = lambda self, *_: self.notice("admit")  # noqa: E731
+    release = lambda self, _: self.notice("release")  # noqa: E731
 
 
 @pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
-def test_requests_of_an_interrupted_change_have_no_row(
-    when: str,
-) -> None:
+def test_requests_of_an_interrupted_change_have_no_row(when: str) -> None:
     """The scheduler says again who has ended, by the lost plan or with it."""
-    plugins = plugin, holds = Interrupts(), Holds()
-    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), plugins)
+
+    def plan(names: str, finished: str = "") -> SchedulerOutput:
+        params = SamplingParams()
+        news = [NewRequestData(n, [1, 2], params, features={"told": [n]}) for n in names]
+        return SchedulerOutput(news, finished_req_ids={*finished})
+
+    interrupts, told = Interrupts(), Told()
+    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), [interrupts, told])
     for name in "ab":
-        state.apply(SchedulerOutput([NewRequestData(name, [1, 2], SamplingParams())]))
-    plugin.when = when
+        state.apply(plan(name))
+    interrupts.when = when
     if when == "rows":  # the row is out of one book, and not in the other
-        state.apply(SchedulerOutput([NewRequestData("half", [1, 2], SamplingParams())]))
-        del state.requests["half"]
+        state.apply(plan("h"))
+        del state.requests["h"]
         state.is_inconsistent = True
     else:
-        fresh = [NewRequestData(name, [3], SamplingParams()) for name in "cd"]
         with pytest.raises(KeyboardInterrupt):
-            state.apply(SchedulerOutput(fresh, finished_req_ids={"a"}))
-    state.apply(SchedulerOutput(finished_req_ids={"a", "c", "d"}))
+            state.apply(plan("cd", "a"))
+    state.apply(plan("", "acd"))
     assert state.row_of.keys() == state.requests.keys() == {"b"}
     num_rows = len(state.num_tokens)
     assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
-    assert len(state.sampling.needs) == holds.num_rows == num_rows
-    assert holds.rows == set(state.row_of.values())
-    assert state.requests["b"].prompt_token_ids == [1, 2]
+    assert len(state.sampling.needs) == told.num_rows == num_rows
+    assert told.rows == {state.row_of["b"]: ("b", [1, 2])}

@@ -1,4 +1,5 @@
-"""Buckets, their padding and what lies in them: every case that can come, up to a few rows."""
+"""Buckets, their padding and what lies in them, replayed in every way; and that the emulator
+reports each rule of a graph that is broken."""
 
 from __future__ import annotations
 
@@ -6,42 +7,36 @@ import copy
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from batch_layout import Queries, compose_in_order
 from common.runner.batch_state import BatchState
-from common.runner.graph_emulator import Recorder
+from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import (
     COLUMNS,
     CannotCapture,
-    CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
-    GraphRunner,
     StaticMemory,
     bucket_of,
     column_stride,
     graph_buckets,
 )
 from common.runner.kv_sizing import allocate_kv_cache
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
-from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
-from paged_attention import AttentionMetadata, TorchAttentionBackend
+from paged_attention import TorchAttentionBackend
 from request import SamplingParams
-from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
-from tensor_attention import TensorAttentionBackend
+from scheduler_interface import NewRequestData
+from tensor_attention import TensorAttentionBackend, TensorPlan
 
 CPU = torch.device("cpu")
-MAX_NUM_ROWS = 6  # rows
+MAX_NUM_ROWS = 6
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 MAX_MODEL_LEN = 30
 
@@ -56,9 +51,7 @@ def test_buckets() -> None:
         usual = {n for n in range(1, max_rows) if n in (1, 2, 4, 8) or n % 16 == 0}
         assert buckets == sorted(usual | {max_rows})
         for n in range(1, max_rows + 1):
-            bucket = bucket_of(n, buckets)
-            assert bucket in buckets and bucket >= n
-            assert not any(n <= other < bucket for other in buckets)
+            assert bucket_of(n, buckets) == min(bucket for bucket in buckets if bucket >= n)
         assert bucket_of(max_rows + 1, buckets) is None, max_rows
 
 
@@ -66,7 +59,7 @@ def test_buckets() -> None:
 def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> None:
     """Kernels are compiled for addresses that 16 divides."""
     memory = StaticMemory(299, 7, CPU, num_groups)
-    for bucket in graph_buckets(299) + list(range(1, 299)):
+    for bucket in graph_buckets(299) + list(range(1, 299, 3)):
         x = memory.inputs(bucket)
         assert column_stride(bucket) >= bucket + 1
         groups = *x.slot_mapping, *x.block_tables
@@ -78,13 +71,11 @@ def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> N
             "block_tables": (num_groups, bucket, 7),
         }
         for i, name in enumerate(COLUMNS):
-            memory.columns.fill_(-5)
             getattr(x, name).fill_(i)
-            others = [getattr(x, other).flatten() for other in COLUMNS if other != name]
-            assert (torch.cat(others) == -5).all()
+        assert all((getattr(x, name) == i).all() for i, name in enumerate(COLUMNS))
 
 
-# -- padding
+# -- steps of a model
 
 
 def make_state(seed: int, num_groups: int = 1) -> BatchState:
@@ -111,18 +102,6 @@ def decode(state: BatchState, n: int, rng: random.Random) -> Queries:
     return Queries(rows, starts, np.ones_like(rows), is_last.astype(np.int64))
 
 
-def random_steps(num_each: int = 6, num_groups: int = 1):
-    """Steps of every number of rows for every bucket that they fit."""
-    for bucket in range(1, MAX_NUM_ROWS + 1):
-        for n in range(1, bucket + 1):
-            for seed in range(num_each):
-                state = make_state(seed, num_groups)
-                yield bucket, state, decode(state, n, random.Random(f"{bucket} {n} {seed}"))
-
-
-# -- steps of a model
-
-
 def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     """Over a cache full of numbers, with NaN in the null block."""
     kv_cache = allocate_kv_cache(random_loaded, NUM_BLOCKS, BLOCK_SIZE)
@@ -130,235 +109,86 @@ def make_graphs(random_loaded, graphs=None, backend=None) -> DecodeGraphs:
     for cache in kv_cache.key_cache + kv_cache.value_cache:
         cache.normal_(generator=generator)
         cache[0] = torch.nan
-    plan_arguments = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
-    return DecodeGraphs(graphs or EagerGraphs(), *plan_arguments, MAX_NUM_ROWS, MAX_MODEL_LEN)
+    parts = random_loaded.model, kv_cache, backend or TensorAttentionBackend()
+    return DecodeGraphs(graphs or EmulatedGraphs(), *parts, MAX_NUM_ROWS, MAX_MODEL_LEN)
 
 
-def deal(random_loaded, num_groups: int, monkeypatch) -> None:
+def run(graphs: DecodeGraphs, num_steps: int = 8) -> Iterator[torch.Tensor]:
+    """Logits of steps with few and many rows in turn, so that each leaves data for the next."""
+    state, rng = make_state(0, graphs.model.num_groups), random.Random(0)
+    for i in range(num_steps):
+        queries = decode(state, (MAX_NUM_ROWS, 1, 3, 5, 2)[i % 5], rng)
+        yield step(graphs, state, queries)
+
+
+def step(graphs: DecodeGraphs, state: BatchState, queries: Queries) -> torch.Tensor:
+    bucket = graphs.bucket_for(queries)
+    assert bucket is not None
+    layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
+    assert layout.order.tolist() == list(range(len(queries.rows)))
+    num_logit_rows = len(layout.on(CPU).logit_indices)
+    return graphs.replay(bucket, len(queries.rows), num_logit_rows)
+
+
+def deal(random_loaded, num_groups: int, patch: pytest.MonkeyPatch) -> None:
     """The last layer's block tables become those of the others, or its own."""
     model = random_loaded.model
-    groups = replace(model.groups, windows=(None,) * num_groups)
-    monkeypatch.setattr(model, "groups", groups)
-    monkeypatch.setattr(model.layers[-1].attention, "group", num_groups - 1)
+    patch.setattr(model, "groups", replace(model.groups, windows=(None,) * num_groups))
+    patch.setattr(model.layers[-1].attention, "group", num_groups - 1)
 
 
-@pytest.fixture(scope="module")
-def graphs(random_loaded) -> DecodeGraphs:
-    return make_graphs(random_loaded)
-
-
+@pytest.mark.net
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_padding_changes_no_row(num_groups: int, random_loaded, monkeypatch) -> None:
-    """Against the same step without padding, by chapter 2's attention."""
+@pytest.mark.parametrize("kind", [EagerGraphs, EmulatedGraphs])
+def test_padding_changes_no_row(kind, num_groups, random_loaded, monkeypatch) -> None:
+    """Every number of rows, each step against the same one without padding, by chapter 2's
+    attention."""
     deal(random_loaded, num_groups, monkeypatch)
-    graphs = make_graphs(random_loaded)
-    for bucket, state, queries in random_steps(num_each=2, num_groups=num_groups):
-        plain_cache = copy.deepcopy(graphs.kv_cache)
-        batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
-        batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
-        expected = graphs.model(batch, plain_cache)
-        if bucket not in graphs.buckets:
-            bucket = bucket_of(bucket, graphs.buckets)
-        layout = graphs.compose(state, queries, BLOCK_SIZE, bucket)
-        laid_out = layout.on(CPU)
-        assert layout.order.tolist() == list(range(len(queries.rows)))
-        logits = graphs.replay(bucket, len(queries.rows), len(laid_out.logit_indices))
-        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
-        for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
-            torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
+    graphs = make_graphs(random_loaded, kind())
+    addresses = set()
+    for seed in range(3):
+        state, rng = make_state(seed, num_groups), random.Random(seed)
+        for n in (6, 1, 3, 2, 5, 4, 1):
+            queries, plain_cache = decode(state, n, rng), copy.deepcopy(graphs.kv_cache)
+            batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
+            batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
+            expected = graphs.model(batch, plain_cache)
+            found = step(graphs, state, queries)
+            torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+            for cache, right in zip(graphs.kv_cache.key_cache, plain_cache.key_cache, strict=True):
+                torch.testing.assert_close(cache[1:], right[1:], atol=1e-9, rtol=0)
+            addresses |= {found.data_ptr()} if len(found) else set()
+    assert len(addresses) == 1 and graphs.num_replays == 21
 
 
-def test_steps_that_are_replayed(graphs: DecodeGraphs) -> None:
-    state, rng = make_state(0), random.Random(0)
-    buckets = [graphs.bucket_for(decode(state, n, rng)) for n in range(1, MAX_NUM_ROWS + 1)]
-    assert buckets == [1, 2, 4, 4, 6, 6]
-    two = decode(state, 2, rng)
-    assert graphs.bucket_for(two._replace(num_tokens=np.array([1, 2]))) is None
-    seven = Queries(*(np.ones(7, dtype=np.int64) for _ in range(4)))
-    assert graphs.bucket_for(seven) is None
-
-
-def test_inputs_staged_by_a_plugin_are_read_without_a_graph(graphs: DecodeGraphs) -> None:
-    class Ones(RunnerPlugin):
-        name = "ones"
-
-        def stage(self, step: StepRows, upload: UploadBuffer):
-            return upload.add(np.ones_like(step.queries.rows))
-
-    def plans(req_id: str) -> list[SchedulerOutput]:
-        new = NewRequestData(req_id, [1, 2, 3], SamplingParams(temperature=0), 0, ([1],))
-        known = CachedRequestData([req_id], [[4]], [3], [1], [()])
-        first = SchedulerOutput([new], num_scheduled_tokens={req_id: 3})
-        return [first, SchedulerOutput([], known, num_scheduled_tokens={req_id: 1})]
-
-    tokens = []
-    for plugins in ([], [Ones()]):
-        state = BatchState(MAX_NUM_ROWS, 8, SamplingColumns(), plugins)
-        parts = graphs.model, graphs.kv_cache, TensorAttentionBackend(), state, Sampler(97)
-        runner, num_before = GraphRunner(*parts, graphs=graphs), graphs.num_replays
-        tokens.append([runner.execute(plan).wait().token_ids for plan in plans("a")])
-        assert graphs.num_replays - num_before == (not plugins)
-    assert tokens[0] == tokens[1]
-
-
-def test_the_largest_is_captured_first_and_on_padding_alone(random_loaded) -> None:
-    """Each planned for itself, with numbers that are bounds of whatever comes."""
+def test_steps_that_are_replayed_and_the_bounds_they_are_captured_with(random_loaded) -> None:
+    """The largest is captured first, on padding alone."""
     order: list[int] = []
-    seen: list[AttentionMetadata] = []
 
     class Spy(EagerGraphs):
         def capture(self, bucket, function, tensors) -> None:
             order.append(bucket)
-            for _ in range(2):
-                assert function().shape == (bucket, 97)
+            assert function().shape == (bucket, 97)
 
     class Backend(TensorAttentionBackend):
         def plan(self, metadata, num_heads, key_cache):
-            seen.append(metadata)
             assert (metadata.slot_mapping == -1).all()
             assert (metadata.max_query_len, metadata.max_seq_len) == (1, 32)
-            assert metadata.block_tables.shape == (len(metadata.seq_lens), 8)
+            assert metadata.block_tables.shape == (order[-1], 8)
             return super().plan(metadata, num_heads, key_cache)
 
     cache = allocate_kv_cache(random_loaded, 5, BLOCK_SIZE)
-    DecodeGraphs(Spy(), random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN)
+    parts = random_loaded.model, cache, Backend(), 20, MAX_MODEL_LEN
+    graphs = DecodeGraphs(Spy(), *parts)
     assert order == [20, 16, 8, 4, 2, 1]
-    assert len(seen) == 2 * len(order)
     assert not any(c[1:].any() for c in cache.key_cache + cache.value_cache)
+    for n, bucket in ((1, 1), (3, 4), (17, 20), (20, 20), (21, None)):
+        one = Queries(*(np.ones(n, dtype=np.int64) for _ in range(4)))
+        assert graphs.bucket_for(one) == bucket
+        assert graphs.bucket_for(one._replace(num_tokens=np.arange(n) + 2)) is None
 
 
-# -- CUDA graphs, on a PyTorch whose `torch.cuda` is made up
-
-
-class FakeStream:
-    def __init__(self, events: list) -> None:
-        self.events = events
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.events.append("waits")
-
-
-class FakeCuda:
-    """Records what is computed inside of `graph`, and computes it again, to the same addresses.
-    A capture in which something fails fails again when it ends, as in PyTorch 2.11: its stream is
-    still the current one, and the allocator still records for its pool."""
-
-    def __init__(self) -> None:
-        self.events: list = []
-        self.stream = self.main_stream = FakeStream(self.events)
-        self.recording: list[str] = []  # pools
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name, value in {
-            "device": lambda device: nullcontext(),
-            "current_device": lambda: 0,
-            "Stream": lambda device=None: self.events.append("stream") or FakeStream(self.events),
-            "current_stream": lambda: self.stream,
-            "set_stream": lambda stream: setattr(self, "stream", stream),
-            "stream": lambda stream: self.on(stream is not self.main_stream),
-            "graph_pool_handle": lambda: "pool",
-            "CUDAGraph": Recorder,
-            "graph": self.graph,
-        }.items():
-            patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end)
-        patch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.events.append("free"))
-
-    def end(self, device: int, pool: str) -> None:
-        if pool not in self.recording:
-            raise RuntimeError("not currently recording to mempool_id")
-        self.recording.remove(pool)
-
-    @contextmanager
-    def on(self, is_side: bool):
-        self.events.append(("warm-up", is_side))
-        yield
-        self.events.append("warm")
-
-    @contextmanager
-    def graph(self, graph, pool, capture_error_mode):
-        self.events.append(("capture", pool, capture_error_mode))
-        self.stream = FakeStream(self.events)
-        self.recording.append(pool)
-        try:
-            with graph:
-                yield
-        except BaseException as error:
-            raise RuntimeError("operation failed due to a previous error during capture") from error
-        self.recording.remove(pool)
-        self.stream = self.main_stream
-        graph.replay = partial(replay_in_place, graph.calls)
-
-
-def replay_in_place(calls: list) -> None:
-    for call in calls:
-        results = tree_leaves(call.func(*call.args, **call.kwargs))
-        for old, new in zip(call.results, results, strict=True):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new)
-
-
-def test_cuda_graphs_are_captured_after_a_warm_up(random_loaded, monkeypatch) -> None:
-    """In one pool, on one side stream, and all with their logits where the largest has its own."""
-    cuda = FakeCuda()
-    with monkeypatch.context() as patch:
-        cuda.install(patch)
-        graphs = make_graphs(random_loaded, CudaGraphs(CPU))
-    one = ["waits", ("warm-up", True), "warm", "waits", ("capture", "pool", "thread_local")]
-    assert cuda.events == ["stream", *one * len(graphs.buckets)]
-    plain = DecodeGraphs(
-        EagerGraphs(), graphs.model, graphs.kv_cache, graphs.backend, MAX_NUM_ROWS, MAX_MODEL_LEN
-    )
-    addresses = set()
-    state, rng = make_state(0), random.Random(0)
-    for n in (6, 1, 3, 2, 5, 4, 1):
-        queries, found = decode(state, n, rng), []
-        for way in (graphs, plain):
-            bucket = way.bucket_for(queries)
-            assert bucket is not None
-            batch = way.compose(state, queries, BLOCK_SIZE, bucket).on(CPU)
-            num_logit_rows = len(batch.logit_indices)
-            found.append(way.replay(bucket, n, num_logit_rows))
-        assert torch.equal(*found)
-        addresses |= {logits.data_ptr() for logits in found[:1] if len(logits)}
-    assert len(addresses) == 1
-
-
-class Failing:
-    """A step that is captured when it is called for the third time."""
-
-    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
-        self.step, self.num_calls = step, 0
-
-    def __call__(self) -> torch.Tensor:
-        self.num_calls += 1
-        return self.step() if self.num_calls == 3 else torch.ones(4)
-
-
-@pytest.mark.parametrize(
-    "error, raised",
-    [
-        (RuntimeError, CannotCapture),
-        (torch.OutOfMemoryError, torch.OutOfMemoryError),
-        (KeyboardInterrupt, KeyboardInterrupt),
-    ],
-)
-def test_after_a_capture_that_fails_the_engine_is_on_its_own_stream(
-    error, raised, monkeypatch
-) -> None:
-    """The first failure is reported. Out of memory is no reason to continue without graphs."""
-
-    def step() -> torch.Tensor:
-        raise error("operation not permitted when stream is capturing\nmore")
-
-    cuda = FakeCuda()
-    with monkeypatch.context() as patch:
-        cuda.install(patch)
-        with pytest.raises(raised, match="operation not permitted when stream is capturing"):
-            CudaGraphs(CPU).capture(4, Failing(step), None)
-    assert cuda.stream is cuda.main_stream
-    assert not cuda.recording and cuda.events[-1] == "free"
-
+# -- CUDA graphs
 
 ON_A_GPU = """
 import torch
@@ -386,3 +216,86 @@ def test_a_gpu_goes_on_after_a_step_that_waits_for_it() -> None:
     found = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "captur" in found.stdout
+
+
+# -- the emulator: an error names the fault, or, where a GPU would continue, logits are wrong
+
+
+@pytest.mark.parametrize("name", ["input_ids", "slot_mapping", "block_tables"])
+def test_an_input_that_is_somewhere_else_or_is_forgotten(name, random_loaded, monkeypatch) -> None:
+    """The step is written to the new place, and the graph reads the old one. What a step does not
+    write is unusable: out of range, or the null block."""
+    right, real = list(run(make_graphs(random_loaded, EagerGraphs()), 1)), StaticMemory.fill
+    graphs = make_graphs(random_loaded)
+
+    def fill(memory, columns, tables) -> None:
+        x = memory.inputs(tables.shape[1]).by_name()[name]
+        before = x.clone()
+        real(memory, columns, tables)
+        x.copy_(before)
+
+    with monkeypatch.context() as patch, suppress(GraphError, IndexError):
+        patch.setattr(StaticMemory, "fill", fill)
+        assert not torch.equal(*run(graphs, 1), *right)
+    for bucket, x in graphs.inputs.items():
+        graphs.inputs[bucket] = replace(x, **{name: getattr(x, name).clone()})
+    with pytest.raises(GraphError, match=f"address changed .*: {name}$"):
+        list(run(graphs))
+
+
+@pytest.mark.parametrize("name", ["slot_mapping", "seq_lens", "input_ids", "block_tables"])
+def test_wrong_padding(name: str, random_loaded, monkeypatch) -> None:
+    """Trap 54: rows of a larger step that are left behind."""
+    graphs, real = make_graphs(random_loaded), StaticMemory.fill
+
+    def fill(memory, columns, tables) -> None:
+        real(memory, columns, tables)
+        x = memory.inputs(tables.shape[1])
+        n = int(x.query_start_loc[-1])
+        rows = getattr(x, name)
+        (rows[:, n:] if name in ("slot_mapping", "block_tables") else rows[n:]).fill_(7)
+
+    monkeypatch.setattr(StaticMemory, "fill", fill)
+    with pytest.raises(GraphError, match=f"{name} of padding must"):
+        list(run(graphs))
+
+
+class Plan(TensorPlan):
+    read = None
+
+    def write_kv(self, key, value, key_cache, value_cache) -> None:
+        if self.read is None:
+            value_cache[2, 1] = value[0]
+        super().write_kv(key, value, key_cache, value_cache)
+
+    def attend(self, *arguments):
+        if self.read is not None:
+            type(self).read(self.metadata.seq_lens)
+        return super().attend(*arguments)
+
+
+def with_plan(plan: type[Plan]) -> TensorAttentionBackend:
+    backend = TensorAttentionBackend()
+    backend.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
+    return backend
+
+
+def test_a_kernel_that_writes_to_a_wrong_slot(random_loaded) -> None:
+    with pytest.raises(GraphError, match=r"slots must be in \[.*\], got \["):
+        list(run(make_graphs(random_loaded, backend=with_plan(Plan))))
+
+
+WAITS = {
+    "item": lambda x: x.max().item(),
+    "__bool__": lambda x: bool((x >= 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "aten.index.Tensor": lambda x: x[x > 0],
+    "aten.lift_fresh": lambda x: x + torch.tensor([1]),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_operation_that_waits_for_a_device_is_not_captured(name: str, random_loaded) -> None:
+    backend = with_plan(type("", (Plan,), {"read": WAITS[name]}))
+    with pytest.raises(CannotCapture, match=f"^{name}.*synchronizes with the device"):
+        make_graphs(random_loaded, backend=backend)

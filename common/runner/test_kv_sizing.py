@@ -16,7 +16,6 @@ from common.models.model_config import SCORED
 from common.runner import kv_sizing
 from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
 from common.sampling import sampling_constraints, speculative_sampler
-from common.sampling.sampler import Sampler
 from common.sampling.sampling_rules import (
     BITS,
     LOGPROBS,
@@ -121,54 +120,72 @@ def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
     return steps
 
 
-@pytest.mark.parametrize("peak_blocks", [0, 1, 4000])
-def test_the_peak_of_the_largest_step_is_not_given_to_kv(peak_blocks, loaded) -> None:
-    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
-    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
-    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
-    assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - peak_blocks - 3_000
-    config = replace(config, gpu_memory_utilization=0.5)
-    kv_cache = make(config, loaded, memory=FakeMemory(peak_blocks * BLOCK_BYTES, []))
-    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - peak_blocks - 3_000
-
-
-def test_the_peak_is_that_of_sampling_the_most_rows_there_can_be(loaded, monkeypatch) -> None:
-    """Between the two readings, twice: all rows of 48 requests, each with every constraint, a
-    grammar and log-probabilities, after a forward pass of as many tokens as a step may have."""
+def test_the_largest_step_has_all_rows_with_every_constraint_drafts_and_adapters(
+    loaded, monkeypatch
+) -> None:
+    """Between the two readings, twice: as many tokens as a step may have, a row for each request
+    and draft, each with a grammar, log-probabilities and an adapter of the highest rank, in each
+    matrix. The logits of a draft model stay in memory the whole time."""
     events: list = []
-    forbid = sampling_constraints.forbid
-    steps = spy_on_forward(monkeypatch)
+    forbid, steps = sampling_constraints.forbid, spy_on_forward(monkeypatch)
 
-    class SpySampler(Sampler):
+    class SpySampler(SpeculativeSampler):
+        def __init__(self, sampler, draft_probs: Callable) -> None:
+            super().__init__(sampler, draft_probs, reject=self.spy)
+
+        def spy(self, target_probs, drafts, draft_probs, *rest):
+            events.append((target_probs.shape, len(drafts), draft_probs.shape))
+            return rejection_sample(target_probs, drafts, draft_probs, *rest)
+
         def sample(self, logits, batch):
-            output = super().sample(logits, batch)
             sampling, columns = batch.sampling, batch.sampling.columns
             everything = WIDE | sum(BITS.values()) | MIN_TOKENS | LOGPROBS | TOKEN_RULES
             assert (sampling.needs == everything).all() and len(sampling.needs) == len(logits)
             assert (columns.top_k < VOCAB_SIZE).all()
             assert (sampling.num_outputs < columns.min_tokens[sampling.rows]).all()
+            output = super().sample(logits, batch)
             assert all(len(found[0].top) == 20 for found in output.logprobs.values())
-            events.append((self.vocab_size, len(output.logprobs), logits.shape))
             return output
 
     def spy_on_forbid(logits, at, bits) -> torch.Tensor:
-        events.append((at.tolist() == list(range(48)), bits.shape, bits.dtype))
+        events.append((at.tolist(), bits.shape, bits.dtype))
         return forbid(logits, at, bits)
 
-    monkeypatch.setattr(kv_sizing, "Sampler", SpySampler)
+    monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
     monkeypatch.setattr(sampling_constraints, "forbid", spy_on_forbid)
     monkeypatch.setattr(kv_sizing, "find_spec", lambda name: object())  # as if it were there
     monkeypatch.setitem(sys.modules, "common.features.grammars", None)  # nothing of it is loaded
-    config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
-    make(config, loaded, max_model_len=90, memory=FakeMemory(0, events))
-    twice = [(True, (48, 10), torch.int32), (VOCAB_SIZE, 48, (48, 300))] * 2
+    slots, sizes = AdapterSlots(loaded.model, 3, 16), []
+    for addition in slots.additions:
+        assert addition.ranks[1] == [16] * len(addition.names)
+
+        def add(rows, x, y, add=addition.add) -> torch.Tensor:
+            sizes.append((len(x), len(rows.order), rows.segments))
+            return add(rows, x, y)
+
+        addition.add = add
+    speculative = {"method": "draft", "num_spec_tokens": 4}
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=speculative)
+    memory = FakeMemory(0, events)
+    kv_cache = make(config, loaded, 30, draft=loaded, memory=memory, adapters=slots)
+    # 38 tokens: 7 requests of 5 rows, one of 3.
+    twice = [
+        ([*range(38)], (38, 10), torch.int32),
+        ((38, VOCAB_SIZE), 30, (30, VOCAB_SIZE)),
+    ] * 2
     assert events == ["reset", "read", *twice, "read", "reset"]
-    assert steps == [([90, 90, 20], 48)] * 2
+    assert steps == [([30, 8], 38)] * 2
+    assert sizes == [(38, 38, [(1, 0, 38)])] * len(slots.additions) * 2
+    assert kv_cache.num_blocks == 8 * 2 + 1
+    steps.clear()
+    config = replace(config, speculative={"method": "ngram", "num_spec_tokens": 4})
+    make(config, loaded, 64, memory=FakeMemory(0, []))
+    assert steps == [([38], 38)] * 2
 
 
-def test_graphs_exist_while_the_memory_is_read_and_not_later(loaded) -> None:
-    """Graphs keep scratch memory as long as they live, in addition to a step's: KV gets the memory
-    that neither needs, however large the other is."""
+def test_the_peak_of_the_largest_step_is_not_given_to_kv_and_neither_are_graphs(loaded) -> None:
+    """Graphs keep scratch memory as long as they live, in addition to a step's, so they exist while
+    memory is read, and not later. KV gets what neither needs, however large the other is."""
     events: list = []
     memory = FakeMemory(7 * BLOCK_BYTES, events)
 
@@ -182,67 +199,13 @@ def test_graphs_exist_while_the_memory_is_read_and_not_later(loaded) -> None:
 
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
     kv_cache = make(config, loaded, memory=memory, make_graphs=Graphs)
+    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
     assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - 7 - 5 - 3_000
     around = ["reset", "read", 10 + 1, "reset", "read", "gone"]
     assert events == ["reset", "read", "read", *around, "reset"]
     events.clear()
     make(replace(config, num_blocks=50), loaded, memory=memory, make_graphs=Graphs)
     assert events == []  # nothing is measured
-
-
-def test_in_the_largest_step_every_request_has_an_adapter_of_the_highest_rank(loaded) -> None:
-    """In each matrix, the last layer's too: a whole prompt is scored in that step."""
-    slots, sizes = AdapterSlots(loaded.model, 3, 16), []
-    for addition in slots.additions:
-        assert addition.ranks[1] == [16] * len(addition.names)
-
-        def add(rows, x, y, add=addition.add) -> torch.Tensor:
-            sizes.append((len(x), len(rows.order), rows.segments))
-            return add(rows, x, y)
-
-        addition.add = add
-    config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=200)
-    make(config, loaded, max_model_len=90, memory=FakeMemory(0, []), adapters=slots)
-    assert sizes == [(200, 200, [(1, 0, 200)])] * len(slots.additions) * 2
-
-
-def test_drafts_are_part_of_the_largest_step(loaded, monkeypatch) -> None:
-    """Five rows a request. The logits of a draft model stay in memory the whole time."""
-    steps, verified = spy_on_forward(monkeypatch), []
-
-    class SpySampler(SpeculativeSampler):
-        def __init__(self, sampler, draft_probs: Callable) -> None:
-            super().__init__(sampler, draft_probs, reject=self.spy)
-
-        def spy(self, target_probs, drafts, draft_probs, *rest):
-            verified.append((target_probs.shape, len(drafts), draft_probs.shape))
-            return rejection_sample(target_probs, drafts, draft_probs, *rest)
-
-    monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
-    speculative = {"method": "draft", "num_spec_tokens": 4}
-    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=speculative)
-    draft_too = make(config, loaded, 64, draft=loaded, memory=FakeMemory(0, []))
-    # 38 tokens: 7 requests of 5 rows, one of 3.
-    assert steps == [([38], 38)] * 2
-    assert verified == [((38, VOCAB_SIZE), 30, (30, VOCAB_SIZE))] * 2
-    steps.clear()
-    config = replace(config, speculative={"method": "ngram", "num_spec_tokens": 4})
-    make(config, loaded, 64, memory=FakeMemory(0, []))
-    assert steps == [([38], 38)] * 2 and len(verified) == 2
-    assert draft_too.num_blocks == 8 * 4 + 1
-
-
-def test_the_largest_step_leaves_the_numbers_of_a_short_one(loaded) -> None:
-    """Several prompts in one step, each in blocks of its own: logits are those of one alone."""
-    seq_lens, backend = [33, 33, 7], TorchAttentionBackend()
-    config = EngineConfig()
-    kv_cache = kv_sizing._allocate_for(seq_lens, demand_of(config, loaded))
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        cache.fill_(float("nan"))
-    logits = kv_sizing.run_forward(loaded, kv_cache, backend, seq_lens, 1)
-    alone = kv_sizing.run_forward(loaded, kv_cache, backend, [33], 1)
-    assert logits.isfinite().all()
-    torch.testing.assert_close(logits, alone)
-    for cache in kv_cache.key_cache + kv_cache.value_cache:
-        assert cache[0].isnan().all(), "the null block is nobody's"
-        assert (~cache[1:, :, 0, 0].isnan()).sum() == sum(seq_lens)
+    half = replace(config, gpu_memory_utilization=0.5)
+    kv_cache = make(half, loaded, memory=FakeMemory(4000 * BLOCK_BYTES, []))
+    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - 4000 - 3_000

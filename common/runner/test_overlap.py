@@ -1,136 +1,229 @@
-"""The loop that runs a step ahead: its order, and what becomes of errors."""
+"""The loops with several plans in flight, a step ahead or in a pipeline: their order, what fills
+them, and what becomes of errors."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bounded_loops import as_long_as
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
+from common.runner.pipeline import PipelinedEngineCore
 from common.tests.logging_runner import LoggingRunner, request
 from fcfs_scheduler import FCFSScheduler
+from forced_preemption import ForcedPreemption
 from overlap_plugin import OverlapPlugin
+from pipeline_plugin import PipelinePlugin
+from request import Request
+from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordedScheduler
+from step_record import RecordedScheduler, preemptions_of
 from test_worker_thread import interrupted_at
 
-
-class LoggingScheduler(FCFSScheduler):
-    log: list
-
-    def schedule(self):
-        plan = super().schedule()
-        self.log.append("planned")
-        return plan
-
-    def update_from_output(self, plan, output):
-        self.log.append("updated")
-        return super().update_from_output(plan, output)
+BOTH = pytest.mark.parametrize("num_stages", [None, 3])
 
 
-def make_core() -> tuple[OverlappedEngineCore, list, LoggingRunner]:
-    log: list = []
-    overlap, runner = OverlapPlugin(), LoggingRunner(log, lambda step, plan: (step,))
-    scheduler = LoggingScheduler(plugins=[overlap])
-    scheduler.log = log
-    recorder = RecordedScheduler(scheduler, check_invariants=True)
-    return (
-        OverlappedEngineCore(recorder, QueuedRunner(runner), in_flight_plans=overlap),
-        log,
-        runner,
-    )
+class Loop:
+    """A loop that runs a step ahead, or with `num_stages`. Its runner computes nothing: `log` has
+    `>ab` for a step of a and b that was begun, and `<ab` for one that was waited for."""
+
+    def __init__(
+        self, num_stages: int | None, num_in_flight: int = 0, more: tuple = (), **options
+    ) -> None:
+        self.entries: list[tuple] = []
+        self.records: list = []
+        names = lambda _, plan: tuple(plan.num_scheduled_tokens)  # noqa: E731
+        self.runner = LoggingRunner(self.entries, names)
+        self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
+        kind = Scheduler if more else FCFSScheduler
+        self.scheduler = kind(plugins=[self.plugin, *more], **options)
+        observers = [self.records.append]
+        recorder = RecordedScheduler(self.scheduler, observers, check_invariants=True)
+        parts = recorder, QueuedRunner(self.runner)
+        if num_stages:
+            in_flight = num_in_flight or num_stages
+            self.core = PipelinedEngineCore(*parts, self.plugin, in_flight)
+        else:
+            self.core = OverlappedEngineCore(*parts, in_flight_plans=self.plugin)
+        self.outputs: dict[str, list[int]] = {}
+
+    def add(self, names: str, max_tokens: int = 3, num_prompt: int = 2) -> None:
+        for name in names:
+            self.core.add_request(Request.from_tokens(name, [1] * num_prompt, max_tokens))
+            self.outputs[name] = []
+
+    def step(self, num: int = 1) -> None:
+        for _ in range(num):
+            for result in self.core.step():
+                self.outputs[result.request_id] += result.new_token_ids
+
+    def run(self) -> None:
+        for _ in as_long_as(self.core.has_unfinished_requests, 100):
+            self.step()
+        assert not self.core._in_flight and not getattr(self.plugin, "_in_flight", ())
+
+    @property
+    def log(self) -> str:
+        return " ".join("<>"[kind == "begun"] + "".join(names) for kind, *names in self.entries)
+
+    def blocked(self) -> Loop:
+        """No request is admitted: its KV comes from elsewhere."""
+        self.scheduler._admit = lambda budget: {}
+        return self
 
 
 def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
-    core, log, _ = make_core()
-    core.add_request(request("a"))
-    results = [core.step() for _ in range(2)]
-    assert log == [
-        *("planned", ("begun", 1), "planned", ("begun", 2), ("ended", 1), "updated"),
-        *("planned", ("begun", 3), ("ended", 2), "updated"),
-    ]
-    assert [[r.new_token_ids for r in step] for step in results] == [[[1]], [[2]]]
+    loop = Loop(None)
+    loop.add("a")
+    loop.step(2)
+    assert loop.log == ">a >a <a >a <a" and loop.outputs == {"a": [1, 2]}
 
 
-def test_each_step_of_the_loop_returns_one_plans_results_and_the_last_leaves_nothing() -> None:
-    core, log, runner = make_core()
-    for name, n in (("a", 1), ("b", 4), ("c", 2)):
-        core.add_request(request(name, n))
-    outputs, num_steps = Counter(), 0
-    while core.has_unfinished_requests():
-        for result in core.step():
-            outputs[result.request_id] += len(result.new_token_ids)
-        num_steps += 1
-        assert num_steps < 20
-    assert outputs == {"a": 1, "b": 4, "c": 2}
-    assert runner.num_steps == num_steps, "nothing is begun behind a last token that is pending"
-    assert runner.num_steps == log.count("planned") == log.count("updated")
-    assert not core._in_flight
+def test_decodes_are_split_and_each_part_is_planned_before_the_other_has_ended() -> None:
+    """Prompts are bounded by the budget."""
+    loop = Loop(2)
+    loop.add("abcd", 4)
+    loop.step(5)
+    assert loop.log == ">abcd <abcd >ab >cd <ab >ab <cd >cd <ab >ab <cd"
+    alone = Loop(4)
+    alone.add("a")
+    alone.run()
+    assert alone.log == ">a <a >a <a >a <a", "never planned ahead of its token"
 
 
-def test_an_empty_step_is_not_planned_ahead_of() -> None:
+def test_an_empty_plan_in_flight_is_not_a_step_and_delays_none() -> None:
+    """`c` exceeds the budget: a plan was asked for, and it scheduled no request. A full batch does
+    not ask."""
+    loop = Loop(2, max_num_batched_tokens=4)
+    loop.add("ab", 6)
+    loop.add("c", 3, num_prompt=4)
+    loop.step(2)
+    assert loop.log == ">ab > <ab >a >b < <a"
+    for _ in range(4):
+        before = sum(map(len, loop.outputs.values()))
+        loop.step()
+        assert sum(map(len, loop.outputs.values())) > before
+    loop.run()
+    full = Loop(2, max_num_seqs=2)
+    full.add("abcd", 5)
+    full.run()
+    assert ("begun",) not in full.entries
+
+
+@BOTH
+def test_an_empty_plan_that_is_alone_is_a_step(num_stages) -> None:
     """The result that the loop waits for then (KV from elsewhere) decides the next plan."""
-    core, log, _ = make_core()
-    core.add_request(request("a"))
-    core.scheduler.scheduler._admit = lambda budget: {}
-    assert list(core.step()) == []
-    assert log == ["planned", ("begun", 1), ("ended", 1), "updated"]
+    loop = Loop(num_stages).blocked()
+    loop.add("a")
+    loop.step()
+    assert loop.log == "> <" and len(loop.records) == 1
+
+
+def test_an_empty_plan_with_a_preemption_is_a_step() -> None:
+    """So that a counter of preemptions gets it."""
+    loop = Loop(2, more=(ForcedPreemption(3),))
+    loop.add("ab", 4)
+    num_told = 0  # in the engine, which looks at one plan a step
+    for _ in as_long_as(loop.core.has_unfinished_requests, 60):
+        loop.step()
+        num_told += len(preemptions_of(loop.core.scheduler.plan)[0])
+    num_preempted = sum(len(record.preempted) for record in loop.records)
+    assert num_told == num_preempted == loop.scheduler.get_stats().total_preempted > 0
+    assert any(record.preempted and not record.num_scheduled_tokens for record in loop.records)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("num_in_flight", [1, 2, 5])
+@pytest.mark.parametrize("num_stages", [None, 1, 2, 4])
+def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, num_in_flight):
+    """A record is of the step that ended. No more plans are in flight than allowed."""
+    loop, expected = Loop(num_stages, num_in_flight, max_num_seqs=5), {}
+    for i in range(12):
+        loop.add(name := "abcdefghijkl"[i], 1 + i % 4)
+        expected[name] = [*range(1, 2 + i % 4)]
+        if i % 3 == 0:
+            loop.step()
+    loop.run()
+    assert loop.outputs == expected
+    begun, ended = ([e[1:] for e in loop.entries if e[0] == kind] for kind in ("begun", "ended"))
+    assert begun == ended, "nothing is begun behind a last token that is pending"
+    assert [*filter(None, ended)] == [tuple(r.num_scheduled_tokens) for r in loop.records]
+    told = [(name, *ids) for record in loop.records for name, ids in record.new_token_ids.items()]
+    assert len(told) == len(set(told)) == sum(map(len, expected.values()))
+    in_flight = [1 if entry[0] == "begun" else -1 for entry in loop.entries if len(entry) > 1]
+    largest = max(sum(in_flight[:i]) for i in range(len(in_flight) + 1))
+    assert largest <= (num_in_flight if num_stages else 2)
 
 
 def test_waiting_for_steps_in_flight_takes_no_output() -> None:
-    core, log, _ = make_core()
-    core.add_request(request("a", 9))
-    core.step()
-    core.runner.wait_for_steps()
-    assert log[-1] == ("ended", 2) and log.count("updated") == 1
-    core.runner.wait_for_steps()
-    assert log.count(("ended", 2)) == 1, "once"
-    (result,) = core.step()
-    assert result.new_token_ids == [2]
-    assert len(core.runner._in_flight) == len(core._in_flight) == 1, "who has ended is forgotten"
+    loop = Loop(None)
+    loop.add("a", 9)
+    loop.step()
+    for _ in range(2):
+        loop.core.runner.wait_for_steps()
+        assert loop.log == ">a >a <a <a" and loop.outputs == {"a": [1]}
+    loop.step()
+    assert loop.outputs == {"a": [1, 2]}
+    assert len(loop.core.runner._in_flight) == 1, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_error_ends_all_steps_in_flight_and_the_loop_continues(step, fails_when_waited_for):
-    core, _, runner = make_core()
-    runner.fails_at, runner.fails_when_waited_for = step, fails_when_waited_for
-    core.add_request(request("a", 9))
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@BOTH
+def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
+    num_stages, step, fails_when_waited_for
+) -> None:
+    loop = Loop(num_stages)
+    loop.runner.fails_at, loop.runner.fails_when_waited_for = step, fails_when_waited_for
+    loop.add("abc", 9)
     with pytest.raises(OSError, match=f"step {step}"):
-        for _ in range(4):
-            core.step()
-    assert not core._in_flight
-    assert all(r.num_output_placeholders == 0 for r in core.scheduler.requests.values())
-    core.abort_request("a")
-    core.add_request(request("b", 2))
-    outputs = [result.new_token_ids for _ in range(2) for result in core.step()]
-    assert outputs == [[1], [2]]
+        loop.step(4)
+    begun, ended = ([e[1:] for e in loop.entries if e[0] == kind] for kind in ("begun", "ended"))
+    assert ended == (begun if fails_when_waited_for else begun[:-1]), "all are waited for, once"
+    assert not loop.core._in_flight
+    assert all(r.num_output_placeholders == 0 for r in loop.scheduler.requests.values())
+    for name in "abc":
+        loop.core.abort_request(name)
+    loop.add("d", 2)
+    loop.run()
+    assert loop.outputs["d"] == [1, 2]
 
 
-def test_a_record_is_of_the_step_that_ended() -> None:
-    core, _, _ = make_core()
-    records = []
-    core.scheduler.observers = (records.append,)
-    core.add_request(request("a"))
-    while core.has_unfinished_requests():
-        core.step()
-    assert [record.num_scheduled_tokens for record in records] == [{"a": 2}, {"a": 1}, {"a": 1}]
-    assert [record.new_token_ids for record in records] == [{"a": [1]}, {"a": [2]}, {"a": [3]}]
+def test_a_request_aborted_in_flight_gets_no_token_and_its_id_can_be_reused() -> None:
+    loop = Loop(2)
+    loop.add("ab", 9)
+    loop.step(2)
+    loop.core.abort_request("a"), loop.core.abort_request("b")
+    loop.core.add_request(again := request("b", 2))
+    loop.outputs.clear()
+    loop.outputs["b"] = []
+    loop.run()
+    assert loop.outputs["b"] == again.output_token_ids == [3, 4], "the step in flight was the old's"
+    assert loop.plugin.num_discarded_tokens == 1
+
+
+# -- the threads
+
+
+class OneToken:
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        if "bad" in plan.num_scheduled_tokens:
+            raise OSError("bad")
+        return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
 
 
 def test_the_thread_computes_steps_in_order_without_a_waiting_call() -> None:
     names, may_go = [], threading.Event()
 
-    class Runner:
+    class Runner(OneToken):
         def execute(self, plan: SchedulerOutput) -> FinishedStep:
             may_go.wait(10)
             names.append((threading.current_thread().name, *plan.num_scheduled_tokens))
-            if "bad" in plan.num_scheduled_tokens:
-                raise OSError("bad")
-            return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
+            return super().execute(plan)
 
     runner = ThreadedRunner(Runner())
     plans = [SchedulerOutput(num_scheduled_tokens={name: 1}) for name in ("a", "bad", "c")]
@@ -142,47 +235,37 @@ def test_the_thread_computes_steps_in_order_without_a_waiting_call() -> None:
         handles[1].wait()
     assert handles[2].wait().token_ids == {"c": [1]}
     assert [name[1] for name in names] == ["a", "bad", "c"]
-    assert len({name[0] for name in names}) == 1
-    assert names[0][0] != threading.current_thread().name
+    assert len({name[0] for name in names} | {threading.current_thread().name}) == 2
 
 
 def test_an_interrupted_wait_can_be_repeated_for_the_remaining_steps() -> None:
-    class Interrupted:
-        def wait(self) -> StepOutput:
+    waited_for: list[int] = []
+
+    def wait(i: int) -> StepOutput:
+        if i == 1:
             raise KeyboardInterrupt
+        waited_for.append(i)
+        raise OSError
 
-    class Failed:
-        def wait(self) -> StepOutput:
-            waited_for.append(self)
-            raise OSError
-
-    waited_for: list[Failed] = []
-    handles = [Failed(), Interrupted(), Failed(), Failed()]
-    steps = iter(handles)
+    steps = iter(SimpleNamespace(wait=lambda i=i: wait(i)) for i in range(4))
     queued = QueuedRunner(SimpleNamespace(execute=lambda plan: next(steps)))
-    for _ in handles:
+    for _ in range(4):
         queued.execute(SchedulerOutput())
     with pytest.raises(KeyboardInterrupt):
         queued.give_up()
-    assert waited_for == handles[:1]
+    assert waited_for == [0]
     queued.give_up()
-    assert waited_for == [handles[0], *handles[2:]]
     queued.wait_for_steps()  # nothing is in flight
-    assert len(waited_for) == 3
+    assert waited_for == [0, 2, 3]
 
 
 def test_an_interrupt_at_any_line_of_a_step_leaves_one_step_thread() -> None:
     """Trap 85: the thread is there before the first step, and what was interrupted comes out as
     that."""
-
-    class Runner:
-        def execute(self, plan: SchedulerOutput) -> FinishedStep:
-            return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
-
     plan = SchedulerOutput(num_scheduled_tokens={"a": 1})
     for line in count():
         before = set(threading.enumerate())
-        runner = ThreadedRunner(Runner())
+        runner = ThreadedRunner(OneToken())
         was_interrupted = interrupted_at(line, lambda: runner.execute(plan).wait())
         runner.give_up()
         assert runner.execute(plan).wait().token_ids == {"a": [1]}

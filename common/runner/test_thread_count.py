@@ -38,37 +38,29 @@ def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_engine(**config) -> LLMEngine:
-    loaded = random_model(TINY, 1, torch.float32)
-    return LLMEngine(EngineConfig(num_blocks=20, max_model_len=64, **config), loaded=loaded)
+def make_engine() -> LLMEngine:
+    config = EngineConfig(num_blocks=20, max_model_len=64)
+    return LLMEngine(config, loaded=random_model(TINY, 1, torch.float32))
 
 
-def test_a_small_model_is_computed_by_one_thread_until_its_engine_closes(caplog):
+def test_an_engine_gives_the_threads_back_however_it_ends(caplog, monkeypatch):
+    """A small model is computed by one, until its engine is closed, anywhere and more than once,
+    is forgotten, or was never made."""
     caplog.set_level("INFO")
     engine = make_engine()
     assert torch.get_num_threads() == 1
     (message,) = [r.message for r in caplog.records if r.name == "common.runner.thread_count"]
     assert message.startswith("threads: 1 instead of 4")
-    engine.close()
-    assert torch.get_num_threads() == 4
-    engine.close()
-    assert torch.get_num_threads() == 4
-
-
-def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_back(monkeypatch):
-    make_engine()
-    gc.collect()
-    assert torch.get_num_threads() == 4
-    engine = make_engine()
     elsewhere = threading.Thread(target=engine.close)
     elsewhere.start()
     elsewhere.join()
-    of_new_threads: list[int] = []
-    new = threading.Thread(target=lambda: of_new_threads.append(torch.get_num_threads()))
-    new.start()
-    new.join()
-    assert of_new_threads == [4]
+    engine.close()
+    assert thread_count._in_new_thread(torch.get_num_threads) == 4
     make_engine().close()
+    assert torch.get_num_threads() == 4
+    make_engine()
+    gc.collect()
+    assert torch.get_num_threads() == 4
     monkeypatch.setattr(assembly, "LocalRunner", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_engine()
@@ -76,16 +68,15 @@ def test_an_engine_that_is_forgotten_closed_elsewhere_or_never_made_gives_them_b
 
 
 def test_a_number_set_by_the_user_stays_and_is_restored():
-    engine = make_engine()
+    ends = [set_threads(None, SMALL, CPU)]
     torch.set_num_threads(3)
-    second, explicit = make_engine(), make_engine(num_threads=2)
-    engine.close()
-    assert torch.get_num_threads() == 2
-    explicit.close()
-    second.close()
-    assert torch.get_num_threads() == 3
+    ends += [set_threads(None, SMALL, CPU), set_threads(2, SMALL, CPU)]
+    for end, number in zip((ends[0], ends[2], ends[1]), (2, 3, 3)):
+        end()
+        assert torch.get_num_threads() == number
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
 def test_engines_closed_in_any_order_leave_a_right_number(order):
     """The number is that of the newest open engine with an explicit one, else the largest
@@ -108,8 +99,8 @@ import os, torch
 if os.environ.get("SET"):
     torch.set_num_threads(int(os.environ["SET"]))
 before = torch.get_num_threads()
-from common.llm import LLM
-llm = LLM(num_blocks=20)
+from common.runner.thread_count import set_threads
+set_threads(None, 9, torch.device("cpu"))
 print(before, torch.get_num_threads())
 """
 

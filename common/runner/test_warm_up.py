@@ -19,6 +19,7 @@ from common.runner import warm_up
 from common.runner.launch_configurations import launch_configurations
 from workshop.measure.bench.bench_record import ROOT
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.needs("triton")
 
 # In a process of its own, without the interpreter, and with a driver of a GPU that is not there:
@@ -128,18 +129,12 @@ def test_nothing_is_compiled_after_the_warm_up(every: int) -> None:
 def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -> None:
     found = []
     monkeypatch.setattr(warm_up, "warm_up", lambda *arguments: found.append(arguments))
-    loaded = load_model(SHIPPED_CHECKPOINT, torch.float32, torch.device("cpu"))
-    draft = load_model(SHIPPED_CHECKPOINT, torch.float32, torch.device("cpu"))
+    loaded, draft = (load_model(SHIPPED_CHECKPOINT, torch.float32, CPU) for _ in range(2))
     config = EngineConfig(num_blocks=9, attention_backend="triton", speculative={"method": "draft"})
     LLMEngine(config, loaded=loaded, draft=draft)
     assert not found, "the interpreter compiles nothing"
-    models = config, loaded.model, draft.model
-    assembly.compile_kernels(*models, 4000)
-    ((launches, device),) = found
-    options = {"draft": draft.config, "vocab_size": 4000}
-    assert launches == launch_configurations(loaded.config, config, torch.float32, **options)
-    assert device == torch.device("cpu")
-    windows = replace(loaded.model.groups, windows=(None, 7))
-    monkeypatch.setattr(loaded.model, "groups", windows)
-    assembly.compile_kernels(*models, 4000)
-    assert {launch.constants.get("WINDOW") for launch in found[1][0]} == {None, 0, 7}
+    monkeypatch.setattr(loaded.model, "groups", replace(loaded.model.groups, windows=(None, 7)))
+    assembly.compile_kernels(config, loaded.model, draft.model, 4000)
+    options = {"draft": draft.config, "vocab_size": 4000, "windows": (None, 7)}
+    launches = launch_configurations(loaded.config, config, torch.float32, **options)
+    assert found == [(launches, CPU)]

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import accumulate
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -40,21 +37,13 @@ from request import _NUMBERS, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
 
 NEG_INF = float("-inf")
-ALPHA = 1e-6  # seeds are fixed: a test that passes once passes forever
 MIXED = list(RECIPES.values())
 
 
 def make_batch(
-    params: list[SamplingParams],
-    seeds: list[int] | None = None,
-    prompts: list[list[int]] | None = None,
-    outputs: list[list[int]] | None = None,
-    eos: list[tuple[int, ...]] | None = None,
-    req_ids: list[str] | None = None,
-    drafts: list[list[int]] | None = None,
+    params: list[SamplingParams], seeds: list[int] | None = None, **lists
 ) -> SimpleNamespace:
-    lists = {"seeds": seeds, "prompts": prompts, "outputs": outputs, "eos": eos, "drafts": drafts}
-    return SimpleNamespace(sampling=make_sampling(params, req_ids=req_ids, **lists))
+    return SimpleNamespace(sampling=make_sampling(params, seeds=seeds, **lists))
 
 
 def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
@@ -97,68 +86,44 @@ def naive_probs(
     return [weights[t] / total if t in nucleus else 0.0 for t in range(len(x))]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.net
+@pytest.mark.parametrize("seed", range(3))
 def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
+    """And a token is drawn from them by the number of its seed and position."""
     rng = random.Random(seed)
     for vocab_size in (5, 12, 300):
-        rows = len(MIXED)
         logits = torch.tensor(
-            [[rng.gauss(0, 2) for _ in range(vocab_size)] for _ in range(rows)], dtype=torch.float64
+            [[rng.gauss(0, 2) for _ in range(vocab_size)] for _ in MIXED], dtype=torch.float64
         )
-        prompts = [[rng.randrange(vocab_size) for _ in range(4)] for _ in range(rows)]
-        outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(8))] for _ in prompts]
-        eos = [(1, 3)] * rows
-        batch = make_batch(MIXED, prompts=prompts, outputs=outputs, eos=eos)
-        found = sampling_probs(logits, batch.sampling)
+        prompts = [[rng.randrange(vocab_size) for _ in range(4)] for _ in MIXED]
+        outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(8))] for _ in MIXED]
+        seeds = [rng.getrandbits(60) for _ in MIXED]
+        histories = {"prompts": prompts, "outputs": outputs, "eos": [(1, 3)] * len(MIXED)}
+        batch = make_batch(MIXED, seeds, **histories)
+        found, tokens = sampling_probs(logits, batch.sampling), sample(logits, batch)
+        u = uniforms(torch.tensor(seeds), torch.tensor(list(map(len, outputs))))
         for i, params in enumerate(MIXED):
-            expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], eos[i])
+            expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], (1, 3))
             assert found[i].tolist() == pytest.approx(expected, abs=1e-12), (seed, params)
-
-
-@pytest.mark.sample(every=8, first=4)  # of the likeliest few, and of all tokens
-@pytest.mark.parametrize("name", [name for name, p in RECIPES.items() if not p.is_greedy])
-def test_drawn_tokens_have_the_exact_probabilities(name: str) -> None:
-    """A chi-square of 100,000 draws: a share that is off by one per cent of all draws shows."""
-    params, vocab_size, seed, num_draws = RECIPES[name], 7, 1000, 100_000
-    rng = random.Random(seed)
-    logits = [rng.gauss(0, 1) for _ in range(vocab_size)]
-    prompt, output = [0, 1], [1, 2, 2]
-    expected = naive_probs(logits, params, prompt, output, (3,))
-    counts = np.zeros(vocab_size)
-    sampler, rows = Sampler(vocab_size), 20_000
-    for start in range(0, num_draws, rows):
-        seeds = list(range(seed + start, seed + start + rows))
-        batch = make_batch(
-            [params] * rows, seeds, [prompt] * rows, [output] * rows, [(3,)] * rows, ["r"] * rows
-        )
-        tokens = sampler.sample(torch.tensor([logits] * rows), batch).token_ids["r"]
-        counts += np.bincount(tokens, minlength=vocab_size)
-    possible = np.array(expected) > 0
-    assert counts[~possible].sum() == 0
-    p_value = stats.chisquare(counts[possible], np.array(expected)[possible] * num_draws).pvalue
-    assert p_value > ALPHA, (seed, params, counts / num_draws, expected)
+            assert tokens[i] == bisect_right(list(accumulate(expected)), float(u[i]))
 
 
 def test_masks_equal_those_of_transformers() -> None:
     torch.manual_seed(3)
     logits = torch.randn(40, 600, dtype=torch.float64) * 3
-    for k in (1, 2, 50, 599, 600, 5000):
-        theirs = TopKLogitsWarper(k)(None, logits)
-        ours = apply_top_k(logits, torch.full((40,), k))
-        assert torch.equal(theirs, ours), k
-    for p in (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999):
-        theirs = TopPLogitsWarper(p)(None, logits)
-        ours = apply_top_p(logits, torch.full((40,), p, dtype=torch.float64))
-        assert torch.equal(theirs, ours), p
-    for p in (0.001, 0.05, 0.4, 1.0):
-        theirs = MinPLogitsWarper(p)(None, logits)
-        ours = apply_min_p(logits, torch.full((40,), p, dtype=torch.float64))
-        assert torch.equal(theirs, ours), p
+    for warper, ours, values in (
+        (TopKLogitsWarper, apply_top_k, (1, 2, 50, 599, 600, 5000)),
+        (TopPLogitsWarper, apply_top_p, (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999)),
+        (MinPLogitsWarper, apply_min_p, (0.001, 0.05, 0.4, 1.0)),
+    ):
+        for value in values:
+            dtype = torch.int64 if isinstance(value, int) else torch.float64
+            column = torch.full((40,), value, dtype=dtype)
+            assert torch.equal(warper(value)(None, logits), ours(logits, column)), (ours, value)
     for t in (0.1, 0.7, 3.0):
         theirs = TemperatureLogitsWarper(t)(None, logits).softmax(-1)
-        ours = apply_temperature(
-            logits, logits.amax(-1), torch.full((40,), t, dtype=torch.float64)
-        ).softmax(-1)
+        column = torch.full((40,), t, dtype=torch.float64)
+        ours = apply_temperature(logits, logits.amax(-1), column).softmax(-1)
         torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
     history = torch.randint(0, 600, (40, 30))
     ones = torch.ones(40, dtype=torch.float64)
@@ -172,30 +137,21 @@ def test_masks_equal_those_of_transformers() -> None:
 def test_top_p_keeps_the_token_that_reaches_it_and_no_more() -> None:
     """Trap 43: a boundary token dropped."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
-    for p, num_kept in (
-        (0.1, 1),
-        (0.5, 1),
-        (0.500001, 2),
-        (0.75, 2),
-        (0.76, 3),
-        (0.876, 4),
-        (1, 4),
-    ):
+    cases = [(0.1, 1), (0.5, 1), (0.500001, 2), (0.75, 2), (0.76, 3), (0.876, 4), (1, 4)]
+    for p, num_kept in cases:
         kept = apply_top_p(logits, torch.tensor([p], dtype=torch.float64)) > NEG_INF
         assert kept.sum() == num_kept, p
         assert kept[0, :num_kept].all(), p
 
 
 def test_of_equal_logits_the_lower_ids_are_kept_and_win() -> None:
+    """On every path."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0]])
-    kept = [(apply_top_k(logits, torch.tensor([k])) > NEG_INF).nonzero()[:, 1].tolist() for k in
-            range(1, 7)]  # fmt: skip
-    assert kept == [[1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 4, 5], [0, 1, 2, 3, 4, 5]]
-    assert [top_ids(logits, k)[0].tolist() for k in range(1, 7)] == kept
-    flat = torch.zeros(1, 1000)
-    half = apply_top_p(flat, torch.tensor([0.5])) > NEG_INF
-    assert half[0, :500].all()
-    assert half.sum() in (500, 501)
+    for k, kept in enumerate(([1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 4, 5]), 1):
+        found = apply_top_k(logits, torch.tensor([k])) > NEG_INF
+        assert found[0].nonzero()[:, 0].tolist() == top_ids(logits, k)[0].tolist() == kept
+    half = apply_top_p(torch.zeros(1, 1000), torch.tensor([0.5])) > NEG_INF
+    assert half[0, :500].all() and half.sum() in (500, 501)
     wide = torch.zeros(7, 1000)
     wide[:, [30, 900]] = 4.0
     ways = [
@@ -207,9 +163,8 @@ def test_of_equal_logits_the_lower_ids_are_kept_and_win() -> None:
         SamplingParams(top_k=999, top_p=1e-9),
         SamplingParams(temperature=1e-300, top_k=1),
     ]
-    assert sample(wide, make_batch(ways)) == [30] * 7, "every path has the same order"
-    for way in ways:
-        assert sample(wide[:1], make_batch([way])) == [30]
+    assert sample(wide, make_batch(ways)) == [30] * 7
+    assert [sample(wide[:1], make_batch([way])) for way in ways] == [[30]] * 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -220,10 +175,9 @@ def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype
     for vocab_size in (64 * 7, 6000, 30_001):
         logits = torch.randn(6, vocab_size).bfloat16().to(dtype) * 3
         logits[1] = logits[1].round() * 0.0  # zeros of both signs are equal
-        logits[2, 50:] = NEG_INF
-        logits[3, :-3] = NEG_INF
+        logits[2, 50:] = logits[3, :-3] = NEG_INF
         order = logits.sort(dim=-1, descending=True, stable=True).indices
-        for k in (1, 2, 3, 40, 200):
+        for k in (1, 3, 40, 200):
             assert torch.equal(ranked_ids(logits, k), order[:, :k]), (vocab_size, k)
             kept = order[:, :k].sort(dim=-1).values
             assert torch.equal(top_ids(logits, k), kept)
@@ -232,80 +186,37 @@ def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype
             assert torch.equal(apply_top_k(logits, torch.full((6,), k)), masked)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_row_gets_the_same_token_alone_and_among_others_in_any_order(seed: int) -> None:
-    """Trap 42: the seed alone decides."""
+@pytest.mark.net
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_is_sampled_alike_alone_and_in_any_company(seed: int) -> None:
+    """Trap 42: the seed alone decides. And the distribution is equal to the last bit, whatever
+    width its batch mates' top-k asks for: `batch_invariant` rests on it."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, vocab_size = 60, 1000
-    logits = torch.randn(n, vocab_size, generator=generator) * 3
-    params = [rng.choice(MIXED) for _ in range(n)]
+    n, vocab_size = 60, rng.choice([97, 300, 5000])
+    logits = 3 * torch.randn(n, vocab_size, generator=generator, dtype=torch.float64)
+    choices = dict(top_k=[0, 1, 3, 17, 20, 64, 100, 256, 300], top_p=[1, 0.9], min_p=[0, 0.01])
+    params = [rng.choice(MIXED) for _ in range(n // 2)]
+    for _ in range(n // 2):
+        picked = {name: rng.choice(values) for name, values in choices.items()}
+        temperature = rng.choice([0, 0.7, 1.3])
+        params.append(SamplingParams(temperature=temperature, **picked, logprobs=2))
     seeds = [rng.getrandbits(60) for _ in range(n)]
     prompts = [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 9))] for _ in range(n)]
     outputs = [[rng.randrange(vocab_size) for _ in range(rng.randrange(9))] for _ in range(n)]
 
-    def run(rows: list[int]) -> dict[int, int]:
-        columns = (params, seeds, prompts, outputs)
-        batch = make_batch(*([column[i] for i in rows] for column in columns))
-        return dict(zip(rows, sample(logits[rows], batch), strict=True))
+    def run(rows: list[int]) -> dict[int, tuple]:
+        columns = params, seeds, prompts, outputs
+        params_, seeds_, *lists = ([column[i] for i in rows] for column in columns)
+        batch = make_batch(params_, seeds_, prompts=lists[0], outputs=lists[1])
+        output = Sampler(vocab_size).sample(logits[rows], batch)
+        probs = sampling_probs(logits[rows], batch.sampling).tolist()
+        names = [f"r{i}" for i in range(len(rows))]
+        entries = [(output.token_ids[name], output.logprobs.get(name)) for name in names]
+        return dict(zip(rows, zip(entries, probs), strict=True))
 
     together = run(list(range(n)))
-    for i in range(n):
-        assert run([i])[i] == together[i], (seed, params[i])
-    for size in (2, 7, 31, 60):
-        chosen = rng.sample(range(n), size)
-        assert run(chosen) == {i: together[i] for i in chosen}, seed
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_row_has_the_same_distribution_to_the_last_bit_in_any_company(seed: int) -> None:
-    """Whatever width its batch mates' top-k asks for: `batch_invariant` rests on it."""
-    rng = random.Random(seed)
-    vocab_size = rng.choice([97, 300, 5000])
-    choices = dict(top_k=[0, 1, 3, 17, 20, 64, 100, 256, 300], top_p=[1, 0.9], min_p=[0, 0.01])
-    params = [
-        SamplingParams(temperature=rng.choice([0, 0.7, 1.3]), **picked, logprobs=2)
-        for picked in ({k: rng.choice(v) for k, v in choices.items()} for _ in range(70))
-    ]
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(70, vocab_size, generator=generator, dtype=torch.float64)
-    together = sampling_probs(logits, make_batch(params).sampling)
-    logprobs = Sampler(vocab_size).sample(logits, make_batch(params, list(range(70)))).logprobs
-    for i, (row, one) in enumerate(zip(logits[:, None], params, strict=True)):
-        assert torch.equal(sampling_probs(row, make_batch([one]).sampling)[0], together[i]), one
-        alone = Sampler(vocab_size).sample(row, make_batch([one], [i])).logprobs["r0"]
-        assert alone == logprobs[f"r{i}"]
-
-
-def test_another_seed_or_position_draws_another_token() -> None:
-    logits, flat = torch.zeros(1, 4096), SamplingParams()
-    tokens = {sample(logits, make_batch([flat], [s], outputs=[[0] * n]))[0]
-              for s in (1, 2, 3) for n in (0, 1, 2)}  # fmt: skip
-    assert len(tokens) == 9
-
-
-def test_uniforms_are_uniform_and_uncorrelated_over_seeds_positions_and_streams() -> None:
-    n = 100_000
-    index, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
-    series = {
-        "positions": uniforms(zeros, index),
-        "seeds": uniforms(index, zeros),
-        "negative seeds": uniforms(-index, zeros),
-        "high seeds": uniforms(index << 40, zeros),
-        "stream 1": uniforms(zeros, index, stream=1),
-        "stream 2": uniforms(zeros, index, stream=2),
-        "seed 1": uniforms(zeros + 1, index),
-        "engine seeds": uniforms(index * 1_000_003, zeros),
-    }
-    for name, u in series.items():
-        assert u.dtype == torch.float64
-        assert u.min() >= 0 and u.max() < 1
-        assert stats.kstest(u.numpy(), "uniform").pvalue > ALPHA, name
-        assert len(u.unique()) > n - 5, name
-        pairs = np.histogram2d(u[:-1], u[1:], bins=16, range=[[0, 1], [0, 1]])[0]
-        assert stats.chisquare(pairs.ravel()).pvalue > ALPHA, f"{name}: successive values"
-    for (name, a), (other, b) in pairwise(series.items()):
-        pairs = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])[0]
-        assert stats.chisquare(pairs.ravel()).pvalue > ALPHA, (name, other)
+    for rows in [[i] for i in range(n)] + [rng.sample(range(n), size) for size in (2, 7, 31, 60)]:
+        assert run(rows) == {i: together[i] for i in rows}, (seed, rows)
 
 
 def test_uniforms_are_splitmix64_in_unbounded_integers() -> None:
@@ -348,16 +259,11 @@ def test_impossible_tokens_are_never_drawn_at_any_edge(vocab_size: int) -> None:
         alive = probs[0].nonzero()[:, 0]
         assert drawn[0] == alive[0], "u = 0 draws the first possible token"
         assert drawn[-1] == alive[-1], "u -> 1 draws the last one"
-
-
-def test_blocks_of_the_vocabulary_do_not_change_the_draw() -> None:
-    torch.manual_seed(9)
-    vocab_size, n = 300, 40_000
+    u = uniforms(torch.full((2000,), vocab_size), torch.arange(2000))
     probs = (torch.randn(vocab_size, dtype=torch.float64) * 1.5).softmax(-1)
-    u = uniforms(torch.full((n,), 11), torch.arange(n))
-    drawn = sample_from_probs(probs.expand(n, -1), u)
     exact = torch.searchsorted(probs.cumsum(-1), u, right=True)
-    assert (exact != drawn).sum() == 0, "the same token as one cumulative sum over all gives"
+    drawn = sample_from_probs(probs.expand(2000, -1), u)
+    assert torch.equal(exact, drawn), "as one cumulative sum over all blocks"
 
 
 def test_padding_lanes_of_the_vocabulary_never_win() -> None:
@@ -366,7 +272,9 @@ def test_padding_lanes_of_the_vocabulary_never_win() -> None:
     logits[:, 500:] = 100.0
     outputs = [[0] * 3 for _ in MIXED]
     prompts = [[599, 3] for _ in MIXED]  # ids beyond the vocabulary do not break the penalties
-    for token in sample(logits, make_batch(MIXED, None, prompts, outputs), vocab_size=500):
+    for token in sample(
+        logits, make_batch(MIXED, prompts=prompts, outputs=outputs), vocab_size=500
+    ):
         assert token < 500
     params = [SamplingParams(temperature=0, logprobs=5)]
     output = Sampler(500).sample(logits[:1], make_batch(params))
@@ -419,18 +327,6 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     assert not probs[[0, 2]].isnan().any()
 
 
-def test_rows_of_one_request_each_have_their_own_history() -> None:
-    """Trap 37: a constraint applies at every draft position, not only at the last."""
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3, dtype=torch.float64)
-    params = SamplingParams(presence_penalty=2.0, min_tokens=1, stop_token_ids=(3,))
-    outputs = [[], [0], [0, 1]]
-    batch = make_batch([params] * 3, outputs=outputs, req_ids=["r"] * 3)
-    found = sampling_probs(logits, batch.sampling)
-    for i, output in enumerate(outputs):
-        expected = naive_probs(logits[i].tolist(), params, [0], output)
-        assert found[i].tolist() == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_dtype_of_logits_works_and_greedy_agrees(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
@@ -441,26 +337,6 @@ def test_every_dtype_of_logits_works_and_greedy_agrees(dtype: torch.dtype) -> No
     assert sample(logits[:0], make_batch([])) == []
 
 
-_LOADED = """
-import sys, torch
-from types import SimpleNamespace
-from common.sampling.sampler import Sampler
-from common.tests.sampling_cases import make_sampling
-from request import _NUMBERS, SamplingParams
-for params in ({"temperature": 0}, {"seed": 1, "top_p": 0.5}, {"presence_penalty": 1}):
-    batch = SimpleNamespace(sampling=make_sampling([SamplingParams(**params)]))
-    Sampler(9).sample(torch.zeros(1, 9), batch)
-    parts = ("distributions", "sampling_constraints", "counter_random", "token_counts")
-    print(*(int(f"common.sampling.{part}" in sys.modules) for part in parts))
-"""
-
-
-@pytest.mark.slow  # what a greedy one does not need: `workshop/book/test_path.py`
-def test_unused_inputs_of_a_step_are_not_loaded() -> None:
-    found = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, check=True)
-    assert found.stdout.decode().splitlines() == ["0 0 0 0", "1 1 1 0", "1 1 1 1"]
-
-
 def numbers(name: str) -> st.SearchStrategy[float]:
     """The default, the ends of the interval, and all between."""
     _, low, high = _NUMBERS[name]
@@ -468,7 +344,8 @@ def numbers(name: str) -> st.SearchStrategy[float]:
     return ends | st.floats(low, high)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@pytest.mark.net
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     drawn=st.fixed_dictionaries({name: numbers(name) for name in _NUMBERS}),
     top_k=st.integers(0, 40),

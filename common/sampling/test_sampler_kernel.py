@@ -7,21 +7,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from common.sampling import counter_random, distributions, sampler_kernel
 from common.sampling import sampling_constraints as spec
-from common.sampling.greedy_rows import BAD
 from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
-from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.sampling_rules import apply_min_p
-from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import RECIPES, as_plain, make_sampling, mixed_sampling, staged
+from common.tests.sampling_cases import RECIPES, as_plain, mixed_sampling, sampling_probs
 from inverse_cdf import SCALE
 from kernel_launch import Launch
 from request import SamplingParams
@@ -29,7 +24,6 @@ from request import SamplingParams
 pytestmark = pytest.mark.needs("triton")
 
 NEG_INF = float("-inf")
-VOCABS = (1, 5, 300, TILE + 77)
 
 
 @pytest.fixture
@@ -63,125 +57,8 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def check_shape(logits: torch.Tensor, *given: Any, min_p: torch.Tensor | None = None) -> None:
-    """The kernel, which applies min-p too, and the two functions of the specification."""
-    expected, expected_ids = spec.shape(logits, *given)
-    expected = expected if min_p is None else apply_min_p(expected, min_p)
-    found, ids = sampler_kernel.shape(logits, *given, min_p=min_p)
-    assert equal(found, expected) and (ids is None) == (expected_ids is None)
-    assert ids is None or expected_ids is None or equal(ids, expected_ids)
-
-
 def doubles(values: list[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-@pytest.mark.parametrize("vocab_size", VOCABS)
-def test_penalties_are_those_of_the_specification(vocab_size: int, device: torch.device) -> None:
-    wide = torch.cat([adversarial_rows(vocab_size, device)] * 2, dim=1)
-    logits = wide[:, :vocab_size]  # rows that lie apart
-    counts = torch.randint(0, 4, logits.shape, dtype=torch.int32, device=device)
-    known = (counts > 0) | (torch.rand(logits.shape, device=device) < 0.3)
-    penalties = [
-        doubles([1.3, 0.7, 1.1, 1 / 3, 1, 9, 1e-3, 3][: len(logits)], device),
-        doubles([0.1, -2, 0, 1 / 3, 1, 2, 0.7, 0.3], device),
-        doubles([0.3, 1 / 3, -0.1, 0, 2, 0.7, 1e-9, 0.1], device),
-    ]
-    expected = spec.apply_penalties(logits, known, counts, *penalties)
-    assert equal(sampler_kernel.apply_penalties(logits, known, counts, *penalties), expected)
-    assert not torch.equal(expected, logits)
-
-
-TEMPERATURES = [1.0, 0.7, 1.3, 1e-300, 1e300, 2.0, 0.1, 1 / 3]
-
-
-@pytest.mark.sample(every=5)
-@pytest.mark.parametrize(
-    ("vocab_size", "limit", "is_narrow", "has_top_k", "has_min_p"),
-    [
-        (1, 0, False, False, True),
-        (5, 4, True, True, False),
-        (5, 3, False, True, True),
-        (300, 16, True, False, False),
-        (300, 256, True, True, True),
-        (TILE + 77, 0, False, False, True),
-        (TILE + 77, TILE + 76, False, True, False),
-        (TILE + 77, 32, True, True, True),
-        (TILE + 77, 16, True, True, True),  # in 16 blocks, and after all blocks
-        (5000, 8, True, False, True),
-        (12_300, 1, True, True, False),  # and the block among blocks of blocks
-    ],
-)
-def test_the_highest_are_those_of_the_specification(
-    vocab_size: int,
-    limit: int,
-    is_narrow: bool,
-    has_top_k: bool,
-    has_min_p: bool,
-    device: torch.device,
-    request: pytest.FixtureRequest,
-) -> None:
-    if vocab_size >= 300:
-        request.getfixturevalue("more_ways")
-    logits = adversarial_rows(vocab_size, device)
-    temperature = doubles(TEMPERATURES, device)
-    k = torch.tensor(
-        [
-            limit,
-            1,
-            limit // 2 + 1,
-            limit,
-            limit // 3 + 1,
-            3,
-            limit,
-            2,
-        ],
-        device=device,
-    )
-    min_p = doubles([0.1, 0.5, 1.0, 1e-9, 0.2, 0.0, 0.01, 0.999], device)
-    given = logits.amax(-1), temperature, k if has_top_k else None, limit, is_narrow
-    check_shape(logits, *given, min_p=min_p if has_min_p else None)
-
-
-@pytest.mark.usefixtures("more_ways")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_16_bits_are_converted_where_they_are_read(dtype, device: torch.device) -> None:
-    rows = adversarial_rows(2 * TILE + 77, device)
-    logits = rows.clamp(-6e4, 6e4).to(dtype)
-    logits[3] = rows[3].to(dtype)  # with -inf
-    highest, temperature = logits.amax(-1), doubles(TEMPERATURES, device)
-    k = torch.tensor([16, 1, 9, 16, 6, 3, 16, 2], device=device)
-    for top_k, limit, is_narrow in ((None, 0, False), (k, 16, True)):
-        given, min_p = (
-            (highest, temperature, top_k, limit, is_narrow),
-            0.01 * temperature.clamp(max=1),
-        )
-        check_shape(logits, *given, min_p=min_p)
-        assert equal(spec.shape(logits, *given)[0], spec.shape(logits.float(), *given)[0])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's sums are counted")
-@pytest.mark.usefixtures("more_ways")
-def test_ties_are_counted_only_in_tiles_that_have_one(monkeypatch, device: torch.device) -> None:
-    """A cumulative sum is the slowest thing that a pass over the vocabulary does."""
-    from triton.runtime.interpreter import ScanOps
-
-    sums, real = [0], ScanOps.cumsum
-
-    def cumsum(self: ScanOps, tensors: Any) -> Any:
-        sums[0] += 1
-        return real(self, tensors)
-
-    monkeypatch.setattr(ScanOps, "cumsum", cumsum)
-    logits = torch.arange(2 * TILE + 77.0, device=device).flip(0)[None]
-    logits[0, -3:] = -1.0  # in the last tile; one of the three is cut
-    top_k = torch.tensor([logits.shape[1] - 1], device=device)
-    for k, num_sums in ((None, 0), (top_k, 1)):
-        arguments = logits, logits.amax(-1), doubles([0.7], device), k, int(top_k), False
-        sums[0] = 0
-        found, _ = sampler_kernel.shape(*arguments)
-        assert sums[0] == num_sums
-        assert equal(found, spec.shape(*arguments)[0])
 
 
 @pytest.mark.usefixtures("more_ways")
@@ -256,10 +133,37 @@ def test_the_draw_is_that_of_the_specification(
 # -- the sampler
 
 MIXED = list(RECIPES.values())
+WAYS = [
+    *(SamplingParams(temperature=1.3, top_k=k, min_p=0.01) for k in (1, 9, 16, 256)),
+    *(SamplingParams(temperature=t, min_p=0.1) for t in (1e-300, 1e300, 0.7)),
+    SamplingParams(temperature=0.7, top_k=300),
+    SamplingParams(repetition_penalty=1 / 3, presence_penalty=-2.0, frequency_penalty=1 / 3),
+    SamplingParams(repetition_penalty=9.0, presence_penalty=0.1, frequency_penalty=2.0),
+    RECIPES["limits"],
+    RECIPES["everything"],
+]
 
 
 def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(sampling=mixed_sampling(MIXED, num_rows, vocab_size, seed))
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("more_ways")
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [5, 300, TILE + 77, 5000, 12_300])
+def test_probabilities_are_those_of_the_specification(vocab_size, dtype, device) -> None:
+    """Ties of every kind, in every recipe; a row that is not cut, the highest in one block, in 16
+    and in blocks of blocks. Logits of 16 bits are converted where they are read."""
+    rows = adversarial_rows(vocab_size, device)
+    logits = rows.clamp(-6e4, 6e4).to(dtype) if dtype != torch.float32 else rows
+    logits[3] = rows[3].to(dtype)  # with -inf
+    for ways in (WAYS[:8], WAYS[-8:]):
+        batch = mixed_sampling(ways, 8, vocab_size, 0)
+        expected = sampling_probs(logits, batch)
+        assert equal(sampling_probs(logits, batch, KERNELS), expected)
+        logits = logits.roll(3, 0)
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -269,11 +173,11 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.net
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize("vocab_size", [6, 400])
-def test_the_kernel_sampler_agrees_with_the_other(
-    vocab_size: int, device: torch.device, launched: list[str]
-) -> None:
+def test_the_kernel_sampler_agrees_with_the_other(vocab_size, device, launched) -> None:
+    """Logits in float64 are sampled from by PyTorch."""
     torch.manual_seed(vocab_size)
     n = len(MIXED) + 1  # one recipe twice
     logits = make_logits(n, vocab_size).to(device)
@@ -287,42 +191,12 @@ def test_the_kernel_sampler_agrees_with_the_other(
     assert all(token < vocab_size for (token,) in found[0].values())
     known = {launch.kernel.__name__ for launch in sampling_launches(vocab_size)}
     assert set(launched) == known
-
-
-@pytest.mark.usefixtures("more_ways")
-def test_logits_in_float64_are_sampled_from_by_pytorch(launched: list[str]) -> None:
-    torch.manual_seed(0)
-    n, vocab_size = len(MIXED), 700
-    logits = make_logits(n, vocab_size).double()
+    launched.clear()
+    logits = logits.nan_to_num(0, 1, -1).double()
     expected = as_plain(Sampler(vocab_size).sample(logits, make_batch(n, vocab_size)))
     found = as_plain(Sampler(vocab_size, KERNELS).sample(logits, make_batch(n, vocab_size)))
     assert found == expected
     assert "_shape_kernel" not in launched and "_penalties_kernel" not in launched
-
-
-@pytest.mark.usefixtures("more_ways")
-def test_verification_and_drafts_have_the_same_rules(device: torch.device) -> None:
-    """Speculation changes no token, and neither do the kernels under it."""
-    torch.manual_seed(1)
-    vocab_size, n = 300, 4
-    logits = make_logits(2 * n, vocab_size).to(device)
-    params = [RECIPES[name] for name in ("hot", "wide top-k", "penalties, drawn", "limits")]
-    one = make_sampling(params, outputs=[[2, 2]] * n, seeds=[7] * n)
-    drafts = {f"r{i}": [7 * i] for i in range(n)}
-    rows = np.repeat(one.rows, 2)
-    names = [f"r{i}" for i in rows]
-    outputs = 2 + np.arange(2 * n) % 2
-    one.state.token_ids = np.pad(one.state.token_ids, ((0, 0), (0, 1)))
-    for i in range(n):
-        one.state.token_ids[i, 3] = drafts[f"r{i}"][0]
-    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts)
-    probs = {f"r{i}": torch.full((1, vocab_size), 1 / vocab_size, device=device) for i in (0, 2)}
-    results = []
-    for rules in (None, KERNELS):
-        sampler = SpeculativeSampler(Sampler(vocab_size, rules), probs.get)
-        results.append(as_plain(sampler.sample(logits, SimpleNamespace(sampling=batch))))
-    assert results[0] == results[1]
-    assert results[0][0].keys() == set(drafts)
 
 
 # -- what it costs
@@ -389,21 +263,6 @@ def test_launches_of_a_batch_that_asks_for_one_thing(
     assert count_operations(KERNELS, monkeypatch, [params] * 3)[2] == num_launches
 
 
-def test_a_row_that_is_not_cut_is_several_programs(device: torch.device, monkeypatch) -> None:
-    grids, real = [], Launch.__call__
-
-    def spy(launch: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
-        grids.append(grid)
-        real(launch, grid, *arguments)
-
-    monkeypatch.setattr(Launch, "__call__", spy)
-    logits, top_k = torch.randn(3, TILE + 77, device=device), torch.full((3,), 9, device=device)
-    temperature = doubles([0.7] * 3, device)
-    for k, min_p in ((None, None), (None, 0.1 * temperature), (top_k, None)):
-        check_shape(logits, logits.amax(-1), temperature, k, 9, False, min_p=min_p)
-    assert grids == [(3, 2), (3, 2), (3, 1)]
-
-
 def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
     none = torch.zeros(0, 7, device=device)
     empty = torch.zeros(0, dtype=torch.float64, device=device)
@@ -417,13 +276,9 @@ def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list
 
 
 @pytest.mark.usefixtures("more_ways")
-def test_a_bad_row_stays_bad(device: torch.device) -> None:
-    """And what it draws on the way is within the vocabulary: it is an index."""
+def test_what_a_bad_row_draws_on_the_way_is_an_index(device: torch.device) -> None:
     logits = torch.full((3, 40), math.nan, device=device)
     logits[1], logits[2, 5] = NEG_INF, math.inf
-    batch = make_sampling([SamplingParams(top_k=3, top_p=0.5)] * 3, seeds=[1, 2, 3])
-    rows = staged(Sampler(40, KERNELS), batch, device)
-    assert rows.draw(logits).tolist() == [BAD] * 3
     highest = logits.amax(-1)
     _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, 4, True)
     assert ids is not None and ((ids >= 0) & (ids < 40)).all()

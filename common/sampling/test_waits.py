@@ -122,21 +122,3 @@ def test_counts_of_the_first_draft_round_are_not_repeated() -> None:
             batch.state.num_tokens += num_hidden
         found.append(drafts.sampler.counts._table)
     assert torch.equal(*found) and found[0].any()
-
-
-def test_the_fake_device_notices_reads_that_a_gpu_would_wait_for(monkeypatch) -> None:
-    with pretend_device(monkeypatch) as device:
-        x = device.put(torch.arange(4.0))
-        reads = (
-            *(lambda: bool((x > 2).any()), lambda: x.nonzero(), lambda: x[x > 1]),
-            *(lambda: x.sum().item(), lambda: int(x.max()), lambda: x.tolist()),
-            *(lambda: x.cpu(), lambda: x.masked_select(x > 1), lambda: np.asarray(x)),
-        )
-        for num_reads, read in enumerate(reads, 1):
-            read()
-            assert device.reads == num_reads
-        assert (x + torch.arange(4)).is_cuda and not torch.ones(2).is_cuda
-        with pytest.raises(AssertionError, match="both sides"):
-            x + torch.tensor([1.0, 2.0, 3.0, 4.0])
-        x[:2] = 1.0
-        assert device.reads == num_reads
