@@ -19,8 +19,7 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.features.grammars import grammar_compiler
 from common.features.grammars.lark_text import TOO_MANY_WAYS
-from common.features.grammars.vocabulary import beginning_of
-from common.models.loader import LoadedModel, load_model
+from common.models.loader import LoadedModel
 from common.requests.tokenizer import Tokenizer
 from common.tests.claims import (
     AHEAD,
@@ -28,7 +27,6 @@ from common.tests.claims import (
     DRAFT_3,
     GRAPHS,
     INDICES,
-    NUM_BOUND,
     OVERLAP,
     bound_params,
     cases_of,
@@ -64,12 +62,6 @@ def loaded() -> LoadedModel:
     return subject("family").ending
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str | None, list[list[int]]]:
-    within = subject("family").within
-    return {name: [within(None, name, i, NUM_BOUND) for i in INDICES] for name in (None, *CASES)}
-
-
 def prompts_of(family_oracle) -> list[list[int]]:
     return [family_oracle.prompts[i] for i in INDICES]
 
@@ -82,21 +74,6 @@ def make_engine(loaded, draft=None, **config) -> LLMEngine:
 def test_each_token_is_the_highest_of_those_that_may_follow(claim, model, number, compiled) -> None:
     claim.hold(model, number)
     assert len(compiled) == len(set(compiled)) == len(CASES), "one source is compiled twice"
-
-
-@pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
-def test_what_shapes_the_law_sees_what_the_grammar_has_left(
-    shape, loaded, draft, family_oracle, expected
-) -> None:
-    """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
-    prompts, names = prompts_of(family_oracle), list(CASES)
-    for how in (None, {"method": "draft", "num_spec_tokens": 3}):
-        engine = make_engine(loaded, draft, speculative=how)
-        params = [bound_params(name, temperature=1.0, **shape) for name in names]
-        outputs = engine.generate_batch(prompts, params).values()
-        right = [expected[name][i] for i, name in enumerate(names)]
-        assert [output.outputs[0].token_ids for output in outputs] == right
-        engine.close()
 
 
 def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, family_oracle) -> None:
@@ -132,21 +109,6 @@ def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, famil
         assert (stats.num_accepted_tokens > 0) == (how is not None)
         assert (stats.num_accepted_tokens < stats.num_drafted_tokens) == (not cuts)
         engine.close()
-
-
-def test_impossible_guesses_are_not_verified(loaded, family_oracle) -> None:
-    """A draft model that knows nothing of the grammar: what it says against it is cut before the
-    next step, so that more of what is verified comes true."""
-    draft, shares = load_model(family_oracle.path, torch.float64, torch.device("cpu")), []
-    for cuts in (True, False):
-        engine = make_engine(loaded, draft, speculative={"method": "draft", "adaptive": False})
-        if not cuts:
-            engine.speculation.proposer = engine.speculation.proposer.proposer
-        engine.generate_batch(prompts_of(family_oracle), bound_params("regex"))
-        stats = engine.stats()
-        shares.append(stats.num_drafted_tokens)
-        engine.close()
-    assert shares[0] < shares[1]
 
 
 def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None:
@@ -345,24 +307,4 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
     for output in bad:
         assert output.outputs[0].finish_reason in ("error", "length", "stop")
     assert bad[0].outputs[0].finish_reason == "error", bad[0].metrics
-    engine.close()
-
-
-def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
-    loaded, family_oracle, compiled, monkeypatch
-) -> None:
-    monkeypatch.setattr(grammar_compiler, "KEPT", 50_000)
-    engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
-    texts = [f"a{i}" for i in range(100)]
-    params = [SamplingParams(temperature=0, grammar=Choice([text])) for text in texts]
-    outputs = engine.generate_batch([prompt] * 100, params).values()
-    assert [output.outputs[0].text for output in outputs] == texts
-    engine.generate_batch([prompt] * 3, [params[-1]] * 3)
-    assert len(compiled) == 100, "the last one is still there"
-    futures = engine._plugins["grammar"].compiler._kept
-    assert len(futures) <= 50_000 // 4096
-    engine.generate_batch([prompt], params[0])
-    assert len(compiled) == 101, "the first one is not"
-    cache = beginning_of.cache_info()
-    assert cache.currsize <= cache.maxsize == 32
     engine.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from block_pool import BlockPool
-from common import engine as engine_module
 from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import (
@@ -25,8 +23,7 @@ from common.engine_config import (
     PROPOSERS,
     SCHEDULERS,
 )
-from common.parallel.remote import config_to_map
-from common.tests.engine_oracle import MAX_TOKENS, checked_engine, greedy_params, serve
+from common.tests.engine_oracle import MAX_TOKENS, checked_engine, serve
 from mixed_attention import MixedAttentionBackend
 from paged_attention import AttentionMetadata
 from policies import FCFSPolicy, SchedulePolicy
@@ -160,15 +157,6 @@ def test_what_a_function_makes_is_used_and_changes_no_token(
     assert first.prefix_cache is not second.prefix_cache
 
 
-def test_all_roles_at_once(oracle, loaded) -> None:
-    parts = {field: make() for field, make in ROLES.items()}
-    engine = engine_with(loaded, **parts, **MAKERS, preempt_every=3)
-    serve(engine, oracle, EVERYONE, MAX_TOKENS)
-    assert all(part.num_calls for part in parts.values())
-    assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_drafted_tokens > 0
-
-
 @pytest.mark.parametrize("policy", [ShortestFirst(), f"{__name__}:ShortestFirst"])
 def test_an_own_policy_says_who_is_first(policy, oracle, loaded) -> None:
     engine = engine_with(loaded, policy=policy, max_num_seqs=1)
@@ -177,14 +165,6 @@ def test_an_own_policy_says_who_is_first(policy, oracle, loaded) -> None:
     serve(engine, oracle, EVERYONE, 1)
     lengths = [len(oracle.prompts[EVERYONE[int(name.split("-")[1])]]) for name in order]
     assert lengths == sorted(lengths) and len(set(lengths)) > 3
-
-
-def test_own_chunks_are_as_long_as_they_say(oracle, loaded) -> None:
-    engine = engine_with(loaded, chunked_prefill=FiveAtATime(), prefix_cache=None)
-    most: list[int] = []
-    engine.on_step = lambda record: most.extend(record.num_scheduled_tokens.values())
-    serve(engine, oracle, EVERYONE, 2)
-    assert max(most) == 5
 
 
 def test_own_chunks_that_learn_are_told_what_steps_take(oracle, loaded, caplog) -> None:
@@ -204,24 +184,6 @@ def test_a_proposer_stands_in_the_dict_as_well(oracle, loaded) -> None:
 
 
 # -- in two engines
-
-
-def test_an_attention_backend_may_serve_two_engines(oracle, loaded) -> None:
-    backend = CountedBackend()
-    first, second = (engine_with(loaded, attention_backend=backend) for _ in range(2))
-    prompts = [oracle.prompts[i] for i in EVERYONE]
-    for engine in (first, second):
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, greedy_params(MAX_TOKENS))
-    outputs: dict[tuple[int, str], list[int]] = {}
-    for _ in range(4 * MAX_TOKENS):  # a step of one, a step of the other
-        for number, engine in enumerate((first, second)):
-            for output in engine.step() if engine.has_unfinished_requests() else ():
-                if output.finished:
-                    outputs[number, output.request_id] = output.outputs[0].token_ids
-    expected = [oracle.expected(i, MAX_TOKENS) for i in EVERYONE]
-    assert [outputs[0, str(i)] for i in range(len(EVERYONE))] == expected
-    assert [outputs[1, str(i)] for i in range(len(EVERYONE))] == expected
 
 
 @pytest.mark.parametrize("field", ["policy", "chunked_prefill", "speculative"])
@@ -338,18 +300,6 @@ def test_what_does_not_go_with_an_own_part_is_refused(field, config, why) -> Non
         EngineConfig(**(own | config))
 
 
-def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
-    config = EngineConfig(
-        policy=ShortestFirst(),
-        chunked_prefill=FiveAtATime(),
-        tensor_parallel_size=2,
-        **cast("dict", MAKERS),
-    )
-    told = EngineConfig(**config_to_map(config))
-    assert told.cuts_prompts and told.chunked_prefill is True
-    assert (told.scheduler, told.policy, told.prefix_cache) == ("two_phase", "fcfs", "hash")
-
-
 @pytest.mark.parametrize(
     "where",
     [*SCHEDULERS.values(), *PREFIX_CACHES.values(), *PROPOSERS.values(), *LAZY_PLUGINS.values()]
@@ -358,21 +308,6 @@ def test_of_parts_that_plan_a_worker_learns_what_it_needs() -> None:
 )
 def test_every_name_leads_somewhere(where: str) -> None:
     assert callable(resolve_name(where))
-
-
-def test_the_engine_finds_grammars_by_name() -> None:
-    source = Path(engine_module.__file__).read_text(encoding="utf-8")
-    assert "common.features.grammars" not in source
-
-
-class Unnamed(SchedulePolicy):
-    def key(self, request: Request) -> int:
-        return request.num_prompt_tokens
-
-
-class DerivedFromFCFS(FCFSPolicy):
-    def key(self, request: Request) -> int:
-        return request.num_prompt_tokens
 
 
 @pytest.mark.parametrize(

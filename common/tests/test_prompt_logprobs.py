@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
 from common.engine import LLMEngine
-from common.sampling import scored_prompts
-from common.sampling.prompt_logprobs import PromptLogprobs
-from common.tests.engine_oracle import Oracle, checked_engine, greedy_params, paged_runner
+from common.tests.engine_oracle import Oracle, checked_engine, greedy_params
 from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
@@ -74,28 +70,6 @@ def test_a_prompt_is_scored_as_transformers_does(way: str, oracle, loaded, expec
     assert (engine.stats().num_preemptions > 0) == (way == "preempted")
 
 
-@pytest.mark.parametrize("most", [1, 5, 256])
-def test_each_position_is_scored_once_and_few_at_a_time(
-    most: int, oracle, loaded, expected, monkeypatch
-) -> None:
-    """For two samples, in chunks, and preempted again and again."""
-    monkeypatch.setattr(scored_prompts, "MAX_ROWS", most)
-    engine = checked_engine(
-        loaded, block_size=4, num_blocks=200, preempt_every=2, max_num_batched_tokens=16
-    )
-    real, rows = scored_prompts.logprob_numbers, []
-    monkeypatch.setattr(
-        scored_prompts, "logprob_numbers", lambda raw, *x: rows.append(len(raw)) or real(raw, *x)
-    )
-    prompt = oracle.prompts[7][:33]
-    params = replace(greedy_params(3, n=2), prompt_logprobs=1)
-    (output,) = engine.generate_batch([prompt], params).values()
-    must_be(output, prompt, expected[7], 1)
-    (again,) = engine.generate_batch([prompt], replace(params, prompt_logprobs=None)).values()
-    assert again.outputs == output.outputs and engine.stats().num_preemptions > 1
-    assert sum(rows) == len(prompt) - 1 > 16 and max(rows) == min(most, 16)
-
-
 def test_what_is_aborted_keeps_what_was_scored(oracle, loaded, expected) -> None:
     engine = checked_engine(loaded, num_blocks=200, max_num_batched_tokens=8)
     prompt = oracle.prompts[7][:33]
@@ -104,18 +78,6 @@ def test_what_is_aborted_keeps_what_was_scored(oracle, loaded, expected) -> None
     output = engine.abort_request("a")
     assert output is not None and output.prompt_logprobs is not None
     assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:9]]
-
-
-def test_padding_of_the_vocabulary_is_impossible(oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200)
-    late = paged_runner(engine).state._late
-    late["prompt_logprobs"] = partial(PromptLogprobs, 90)
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
-    (output,) = engine.generate_batch([[5, 92, 7]], params).values()
-    _, other, entry = output.prompt_logprobs
-    assert (other.logprob, other.rank, len(other.top)) == (-math.inf, 91, 90)
-    assert sum(map(math.exp, other.top.values())) == pytest.approx(1)
-    assert entry.rank <= 90 and entry.logprob == entry.top[7]
 
 
 def test_what_is_in_the_cache_cannot_be_scored(loaded) -> None:

@@ -3,7 +3,6 @@ shorter prompt, no cache."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -176,26 +175,6 @@ def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, got, loade
     with pytest.raises(ValueError, match=f"^{field} must be .*, got .*{got!r}") as error:
         engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
     assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
-
-
-def test_who_wants_no_text_has_no_stop_strings(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"^stop must .*detokenize=True, got \('x',\)"):
-        generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
-
-
-def test_stats_of_late_begin_anew_with_all_others(oracle: Oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, block_size=4)
-    for _ in range(2):
-        engine.generate_batch([oracle.prompts[5]], greedy_params(5))
-    stats, length = engine.stats(), len(oracle.prompts[5])
-    assert stats.recent_prefix_cache_hit_rate == stats.prefix_cache_hit_rate > 0.3
-    ratio = stats.recent_prompt_throughput / stats.recent_output_throughput
-    assert math.isclose(ratio, 2 * length / 10) and stats.recent_output_throughput >= 1
-    assert engine.reset_prefix_cache()
-    assert engine.stats().recent_prefix_cache_hit_rate == 0 < engine.stats().prefix_cache_hit_rate
-    engine.reset_stats()
-    stats = engine.stats()
-    assert stats.recent_prompt_throughput == stats.recent_output_throughput == 0
 
 
 def test_structured_outputs_is_another_name_of_grammar() -> None:

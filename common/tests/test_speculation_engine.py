@@ -15,7 +15,6 @@ from common.tests.engine_oracle import (
     MAX_TOKENS,
     Oracle,
     checked_engine,
-    greedy_params,
     serve,
 )
 from common.tests.every_kind import must_be_drawn_from, must_say_the_same
@@ -55,26 +54,6 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
     assert num_drafted_passes <= min(stats.num_drafted_tokens, stats.num_passes)
     found = stats.num_accepted_tokens / max(num_drafted_passes, 1)
     assert stats.mean_accepted_length == pytest.approx(1 + found)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("k", [1, 3, 6])
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_drafter_that_is_the_target_is_always_right(k, cache, oracle, loaded):
-    """Trap 41: neither a prefix hit nor full acceptance leaves a hole in the draft model's KV."""
-    engine = checked_engine(
-        loaded,
-        draft=loaded,
-        block_size=4,
-        num_blocks=400,
-        prefix_cache=cache,
-        speculative={"method": "draft", "num_spec_tokens": k, "adaptive": False},
-    )
-    for _ in range(3):  # the second and third time with every prompt in the cache
-        serve(engine, oracle, list(range(len(oracle.prompts))), MAX_TOKENS)
-    stats = engine.stats()
-    assert stats.num_accepted_tokens == stats.num_drafted_tokens > 0
-    assert (stats.cached_tokens > 0) == (cache is not None)
 
 
 # -- constraints and ends
@@ -163,15 +142,6 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
         assert len(results[1][1]) == len(results[1][0][0])
 
 
-def test_latencies_are_as_many_as_tokens(oracle, loaded):
-    config = EngineConfig(num_blocks=200, speculative={"method": "ngram", "adaptive": False})
-    engine = LLMEngine(config, loaded=loaded)
-    engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS["right"])
-    output = serve(engine, oracle, [3], 12)[0]
-    assert len(output.metrics.inter_token_latencies) == 11
-    assert output.metrics.inter_token_latencies.count(0.0) == engine.stats().num_accepted_tokens
-
-
 # -- without a seed: the law
 
 
@@ -237,21 +207,3 @@ def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
         return LLMEngine(config, loaded=loaded, draft=draft).kv_cache.num_blocks
 
     assert num_blocks({"method": "draft"}) == num_blocks({"method": "ngram"}) // 2
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("n, k", [(1, 2), (1, 4), (3, 2), (3, 4)])
-def test_the_equation_of_tokens_holds(n, k, oracle, loaded, draft):
-    """Scheduled tokens = prompts + outputs - 1 + rejected drafts: without a cache, nothing is
-    shared."""
-    config = EngineConfig(
-        num_blocks=200,
-        prefix_cache=None,
-        speculative={"method": "draft", "num_spec_tokens": k, "adaptive": False},
-    )
-    engine = LLMEngine(config, loaded=loaded, draft=draft)
-    prompt = oracle.prompts[5]
-    engine.generate_batch([prompt], greedy_params(10, n=n))
-    stats = engine.stats()
-    rejected = stats.num_drafted_tokens - stats.num_accepted_tokens
-    assert stats.scheduled_tokens == n * (len(prompt) + 10 - 1) + rejected

@@ -10,8 +10,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT
-from common.llm import LLM
 from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
 from request import SamplingParams
@@ -112,19 +110,6 @@ def test_who_has_no_token_left_ends_in_an_error_and_alone(
     assert other.outputs[0].token_ids == oracle.expected(1, 5)
 
 
-def test_padding_of_the_vocabulary_is_no_token() -> None:
-    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
-    engine = llm.engine
-    engine._input_processor.vocab_size -= 3
-    for field in ("allowed_token_ids", "logit_bias"):
-        with pytest.raises(
-            ValueError, match=f"^{field} must .*, got {engine._input_processor.vocab_size}"
-        ):
-            ids = {engine._input_processor.vocab_size: 1.0}
-            given = ids if field == "logit_bias" else list(ids)
-            engine.add_request("a", [1], SamplingParams(**{field: given}))
-
-
 def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
     engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
     for rules in (dict(allowed_token_ids=[4, 3]), dict(stop_token_ids=range(97))):
@@ -154,17 +139,3 @@ def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
     assert tokens(bad, first, bad) == tokens(params, first, params)
     with pytest.raises(ValueError, match=f"^bad_words must .*0 to {row - 1}, got {row}"):
         engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
-
-
-def test_a_bad_word_of_a_text_is_not_said(shipped_tokenizer) -> None:
-    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
-    params = SamplingParams(temperature=0, max_tokens=24)
-    (plain,) = llm.generate(["def area(self"], params, use_tqdm=False)
-    word = plain.outputs[0].text.split()[1]
-    banned = replace(params, bad_words=[word])
-    (other,) = llm.generate(["def area(self"], banned, use_tqdm=False)
-    assert other.outputs[0].text != plain.outputs[0].text
-    ids = other.outputs[0].token_ids
-    for text in (word, f" {word}"):
-        sequence = shipped_tokenizer.encode(text)
-        assert all(ids[i : i + len(sequence)] != sequence for i in range(len(ids)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,11 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from batch_layout import ComposedBatch
 from common.engine import LLMEngine
 from common.runner import overlap
-from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins, StepRows, UploadBuffer
 from common.tests.engine_oracle import checked_engine, paged_runner
 from common.tests.pretend_device import PretendDevice, pretend_device
 from request import SamplingParams
-from scheduler_interface import FinishedStep, NewRequestData, RunnerInput, StepHandle
+from scheduler_interface import FinishedStep, RunnerInput, StepHandle
 
 LONG = dict(max_tokens=7, ignore_eos=True)
 KINDS = {
@@ -99,33 +96,6 @@ class Counted:
         return handle
 
 
-class Banned(RunnerPlugin):
-    """Tokens that a request may not say, forbidden while the device computes."""
-
-    name = "banned"
-
-    def __init__(self) -> None:
-        self.ids_of: dict[int, list[int]] = {}
-        self.has_banned: list[bool] = []  # in each step
-
-    def admit(self, row: int, new: NewRequestData) -> None:
-        self.ids_of[row] = new.features.get(self.name, [])
-
-    def before_sampling(self, step: StepRows, upload: UploadBuffer):
-        rows = np.repeat(step.queries.rows, step.queries.num_logit_rows).tolist()
-        cells = [(i, token) for i, row in enumerate(rows) for token in self.ids_of[row]]
-        self.has_banned.append(bool(cells))
-        if not cells:
-            return None
-        there = upload.add(np.array(cells))
-        minus_inf = upload.add(np.full(1, -np.inf))
-
-        def ban(logits: torch.Tensor) -> torch.Tensor:
-            return logits.index_put(there().unbind(1), minus_inf().to(logits.dtype))
-
-        return ban
-
-
 def said(
     engine: LLMEngine, kinds: list[SamplingParams], banned: dict[int, list[int]] | None = None
 ) -> dict[str, list[int]]:
@@ -177,30 +147,3 @@ def test_one_copy_a_step(way: str, kind: str, random_loaded, monkeypatch) -> Non
     for uploads, has_guessed in counted.steps:
         assert uploads == 1 + (has_guessed and draft is not None)
     assert device.reads == len(counted.steps) + drafting
-
-
-@pytest.mark.parametrize("way", ["plain", "in chunks", "overlap", "n-gram"])
-def test_what_is_worked_out_meanwhile_is_a_copy_more_in_such_steps(
-    way: str, random_loaded, monkeypatch
-) -> None:
-    config = {"seed": 0, "num_blocks": 200, "block_size": 4} | WAYS[way]
-    monkeypatch.setattr(overlap, "ThreadedRunner", overlap.QueuedRunner)
-    kinds = [KINDS["greedy"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)] * 2
-    free = said(checked_engine(random_loaded, **config), kinds)
-    banned = {i: free[str(i)][:1] for i in (1, 3)}
-    outputs = []
-    for is_counted in (False, True):
-        engine, plugin = checked_engine(random_loaded, **config), Banned()
-        runner = paged_runner(engine)
-        runner.state.plugins = RunnerPlugins([runner.state.sampling, plugin])
-        with pretend_device(monkeypatch) if is_counted else nullcontext() as device:
-            if device is not None:
-                OnDevice(runner, device)
-                engine.core.runner = counted = Counted(engine.core.runner, device)
-            outputs.append(said(engine, kinds, banned))
-    assert outputs[0] == outputs[1]
-    for i in range(4):
-        is_free = outputs[1][str(i)] == free[str(i)]
-        assert is_free == (i not in banned) and not {*outputs[1][str(i)]} & {*banned.get(i, ())}
-    assert [uploads - 1 for uploads, _ in counted.steps] == plugin.has_banned
-    assert {True, False} == {*plugin.has_banned} and device.reads == len(counted.steps)
