@@ -120,9 +120,9 @@ def why_not(settings: Mapping[str, Value]) -> str | None:
             return "tiers keep whole blocks"
     if settings.get("model") == "windows" and settings.get("speculative") == "draft":
         return "no layer sees all that the draft model does"
-    if settings.get("kv_tiers") is not None:
-        if "prefix_cache" in settings and settings["prefix_cache"] is None:
-            return "tiers are below a cache"
+    has_no_cache = "prefix_cache" in settings and settings["prefix_cache"] is None
+    if settings.get("kv_tiers") is not None and has_no_cache:
+        return "tiers are below a cache"
     if settings.get("pipeline_parallel_size") == 2:
         if settings.get("target_step_ms") is not None:
             return "a stage's time is not a step's"

@@ -162,34 +162,6 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     engine.close()
 
 
-def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
-    """One slot, and a stream of requests for the adapter that has it, which never pauses."""
-    engine = checked_engine(
-        model, adapters=directories, max_loras=1, max_num_seqs=2, num_blocks=200
-    )
-    engine.scheduler.waiting.max_overtakes = 5
-    names = itertools.count()
-
-    def add_own(num_tokens: int) -> None:
-        name, params = f"own {next(names)}", greedy_params(num_tokens)
-        engine.add_request(name, prompts[0], params, adapter="everything")
-
-    add_own(2)
-    add_own(5)
-    engine.step()
-    engine.add_request("other", prompts[0], greedy_params(3), adapter="attention")
-    stats = engine.stats()
-    assert (stats.running_adapters, stats.waiting_adapters) == (["everything"], ["attention"])
-    for step in range(60):
-        ended = [output.request_id for output in engine.step() if output.finished]
-        if "other" in ended:
-            assert step > 10 and next(names) > 5, "nobody has overtaken it"
-            return
-        for _ in ended:
-            add_own(4)
-    raise AssertionError("it starves")
-
-
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_names_change_their_content_while_requests_with_grammars_run(
     seed, model, directories, prompts

@@ -29,9 +29,9 @@ DTYPES = [
     for dtype in (torch.float32, torch.bfloat16)
     for reason in [reason_not_packed(dtype, CPU)]
 ]
-# One process, whose prompts are not computed token by token, which takes long.
+# One process. In the normal run prompts are not computed token by token, which takes long.
 ROWS = [row for row in covering_array() if row.as_dict()["pipeline_parallel_size"] == 1]
-SAMPLE = [row for row in ROWS if str(row.as_dict()["chunked_prefill"]) != "1"][::9]
+SAMPLE = [row for row in ROWS if str(row.as_dict()["chunked_prefill"]) not in ("1", "3")][::9]
 # The longest ones fill a span of keys, and leave it with their outputs. One is another's beginning.
 PROMPT_LENGTHS = (1, 5, 16, 33, 70, 112, 127, 128)
 NUM_OUTPUTS = 10
@@ -141,7 +141,7 @@ def test_where_bits_depend_on_the_rows_of_a_call_every_call_has_one_tile(monkeyp
     for function in (models, alone):  # those of this processor stay as they are
         monkeypatch.setitem(globals(), function.__name__, cache(function.__wrapped__))
     combination = Combination.parse(["chunked_prefill=16", "block_size=16", "speculative=draft"])
-    only = (1, 4, 5)
+    only = (1, 4)
     for is_invariant in (True, False):  # without it other bits are found
         found = serve(torch.float32, config_of(combination, is_invariant), 5, only)
         wanted = [alone(torch.float32, is_invariant)[i] for i in only]
