@@ -122,7 +122,7 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
 
 
 def test_plugins_work_between_the_forward_pass_and_sampling(random_loaded) -> None:
-    """For the changes of plugins there, see `common/tests/test_uploads_engine.py`."""
+    """For whole steps on a device, see `common/tests/test_fake_decode.py`."""
     log: list[str] = []
 
     class Looks(RunnerPlugin):

@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.assembly.assembly import make_attention, set_regions
-from common.engine_config import EngineConfig
+from common.assembly.assembly import set_regions
 from common.models.experts.expert_config import qwen3_moe
 from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
@@ -29,7 +28,6 @@ from common.sampling.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.fake_gpu import CUDA, fake_gpu
-from mixed_attention import MixedAttentionBackend
 from mixed_attention_triton import MixedTritonAttentionBackend
 from mixed_batch import compose
 from paged_attention_triton import TritonAttentionBackend
@@ -197,16 +195,3 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
             )
         assert graphs.num_replays == 2
         assert gpu.uploads == num_before + 3, "one copy a step, whatever is sampled"
-
-
-@pytest.mark.parametrize("dtype, head_dim", [(torch.float64, 128), (torch.float32, 512)])
-def test_what_triton_does_not_take_is_attended_in_pytorch(dtype, head_dim, monkeypatch, caplog):
-    """`"auto"` says so; where Triton is named, it is refused before the first step."""
-    config = replace(QWEN2, head_dim=head_dim, num_hidden_layers=1)
-    with fake_gpu(monkeypatch):
-        loaded = LoadedModel(DecoderModel(config, dtype, CUDA), config)
-        attention = make_attention(EngineConfig(device="cpu"), loaded)
-        assert isinstance(attention.backend, MixedAttentionBackend) and not attention.is_triton
-        assert "falls back" in caplog.text and f"head_dim {head_dim}" in caplog.text
-        with pytest.raises(ValueError, match="attention_backend='torch'"):
-            make_attention(EngineConfig(device="cpu", attention_backend="triton"), loaded)

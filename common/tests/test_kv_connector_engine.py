@@ -182,28 +182,6 @@ def test_what_the_device_has_no_room_for_comes_back_from_host_and_disk(
     engine.close()
 
 
-@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first", "fcfs"])
-def test_tiers_forget_every_request_that_has_ended(scheduler, oracle, loaded, pool):
-    """Finished or aborted, running or waiting, loaded or not, with blocks published or none."""
-    how = dict(num_blocks=20, max_num_seqs=2, scheduler=scheduler)
-    engine = make_engine(loaded, PoolConnector(pool, "a"), KVTierConfig(500), **how)
-    prompts = [prompt for prompt in oracle.prompts if len(prompt) < 50] + [[1], [2, 3]]
-    tiers, most = engine.prefix_cache.listener, 0
-    for turn in range(2):  # in the second, the tiers have something to load
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"{turn}.{i}", prompt, greedy_params(2))
-        for step in range(400):
-            if step % 3 == 0:
-                engine.abort_request(f"{turn}.{step % len(prompts)}")
-            engine.step()
-            most = max(most, len(tiers._found))
-            if not engine.has_unfinished_requests():
-                break
-        assert not engine.has_unfinished_requests() and tiers._found == {}
-    assert most > 0 and tiers.stats.num_host_hits > 0
-    engine.close()
-
-
 # -- KV that is bad
 
 

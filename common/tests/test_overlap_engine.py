@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+from common.runner.overlap import OverlappedEngineCore
 from common.runner.pipeline import PipelinedEngineCore
 from common.tests.engine_oracle import (
     checked_engine,
@@ -148,29 +148,6 @@ def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
         entry and entry.token_id for entry in output.prompt_logprobs
     ]
     assert entries == (None if num_top is None else [None, *prompt[1:]])
-
-
-def test_why_a_request_has_no_token_left_is_not_asked_of_the_next_one_of_its_name(
-    random_oracle, random_loaded, monkeypatch
-) -> None:
-    """Trap 82. As on a GPU, the next plan is laid out when the step is read. Positions after the
-    second request's prompt hold anything."""
-    monkeypatch.setattr("common.runner.overlap.ThreadedRunner", QueuedRunner)
-    engine = overlapped_engine(random_loaded)
-    rules = {"allowed_token_ids": [5], "bad_words": [[5, 5]]}
-    engine.add_request("a", random_oracle.prompts[1], replace(greedy_params(9), **rules))
-    engine.step()  # the step in which no token is left is in flight
-    engine.abort_request("a")
-    engine.add_request("a", random_oracle.prompts[0], greedy_params(4))
-    state = paged_runner(engine).state
-    admit = state.admit
-
-    def poisoned(new):
-        state.token_ids[:] = -50
-        admit(new)
-
-    state.admit = poisoned
-    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(0, 4)
 
 
 # -- stages
