@@ -34,6 +34,7 @@ EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 # No sequence is longer than this window, so nothing is refused because of it. OLMo 3 has a window
 # that hides most of a prompt.
 TWO_KINDS = dict(layer_types=[W, F], sliding_window=256)
+LAST_TWO = dict(sliding_window=5, layer_types=[F, W, W], num_hidden_layers=3)
 TURNS = dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5)
 
 # Lengths of prompts, and where each parts from the longest one: at 0, it is a prefix of it.
@@ -97,6 +98,7 @@ MODELS: dict[str, tuple[Callable | Path, Callable[[], list[list[int]]]]] = {
         partial(save, kind=Qwen2Config, use_sliding_window=True, **TURNS),
         partial(sharing, *FEWER),
     ),
+    "one in three": (partial(save, use_sliding_window=True, **LAST_TWO), partial(sharing, *FEWER)),
     "windows": (partial(save, kind=MistralConfig, sliding_window=7), partial(sharing, *FEWER)),
     "shipped": (SHIPPED_CHECKPOINT, shipped_prompts),
     "shipped texts": (SHIPPED_CHECKPOINT, shipped_texts),
