@@ -45,9 +45,7 @@ def test_a_warm_run_equals_a_cold_one(model, block_size, prefix_cache):
 
 
 @CACHES
-def test_requests_that_arrive_together_compute_and_keep_what_they_share_once(
-    prefix_cache, oracle, loaded
-):
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(prefix_cache, oracle, loaded):
     """Trap 2: nobody computes what another request computes in the same step; and of tokens that
     are decoded side by side there is one copy."""
     engine = checked_engine(loaded, block_size=4, num_blocks=500, prefix_cache=prefix_cache)
