@@ -2,7 +2,7 @@
 happened on the way, and what must always hold holds after every step.
 
 The model is fake and its KV is not: see fake_model.py. With the real model the same is shown in
-common/tests/test_claims.py."""
+common/tests/test_equivalence_matrix.py."""
 
 from __future__ import annotations
 

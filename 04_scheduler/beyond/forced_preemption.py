@@ -1,7 +1,7 @@
 """A debug switch: preempt a request every N steps, whether memory is short or not.
 
 Preemption is rare and happens at bad moments. A run that preempts at every possible moment must
-generate the same tokens as an undisturbed one (`common/tests/test_claims.py`).
+generate the same tokens as an undisturbed one (`common/tests/test_equivalence_matrix.py`).
 
 See 04_scheduler/beyond/README.md"""
 

@@ -1,12 +1,17 @@
-"""The axes of the equivalence matrix: a `Combination` is one setting of every one.
+"""The array of engine runs: a `Combination` is one setting of every axis, and `covering_array` is
+some 80 of them in which every two settings meet that can meet.
 
 Some combinations are refused by the engine; `why_not` knows which, and says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from sglang_policies import POLICIES
 
@@ -19,28 +24,35 @@ SPECULATIVE: dict[str | None, dict | None] = {
     "draft": {"method": "draft", "num_spec_tokens": 3, "adaptive": False},
 }
 AXES: dict[str, tuple[Value, ...]] = {
-    "model": ("random", "experts", "gemma3", "olmo3", "shipped"),
+    "model": ("random", "experts", "gemma3", "olmo3", "turns", "windows", "shipped"),
     "scheduler": ("two_phase", "prefill_first", "fcfs"),
     "policy": tuple(POLICIES),
     "prefix_cache": (None, "hash", "radix"),
-    "chunked_prefill": (False, True, 1, 3, 16, 1000),
+    "chunked_prefill": (False, True, 1, 3, 16),
     "max_num_batched_tokens": (128, 24),
+    "max_num_seqs": (4, 2),
     "max_long_partial_prefills": (None, 1),
     "mixing": (False, True),
     "target_step_ms": (None, 0.001, 4.0),  # shorter than any step; about as long as one
     "speculative": tuple(SPECULATIVE),
     "block_size": (1, 3, 16, 33),
-    "preempt_every": (None, 1, 2, 3, 5),
+    "preempt_every": (None, 1, 2, 5),
+    "watermark": (0.0, 0.2),
+    "shuffle_waiting": (False, True),
     "pool": ("ample", "just"),  # "just": the largest request and one block
+    "kv_tiers": (None, "host"),
+    "pipeline_parallel_size": (1, 2),  # stages, in threads
     "overlap_scheduling": (False, True),
     "emulate_graphs": (False, True),
     "adapters": (None, "mixed"),  # a prompt has one of three, or none
     "grammars": (None, "mixed"),  # one of four, or none
     "compile": (False, True),
 }
-# No setting of these is ever refused.
-FREE_AXES = ("block_size", "pool", "overlap_scheduling", "emulate_graphs")
-FREE_AXES += ("adapters", "grammars", "compile")
+WINDOWED = ("olmo3", "turns", "windows")  # prompts are longer than the window
+
+# With stages these need processes: common/parallel/test_remote.py.
+OF_PROCESSES = ("kv_tiers", "adapters", "grammars", "compile")
+IN_THREADS = "stages are threads here"
 
 
 @dataclass(frozen=True)
@@ -99,11 +111,23 @@ def why_not(settings: Mapping[str, Value]) -> str | None:
                 return f"fcfs has no {axis}"
         if "chunked_prefill" in settings and not isinstance(chunks, bool):
             return "fcfs computes prompts whole"
-    if settings.get("model") == "olmo3":
+    if settings.get("model") in WINDOWED:
         if scheduler not in (None, "two_phase") or settings.get("mixing"):
             return "its layers have tables of their own"
         if settings.get("prefix_cache") == "radix":
             return "a window leaves parents in front of their children"
+        if settings.get("kv_tiers") is not None:
+            return "tiers keep whole blocks"
+    if settings.get("model") == "windows" and settings.get("speculative") == "draft":
+        return "no layer sees all that the draft model does"
+    has_no_cache = "prefix_cache" in settings and settings["prefix_cache"] is None
+    if settings.get("kv_tiers") is not None and has_no_cache:
+        return "tiers are below a cache"
+    if settings.get("pipeline_parallel_size") == 2:
+        if settings.get("target_step_ms") is not None:
+            return "a stage's time is not a step's"
+        if any(settings.get(axis) for axis in OF_PROCESSES):
+            return IN_THREADS
     if settings.get("mixing") and scheduler not in (None, "prefill_first"):
         return "there is nothing to mix"
     if settings.get("target_step_ms") is not None and chunks is False:
@@ -116,3 +140,77 @@ def why_not(settings: Mapping[str, Value]) -> str | None:
     if settings.get("max_num_batched_tokens") == 24 and (is_fcfs or chunks is False):
         return "a prompt is longer than a step"
     return None
+
+
+# -- which are run
+
+Pair = tuple[str, str]  # two settings, each as "axis=value": True and 1 are not the same here
+NUM_CANDIDATES = 12
+
+
+def pairs_of(settings: Mapping[str, Value]) -> list[Pair]:
+    return list(itertools.combinations((f"{a}={settings[a]}" for a in AXES if a in settings), 2))
+
+
+def pairs_that_can_meet() -> dict[Pair, dict[str, Value]]:
+    found = {}
+    for axis, other in itertools.combinations(AXES, 2):
+        for value, other_value in itertools.product(AXES[axis], AXES[other]):
+            if why_not(settings := {axis: value, other: other_value}) is None:
+                found[pairs_of(settings)[0]] = settings
+    return found
+
+
+@cache
+def covering_array(seed: int = 0) -> list[Combination]:
+    """Combinations in which every two settings meet that can meet. Each is begun with a pair that
+    is missing and grown axis by axis with what adds most missing pairs; of some that were grown in
+    different orders the best is kept. Deterministic."""
+    rng = random.Random(seed)
+    missing = pairs_that_can_meet()
+    rows: list[Combination] = []
+    while missing:
+        start = next(iter(missing.values()))
+        candidates = [_grow(start, missing, rng) for _ in range(NUM_CANDIDATES)]
+        best = max(candidates, key=lambda row: _num_missing(row, missing))
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
+        rows.append(Combination.of(best, seed=len(rows)))
+    return rows
+
+
+def _num_missing(settings: Mapping[str, Value], missing: Mapping[Pair, object]) -> int:
+    return sum(map(missing.__contains__, pairs_of(settings)))
+
+
+def _grow(
+    start: Mapping[str, Value], missing: Mapping[Pair, object], rng: random.Random
+) -> dict[str, Value]:
+    settings = dict(start)
+    axes = [axis for axis in AXES if axis not in settings]
+    rng.shuffle(axes)
+    for axis in axes:
+        grown = [{**settings, axis: value} for value in AXES[axis]]
+        grown = [more for more in grown if why_not(more) is None]
+        most = max(_num_missing(more, missing) for more in grown)
+        best = [more for more in grown if _num_missing(more, missing) == most]
+        # Of equals any; but the shipped model takes longer, and runs only where it is needed.
+        settings = best[0] if axis == "model" else rng.choice(best)
+    return settings
+
+
+def shuffled_product(seed: int = 0) -> Iterator[Combination]:
+    """Every valid combination once, in an order that `seed` chooses: in strides around the circle
+    of all, so that nothing has to be remembered, and settings of the first axes take turns."""
+    size = math.prod(map(len, AXES.values()))
+    rng = random.Random(seed)
+    start = rng.randrange(size)
+    stride = next(s for s in iter(lambda: rng.randrange(size), None) if math.gcd(s, size) == 1)
+    for i in range(size):
+        index = (start + i * stride) % size
+        settings, rest = {}, index
+        for axis, values in AXES.items():
+            rest, i = divmod(rest, len(values))
+            settings[axis] = values[i]
+        if why_not(settings) is None:
+            yield Combination.of(settings, seed=index)

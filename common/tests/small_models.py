@@ -27,18 +27,15 @@ from common.tests.engine_oracle import (
     with_noise,
 )
 from common.tests.grammar_cases import CASES, greedy_within, small_tokenizer
-from common.tests.model_cases import F, W, save_case
+from common.tests.model_cases import F, W
 
 CPU = torch.device("cpu")
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 # No sequence is longer than this window, so nothing is refused because of it. OLMo 3 has a window
 # that hides most of a prompt.
 TWO_KINDS = dict(layer_types=[W, F], sliding_window=256)
-TURNS = dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5)
 LAST_TWO = dict(sliding_window=5, layer_types=[F, W, W], num_hidden_layers=3)
-LONG = dict(max_position_embeddings=256, initializer_range=0.6)
-FOUR = LONG | dict(sliding_window=6, num_hidden_layers=4, layer_types=[W, W, F, W])
-NINE = LONG | dict(sliding_window=9, layer_types=[W, W, W], tie_word_embeddings=False)
+TURNS = dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5)
 
 # Lengths of prompts, and where each parts from the longest one: at 0, it is a prefix of it.
 LENGTHS = ((1, 2, 16, 33, 48, 49, 64, 97), (0, 0, 0, 0, 16, 33, 48, 40))
@@ -82,8 +79,6 @@ def shipped_texts() -> list[list[int]]:
     return [load_tokenizer(SHIPPED_CHECKPOINT).encode(text) for text in texts]
 
 
-windowed = partial(random_prompts, 12, vocab_size=97, longest=60, seed=1)
-of_two_kinds = partial(random_prompts, 7, vocab_size=89, longest=60, seed=2)
 save = partial(save_random_model, seed=3)
 # What saves the checkpoint, or a shipped one, and the prompts.
 MODELS: dict[str, tuple[Callable | Path, Callable[[], list[list[int]]]]] = {
@@ -98,6 +93,13 @@ MODELS: dict[str, tuple[Callable | Path, Callable[[], list[list[int]]]]] = {
         partial(save, kind=Olmo3Config, **TWO_KINDS | dict(sliding_window=10)),
         partial(sharing, *FEWER),
     ),
+    # windows in some layers, fewer groups than layers, and in all
+    "turns": (
+        partial(save, kind=Qwen2Config, use_sliding_window=True, **TURNS),
+        partial(sharing, *FEWER),
+    ),
+    "one in three": (partial(save, use_sliding_window=True, **LAST_TWO), partial(sharing, *FEWER)),
+    "windows": (partial(save, kind=MistralConfig, sliding_window=7), partial(sharing, *FEWER)),
     "shipped": (SHIPPED_CHECKPOINT, shipped_prompts),
     "shipped texts": (SHIPPED_CHECKPOINT, shipped_texts),
     "draft's texts": (SHIPPED_DRAFT, shipped_texts),  # a fourth of the time
@@ -107,17 +109,7 @@ MODELS: dict[str, tuple[Callable | Path, Callable[[], list[list[int]]]]] = {
         partial(random_prompts, 24, vocab_size=97, longest=40, seed=0),
     ),
     "family": (partial(save, seed=1), partial(family_prompts, seed=2)),
-    # windows in some layers and in all; as many groups as layers, fewer, and one
-    "one in three": (partial(save, use_sliding_window=True, **LAST_TWO), windowed),
-    "in turns": (partial(save, kind=Qwen2Config, use_sliding_window=True, **TURNS), windowed),
-    "all windows": (partial(save, kind=MistralConfig, sliding_window=7), windowed),
-    # layers of two kinds, and of one, with angles of their own
-    "gemma3 long": (partial(save_case, "gemma3", seed=4, **FOUR), of_two_kinds),
-    "gemma3 one kind": (partial(save_case, "gemma3", seed=4, **NINE), of_two_kinds),
-    "olmo3 long": (partial(save_case, "olmo3", seed=4, **FOUR), of_two_kinds),
 }
-WINDOWED = ("one in three", "in turns", "all windows")
-OF_TWO_KINDS = ("gemma3 long", "gemma3 one kind", "olmo3 long")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,23 +14,24 @@ import torch
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
-from common.features.adapters.adapter_slots import AdapterSlots, Ordered
 from common.models.linear import reason_not_packed
 from common.models.loader import load_model
 from common.tests.adapter_cases import KINDS, edited
-from common.tests.claims import ADAPTED, INDICES, NUM_ADAPTED, cases_of
-from common.tests.engine_oracle import checked_engine, greedy_params
+from common.tests.engine_oracle import (
+    checked_engine,
+    greedy_params,
+    num_replays,
+    paged_runner,
+)
 from common.tests.every_kind import must_be_as_likely
 from common.tests.grammar_cases import CASES, EOS, small_tokenizer
-from common.tests.small_models import subject
+from common.tests.small_models import CPU, subject
 from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
-NUM_TOKENS = NUM_ADAPTED
-PARAMS = greedy_params(NUM_TOKENS)
-NAMES = (None, *KINDS)
+INDICES, NUM_TOKENS = (0, 1, 8, 15), 8
+PARAMS, NAMES = greedy_params(NUM_TOKENS), (None, *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +44,13 @@ def prompts(family_oracle) -> list[list[int]]:
     return [family_oracle.prompts[i] for i in INDICES]
 
 
-@pytest.fixture(scope="module")
-def right() -> Callable[..., list[int]]:
-    """Return the tokens with an adapter, a grammar and a prompt's place, by `peft`."""
-    return lambda kind, grammar, i: subject("family").within(kind, grammar, INDICES[i], NUM_TOKENS)
+def right(kind: str | None, grammar: str | None, i: int) -> list[int]:
+    """The tokens with an adapter, a grammar and a prompt's place, by `peft`."""
+    return subject("family").within(kind, grammar, INDICES[i], NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def expected(right, prompts) -> dict[str | None, list[list[int]]]:
+def expected(prompts) -> dict[str | None, list[list[int]]]:
     found = {name: [right(name, None, i) for i in range(len(prompts))] for name in NAMES}
     for a, b in itertools.combinations(NAMES, 2):
         assert all(x != y for x, y in zip(found[a], found[b], strict=True)), "it changes nothing"
@@ -76,9 +74,30 @@ def serve(engine: LLMEngine, prompts, adapters, n: int = 1) -> list[list[list[in
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-@cases_of(ADAPTED)
-def test_a_mixed_batch_is_what_peft_says_of_each_alone(claim, model, number) -> None:
-    claim.hold(model, number)
+GRAPHS = dict(emulate_graphs=True, max_model_len=100, max_num_seqs=7)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, dict(max_loras=1), GRAPHS],
+    ids=["as it is", "one slot", "graphs"],
+)
+def test_a_mixed_batch_is_what_peft_says_of_each_alone(way, model, prompts, expected) -> None:
+    """And again from the cache, and as two samples. Other settings: `equivalence_axes.py`."""
+    engine = checked_engine(
+        model, **{"num_blocks": 400, "max_loras": 2, "adapters": subject("family").adapters, **way}
+    )
+    asked, names = mixed(prompts)
+    wanted = [[expected[name][prompts.index(p)]] for p, name in zip(asked, names, strict=True)]
+    for _ in range(2):
+        assert serve(engine, asked, names) == wanted
+    assert serve(engine, asked[:4], names[:4], n=2) == [tokens * 2 for tokens in wanted[:4]]
+    if way == GRAPHS:
+        graphs = paged_runner(engine).graphs
+        assert graphs.beside["adapter"].num_replays > 20
+        before = num_replays(engine), graphs.beside["adapter"].num_replays
+        assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
+        assert graphs.beside["adapter"].num_replays == before[1] < num_replays(engine), "another"
 
 
 def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> None:
@@ -116,19 +135,6 @@ def test_packed_matrices_have_the_same_additions(family_oracle, directories, pro
     assert (by_prompt - by_prompt.roll(1, dims=1)).abs().amax(-1).min() > 1
 
 
-def test_two_engines_over_one_model_do_not_see_each_other(
-    model, directories, prompts, expected
-) -> None:
-    """Names too: each has its own."""
-    one = checked_engine(model, adapters={"x": directories["attention"]}, num_blocks=99)
-    other = checked_engine(model, adapters={"x": directories["everything"]}, num_blocks=99)
-    none = checked_engine(model, num_blocks=99)
-    for _ in range(2):
-        assert serve(one, prompts[:1], "x") == [expected["attention"][:1]]
-        assert serve(other, prompts[:1], "x") == [expected["everything"][:1]]
-        assert serve(none, prompts[:1], None) == [expected[None][:1]]
-
-
 @pytest.mark.parametrize("has_tier", [False, True])
 def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     has_tier, model, directories, prompts, expected
@@ -156,55 +162,17 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     engine.close()
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_who_uses_an_adapter_that_is_unloaded_ends_with_it(
-    model, directories, prompts, expected, overlaps
-) -> None:
-    engine = checked_engine(
-        model, adapters=directories, overlap_scheduling=overlaps, num_blocks=200
-    )
-    slots = engine.parts.runner_handle.adapters
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS), adapter="everything")
-    engine.step()
-    engine.unload_adapter("everything")
-    with pytest.raises(ValueError, match=r"'attention', 'one layer'\), got 'everything'"):
-        engine.add_request("late", prompts[0], adapter="everything")
-    assert len(slots.taken) == 3
-    found = {}
-    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
-        found |= {int(o.request_id): o for o in engine.step() if o.finished}
-    tokens = [found[i].outputs[0].token_ids for i in range(len(prompts))]
-    assert tokens == expected["everything"]
-    assert len(slots.taken) == 2, "nobody needs it any more"
-    engine.load_adapter("everything", directories["everything"])
-    assert serve(engine, prompts, "everything") == [[t] for t in expected["everything"]]
-
-
-TOGETHER = {
-    "ahead": dict(overlap_scheduling=True, preempt_every=3, chunked_prefill=3, block_size=3),
-    "draft": dict(speculative={"method": "draft", "num_spec_tokens": 3}, num_blocks=60),
-    "graphs": dict(emulate_graphs=True, overlap_scheduling=True, max_model_len=100),
-    "tree": dict(prefix_cache="radix", block_size=1, scheduler="prefill_first", shuffle_batch=True),
-}
-
-
-@pytest.mark.sample(seed=1)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "way", [w if w == "ahead" else pytest.param(w, marks=pytest.mark.slow) for w in TOGETHER]
-)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_names_change_their_content_while_requests_with_grammars_run(
-    way, seed, model, draft, directories, prompts, right
+    seed, model, directories, prompts
 ) -> None:
     """Adapters come and go under three names, some read while steps go on; requests that have one,
     and a grammar, and up to three samples, are aborted by chance."""
-    config = {"num_blocks": 400, "check_invariants": True, "max_num_seqs": 5, **TOGETHER[way]}
-    config = EngineConfig(**config, adapters={}, max_loras=1 + seed % 3)
+    config = dict(overlap_scheduling=True, preempt_every=3, chunked_prefill=3, block_size=3)
+    config |= dict(num_blocks=400, max_num_seqs=5, adapters={}, max_loras=1 + seed % 3)
     loaded, tokenizer = replace(model, generation_eos_token_ids=(EOS,)), small_tokenizer()
-    own_draft = draft if config.speculation is not None else None
-    engine = LLMEngine(config, loaded=loaded, draft=own_draft, tokenizer=tokenizer)
-    rng, names, loading = random.Random(f"{way} {seed}"), engine.named_adapters(), {}
+    engine = checked_engine(loaded, tokenizer=tokenizer, **config)
+    rng, names, loading = random.Random(seed), engine.named_adapters(), {}
     kind_of: dict[str, str] = {}  # by name: what is loaded
     asked: dict[str, tuple] = {}
     done: dict[str, list[tuple[list[int], str | None]]] = {}
@@ -222,19 +190,13 @@ def test_names_change_their_content_while_requests_with_grammars_run(
 
     def ask() -> None:
         name, i = rng.choice([None, *kind_of]), rng.randrange(len(prompts))
-        grammar = rng.choice([None, *CASES])
-        params = SamplingParams(
-            rng.choice([1, 1, 3]),
-            0,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=grammar is None,
-            grammar=None if grammar is None else CASES[grammar][0],
-        )
-        request_id = str(len(asked))
+        grammar, request_id = rng.choice([None, *CASES]), str(len(asked))
+        params = replace(greedy_params(NUM_TOKENS, rng.choice([1, 1, 3])), ignore_eos=not grammar)
+        params = replace(params, grammar=None if grammar is None else CASES[grammar][0])
         engine.add_request(request_id, prompts[i], params, adapter=name)
         asked[request_id] = kind_of.get(name), grammar, i
 
-    to_do = rng.choices([change, ask, int], k=120)
+    to_do = rng.choices([change, ask, int], k=100)
     for _ in as_long_as(lambda: to_do or engine.has_unfinished_requests(), max_rounds=3000):
         for do in to_do[-2:]:
             do()
@@ -254,93 +216,7 @@ def test_names_change_their_content_while_requests_with_grammars_run(
     assert not engine.parts.runner_handle.adapters.taken and engine.stats().kv_blocks_in_use == 0
 
 
-def test_whom_an_abort_ends_holds_no_adapter(model, directories, prompts) -> None:
-    engine = checked_engine(model, adapters=directories, overlap_scheduling=True, num_blocks=200)
-    engine.add_request("a", prompts[0], greedy_params(50), adapter="attention")
-    engine.add_request("b", prompts[1], greedy_params(50))
-    engine.step()
-    engine.abort_request("a")
-    engine.unload_adapter("attention")
-    assert len(engine.parts.runner_handle.adapters.taken) == 2
-    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=100):
-        engine.step()
-
-
-def test_nobody_is_passed_over_for_ever(model, directories, prompts) -> None:
-    """One slot, and a stream of requests for the adapter that has it, which never pauses."""
-    engine = checked_engine(
-        model, adapters=directories, max_loras=1, max_num_seqs=2, num_blocks=200
-    )
-    engine.scheduler.waiting.max_overtakes = 5
-    names = itertools.count()
-
-    def add_own(num_tokens: int) -> None:
-        name, params = f"own {next(names)}", greedy_params(num_tokens)
-        engine.add_request(name, prompts[0], params, adapter="everything")
-
-    add_own(2)
-    add_own(5)
-    engine.step()
-    engine.add_request("other", prompts[0], greedy_params(3), adapter="attention")
-    stats = engine.stats()
-    assert (stats.running_adapters, stats.waiting_adapters) == (["everything"], ["attention"])
-    for step in range(60):
-        ended = [output.request_id for output in engine.step() if output.finished]
-        if "other" in ended:
-            assert step > 10 and next(names) > 5, "nobody has overtaken it"
-            return
-        for _ in ended:
-            add_own(4)
-    raise AssertionError("it starves")
-
-
-def test_a_step_without_adapters_stages_nothing(model, directories, prompts) -> None:
-    engine = checked_engine(model, adapters=directories, num_blocks=200)
-    runner, seen = engine.core.runner, []
-    forward = runner.forward
-    runner.forward = lambda batch: seen.append((batch.staged, batch.step)) or forward(batch)
-    serve(engine, prompts, None)
-    assert seen and all(step == ({}, None) for step in seen)
-
-
-# -- slots
-
-
-def test_a_digest_is_of_all_that_computes(model, directories, tmp_path) -> None:
-    slots, plain = AdapterSlots(model.model, 1, 8), directories["attention"]
-    changes = {
-        "same": {},
-        "number": {"tensors": put(0.125, "lora_B")},
-        "scale": {"config": {"lora_alpha": 9}},
-    }
-    found = {
-        name: slots.read(edited(plain, tmp_path / name, **change)).digest
-        for name, change in changes.items()
-    }
-    assert found["same"] == slots.read(plain).digest
-    assert len(set(found.values())) == 3
-
-
-def test_a_slot_keeps_nothing_of_who_was_in_it(model, directories) -> None:
-    """A graph reads all ranks of a slot. What is dropped leaves its slot to others."""
-    slots = AdapterSlots(model.model, 2, 8)
-    everything, attention, one_layer = (slots.read(directories[name]) for name in KINDS)
-    for adapter in (everything, attention, one_layer):
-        slots.take(adapter)
-    slots.bring_in([everything.digest, attention.digest])
-    slots.drop(everything.digest)
-    assert set(slots.bring_in([one_layer.digest])) == {one_layer.digest}
-    assert set(slots.slot_of) == {attention.digest, one_layer.digest}
-    slot, n = slots.slot_of[one_layer.digest], 5
-    step = slots.in_graph(torch.full((n,), slot), torch.arange(n))
-    for addition in slots.additions:
-        x = torch.randn(n, addition.a.shape[-1], dtype=torch.float64)
-        y = x.new_zeros(n, sum(addition.sizes))
-        found, right = (
-            addition.add(rows, x, y.clone())
-            for rows in (step.tokens, Ordered(None, [(slot, 0, n)]))
-        )
-        torch.testing.assert_close(found, right, atol=1e-12, rtol=0)
+# -- what is refused
 
 
 def without(*parts: str) -> Callable[[dict], None]:
@@ -368,6 +244,7 @@ def narrower(tensors: dict) -> None:
     tensors[name] = tensors[name][:, :-1].contiguous()
 
 
+YEARS = r"((\w+)\.?)+!"  # trap 87
 REFUSED = {
     "rank": (dict(r=32), None, "must have rank"),
     "rank 0": (dict(r=0), None, "rank of .* got 0"),
@@ -397,6 +274,8 @@ REFUSED = {
     "another beginning": (dict(init_lora_weights="pissa"), None, "init_lora_weights must"),
     "another base": (None, narrower, r"lora_A.weight must have shape \(4, \d+\), got \(4, \d+\)"),
     "NaN": (None, put(float("nan"), "lora_A"), "must be finite"),
+    "years": (dict(rank_pattern={"q_proj": 4, YEARS: 4}), None, "rank_pattern must match .*1 s"),
+    "more years": (dict(target_modules=YEARS), None, "target_modules must match .*within 1 s"),
     "infinity": (None, put(float("inf"), "lora_B"), "must be finite"),
 }
 
@@ -417,71 +296,9 @@ def test_what_can_not_be_computed_exactly_is_refused(
         LLMEngine(EngineConfig(num_blocks=99, adapters={"wrong": wrong}), loaded=model)
 
 
-YEARS = r"((\w+)\.?)+!"
-FOR_YEARS = {
-    "target_modules": YEARS,
-    "exclude_modules": YEARS,
-    "rank_pattern": {"q_proj": 4, YEARS: 4},
-    "alpha_pattern": {YEARS: 8},
-}
-
-
-@pytest.mark.parametrize("field", FOR_YEARS)
-def test_an_expression_that_would_take_years_is_refused(
-    field, model, directories, tmp_path, monkeypatch
-) -> None:
-    """Trap 87. And the interpreter is free meanwhile: other threads run, signals are handled."""
-    wrong = edited(directories["attention"], tmp_path / "adapter", {field: FOR_YEARS[field]}, None)
-    run, ticks, is_over = subprocess.run, [], threading.Event()
-
-    def tick() -> None:
-        while not is_over.wait(0.001):
-            ticks.append(1)
-
-    def seen_run(*arguments, **options):
-        threading.Thread(target=tick).start()
-        try:
-            return run(*arguments, **options)
-        finally:
-            is_over.set()
-
-    monkeypatch.setattr(subprocess, "run", seen_run)
-    engine = checked_engine(model, adapters={}, num_blocks=99)
-    with pytest.raises(ValueError, match=f"{field} must match .*within 1 s"):
-        engine.load_adapter("wrong", wrong)
-    assert len(ticks) > 10 and engine.adapters == []
-
-
-@pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])
-def test_a_directory_that_is_none(missing, model, directories, tmp_path) -> None:
+def test_names_and_directories_that_are_none(model, directories, prompts, tmp_path) -> None:
     half = edited(directories["attention"], tmp_path / "half")
-    (half / missing).unlink()
-    engine = checked_engine(model, adapters={}, num_blocks=99)
-    for path in (half, tmp_path / "nowhere"):
-        with pytest.raises(FileNotFoundError, match="LoRA adapter's directory"):
-            engine.load_adapter("x", path)
-    for content in (b"", b"{", b"[]", b"\xff"):
-        (half / CONFIG).write_bytes(content)
-        (half / WEIGHTS).write_bytes(content)
-        with pytest.raises(ValueError, match=CONFIG):
-            engine.load_adapter("x", half)
-    (half / CONFIG).write_bytes((directories["attention"] / CONFIG).read_bytes())
-    with pytest.raises(ValueError, match="corrupt or incomplete"):
-        engine.load_adapter("x", half)
-
-
-def test_a_closed_engine_neither_loads_nor_unloads(model, directories) -> None:
-    engine = checked_engine(model, adapters=directories, num_blocks=99)
-    engine.close()
-    for name in ("attention", "nobody"):  # whether it is there or not
-        with pytest.raises(RuntimeError, match="the engine is closed"):
-            engine.unload_adapter(name)
-        with pytest.raises(RuntimeError, match="the engine is closed"):
-            engine.load_adapter(name, directories["everything"])
-    assert engine.adapters == list(directories)
-
-
-def test_names_that_are_none(model, directories, prompts) -> None:
+    (half / WEIGHTS).write_bytes(b"{")
     engine = checked_engine(model, adapters=directories, num_blocks=99)
     plain, (one, two) = checked_engine(model, num_blocks=99), prompts[:2]
     add, generate, params = engine.add_request, engine.generate_batch, SamplingParams()
@@ -501,6 +318,7 @@ def test_names_that_are_none(model, directories, prompts) -> None:
         lambda: plain.load_adapter("x", "y"): "cannot use adapters",
         lambda: plain.unload_adapter("x"): "cannot use adapters",
         lambda: plain.add_request("a", one, adapter="attention"): "cannot use adapters",
+        lambda: engine.load_adapter("new", half): f"{CONFIG}|corrupt or incomplete",
         lambda: EngineConfig(adapters=["x"]): "adapters",
         lambda: EngineConfig(adapters={"x": 5}): "adapters",
         lambda: EngineConfig(max_loras=0): "max_loras",
@@ -511,4 +329,10 @@ def test_names_that_are_none(model, directories, prompts) -> None:
     for call, message in refused.items():
         with pytest.raises(ValueError, match=message):
             call()
+    (half / WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError, match="LoRA adapter's directory"):
+        engine.load_adapter("new", half)
     assert not engine.has_unfinished_requests() and engine.adapters == list(directories)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.load_adapter("new", half)

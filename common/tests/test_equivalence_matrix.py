@@ -1,5 +1,6 @@
-"""The equivalence matrix: every two settings of the engine meet in at least one run, and no greedy
-token differs from those of `transformers`, in float64. `make matrix` runs the full product."""
+"""The array of engine runs: every two settings of the engine meet in at least one, no greedy token
+differs from those of `transformers` in float64, and each row's settings had an effect. `make
+matrix` runs the full product."""
 
 from __future__ import annotations
 
@@ -7,39 +8,59 @@ import itertools
 import os
 import random
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from common.assembly.scheduler_assembly import SchedulerParts, check_windows
-from common.engine import LLMEngine
+from common.assembly.scheduler_assembly import RunnerHandle, SchedulerParts, check_windows
 from common.engine_config import EngineConfig
 from common.models.layer_groups import deal_layers
-from common.tests.engine_oracle import paged_runner
+from common.tests.engine_oracle import checked_engine, paged_runner
 from common.tests.equivalence import (
-    WINDOWS,
+    engine_of,
     lengths_of,
     make_config,
-    make_engine,
     run_matrix,
     serve_combination,
 )
-from common.tests.equivalence_axes import AXES, Combination, Value, why_not
-from common.tests.equivalence_rows import covering_array, num_valid, shuffled_product
+from common.tests.equivalence_axes import (
+    AXES,
+    IN_THREADS,
+    WINDOWED,
+    Combination,
+    Value,
+    covering_array,
+    pairs_of,
+    pairs_that_can_meet,
+    shuffled_product,
+    why_not,
+)
+from common.tests.every_kind import everything_said, must_say_the_same
+from common.tests.small_models import subject
 from conftest import is_found
 from request import Request
-from step_plan import PreemptiveSchedulerOutput
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = covering_array()
 NUM_CHECKED = 20  # of `make check`
 # These models take longer: so many rows in the normal run, else a random one in their place.
-QUICK = {"shipped": 1, "gemma3": 3}
+QUICK = {"shipped": 0, "gemma3": 3}
+
+
+def seconds_of(row: Combination) -> int:
+    """PEFT's tokens take longer than the engine's."""
+    settings = row.as_dict()
+    return bool(settings["adapters"]) + bool(settings["grammars"])
+
+
 LATE = [
     row
     for name, most in QUICK.items()
-    for row in [row for row in ROWS if row.as_dict()["model"] == name][most:]
+    for row in sorted((row for row in ROWS if row.as_dict()["model"] == name), key=seconds_of)[
+        most:
+    ]
 ]
 CASES = [row for row in ROWS if row not in LATE]
 CASES += [Combination.of(row.as_dict() | {"model": "random"}, row.seed) for row in LATE]
@@ -54,24 +75,30 @@ def test_every_token_is_right(combination: Combination) -> None:
     # Without an effect, a setting would prove nothing.
     if settings["preempt_every"] is not None:
         assert summary.num_preemptions > 0
+    is_token_by_token = str(settings["chunked_prefill"]) == "1"
     # Token by token, few tokens are decoded, and those within a grammar repeat nothing.
-    has_drafts = settings["preempt_every"] not in (1, 2)
-    has_drafts &= settings["grammars"] is None or str(settings["chunked_prefill"]) != "1"
+    has_drafts = settings["preempt_every"] not in (1, 2) and settings["grammars"] is None
+    has_drafts &= not is_token_by_token
     if settings["speculative"] in ("ngram", "draft") and has_drafts:
         assert summary.num_drafted_tokens > 0
     if settings["chunked_prefill"] in (1, 3) and settings["chunked_prefill"] is not True:
         assert summary.num_cut > 0
-    # Token by token, the prompts that have an adapter in common share less than a block.
-    can_hit = settings["adapters"] is None or str(settings["chunked_prefill"]) != "1"
+    # Token by token, the prompts that have an adapter in common share less than a block; and from
+    # stages, a prefix may come too late.
+    has_stages = settings["pipeline_parallel_size"] > 1
+    can_hit = not has_stages and (settings["adapters"] is None or not is_token_by_token)
     if settings["prefix_cache"] is not None and settings["block_size"] <= 3 and can_hit:
         assert summary.num_cached_tokens > 0
+    assert summary.is_pipelined == has_stages
     is_drained = settings["speculative"] is not None or settings["target_step_ms"] is not None
-    assert (summary.num_overlapped > 0) == (settings["overlap_scheduling"] and not is_drained)
+    is_ahead = has_stages or (settings["overlap_scheduling"] and not is_drained)
+    assert (summary.num_overlapped > 0) == is_ahead
     assert settings["emulate_graphs"] or summary.num_replays == 0
     # Guesses are no decode steps, and who is preempted in each step may have none.
     has_decodes = settings["speculative"] is None and settings["preempt_every"] != 1
-    assert summary.is_compiled == (settings["compile"] and is_found("C++ compiler"))
-    if settings["emulate_graphs"] and has_decodes and not settings["compile"]:
+    is_compiled = settings["compile"] and is_found("C++ compiler") and not has_stages
+    assert summary.is_compiled == is_compiled
+    if settings["emulate_graphs"] and has_decodes and not settings["compile"] and not has_stages:
         assert summary.num_replays > 0
     # Even with whole prompts, what a preempted request brings back may be cut.
     if settings["chunked_prefill"] is False and settings["preempt_every"] is None:
@@ -83,21 +110,33 @@ def test_as_much_of_the_full_product_as_there_is_time() -> None:
     assert run_matrix(float(os.environ.get("MATRIX_SECONDS", 600))) > 0
 
 
+GRAPHS = dict(overlap_scheduling=True, emulate_graphs=True, max_model_len=100)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(overlap_scheduling=True),
+        dict(overlap_scheduling=True, scheduler="prefill_first", preempt_every=3),
+        GRAPHS,
+    ],
+    ids=["ahead", "prefill-first, preempted", "graphs"],
+)
+def test_requests_of_every_kind_say_what_they_say_step_by_step(settings) -> None:
+    """Penalties count tokens that the host has not seen, seeds draw for them, and they are sampled
+    from logits that the next replay overwrites: tokens, text, reasons and log-probabilities."""
+    which = subject("draft's texts")
+    sizes = dict(max_num_seqs=4, shuffle_batch=True, block_size=4, num_blocks=400, seed=1)
+    said = []
+    for more in ({}, settings):
+        engine = checked_engine(which.loaded, tokenizer=which.tokenizer, **sizes | more)
+        said.append(everything_said(engine, 1))
+        assert (engine.stats().discarded_tokens > 0) == bool(more)
+        engine.close()
+    must_say_the_same(said[1], said[0])
+
+
 # -- what the runs cover
-
-
-def handle_of(config: EngineConfig) -> Any:
-    """Return the fields of a `RunnerHandle` that the scheduler's side reads."""
-    model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(layer_windows=()))
-    return SimpleNamespace(
-        model=model,
-        kv_cache=SimpleNamespace(num_blocks=config.num_blocks),
-        max_model_len=2048,
-        num_lookahead_tokens=None if config.speculation is None else 0,
-        adapters=None,
-        runner=None,
-        is_queued=True,
-    )
 
 
 def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
@@ -105,8 +144,11 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     comes."""
     try:
         config = make_config(Combination.of(settings))
-        if windows := WINDOWS.get(str(settings["model"])):
-            check_windows(config, deal_layers(windows, 256))
+        if settings["model"] in WINDOWED:
+            windows = subject(settings["model"]).loaded.config.layer_windows
+            check_windows(config, deal_layers(windows, config.max_model_len or 256))
+        if config.kv_tiers is not None:
+            config = replace(config, kv_tiers=None)
         scheduler = SchedulerParts(config, handle_of(config)).scheduler
         scheduler.add_request(Request.from_tokens("0", [1] * max(lengths_of(settings)), 4))
     except ValueError as error:
@@ -114,78 +156,36 @@ def refused_by_the_engine(settings: dict[str, Value]) -> str | None:
     return None
 
 
-FREE = {"model": "random", "prefix_cache": "hash", "block_size": 33, "pool": "just"}
-FREE |= {"overlap_scheduling": False, "emulate_graphs": False}
-FREE |= {"adapters": None, "grammars": None, "compile": False}
-TIED = {axis: values for axis, values in AXES.items() if axis not in FREE}
-WITH_WINDOWS = {**FREE, "model": "olmo3"}  # FREE, but for what this refuses
+def handle_of(config: EngineConfig) -> RunnerHandle:
+    """What the scheduler's side reads."""
+    model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(layer_windows=()))
+    sizes = SimpleNamespace(num_blocks=config.num_blocks)
+    lookahead = None if config.speculation is None else 0
+    return SimpleNamespace(  # type: ignore
+        **dict(model=model, kv_cache=sizes, max_model_len=2048, num_lookahead_tokens=lookahead),
+        **dict(adapters=None, runner=None, is_queued=True),
+    )
 
 
-PRODUCT = [dict(zip(TIED, values)) for values in itertools.product(*TIED.values())]
-
-
-@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
-def product(request: pytest.FixtureRequest) -> list[dict[str, Value]]:
-    """The settings of the axes that are not free: one in so many, in which every pair occurs."""
-    return PRODUCT[:: request.param]
-
-
-@pytest.fixture(scope="module")
-def accepted(product: list[dict[str, Value]]) -> list[dict[str, Value]]:
-    """Combinations that the engine accepts, with one setting of the free axes."""
-    return [tied for tied in product if refused_by_the_engine({**tied, **FREE}) is None]
-
-
-def test_what_is_left_out_is_what_the_engine_refuses(product, accepted) -> None:
-    assert [tied for tied in product if why_not(tied) is None] == accepted
-    with_windows = [why_not(tied | {"model": "olmo3"}) is None for tied in PRODUCT].count(True)
-    others = [why_not(tied) is None for tied in PRODUCT].count(True)
-    assert num_valid() == (others * 4 * 3 + with_windows * 2) * 4 * 2**6
-
-
-def test_free_axes_are_never_the_reason() -> None:
-    rng = random.Random(0)
-    for _ in range(2000):
+def test_what_is_left_out_is_what_the_engine_refuses() -> None:
+    rng, num_taken = random.Random(0), 0
+    for _ in range(3000):
         settings = {axis: rng.choice(values) for axis, values in AXES.items()}
+        for axis in rng.sample([*AXES], 12):  # else nearly all are refused
+            settings[axis] = AXES[axis][0]
+        settings["pool"] = "ample"  # the memory is that of the model's layers
+        if why_not(settings) == IN_THREADS:
+            continue
         told = refused_by_the_engine(settings)
         assert (told is None) == (why_not(settings) is None), f"{settings}: {told}"
+        num_taken += told is None
+    assert 300 < num_taken < 2700
 
 
-def test_every_pair_that_can_meet_meets(accepted: list[dict[str, Value]]) -> None:
-    """From the definition: what the engine takes, and no word of the generator's."""
-
-    def pairs(settings: dict[str, Value]) -> set[frozenset]:
-        named = [(axis, repr(value)) for axis, value in settings.items()]
-        return {frozenset(pair) for pair in itertools.combinations(named, 2)}
-
-    wanted: set[frozenset] = set()
-    for tied in accepted:
-        wanted |= pairs(tied)
-    tied_settings = {setting for pair in wanted for setting in pair}
-    free_settings = {(axis, repr(value)) for axis in FREE for value in AXES[axis]}
-    wanted |= {frozenset(pair) for pair in itertools.product(tied_settings, free_settings)}
-    wanted |= {
-        frozenset((a, b)) for a, b in itertools.combinations(free_settings, 2) if a[0] != b[0]
-    }
-    taken = [{**tied, **WITH_WINDOWS, "prefix_cache": None} for tied in accepted]
-    taken = [settings for settings in taken if refused_by_the_engine(settings) is None]
-    taken += [{**taken[0], "prefix_cache": cache} for cache in AXES["prefix_cache"]]
-    taken = [settings for settings in taken if refused_by_the_engine(settings) is None]
-    can_meet = {(axis, repr(value)) for settings in taken for axis, value in settings.items()}
-    of_these = {s for s in tied_settings | free_settings if s[0] in (*TIED, "prefix_cache")}
-    wanted -= {frozenset((("model", "'olmo3'"), other)) for other in of_these - can_meet}
-    seen = set().union(*(pairs(row.as_dict()) for row in ROWS))
-    assert seen == wanted  # nothing is missing, and nothing is there that cannot be
-    assert len(wanted) > 700
-    assert len(ROWS) <= 70
-
-
-def test_the_order_of_the_full_product() -> None:
-    first = list(itertools.islice(shuffled_product(1), 3000))
-    assert first == list(itertools.islice(shuffled_product(1), 3000))
-    assert len({row.settings + tuple(map(type, row.settings)) for row in first}) == 3000
-    assert first[:10] != list(itertools.islice(shuffled_product(2), 10))
-    assert covering_array.__wrapped__() == ROWS
+def test_every_pair_that_can_meet_meets() -> None:
+    met = {pair for row in ROWS for pair in pairs_of(row.as_dict())}
+    assert met == pairs_that_can_meet().keys() and len(met) > 1000
+    assert len(ROWS) <= 90 and covering_array.__wrapped__() == ROWS
 
 
 # -- what a failure says
@@ -194,44 +194,24 @@ ONE = Combination.parse(["chunked_prefill=3", "speculative=draft", "seed=5", "po
 
 
 def test_the_command_means_the_same_combination() -> None:
-    for row in (ONE, *ROWS, *itertools.islice(shuffled_product(), 200)):
+    first = list(itertools.islice(shuffled_product(1), 300))
+    assert first == list(itertools.islice(shuffled_product(1), 300)) and len({*map(str, first)}) > 1
+    for row in (ONE, *ROWS, *first):
         make, target, arguments = shlex.split(row.command)
         assert (make, target) == ("make", "matrix")
         parsed = Combination.parse(arguments.removeprefix("ARGS=").split())
         assert (parsed.seed, repr(parsed.settings)) == (row.seed, repr(row.settings))
+    for argument in ("model=big", "modle=random", "model", "seed=x", "seed"):
+        with pytest.raises(ValueError, match=argument):
+            Combination.parse([argument])
 
 
-@pytest.mark.parametrize("argument", ["model=big", "modle=random", "model", "seed=x", "seed"])
-def test_an_argument_that_means_nothing_is_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=argument):
-        Combination.parse([argument])
-
-
-def wrong_token(engine: LLMEngine) -> None:
-    forward, calls = paged_runner(engine).forward, itertools.count()
-    # From the tenth step on: who brings rules is kept to them, but not everybody does.
-    paged_runner(engine).forward = lambda b: forward(b) * (-1 if next(calls) >= 9 else 1)
-
-
-def exception(engine: LLMEngine) -> None:
-    paged_runner(engine).forward = lambda batch: 1 / 0
-
-
-def nothing_planned(engine: LLMEngine) -> None:
-    engine.scheduler.schedule = PreemptiveSchedulerOutput
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (wrong_token, "prompt"),
-        (exception, "ZeroDivisionError"),
-        (nothing_planned, "hangs|no progress"),
-    ],
-)
-def test_what_goes_wrong_is_reported_with_the_command(spoil, said) -> None:
-    engine = make_engine(ONE)
-    spoil(engine)
-    with pytest.raises(AssertionError, match=said) as failure:
-        serve_combination(ONE, engine)
+@pytest.mark.parametrize(("wrong", "said"), [(-1, "prompt"), (None, "TypeError")])
+def test_what_goes_wrong_is_reported_with_the_command(wrong, said) -> None:
+    with engine_of(ONE) as engine:
+        forward, calls = paged_runner(engine).forward, itertools.count()
+        # From the tenth step on: who brings rules is kept to them, but not everybody does.
+        paged_runner(engine).forward = lambda b: forward(b) * (wrong if next(calls) >= 9 else 1)
+        with pytest.raises(AssertionError, match=said) as failure:
+            serve_combination(ONE, engine)
     assert str(failure.value).endswith(f"\n{ONE.command}")

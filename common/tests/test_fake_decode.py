@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.assembly.assembly import make_attention, set_regions
-from common.engine_config import EngineConfig
+from common.assembly.assembly import set_regions
 from common.models.experts.expert_config import qwen3_moe
 from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
 from common.runner.batch_state import BatchState
 from common.runner.graphs import (
-    CannotCapture,
     DecodeGraphs,
     EagerGraphs,
     GraphRunner,
@@ -30,11 +27,9 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
-from common.tests.fake_gpu import CUDA, Moved, fake_gpu
-from mixed_attention import MixedAttentionBackend
-from mixed_attention_triton import MixedSplitPlan, MixedTritonAttentionBackend
+from common.tests.fake_gpu import CUDA, fake_gpu
+from mixed_attention_triton import MixedTritonAttentionBackend
 from mixed_batch import compose
-from paged_attention import TorchAttentionBackend
 from paged_attention_triton import TritonAttentionBackend
 from scheduler_interface import PENDING, CachedRequestData, NewRequestData, SchedulerOutput
 from split_attention_triton import SplitTritonAttentionBackend
@@ -81,9 +76,10 @@ KERNELS = {
 KERNELS[MixedTritonAttentionBackend] = KERNELS[SplitTritonAttentionBackend]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("model", MODELS)
+PAIRS = [*zip(KERNELS, MODELS), (MixedTritonAttentionBackend, "Qwen2")]
+
+
+@pytest.mark.parametrize(("kind", "model"), PAIRS)
 def test_a_decode_step_of_every_bucket(kind, model, monkeypatch) -> None:
     with fake_gpu(monkeypatch) as gpu:
         graphs = make_graphs(gpu, kind, MODELS[model])
@@ -199,69 +195,3 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
             )
         assert graphs.num_replays == 2
         assert gpu.uploads == num_before + 3, "one copy a step, whatever is sampled"
-
-
-# -- what it finds
-
-
-class Wrong(MixedTritonAttentionBackend):
-    def __init__(self, what=lambda *_: None) -> None:
-        super().__init__()
-        self.plan_type = partial(WrongPlan, what)
-
-
-class WrongPlan(MixedSplitPlan):
-    def __init__(self, what, metadata, shape) -> None:
-        super().__init__(metadata, shape)
-        self.what = what
-
-    def attend(self, query, key_cache, value_cache, scale):
-        self.what(query, self.metadata)
-        return super().attend(query, key_cache, value_cache, scale)
-
-
-FAULTS = {
-    "item": (lambda q, m: m.seq_lens.max().item(), CannotCapture, "item synchronizes"),
-    "to": (lambda q, m: m.seq_lens.to("cpu"), Moved, "from one device"),
-    "mask": (
-        lambda q, m: m.seq_lens[m.seq_lens > 0],
-        CannotCapture,
-        "aten.index.Tensor synchronizes",
-    ),
-    "upload": (lambda q, m: torch.arange(3).to(q.device), Moved, "from one device"),
-    "mixed": (lambda q, m: q + torch.ones(q.shape), RuntimeError, "(same|different) device"),
-    "host lengths": (lambda q, m: set_lengths(m, torch.arange(len(q))), Exception, "device|cpu"),
-}
-
-
-def set_lengths(metadata, lengths: torch.Tensor) -> None:
-    metadata.seq_lens = lengths
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_would_wait_or_is_on_the_other_side(name: str, monkeypatch) -> None:
-    what, error, message = FAULTS[name]
-    with fake_gpu(monkeypatch) as gpu, pytest.raises(error, match=message):
-        make_graphs(gpu, lambda: Wrong(what))
-
-
-@pytest.mark.parametrize("kind", [TorchAttentionBackend, MixedAttentionBackend])
-def test_attention_that_is_planned_on_the_host_is_found(kind, monkeypatch) -> None:
-    with (
-        fake_gpu(monkeypatch) as gpu,
-        pytest.raises(CannotCapture, match="synchronizes with the device"),
-    ):
-        make_graphs(gpu, kind)
-
-
-@pytest.mark.parametrize("dtype, head_dim", [(torch.float64, 128), (torch.float32, 512)])
-def test_what_triton_does_not_take_is_attended_in_pytorch(dtype, head_dim, monkeypatch, caplog):
-    """`"auto"` says so; where Triton is named, it is refused before the first step."""
-    config = replace(QWEN2, head_dim=head_dim, num_hidden_layers=1)
-    with fake_gpu(monkeypatch):
-        loaded = LoadedModel(DecoderModel(config, dtype, CUDA), config)
-        attention = make_attention(EngineConfig(device="cpu"), loaded)
-        assert isinstance(attention.backend, MixedAttentionBackend) and not attention.is_triton
-        assert "falls back" in caplog.text and f"head_dim {head_dim}" in caplog.text
-        with pytest.raises(ValueError, match="attention_backend='torch'"):
-            make_attention(EngineConfig(device="cpu", attention_backend="triton"), loaded)

@@ -1,5 +1,6 @@
-"""Grammars in an engine: in any company and with every feature, each request gets the highest of
-the tokens that may follow, and what is drawn is drawn from the law that they leave."""
+"""Grammars in an engine: each request gets the highest of the tokens that may follow, what is drawn
+is drawn from the law that they leave, and what goes wrong ends one request. In any company and with
+every feature: the array (`equivalence.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,90 +21,74 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.features.grammars import grammar_compiler
 from common.features.grammars.lark_text import TOO_MANY_WAYS
-from common.features.grammars.vocabulary import beginning_of
-from common.models.loader import LoadedModel, load_model
 from common.requests.tokenizer import Tokenizer
-from common.tests.claims import (
-    AHEAD,
-    BOUND,
-    DRAFT_3,
-    GRAPHS,
-    INDICES,
-    NUM_BOUND,
-    OVERLAP,
-    bound_params,
-    cases_of,
-)
 from common.tests.engine_oracle import checked_engine
 from common.tests.every_kind import must_be_drawn_from
-from common.tests.grammar_cases import CASES, EOS, may_follow, small_tokenizer, texts_of
+from common.tests.grammar_cases import (
+    CASES,
+    EOS,
+    LIMITS,
+    may_follow,
+    small_tokenizer,
+    texts_of,
+)
 from common.tests.small_models import subject
 from grammars import Choice, Ebnf, Json, Regex
 from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_TEXTS = 500  # drawn
 TOKENIZER = small_tokenizer()
+INDICES, NUM_TOKENS = (0, 1, 8, 15), 10
+DRAFTS = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
+
+
+def params_of(name: str | None, **how: Any) -> SamplingParams:
+    """Greedy, within a grammar."""
+    how = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": name is None} | how
+    return SamplingParams(grammar=None if name is None else CASES[name][0], **how)
+
+
+def right(name: str | None, i: int, limits: str = "none") -> list[int]:
+    return subject("family").within(None, name, INDICES[i], NUM_TOKENS, limits)
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> list[str]:
-    """The sources that are compiled."""
-    sources: list[str] = []
-    compile_source = grammar_compiler.compile_source
-
-    def compile(source: str, tokenizer: object) -> str:
-        sources.append(source)
-        return compile_source(source, tokenizer)
-
-    monkeypatch.setattr(grammar_compiler, "compile_source", compile)
-    return sources
-
-
-@pytest.fixture
-def loaded() -> LoadedModel:
-    return subject("family").ending
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str | None, list[list[int]]]:
-    within = subject("family").within
-    return {name: [within(None, name, i, NUM_BOUND) for i in INDICES] for name in (None, *CASES)}
-
-
-def prompts_of(family_oracle) -> list[list[int]]:
+def prompts(family_oracle) -> list[list[int]]:
     return [family_oracle.prompts[i] for i in INDICES]
 
 
-def make_engine(loaded, draft=None, **config) -> LLMEngine:
-    return checked_engine(loaded, draft, TOKENIZER, **{"num_blocks": 400} | config)
+def make_engine(draft=None, **config) -> LLMEngine:
+    return checked_engine(
+        subject("family").ending, draft, TOKENIZER, **{"num_blocks": 400} | config
+    )
 
 
-@cases_of(BOUND)
-def test_each_token_is_the_highest_of_those_that_may_follow(claim, model, number, compiled) -> None:
-    claim.hold(model, number)
-    assert len(compiled) == len(set(compiled)) == len(CASES), "one source is compiled twice"
+def test_each_token_is_the_highest_of_those_that_may_follow(prompts, monkeypatch) -> None:
+    """Each prompt with each grammar and with none, again from the cache, with other limits, and as
+    two samples. A source is compiled once."""
+    sources, compile_source = Counter(), grammar_compiler.compile_source
+
+    def compile(source: str, tokenizer: object) -> str:
+        sources[source] += 1
+        return compile_source(source, tokenizer)
+
+    monkeypatch.setattr(grammar_compiler, "compile_source", compile)
+    engine, pairs = make_engine(), [(i, name) for i in range(4) for name in CASES]
+    for limits, how in LIMITS.items():
+        asked = [params_of(name, n=2, **how) for _, name in pairs]
+        found = engine.generate_batch([prompts[i] for i, _ in pairs], asked).values()
+        for (i, name), output in zip(pairs, found, strict=True):
+            assert [c.token_ids for c in output.outputs] == [right(name, i, limits)] * 2
+            if limits == "none" and output.outputs[0].finish_reason == "stop":
+                assert output.outputs[0].text.encode() in texts_of(name)
+    assert len(sources) == sources.total() == len(CASES)
+    engine.close()
 
 
-@pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
-def test_what_shapes_the_law_sees_what_the_grammar_has_left(
-    shape, loaded, draft, family_oracle, expected
-) -> None:
-    """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
-    prompts, names = prompts_of(family_oracle), list(CASES)
-    for how in (None, {"method": "draft", "num_spec_tokens": 3}):
-        engine = make_engine(loaded, draft, speculative=how)
-        params = [bound_params(name, temperature=1.0, **shape) for name in names]
-        outputs = engine.generate_batch(prompts, params).values()
-        right = [expected[name][i] for i, name in enumerate(names)]
-        assert [output.outputs[0].token_ids for output in outputs] == right
-        engine.close()
-
-
-def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, family_oracle) -> None:
+def test_the_law_is_that_of_the_model_among_what_may_follow(draft, family_oracle, prompts) -> None:
     """Exactly: each text's probability is a product over its tokens. Guesses are accepted and
-    refused by chance, and change nothing."""
-    prompt, texts = prompts_of(family_oracle)[1], texts_of("choice")
+    refused by chance, and change nothing; impossible ones are cut before they are verified."""
+    prompt, texts = prompts[1], texts_of("choice")
     model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
     law: dict[tuple[int, ...], float] = {}
 
@@ -119,12 +105,11 @@ def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, famil
 
     spread([], 1.0)
     assert len(law) > 4 and math.isclose(sum(law.values()), 1, abs_tol=0.01)
-    drafts = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
-    for how, cuts in ((None, True), (drafts, True), (drafts, False)):
-        engine = make_engine(loaded, draft, speculative=how, check_invariants=False)
+    for how, cuts in ((None, True), (DRAFTS, True), (DRAFTS, False)):
+        engine = make_engine(draft, speculative=how, check_invariants=False)
         if not cuts:
             engine.speculation.proposer = engine.speculation.proposer.proposer
-        params = bound_params("choice", temperature=3.0, n=NUM_TEXTS)
+        params = params_of("choice", temperature=3.0, n=500)
         (output,) = engine.generate_batch([prompt], params).values()
         found = Counter(tuple(completion.token_ids) for completion in output.outputs)
         must_be_drawn_from(law, found)
@@ -134,26 +119,23 @@ def test_the_law_is_that_of_the_model_among_what_may_follow(loaded, draft, famil
         engine.close()
 
 
-def test_impossible_guesses_are_not_verified(loaded, family_oracle) -> None:
-    """A draft model that knows nothing of the grammar: what it says against it is cut before the
-    next step, so that more of what is verified comes true."""
-    draft, shares = load_model(family_oracle.path, torch.float64, torch.device("cpu")), []
-    for cuts in (True, False):
-        engine = make_engine(loaded, draft, speculative={"method": "draft", "adaptive": False})
-        if not cuts:
-            engine.speculation.proposer = engine.speculation.proposer.proposer
-        engine.generate_batch(prompts_of(family_oracle), bound_params("regex"))
-        stats = engine.stats()
-        shares.append(stats.num_drafted_tokens)
+@pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
+def test_what_shapes_the_law_sees_what_the_grammar_has_left(shape, draft, prompts) -> None:
+    """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
+    for how in (None, DRAFTS):
+        engine = make_engine(draft, speculative=how)
+        params = [params_of(name, temperature=1.0, **shape) for name in CASES]
+        outputs = engine.generate_batch(prompts, params).values()
+        found = [output.outputs[0].token_ids for output in outputs]
+        assert found == [right(name, i) for i, name in enumerate(CASES)]
         engine.close()
-    assert shares[0] < shares[1]
 
 
-def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None:
-    engine = make_engine(loaded)
-    prompt = prompts_of(family_oracle)[0]
-    (output,) = engine.generate_batch([prompt], bound_params("choice", logprobs=5)).values()
-    completion, outputs = output.outputs[0], []
+def test_logprobs_are_those_among_what_may_follow(prompts) -> None:
+    engine, outputs = make_engine(), []
+    params = params_of("choice", logprobs=5)
+    (output,) = engine.generate_batch([prompts[0]], params).values()
+    completion = output.outputs[0]
     for entry, token in zip(completion.logprobs, completion.token_ids, strict=True):
         allowed = may_follow(TOKENIZER, texts_of("choice"), outputs)
         finite = {t: p for t, p in entry.top.items() if p > -math.inf}
@@ -164,7 +146,7 @@ def test_logprobs_are_those_among_what_may_follow(loaded, family_oracle) -> None
     engine.close()
 
 
-def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
+def test_json_fits_its_schema_and_has_few_blanks(prompts) -> None:
     """Trap 66."""
     import jsonschema  # not above: it takes seconds, and every process collects this file
 
@@ -178,8 +160,7 @@ def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
         "required": ["a", "b", "c"],
         "additionalProperties": False,
     }
-    engine, prompts = make_engine(loaded), prompts_of(family_oracle)
-    num_whole = 0
+    engine, num_whole = make_engine(), 0
     for seed, grammar in enumerate([Json(schema), Json(json.dumps(schema)), {"json": schema}] * 4):
         params = SamplingParams(temperature=2, max_tokens=150, seed=seed, grammar=grammar)
         (output,) = engine.generate_batch([prompts[seed % 4]], params).values()
@@ -196,54 +177,34 @@ def test_json_fits_its_schema_and_has_few_blanks(loaded, family_oracle) -> None:
 # -- what goes wrong
 
 
-def test_a_wrong_grammar_ends_its_request_and_no_other(loaded, family_oracle, expected) -> None:
-    engine, prompts = make_engine(loaded), prompts_of(family_oracle)
-    wrong = [Regex("(a"), Json({"type": "nothing"}), Ebnf("root ::= nobody"), Regex("(?=a)b")]
-    params = [
-        bound_params("regex"),
-        *(SamplingParams(grammar=g, n=2) for g in wrong),
-        bound_params(None),
-    ]
-    outputs = list(engine.generate_batch([prompts[0]] * len(params), params).values())
-    assert outputs[0].outputs[0].token_ids == expected["regex"][0]
-    assert outputs[-1].outputs[0].token_ids == expected[None][0]
-    for output in outputs[1:-1]:
-        assert {c.finish_reason for c in output.outputs} == {"error"}
-        assert output.metrics.finish_detail.startswith("grammar: cannot compile: ")
-    engine.check_invariants()
-    assert not engine.has_unfinished_requests()
-    engine.close()
-
-
 @pytest.mark.parametrize(
     "config",
-    [{}, AHEAD, dict(speculative=DRAFT_3, block_size=3), GRAPHS | OVERLAP | dict(max_num_seqs=5)],
-    ids=["as it is", "ahead", "draft", "graphs, ahead"],
+    [{}, dict(overlap_scheduling=True), dict(speculative=DRAFTS, block_size=3)],
+    ids=["as it is", "ahead", "draft"],
 )
-def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
-    config, loaded, draft, family_oracle
+def test_who_is_wrong_or_can_say_nothing_more_ends_alone_with_the_reason(
+    config, draft, prompts
 ) -> None:
-    engine = make_engine(loaded, draft, **config)
+    engine = make_engine(draft, **config)
     q, x, y = (TOKENIZER.encode(letter)[0] for letter in "qxy")
-    heavy = "(" * 16 + "a" + "{1,99})" * 16
-    why = ": no token may come next"
-    right = {
-        f"grammar{why}": dict(grammar=Choice(["aß", "aé"])),  # no token has the letter
-        f"allowed_token_ids and grammar{why}": dict(
-            grammar=Regex("ab*"), allowed_token_ids=[x], bad_words=[[q]]
-        ),
-        f"bad_words and grammar{why}": dict(grammar=Regex("xy"), bad_words=[[x, y], [q]]),
-        f"grammar (lexer error: too many expressions constructed){why}": dict(
-            grammar=Regex(f"x{heavy}")
-        ),
-    }
-    params = [SamplingParams(temperature=0, **how) for how in right.values()]
-    *bad, other = engine.generate_batch(
-        [prompts_of(family_oracle)[0]] * 5, [*params, bound_params(None)]
-    ).values()
-    assert [output.metrics.finish_detail for output in bad] == list(right)
-    assert all(output.outputs[0].finish_reason == "error" for output in bad)
-    assert other.outputs[0].finish_reason == "length"
+    heavy, why = "(" * 16 + "a" + "{1,99})" * 16, ": no token may come next"
+    rules = dict(grammar=Regex("ab*"), allowed_token_ids=[x], bad_words=[[q]])
+    reasons: list[tuple[dict, str]] = [
+        *((dict(grammar=g), "grammar: cannot compile: ") for g in (Regex("(a"), Regex("(?=a)b"))),
+        (dict(grammar=Json({"type": "nothing"}), n=2), "grammar: cannot compile: "),
+        (dict(grammar=Ebnf("root ::= nobody")), "grammar: cannot compile: "),
+        (dict(grammar=Choice(["aß", "aé"])), f"grammar{why}"),  # no token has the letter
+        (rules, f"allowed_token_ids and grammar{why}"),
+        (dict(grammar=Regex("xy"), bad_words=[[x, y], [q]]), f"bad_words and grammar{why}"),
+        (dict(grammar=Regex(f"x{heavy}")), "grammar (lexer error: too many expressions constr"),
+    ]
+    params = [SamplingParams(**{"temperature": 0, **how}) for how, _ in reasons]
+    asked = [*params, params_of("regex"), params_of(None)]
+    outputs = list(engine.generate_batch([prompts[0]] * len(asked), asked).values())
+    for output, (_, reason) in zip(outputs, reasons):
+        assert {c.finish_reason for c in output.outputs} == {"error"}
+        assert output.metrics.finish_detail.startswith(reason)
+    assert [o.outputs[0].token_ids for o in outputs[-2:]] == [right("regex", 0), right(None, 0)]
     engine.close()
 
 
@@ -264,35 +225,33 @@ def test_who_can_say_nothing_more_ends_with_the_rules_that_are_to_blame(
         (dict(grammar={}), "grammar must"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(how, why, loaded) -> None:
-    engine = make_engine(loaded)
+def test_what_can_not_be_meant_is_refused(how, why) -> None:
+    engine = make_engine()
     with pytest.raises(ValueError, match=why):
         engine.add_request("a", [5], SamplingParams(**{"grammar": Regex("a"), **how}))
     assert not engine.has_unfinished_requests()
 
 
-def test_without_what_it_needs_it_is_refused(loaded, monkeypatch) -> None:
-    params, config = SamplingParams(grammar=Regex("a")), EngineConfig(num_blocks=9)
-    bare = LLMEngine(config, loaded=loaded)
-    with pytest.raises(ValueError, match="without a tokenizer"):
-        bare.add_request("a", [5], params)
+def test_without_what_it_needs_it_is_refused(monkeypatch) -> None:
+    params, config = SamplingParams(grammar=Regex("a"), max_tokens=9), EngineConfig(num_blocks=9)
+    loaded = subject("family").ending
     listed = replace(loaded, generation_eos_token_ids=())
     endless = LLMEngine(config, loaded=listed, tokenizer=Tokenizer(TOKENIZER.backend))
-    with pytest.raises(ValueError, match="no EOS token"):
-        endless.add_request("a", [5], params)
+    bare = LLMEngine(config, loaded=loaded)
+    for engine, why in ((bare, "without a tokenizer"), (endless, "no EOS token")):
+        with pytest.raises(ValueError, match=why):
+            engine.add_request("a", [5], params)
     only_the_tokenizers = LLMEngine(config, loaded=listed, tokenizer=TOKENIZER)
-    (output,) = only_the_tokenizers.generate_batch([[5]], replace(params, max_tokens=9)).values()
+    (output,) = only_the_tokenizers.generate_batch([[5]], params).values()
     assert output.outputs[0].token_ids[-1] == EOS and output.outputs[0].text == "a"
     monkeypatch.setattr("common.requests.input_processor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
-        make_engine(loaded).add_request("a", [5], params)
+        make_engine().add_request("a", [5], params)
 
 
-def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
-    loaded, family_oracle, expected, monkeypatch
-) -> None:
+def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(prompts, monkeypatch) -> None:
     """And who waits for one may go at any time, and so may the engine."""
-    engine, prompt, goes_on = make_engine(loaded), prompts_of(family_oracle)[0], threading.Event()
+    engine, goes_on = make_engine(), threading.Event()
     compile_source = grammar_compiler.compile_source
 
     def compile(source: str, tokenizer: object) -> str:
@@ -301,7 +260,7 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
 
     monkeypatch.setattr(grammar_compiler, "compile_source", compile)
     for name in ("regex", "choice", "json", None):
-        engine.add_request(name or "free", prompt, bound_params(name))
+        engine.add_request(name or "free", prompts[0], params_of(name))
     done: dict[str, list[int]] = {}
 
     def step() -> None:
@@ -317,16 +276,15 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(
     goes_on.set()
     for _ in as_long_as(engine.has_unfinished_requests, max_rounds=1000):
         step()
-    assert done == {"choice": []} | {n or "free": expected[n][0] for n in ("regex", "json", None)}
+    assert done == {"choice": []} | {n or "free": right(n, 0) for n in ("regex", "json", None)}
     goes_on.clear()
-    engine.add_request("late", prompt, bound_params("nested"))
+    engine.add_request("late", prompts[0], params_of("nested"))
     engine.close()
     goes_on.set()
 
 
-def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, expected) -> None:
+def test_what_would_take_for_ever_ends_in_an_error_soon(prompts) -> None:
     """The library counts what it does: no clock decides, and no process has to be ended."""
-    engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
     endless = [
         Regex("(" * 30 + "a" + "{1,99})" * 30),
         Regex("(a|b)*a(a|b){900}c"),
@@ -335,11 +293,11 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
     params = [SamplingParams(temperature=0, grammar=g) for g in endless]
     rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
     ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
-    began = time.monotonic()
-    outputs = engine.generate_batch([prompt] * 5, [*params, ways, bound_params(None)]).values()
+    engine, began = make_engine(), time.monotonic()
+    outputs = engine.generate_batch([prompts[0]] * 5, [*params, ways, params_of(None)]).values()
     assert time.monotonic() - began < 100
     *bad, ambiguous, free = outputs
-    assert free.outputs[0].token_ids == expected[None][0]
+    assert free.outputs[0].token_ids == right(None, 0)
     assert set(ambiguous.outputs[0].token_ids) == set(a)
     assert f"grammar ({TOO_MANY_WAYS})" in str(ambiguous.metrics.finish_detail)
     for output in bad:
@@ -348,21 +306,12 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(loaded, family_oracle, e
     engine.close()
 
 
-def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(
-    loaded, family_oracle, compiled, monkeypatch
-) -> None:
+def test_many_at_once_are_kept_in_bounds_and_nobody_is_lost(prompts, monkeypatch) -> None:
     monkeypatch.setattr(grammar_compiler, "KEPT", 50_000)
-    engine, prompt = make_engine(loaded), prompts_of(family_oracle)[0]
-    texts = [f"a{i}" for i in range(100)]
+    engine, texts = make_engine(), [f"a{i}" for i in range(40)]
     params = [SamplingParams(temperature=0, grammar=Choice([text])) for text in texts]
-    outputs = engine.generate_batch([prompt] * 100, params).values()
+    outputs = engine.generate_batch([prompts[0]] * 40, params).values()
     assert [output.outputs[0].text for output in outputs] == texts
-    engine.generate_batch([prompt] * 3, [params[-1]] * 3)
-    assert len(compiled) == 100, "the last one is still there"
-    futures = engine._plugins["grammar"].compiler._kept
-    assert len(futures) <= 50_000 // 4096
-    engine.generate_batch([prompt], params[0])
-    assert len(compiled) == 101, "the first one is not"
-    cache = beginning_of.cache_info()
-    assert cache.currsize <= cache.maxsize == 32
+    engine.generate_batch([prompts[0]] * 3, params[-3:])
+    assert len(engine._plugins["grammar"].compiler._kept) <= 50_000 // 4096
     engine.close()

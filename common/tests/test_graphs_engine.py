@@ -1,27 +1,29 @@
-"""An engine that replays its decode steps: which are replayed, and which engines have graphs. On a
-CPU, by the emulator. Random runs and requests of every kind are rows of `claims.py`."""
+"""Graphs, compiled code and every mode in float32: which steps are replayed, who compiles, and what
+is said where neither can be had. On a CPU, graphs by the emulator. Random runs in float64 are the
+array's (`equivalence.py`)."""
 
 from __future__ import annotations
 
 import logging
-import random
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.assembly import assembly
-from common.assembly.scheduler_assembly import Limits
-from common.engine import EngineConfig, LLMEngine
-from common.models.layer_groups import deal_layers
+import cpp_library
+import decode_attention
+from common.engine import EngineConfig
+from common.engine_config import ATTENTION_BACKENDS, COMPILE_FROM_PARAMETERS
 from common.models.loader import load_model
-from common.models.ranks import Ranks
-from common.runner.graph_maker import GraphMaker
+from common.models.regions import compiled_linear, compiled_regions
+from common.models.regions.regions import Regions
+from common.requests.tokenizer import Tokenizer
 from common.runner.graphs import GraphRunner, ReplayMetadata, graph_buckets
+from common.runner.overlap import OverlappedEngineCore
+from common.tests.adapter_cases import by_peft, save_adapter
 from common.tests.engine_oracle import (
     MAX_TOKENS,
+    Oracle,
     checked_engine,
     finish,
     greedy_params,
@@ -29,95 +31,42 @@ from common.tests.engine_oracle import (
     paged_runner,
     serve,
 )
-from kernel_launch import DecodeTuning
+from common.tests.grammar_cases import small_tokenizer
+from common.tests.small_models import CPU, subject
+from compiled_attention import HeadMajorKVCache
+from paged_attention import PagedKVCache
 from paged_attention_triton import TritonAttentionBackend
+from pool_connector import PoolConnector
+from request import SamplingParams
 from tensor_attention import TensorAttentionBackend
+from tiered_cache import KVTierConfig
+from window_attention import WindowBackend
 
-CPU = torch.device("cpu")
-LONGEST = 100  # of the oracle's prompts with their outputs
-
-
-def graph_engine(loaded, **config) -> LLMEngine:
-    config = {"max_model_len": LONGEST, "emulate_graphs": True} | config
-    return checked_engine(loaded, **config)
+GRAPHS = dict(emulate_graphs=True, max_model_len=100)
 
 
-def buckets_of(engine: LLMEngine) -> list[int]:
-    """The bucket of each replay, from now on."""
-    runner, found = paged_runner(engine), []
-    assert isinstance(runner, GraphRunner)
-    real = runner.graphs.replay
-
-    def replay(bucket: int, num_rows: int, num_logit_rows: int) -> torch.Tensor:
-        found.append(bucket)
-        return real(bucket, num_rows, num_logit_rows)
-
-    runner.graphs.replay = replay
-    return found
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 6, 9])
+@pytest.mark.parametrize(("max_num_seqs", "overlap"), [(1, True), (3, False), (9, True)])
 def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, oracle, loaded) -> None:
     """And are preempted: each number of rows finds its bucket, and each bucket is replayed."""
-    engine = graph_engine(
-        loaded,
-        max_num_seqs=max_num_seqs,
-        overlap_scheduling=overlap,
-        preempt_every=7,
-        shuffle_batch=True,
-        block_size=(1, 4, 16)[max_num_seqs % 3],
-    )
-    found, rng = buckets_of(engine), random.Random(max_num_seqs)
-    indices = [rng.randrange(len(oracle.prompts)) for _ in range(max_num_seqs + 3)]
-    lengths = [min(MAX_TOKENS, 3 + 2 * i) for i in range(len(indices))]
-    for i, index in enumerate(indices):
-        engine.add_request(str(i), oracle.prompts[index], greedy_params(lengths[i]))
-    outputs = finish(engine)
-    for i, index in enumerate(indices):
-        tokens = outputs[str(i)].outputs[0].token_ids
-        assert tokens == oracle.expected(index, lengths[i]), f"request {i}"
-    assert set(found) == set(graph_buckets(max_num_seqs))
-
-
-class CountMerges(TorchDispatchMode):
-    num_merges = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_merges += "_merge_splits_kernel" in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
-def test_splits_are_merged_only_where_a_sequence_has_two(random_oracle, monkeypatch) -> None:
-    """A graph has to hold for the longest sequence that can come, so steps of short ones have
-    graphs of their own. A sequence that grows goes from those to the others."""
-    monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(split_keys=16))
-    loaded = load_model(random_oracle.path, torch.float32, CPU)
-    engine = graph_engine(loaded, attention_backend="triton", max_num_seqs=2, block_size=4)
+    how = dict(overlap_scheduling=overlap, preempt_every=7, shuffle_batch=True, block_size=4)
+    engine = checked_engine(loaded, max_num_seqs=max_num_seqs, **GRAPHS, **how)
     runner, found = paged_runner(engine), set()
-    forward = runner.forward
-
-    def count(batch) -> torch.Tensor:
-        longest = int(batch.positions.max()) + 1
-        with CountMerges() as mode:
-            logits = forward(batch)
-        found.add((longest, mode.num_merges))
-        return logits
-
-    runner.forward = count
-    prompt = max((p for p in random_oracle.prompts if len(p) < 16), key=len)
-    serve(engine, random_oracle, [random_oracle.prompts.index(prompt)], 20 - len(prompt))
-    num_layers = len(loaded.model.layers)
-    assert found == {(n, num_layers * (n > 16)) for n in range(len(prompt), 20)}
-    assert num_replays(engine) == 19 - len(prompt)
+    assert isinstance(runner, GraphRunner)
+    replay = runner.graphs.replay
+    runner.graphs.replay = lambda bucket, *rest: found.add(bucket) or replay(bucket, *rest)
+    lengths = [min(MAX_TOKENS, 3 + 2 * i) for i in range(max_num_seqs + 3)]
+    for i, length in enumerate(lengths):
+        engine.add_request(str(i), oracle.prompts[i], greedy_params(length))
+    for name, output in finish(engine).items():
+        assert output.outputs[0].token_ids == oracle.expected(int(name), lengths[int(name)])
+    assert found == set(graph_buckets(max_num_seqs))
 
 
 def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog) -> None:
     """They have more rows than requests. The other decode steps are replayed. Both are said."""
     with caplog.at_level(logging.WARNING):
         how = {"method": "ngram", "min_ngram": 1, "adaptive": False}
-        engine = graph_engine(loaded, speculative=how, max_num_seqs=2)
+        engine = checked_engine(loaded, speculative=how, max_num_seqs=2, **GRAPHS)
     assert caplog.text.count("steps with draft tokens run without graphs") == 1
     runner, rows = paged_runner(engine), {True: set(), False: set()}
     forward = runner.forward
@@ -129,82 +78,174 @@ def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog)
 
     runner.forward = spy
     serve(engine, oracle, [4, 7, 1], max_tokens=24)
-    assert engine.stats().num_drafted_tokens > 0
     assert rows == {True: {False}, False: {False, True}}
 
 
-# -- who has graphs
-
-
-def test_who_wants_graphs() -> None:
-    cuda = torch.device("cuda")
-    assert EngineConfig().wants_graphs(cuda) and not EngineConfig().wants_graphs(CPU)
-    assert not EngineConfig(enforce_eager=True).wants_graphs(cuda)
-    assert EngineConfig(emulate_graphs=True).wants_graphs(CPU)
-    with pytest.raises(ValueError, match=r"emulate_graphs must .*enforce_eager, got True"):
-        EngineConfig(emulate_graphs=True, enforce_eager=True)
-    for name in ("enforce_eager", "emulate_graphs"):
-        with pytest.raises(ValueError, match=f"{name} must .*False, True, got 1"):
-            EngineConfig(**{name: 1})
-
-
-def model_on(device: torch.device, **sizes: int) -> SimpleNamespace:
-    """What is asked of a model."""
-    weight, collectives = SimpleNamespace(device=device), SimpleNamespace(ranks=Ranks(**sizes))
-    sizes = {"num_parameters": 9, "groups": deal_layers([None], 9)}
-    return SimpleNamespace(embed_weight=weight, collectives=collectives, **sizes)
-
-
-def local_with(config: EngineConfig, model: Any, backend: Any, is_triton: bool) -> Any:
-    """What is asked of the runner's parts."""
-    attention = SimpleNamespace(backend=backend, is_triton=is_triton)
-    limits, loaded = Limits(100, 97, ()), SimpleNamespace(model=model)
-    parts = {"loaded": loaded, "attention": attention, "limits": limits, "adapters": None}
-    return SimpleNamespace(config=config, **parts)
-
-
-@pytest.mark.parametrize(
-    "config, ranks, why",
-    [
-        ({"batch_invariant": True}, {}, "batch_invariant=True"),
-        ({"compile": True}, {}, "compiled code"),
-        ({"attention_backend": "torch", "emulate_graphs": False}, {}, "planned on the host"),
-        ({}, {"pipeline_parallel_size": 2}, "a stage waits for the stage before it"),
-        ({}, {"tensor_parallel_size": 2}, "the emulator cannot capture"),
-    ],
-)
-def test_what_has_no_graphs_is_announced(config, ranks, why, caplog) -> None:
-    """The last one on a GPU, where attention in PyTorch is a fallback."""
-    device = torch.device("cuda" if "attention_backend" in config else "cpu")
-    model = model_on(device, **ranks)
-    settings = EngineConfig(**{"emulate_graphs": True} | config)
-    with caplog.at_level(logging.WARNING):
-        assert assembly.make_graph_maker(local_with(settings, model, None, False)) is None
-    assert len(caplog.records) == 1 and why in caplog.text
-
-
-def test_a_gpu_has_graphs_whatever_is_compiled_on_a_cpu(caplog) -> None:
-    model = model_on(torch.device("cuda"))
-    for config in ({}, {"compile": True}, {"enforce_eager": True}):
-        local = local_with(EngineConfig(**config), model, "kernels", True)
-        maker = assembly.make_graph_maker(local)
-        assert (maker is None) == ("enforce_eager" in config)
-        assert maker is None or maker.backend == "kernels"
-    assert not caplog.records
-
-
-def test_what_cannot_be_captured_is_announced_once(oracle, loaded, monkeypatch, caplog) -> None:
-    """And served all the same, without graphs."""
-
+def test_what_cannot_be_captured_is_announced_and_served(
+    oracle, loaded, monkeypatch, caplog
+) -> None:
     def plan(self, metadata, num_heads, key_cache):
         assert metadata.seq_lens.max().item() >= 0
 
     monkeypatch.setattr(TensorAttentionBackend, "plan", plan)
     with caplog.at_level(logging.WARNING):
-        engine = graph_engine(loaded)
-        maker = GraphMaker(engine.config, loaded.model, TensorAttentionBackend(), 100)
-        assert maker(engine.kv_cache) is None and maker(engine.kv_cache) is None
-    message = "decode steps run without graphs: item synchronizes with the device"
-    assert caplog.text.count(message) == 2  # the engine's, and this one's
-    assert num_replays(engine) == 0
+        engine = checked_engine(loaded, **GRAPHS)
+    assert "decode steps run without graphs: item synchronizes with the device" in caplog.text
     serve(engine, oracle, [0, 3], max_tokens=4)
+    assert num_replays(engine) == 0
+
+
+def test_who_wants_graphs_and_who_compiles() -> None:
+    """The shipped checkpoint does not compile by itself, nor does a GPU, whose attention is
+    kernels; nor what has to keep its bits."""
+    cuda, auto, many = torch.device("cuda"), EngineConfig(), COMPILE_FROM_PARAMETERS
+    assert auto.wants_graphs(cuda) and not auto.wants_graphs(CPU)
+    assert not EngineConfig(enforce_eager=True).wants_graphs(cuda)
+    assert EngineConfig(emulate_graphs=True).wants_graphs(CPU)
+    with pytest.raises(ValueError, match=r"emulate_graphs must .*enforce_eager, got True"):
+        EngineConfig(emulate_graphs=True, enforce_eager=True)
+    assert auto.wants_compiled(many, CPU) and not auto.wants_compiled(many - 1, CPU)
+    assert not auto.wants_compiled(many, cuda)
+    assert not EngineConfig(compile=False).wants_compiled(many, CPU)
+    assert not EngineConfig(batch_invariant=True).wants_compiled(many, CPU)
+    assert EngineConfig(compile=True).wants_compiled(1, CPU)
+
+
+# -- compiled code
+
+
+@pytest.mark.needs("C++ compiler")
+@pytest.mark.parametrize(("shared", "first"), [("disk", True), ("pool", False)])
+def test_engines_share_kv_whatever_the_order_of_their_memory(
+    shared, first, family_oracle: Oracle, family_loaded, pool, tmp_path
+) -> None:
+    """What leaves an engine is in the order of the chapters' shapes."""
+    outputs = []
+    for is_compiled in (first, not first):
+        config = dict(compile=is_compiled, block_size=4, num_blocks=800)
+        if shared == "pool":
+            config["kv_connector"] = PoolConnector(pool, str(is_compiled))
+        else:
+            tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+            config["kv_tiers"] = tiers
+        engine = checked_engine(family_loaded, **config)
+        assert isinstance(engine.kv_cache, HeadMajorKVCache) == is_compiled
+        outputs = serve(engine, family_oracle, [2, 8], MAX_TOKENS)
+        engine.close()
+    lengths = [len(family_oracle.prompts[i]) for i in (2, 8)]
+    assert [o.num_cached_tokens for o in outputs] == [(n - 1) // 4 * 4 for n in lengths]
+
+
+@pytest.mark.parametrize(("backend", "is_told"), [("own", True), ("torch", False)])
+def test_who_asks_for_what_is_not_compiled_is_told_once(
+    backend, is_told, family_loaded, monkeypatch, caplog
+) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS, "own", ATTENTION_BACKENDS["torch"])
+    checked_engine(family_loaded, compile=True, attention_backend=backend, num_blocks=20).close()
+    assert caplog.text.count("compile=True does not compile attention") == is_told
+
+
+@pytest.mark.needs("C++ compiler")
+def test_another_number_of_threads_compiles_nothing(
+    family_oracle: Oracle, family_loaded, monkeypatch
+) -> None:
+    """A compiler that made code for a number of threads compiled again in each step (Trap 89)."""
+    before = torch.get_num_threads()
+    engine = checked_engine(family_loaded, compile=True, num_threads=2, num_blocks=100)
+    for module in (decode_attention, compiled_regions, compiled_linear):
+        monkeypatch.setattr(module, "load_library", lambda *_, **__: pytest.fail("it compiles"))
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
+    try:
+        for num_threads in (2, 1, 3):
+            torch.set_num_threads(num_threads)
+            serve(engine, family_oracle, [2, 8], 5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_compiler_the_engine_says_so_and_serves(
+    family_oracle: Oracle, family_loaded, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(cpp_library, "COMPILERS", ())
+    with caplog.at_level(logging.WARNING):
+        engine = checked_engine(family_loaded, compile=True, num_blocks=100)
+    reason = "cannot compile: no C++ compiler"
+    assert f"decode attention is not compiled, keys are gathered: {reason}" in caplog.text
+    assert f"norms and rotary embedding are not compiled: {reason}" in caplog.text
+    assert type(family_loaded.model.regions) is Regions
+    assert type(engine.kv_cache) is PagedKVCache
+    serve(engine, family_oracle, [0, 4], 5)
+
+
+# -- every mode in float32, and texts that end
+
+MODES = {
+    "eager": dict(enforce_eager=True, overlap_scheduling=False),
+    "graphs": dict(overlap_scheduling=False),
+    "overlap": dict(overlap_scheduling=True),
+    "speculation": dict(speculative={"method": "ngram", "min_ngram": 1, "adaptive": False}),
+    "chunks": dict(chunked_prefill=5, prefix_cache=None),
+    "adapters": dict(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_in_float32_on_the_device(
+    mode: str, device: torch.device, random_oracle: Oracle, tmp_path
+) -> None:
+    """On a GPU, kernels and graphs. (On a CPU, attention in PyTorch and the emulator of graphs.)"""
+    path, indices, adapters = random_oracle.path, [3, 5, 7], None
+    if mode == "adapters":
+        attention = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        adapters = {"a": save_adapter(path, tmp_path / "a", **attention)}
+    how = dict(num_blocks=100, max_num_seqs=4, max_model_len=100, adapters=adapters) | MODES[mode]
+    how["emulate_graphs"] = device.type == "cpu" and mode != "eager"
+    engine = checked_engine(load_model(path, torch.float32, device), **how)
+    serve(engine, random_oracle, indices, MAX_TOKENS)
+    stats = engine.stats()
+    took_place = {
+        "eager": num_replays(engine) == 0,
+        "graphs": num_replays(engine) > 0,
+        "overlap": isinstance(engine.core, OverlappedEngineCore),
+        "speculation": stats.num_drafted_tokens > 0,
+        "chunks": stats.num_steps > MAX_TOKENS + 1,
+    }
+    assert took_place.get(mode, True)
+    if adapters is not None:
+        prompts = [random_oracle.prompts[i] for i in indices]
+        outputs = engine.generate_batch(prompts, greedy_params(8), adapter=["a"] * 3).values()
+        found = [output.outputs[0].token_ids for output in outputs]
+        assert found == by_peft(path, adapters["a"], prompts, 8)
+
+
+@pytest.mark.parametrize("chunks", [False, 8])
+def test_kernels_in_an_engine(chunks: bool | int, device: torch.device) -> None:
+    """Chapter 2's compute whole prompts, chapter 6's chunks; layers have windows."""
+    oracle = subject("turns").oracle
+    how = dict(attention_backend="triton", chunked_prefill=chunks, block_size=4, num_blocks=60)
+    engine = checked_engine(load_model(oracle.path, torch.float32, device), max_num_seqs=2, **how)
+    serve(engine, oracle, [1, 2], 3)
+    assert isinstance(paged_runner(engine).backend, WindowBackend | TritonAttentionBackend)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_tokenizers_own_eos_ends_a_text_like_those_of_the_files(
+    overlaps: bool, random_oracle: Oracle, random_loaded
+) -> None:
+    """Trap 81: a chat fine-tune of a base model, whose config.json has the base model's EOS."""
+    prompts, own = random_oracle.prompts[:6], random_oracle.continuations[0][4]
+    listed = random_oracle.continuations[1][6]
+    loaded = replace(random_loaded, generation_eos_token_ids=(listed,))
+    tokenizer = Tokenizer(small_tokenizer().backend, own)
+    how = dict(num_blocks=400, overlap_scheduling=overlaps)
+    engine = checked_engine(loaded, tokenizer=tokenizer, **how)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    for ends, asked in [((own, listed), params), ((), replace(params, ignore_eos=True))]:
+        for i, output in enumerate(engine.generate_batch(prompts, asked).values()):
+            completion = output.outputs[0]
+            assert completion.token_ids == random_oracle.expected(i, MAX_TOKENS, ends)
+            is_over = completion.token_ids[-1] in ends
+            assert completion.finish_reason == ("stop" if is_over else "length")
+            assert completion.stop_reason is None
+    (later,) = engine.generate_batch(prompts[:1], replace(params, min_tokens=8)).values()
+    assert own not in later.outputs[0].token_ids[:8]

@@ -141,10 +141,3 @@ def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_i
     for engine in engines:
         engine.connection.send(None)
         assert engine.process.wait(LATE_S) == 0
-
-
-# Mutations tried, each caught:
-# - the pool finds nothing
-# - it publishes nothing
-# - the connector writes zeros
-# - the master's failure is not noticed (every call then waits for seconds)

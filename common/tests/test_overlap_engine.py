@@ -1,4 +1,6 @@
-"""An engine that plans a step while the one before it runs says what a plain one says."""
+"""Engines that plan a step while the ones before it run, on one device or in stages: what happens
+between two steps. The stages are threads here; as processes: `common/parallel/test_remote.py`.
+Tokens of whole runs are compared in the array (`equivalence.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+from common.runner.overlap import OverlappedEngineCore
+from common.runner.pipeline import PipelinedEngineCore
 from common.tests.engine_oracle import (
     checked_engine,
     finish,
@@ -18,35 +21,38 @@ from common.tests.engine_oracle import (
     lines_run,
     paged_runner,
 )
+from common.tests.local_stages import pipelined_engine, stages_of
 from engine_core import EngineCore
 from tiered_cache import KVTierConfig
 
 
 def overlapped_engine(loaded, **config) -> LLMEngine:
-    return checked_engine(loaded, overlap_scheduling=True, **config)
+    return checked_engine(loaded, overlap_scheduling=True, **{"num_blocks": 200} | config)
 
 
 def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
-    random_oracle, random_loaded
+    random_oracle, random_loaded, monkeypatch
 ) -> None:
     """The book says so: of the loop, and of who runs instead."""
     source = inspect.getsource(EngineCore.step).split('"""')[-1]
     three_lines = [line.strip() for line in source.splitlines() if line.strip()]
-    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
     prompts, params = random_oracle.prompts[:3], greedy_params(5)
+    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
     ran = lines_run(EngineCore.step, engine, prompts, params)
     assert ran == dict.fromkeys(three_lines, engine.stats().num_steps) and len(three_lines) == 3
-    engine = overlapped_engine(random_loaded, num_blocks=50)
-    assert not lines_run(EngineCore.step, engine, prompts, params)
-    engine.reset_stats()
+    engine = overlapped_engine(random_loaded)
     ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
     assert ran["return self._finish()"] == engine.stats().num_steps > 0
+    assert not lines_run(EngineCore.step, engine, prompts, params)
+    engine = pipelined_engine(monkeypatch, random_oracle.path, num_blocks=50)
+    ran = lines_run(PipelinedEngineCore.step, engine, prompts, [params] * 3)
+    assert ran["results = self._finish()"] >= engine.stats().num_steps > 0
+    engine.close()
 
 
 def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     """They may still write to the blocks that it is given."""
-    tiers = KVTierConfig(1000)
-    engine = overlapped_engine(loaded, block_size=4, num_blocks=30, kv_tiers=tiers)
+    engine = overlapped_engine(loaded, block_size=4, num_blocks=30, kv_tiers=KVTierConfig(1000))
     lengths = [len(prompt) for prompt in oracle.prompts]
     first = lengths.index(max(lengths))
     engine.generate_batch([oracle.prompts[first]], greedy_params(2))
@@ -79,53 +85,30 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"speculative": {"method": "ngram"}}, {"target_step_ms": 5.0}],
-    ids=lambda o: next(iter(o)),
-)
+@pytest.mark.parametrize("option", [{"speculative": {"method": "ngram"}}, {"target_step_ms": 5.0}])
 def test_what_must_know_how_a_step_ended_runs_step_by_step_and_says_so(
-    option, random_oracle, random_loaded, caplog
+    option, random_loaded, caplog
 ) -> None:
+    (name,) = option
     with caplog.at_level(logging.WARNING):
-        engine = overlapped_engine(random_loaded, **option)
-    assert type(engine.core) is EngineCore
-    assert f"overlap_scheduling has no effect with {next(iter(option))}" in caplog.text
-    (output,) = engine.generate_batch([random_oracle.prompts[1]], greedy_params(5)).values()
-    assert output.outputs[0].token_ids == random_oracle.expected(1, 5)
+        assert type(overlapped_engine(random_loaded, **option).core) is EngineCore
+    assert f"overlap_scheduling has no effect with {name}" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        LLMEngine(EngineConfig(**option), loaded=random_loaded)
+        checked_engine(random_loaded, **option)
     assert "overlap" not in caplog.text, "nobody asked for it"
-
-
-def test_tokens_are_accounted_for_and_nothing_runs_behind_a_close(
-    random_oracle, random_loaded
-) -> None:
-    """Scheduled = prompt + outputs - 1 + discarded."""
-    engine = overlapped_engine(random_loaded, num_blocks=200, prefix_cache=None)
-    stop = random_oracle.expected(2, 5)[-1]
-    params = replace(greedy_params(40), stop_token_ids=[stop])
-    (output,) = engine.generate_batch([random_oracle.prompts[2]], params).values()
-    num_outputs = len(output.outputs[0].token_ids)
-    assert not engine.has_unfinished_requests()
-    assert len(engine.core._in_flight) == 1, "nobody needs it"
-    assert engine.step() == [] and not engine.core._in_flight
-    stats = engine.stats()
-    needed = len(random_oracle.prompts[2]) + num_outputs - 1
-    assert stats.discarded_tokens == 1 and stats.scheduled_tokens == needed + 1
-    engine.reset_stats()
-    assert engine.stats().discarded_tokens == 0
-    engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
-    engine.step()
-    engine.close()
-    assert not engine.core._in_flight and engine.kv_manager.num_blocks_in_use == 0
 
 
 def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
     random_oracle, random_loaded
 ) -> None:
-    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine = overlapped_engine(random_loaded)
+    stop = random_oracle.expected(2, 5)[-1]
+    params = replace(greedy_params(40), stop_token_ids=[stop])
+    engine.generate_batch([random_oracle.prompts[2]], params)
+    assert len(engine.core._in_flight) == 1, "nobody needs it"
+    assert engine.step() == [] and not engine.core._in_flight
+    assert engine.stats().discarded_tokens == 1
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
     engine.step()
     engine.core.runner.wait_for_steps()
@@ -136,26 +119,11 @@ def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
 
     paged_runner(engine).forward = fail
     engine.step()  # another one is begun
-    engine.close()
-    assert not engine.core._in_flight and not thread.is_alive()
-    assert engine.kv_manager.num_blocks_in_use == 0
+    for _ in range(2):
+        engine.close()
+        assert not engine.core._in_flight and not thread.is_alive()
+        assert engine.kv_manager.num_blocks_in_use == 0
     engine.check_invariants()
-    engine.close()
-
-
-def test_who_is_aborted_before_its_first_step_is_over(random_oracle, random_loaded) -> None:
-    engine = overlapped_engine(random_loaded, num_blocks=200)
-    engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
-    engine.step()
-    engine.add_request("b", random_oracle.prompts[2], greedy_params(9))
-    engine.add_request("c", random_oracle.prompts[3], greedy_params(9))
-    engine.step()
-    for name in ("b", "c"):  # they are in a plan whose results nobody has seen
-        engine.abort_request(name)
-    engine.add_request("b", random_oracle.prompts[0], greedy_params(4))
-    outputs = finish(engine)
-    assert outputs["a"].outputs[0].token_ids == random_oracle.expected(1, 9)
-    assert outputs["b"].outputs[0].token_ids == random_oracle.expected(0, 4)
 
 
 @pytest.mark.parametrize("num_top", [None, 0])
@@ -164,7 +132,7 @@ def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
 ) -> None:
     """Trap 82: the first request's step ends when its name is the second one's. The second one's
     entries are of its own prompt, and it was not scheduled before it arrived."""
-    engine = overlapped_engine(random_loaded, num_blocks=200)
+    engine = overlapped_engine(random_loaded)
     engine.add_request("other", random_oracle.prompts[2], greedy_params(9))
     engine.step()
     scored = replace(greedy_params(9), prompt_logprobs=0)
@@ -182,24 +150,53 @@ def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
     assert entries == (None if num_top is None else [None, *prompt[1:]])
 
 
-def test_why_a_request_has_no_token_left_is_not_asked_of_the_next_one_of_its_name(
-    random_oracle, random_loaded, monkeypatch
+# -- stages
+
+
+def test_each_stage_has_its_layers_and_only_the_last_samples(oracle, draft, monkeypatch) -> None:
+    how = {"num_blocks": 100, "speculative": {"method": "draft"}}
+    engine = pipelined_engine(monkeypatch, oracle.path, draft, **how)
+    params = replace(greedy_params(3), prompt_logprobs=1)
+    outputs = engine.generate_batch(oracle.prompts[:2], params).values()
+    assert [len(o.prompt_logprobs) for o in outputs] == [len(p) for p in oracle.prompts[:2]]
+    first, last = (stage.local for stage in stages_of(engine))
+    assert first.speculation is None and last.speculation is not None
+    ranges = [each.paged.model.layer_range for each in (first, last)]
+    assert ranges == [range(0, 1), range(1, 2)]
+    assert first.paged.state.row_of == last.paged.state.row_of
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
+    stage, oracle, monkeypatch
 ) -> None:
-    """Trap 82. As on a GPU, the next plan is laid out when the step is read. Positions after the
-    second request's prompt hold anything."""
-    monkeypatch.setattr("common.runner.overlap.ThreadedRunner", QueuedRunner)
-    engine = overlapped_engine(random_loaded, num_blocks=200)
-    rules = {"allowed_token_ids": [5], "bad_words": [[5, 5]]}
-    engine.add_request("a", random_oracle.prompts[1], replace(greedy_params(9), **rules))
-    engine.step()  # the step in which no token is left is in flight
-    engine.abort_request("a")
-    engine.add_request("a", random_oracle.prompts[0], greedy_params(4))
-    state = paged_runner(engine).state
-    admit = state.admit
+    """Both micro-batches are lost; who waits loses nothing."""
+    engine = pipelined_engine(monkeypatch, oracle.path, num_blocks=200, max_num_seqs=2)
+    for i in range(4):
+        engine.add_request(str(i), oracle.prompts[i], greedy_params(6))
+    engine.step(), engine.step()
+    engine.core.runner.wait_for_steps()
+    paged = stages_of(engine)[stage].local.paged
+    monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
+    failing = paged.compute
 
-    def poisoned(new):
-        state.token_ids[:] = -50
-        admit(new)
+    def fail(batch):
+        raise MemoryError("no more")
 
-    state.admit = poisoned
-    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(0, 4)
+    paged.compute = fail
+    with pytest.raises(MemoryError, match="no more"):
+        for _ in range(3):
+            engine.step()
+    paged.compute = failing
+    engine.check_invariants()
+    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._in_flight
+    assert set(engine.scheduler.requests) == {"2", "3"}
+    engine.close()
+
+
+def test_what_does_not_go_with_stages_is_said(oracle, monkeypatch, caplog) -> None:
+    with pytest.raises(ValueError, match=r"target_step_ms must .*pipeline.*, got 5.0"):
+        EngineConfig(pipeline_parallel_size=2, target_step_ms=5.0)
+    pipelined_engine(monkeypatch, oracle.path, num_blocks=9, overlap_scheduling=True).close()
+    assert "overlap_scheduling has no effect with pipeline_parallel_size" in caplog.text

@@ -1,10 +1,12 @@
 """What a request may ask for besides how its tokens are drawn: its text, its log-probabilities, a
-shorter prompt, no cache."""
+shorter prompt, no cache, its turn, a salt; and what is refused."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,16 +47,14 @@ def test_a_text_ends_with_its_stop_string_where_that_is_wanted(llm: LLM) -> None
 def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
     plain = generate(llm, PROMPT, greedy_params(9))
     stop, decode = plain.token_ids[2], llm.engine.tokenizer.decode
-    without, wanted = decode(plain.token_ids[:2]), decode(plain.token_ids[:3])
-    assert stop not in plain.token_ids[:2] and without != wanted
     params = replace(greedy_params(9), stop_token_ids=[stop])
-    with_it = replace(params, include_stop_str_in_output=True)
-    ended = generate(llm, PROMPT, params)
-    assert ended.text == without and ended.token_ids == plain.token_ids[:3]
-    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
-    found = generate(llm, PROMPT, with_it)
-    assert found.text == wanted and found.stop_reason == stop
-    assert "".join(llm.stream(PROMPT, with_it)) == found.text
+    for is_wanted in (False, True):
+        asked = replace(params, include_stop_str_in_output=is_wanted)
+        ended = generate(llm, PROMPT, asked)
+        assert ended.text == decode(plain.token_ids[: 2 + is_wanted])
+        assert ended.token_ids == plain.token_ids[:3]
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+        assert "".join(llm.stream(PROMPT, asked)) == ended.text
 
 
 def test_who_wants_no_text_gets_none_and_the_same_tokens(llm: LLM) -> None:
@@ -62,6 +62,8 @@ def test_who_wants_no_text_gets_none_and_the_same_tokens(llm: LLM) -> None:
     found = generate(llm, PROMPT, replace(params, detokenize=False))
     assert found.text == "" and found == replace(generate(llm, PROMPT, params), text="")
     assert list(llm.stream(PROMPT, replace(params, detokenize=False))) == []
+    with pytest.raises(ValueError, match=r"^stop must .*detokenize=True, got \('x',\)"):
+        generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
 
 
 def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -> None:
@@ -99,39 +101,40 @@ def test_a_prompt_is_cut_from_the_left(oracle: Oracle, loaded) -> None:
         assert len(output.outputs[0].token_ids) == min(10, 40 - num_kept)
 
 
-def test_without_max_tokens_an_output_is_as_long_as_there_is_room(oracle: Oracle, loaded) -> None:
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
+def test_without_max_tokens_an_output_is_as_long_as_there_is_room(
+    speculative, oracle: Oracle, loaded
+) -> None:
     """Trap 83. -1 then keeps one token less than the model has room for, and is
     refused where an explicit `max_tokens` leaves no room for the prompt."""
-    engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
+    how = dict(num_blocks=200, max_model_len=40, speculative=speculative)
+    engine = checked_engine(loaded, **how)
     prompt, params = oracle.prompts[3], replace(greedy_params(1), max_tokens=None)
-    for method in (None, "ngram"):
-        if method is not None:
-            engine = checked_engine(
-                loaded, num_blocks=200, max_model_len=40, speculative={"method": method}
-            )
-        (output,) = engine.generate_batch([prompt], params).values()
-        assert output.outputs[0].token_ids == oracle.expected(3, 40)[: 40 - len(prompt)]
-        assert output.outputs[0].finish_reason == "length"
-        assert output.metrics.finish_detail == "max_model_len=40"
+    (output,) = engine.generate_batch([prompt], params).values()
+    assert output.outputs[0].token_ids == oracle.expected(3, 40)[: 40 - len(prompt)]
+    assert output.outputs[0].finish_reason == "length"
+    assert output.metrics.finish_detail == "max_model_len=40"
     cut = replace(params, truncate_prompt_tokens=-1)
     (output,) = engine.generate_batch([prompt * 9], cut).values()
     assert output.prompt_token_ids == (prompt * 9)[-39:]
     assert len(output.outputs[0].token_ids) == 1
-    for most in (40, 41, 10**6):
-        with pytest.raises(ValueError, match=f"max_tokens must .*max_model_len=40 .*, got {most}"):
-            engine.add_request("a", prompt, replace(cut, max_tokens=most))
+    with pytest.raises(ValueError, match=r"max_tokens must .*max_model_len=40 .*, got 40"):
+        engine.add_request("a", prompt, replace(cut, max_tokens=40))
     with pytest.raises(ValueError, match=r"min_tokens must be <= max_tokens \(40\), got 41"):
         engine.add_request("a", prompt, replace(params, min_tokens=41))
     with pytest.raises(ValueError, match="max_tokens must be an integer, got None"):
         Request("a", [1], params)
 
 
+# -- the cache
+
 CACHES = [{"prefix_cache": "hash"}, {"prefix_cache": "radix"}, {"scheduler": "fcfs"}]
 
 
 @pytest.mark.parametrize("config", CACHES, ids=str)
 def test_who_reads_no_cache_computes_all_and_others_find_it(config, oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, block_size=4, **config)
+    """And waits for nobody who computes the same."""
+    engine, started = checked_engine(loaded, num_blocks=200, block_size=4, **config), {}
     prompt, num_found = oracle.prompts[5], (len(oracle.prompts[5]) - 1) // 4 * 4
     skipping = replace(greedy_params(5), skip_reading_prefix_cache=True)
     for params, num_cached in ((skipping, 0), (skipping, 0), (greedy_params(5), num_found)):
@@ -140,20 +143,102 @@ def test_who_reads_no_cache_computes_all_and_others_find_it(config, oracle, load
         assert output.outputs[0].token_ids == oracle.expected(5, 5)
     stats = engine.stats()
     assert stats.cached_tokens == num_found > 0
-    assert stats.recent_prefix_cache_hit_rate == num_found / len(
-        prompt
-    )  # who did not look: no miss
-
-
-def test_who_reads_no_cache_waits_for_nobody(oracle: Oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, block_size=4, max_num_batched_tokens=16)
-    skipping = replace(greedy_params(3), skip_reading_prefix_cache=True)
-    started: dict[str, int] = {}
+    # Who did not look has missed nothing.
+    assert stats.recent_prefix_cache_hit_rate == num_found / len(prompt)
     engine.on_step = lambda r: [started.setdefault(name, r.step) for name in r.admitted]
     for i, params in enumerate((greedy_params(3), greedy_params(3), skipping)):
         engine.add_request(str(i), oracle.prompts[-1][:8], params)
     finish(engine)
-    assert started["0"] == started["2"] < started["1"]
+    assert started["0"] == started["2"] <= started["1"]
+    engine.reset_stats()
+    assert engine.stats().recent_prompt_throughput == 0 == engine.stats().recent_output_throughput
+
+
+# -- `generate`, `stream` and `add_request` take the same options
+
+
+def by_add_request(llm: LLM, prompt: list[int], **options: Any) -> None:
+    llm.engine.add_request("mine", prompt, greedy_params(3), **options)
+    finish(llm.engine)
+
+
+def by_generate(llm: LLM, prompt: list[int], **options: Any) -> None:
+    llm.generate([prompt], greedy_params(3), use_tqdm=False, **options)
+
+
+def by_stream(llm: LLM, prompt: list[int], **options: Any) -> None:
+    for _ in llm.stream(prompt, greedy_params(3), **options):
+        pass
+
+
+WAYS = pytest.mark.parametrize("way", [by_add_request, by_generate, by_stream])
+
+
+@pytest.fixture
+def one_by_one(loaded) -> LLM:
+    """One request at a time, by priority."""
+    llm, limits = LLM.__new__(LLM), {"block_size": 4, "num_blocks": 200, "max_num_seqs": 1}
+    llm.engine = checked_engine(loaded, policy="priority", **limits)
+    return llm
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"priority": -1}, 0),
+        ({"priority": 0, "arrival_time": 5}, 0),
+        ({"priority": 0, "arrival_time": 15.0}, 1),
+        ({}, 2),  # it comes now: long after 20 seconds of the clock that they count by
+        ({"priority": 1, "arrival_time": 5}, 2),
+    ],
+)
+def test_who_is_more_urgent_or_came_earlier_is_served_first(
+    way: Callable[..., None], options: dict[str, Any], place: int, one_by_one: LLM, oracle
+) -> None:
+    engine, order = one_by_one.engine, dict[str, None]()
+    engine.on_step = lambda record: order.update(dict.fromkeys(record.num_scheduled_tokens))
+    for name, arrival_time in (("second", 20), ("first", 10)):
+        engine.add_request(name, oracle.prompts[0], greedy_params(3), arrival_time=arrival_time)
+    way(one_by_one, oracle.prompts[3], **options)
+    finish(engine)
+    mine = next(name for name in order if name not in ("first", "second"))
+    assert list(order).index(mine) == place
+    assert [name for name in order if name != mine] == ["first", "second"]
+
+
+@WAYS
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_only_who_has_the_same_salt_finds_a_prefix(
+    way: Callable[..., None], salt: str | None, one_by_one: LLM, oracle
+) -> None:
+    prompt, stats = oracle.prompts[2], one_by_one.engine.stats
+    way(one_by_one, prompt, cache_salt=salt)
+    by_generate(one_by_one, prompt, cache_salt="yours")
+    assert stats().cached_tokens == 0
+    way(one_by_one, prompt, cache_salt=salt)
+    assert stats().cached_tokens == (len(prompt) - 1) // 4 * 4 > 0
+
+
+# -- what is refused
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("priority", value) for value in (None, True, 1.5, "high")),
+        *(("cache_salt", value) for value in ("", 5, b"mine")),
+        *(("arrival_time", value) for value in ("now", math.nan, math.inf, 10**400, True)),
+    ],
+)
+def test_what_is_no_such_option_is_refused_in_a_sentence(
+    way: Callable[..., None], field: str, value: object, one_by_one: LLM, oracle
+) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}") as error:
+        way(one_by_one, oracle.prompts[0], **{field: value})
+    assert "\n" not in str(error.value)
+    assert not one_by_one.engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
@@ -178,24 +263,17 @@ def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, got, loade
     assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
 
 
-def test_who_wants_no_text_has_no_stop_strings(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"^stop must .*detokenize=True, got \('x',\)"):
-        generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
-
-
-def test_stats_of_late_begin_anew_with_all_others(oracle: Oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, block_size=4)
-    for _ in range(2):
-        engine.generate_batch([oracle.prompts[5]], greedy_params(5))
-    stats, length = engine.stats(), len(oracle.prompts[5])
-    assert stats.recent_prefix_cache_hit_rate == stats.prefix_cache_hit_rate > 0.3
-    ratio = stats.recent_prompt_throughput / stats.recent_output_throughput
-    assert math.isclose(ratio, 2 * length / 10) and stats.recent_output_throughput >= 1
-    assert engine.reset_prefix_cache()
-    assert engine.stats().recent_prefix_cache_hit_rate == 0 < engine.stats().prefix_cache_hit_rate
-    engine.reset_stats()
-    stats = engine.stats()
-    assert stats.recent_prompt_throughput == stats.recent_output_throughput == 0
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (dict(allowed_token_ids=[4, 3], stop_token_ids=[3, 4], min_tokens=2), "^min_tokens must"),
+        (dict(stop_token_ids=range(97), min_tokens=2), r"^min_tokens must be 0 .*, got 2"),
+        (dict(prompt_logprobs=1, skip_reading_prefix_cache=False), "^skip_reading_prefix_cache"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, why, loaded) -> None:
+    with pytest.raises(ValueError, match=why):
+        LLMEngine(loaded=loaded).add_request("a", [1, 2], SamplingParams(**fields))
 
 
 def test_structured_outputs_is_another_name_of_grammar() -> None:

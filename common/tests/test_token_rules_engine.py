@@ -1,5 +1,5 @@
-"""Requests that bring rules for their tokens, in whole engines: the tokens are those of
-`transformers`' own loop with the rules written down plainly."""
+"""Requests that bring rules for their tokens, are scored, or are drawn, in whole engines: against
+`transformers`' own loop with the rules written down plainly, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT
-from common.llm import LLM
 from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
+from common.tests.every_kind import must_say_the_same
 from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
 WAYS: dict[str, dict] = {
-    "plain": {},
-    "overlap": {"overlap_scheduling": True},
-    "graphs": {"emulate_graphs": True, "max_model_len": 128},
-    "chunks": {"max_num_batched_tokens": 9},
-    "preempted": {"preempt_every": 2, "overlap_scheduling": True},
-    "one at a time": {"scheduler": "fcfs", "max_num_seqs": 1, "prefix_cache": None},
+    "whole": {"chunked_prefill": False},
+    "overlap": {"overlap_scheduling": True, "max_num_batched_tokens": 16, "preempt_every": 2},
+    "graphs": {"emulate_graphs": True, "max_model_len": 128, "max_num_batched_tokens": 11},
+    "one at a time": {"scheduler": "fcfs", "max_num_seqs": 1, "prefix_cache": "radix"},
     "n-gram": {"speculative": {"method": "ngram", "min_ngram": 1, **GUESSES}, "preempt_every": 3},
     "draft model": {"speculative": {"method": "draft", **GUESSES}},
 }
+SIZES = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "shuffle_batch": True}
+
+
+@pytest.fixture(scope="module")
+def model(family_oracle: Oracle) -> torch.nn.Module:
+    return Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
 
 
 def rules_for(continuation: list[int]) -> list[dict]:
@@ -57,11 +60,9 @@ class ByTheRules(LogitsProcessor):
 
 
 @pytest.fixture(scope="module")
-def ruled(family_oracle: Oracle) -> list[tuple[list[int], SamplingParams, list[int]]]:
+def ruled(family_oracle: Oracle, model) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Prompts, parameters, and what is said."""
-    oracle = family_oracle
-    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64).eval()
-    found = []
+    oracle, found = family_oracle, []
     for i, prompt in enumerate(oracle.prompts[:5]):
         rules = rules_for(oracle.continuations[i])[i % 5]
         params = replace(greedy_params(MAX_TOKENS), **rules)
@@ -77,11 +78,7 @@ def ruled(family_oracle: Oracle) -> list[tuple[list[int], SamplingParams, list[i
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_keep_to_their_rules(way: str, ruled, loaded, draft) -> None:
-    config = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "shuffle_batch": True}
-    if way == "draft model":
-        engine = checked_engine(loaded, draft, **config | WAYS[way])
-    else:
-        engine = checked_engine(loaded, **config | WAYS[way])
+    engine = checked_engine(loaded, draft if way == "draft model" else None, **SIZES | WAYS[way])
     prompts = [prompt for prompt, _, _ in ruled]
     params = [replace(params, n=1 + i % 2) for i, (_, params, _) in enumerate(ruled)]
     outputs = engine.generate_batch(prompts, params)
@@ -112,27 +109,6 @@ def test_who_has_no_token_left_ends_in_an_error_and_alone(
     assert other.outputs[0].token_ids == oracle.expected(1, 5)
 
 
-def test_padding_of_the_vocabulary_is_no_token() -> None:
-    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
-    engine = llm.engine
-    engine._input_processor.vocab_size -= 3
-    for field in ("allowed_token_ids", "logit_bias"):
-        with pytest.raises(
-            ValueError, match=f"^{field} must .*, got {engine._input_processor.vocab_size}"
-        ):
-            ids = {engine._input_processor.vocab_size: 1.0}
-            given = ids if field == "logit_bias" else list(ids)
-            engine.add_request("a", [1], SamplingParams(**{field: given}))
-
-
-def test_min_tokens_needs_an_allowed_token_that_does_not_stop(loaded) -> None:
-    engine, stops = LLMEngine(loaded=loaded), {"stop_token_ids": [3, 4], "min_tokens": 2}
-    for rules in (dict(allowed_token_ids=[4, 3]), dict(stop_token_ids=range(97))):
-        with pytest.raises(ValueError, match=r"^min_tokens must be 0 .*, got 2"):
-            engine.add_request("a", [1], SamplingParams(**stops | rules))
-    engine.add_request("a", [1], SamplingParams(allowed_token_ids=[4, 5], **stops))
-
-
 def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
     shipped_loaded, shipped_tokenizer
 ) -> None:
@@ -143,28 +119,99 @@ def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
     row = shipped_loaded.config.vocab_size
     assert tokenizer.encode("[PAD]") == [row]
     engine = LLMEngine(EngineConfig(num_blocks=50), loaded=shipped_loaded, tokenizer=tokenizer)
-    params = SamplingParams(temperature=0, max_tokens=4)
+    params = SamplingParams(temperature=0, max_tokens=9)
     bad = replace(params, bad_words=["[PAD]", "x[PAD]y"])
     first = replace(params, logit_bias={0: 100.0}, ignore_eos=True)  # which the next row lost
 
-    def tokens(*every: SamplingParams) -> list[list[int]]:
-        outputs = engine.generate_batch(["def f("] * len(every), every)
-        return [output.outputs[0].token_ids for output in outputs.values()]
+    def said(*every: SamplingParams) -> list:
+        outputs = engine.generate_batch(["def area(self"] * len(every), every)
+        return [output.outputs[0] for output in outputs.values()]
 
-    assert tokens(bad, first, bad) == tokens(params, first, params)
+    plain, *_ = expected = said(params, first, params)
+    assert [c.token_ids for c in said(bad, first, bad)] == [c.token_ids for c in expected]
+    word = plain.text.split()[1]
+    (other,) = said(replace(params, bad_words=[word]))
+    assert word in plain.text and f" {word}" not in other.text
     with pytest.raises(ValueError, match=f"^bad_words must .*0 to {row - 1}, got {row}"):
         engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
 
 
-def test_a_bad_word_of_a_text_is_not_said(shipped_tokenizer) -> None:
-    llm = LLM(model=SHIPPED_CHECKPOINT, dtype="float64", num_blocks=50)
-    params = SamplingParams(temperature=0, max_tokens=24)
-    (plain,) = llm.generate(["def area(self"], params, use_tqdm=False)
-    word = plain.outputs[0].text.split()[1]
-    banned = replace(params, bad_words=[word])
-    (other,) = llm.generate(["def area(self"], banned, use_tqdm=False)
-    assert other.outputs[0].text != plain.outputs[0].text
-    ids = other.outputs[0].token_ids
-    for text in (word, f" {word}"):
-        sequence = shipped_tokenizer.encode(text)
-        assert all(ids[i : i + len(sequence)] != sequence for i in range(len(ids)))
+# -- prompts that are scored
+
+LENGTHS = {0: 1, 3: 17, 4: 16, 7: 33, 9: 2}  # how much of which prompt
+
+
+@pytest.fixture(scope="module")
+def likely(family_oracle: Oracle, model) -> dict[int, torch.Tensor]:
+    with torch.inference_mode():
+        return {
+            i: model(torch.tensor([family_oracle.prompts[i][:n]])).logits[0].log_softmax(-1)
+            for i, n in LENGTHS.items()
+        }
+
+
+def must_be(output, expected: torch.Tensor, num_top: int) -> None:
+    (first, *entries), prompt = output.prompt_logprobs, output.prompt_token_ids
+    assert first is None and len(entries) == len(prompt) - 1
+    for token, entry, row in zip(prompt[1:], entries, expected[:-1], strict=True):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-9)
+        assert entry.rank == 1 + (row > row[token]).sum()
+        best = row.sort(descending=True, stable=True)
+        assert list(entry.top) == best.indices[:num_top].tolist()
+        assert list(entry.top.values()) == pytest.approx(best.values[:num_top].tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_is_scored_as_transformers_does(way: str, oracle, loaded, draft, likely) -> None:
+    """Some twice, some with samples, behind each other and beside who asks for nothing; the second
+    time all are in the cache."""
+    engine = checked_engine(loaded, draft if way == "draft model" else None, **SIZES | WAYS[way])
+    tops = dict(zip(LENGTHS, (3, 0, 97, 2, -1)))
+    prompts = [oracle.prompts[i][:n] for i, n in LENGTHS.items()]
+    params = [replace(greedy_params(5, n=1 + i % 2), prompt_logprobs=k) for i, k in tops.items()]
+    for _ in range(2):
+        outputs = engine.generate_batch(prompts * 2, params + [greedy_params(5)] * len(params))
+        scored, others = (
+            list(outputs.values())[: len(params)],
+            list(outputs.values())[len(params) :],
+        )
+        for (i, k), output, other in zip(tops.items(), scored, others, strict=True):
+            must_be(output, likely[i], k % 98)
+            assert other.prompt_logprobs is None and output.num_cached_tokens == 0
+            for completion in output.outputs:
+                assert completion.token_ids == other.outputs[0].token_ids
+
+
+def test_what_is_aborted_keeps_what_was_scored(oracle, loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, max_num_batched_tokens=8)
+    prompt = oracle.prompts[7][:33]
+    engine.add_request("a", prompt, replace(greedy_params(5), prompt_logprobs=0))
+    engine.step()
+    output = engine.abort_request("a")
+    assert output is not None and output.prompt_logprobs is not None
+    assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:9]]
+
+
+# -- and draws
+
+
+@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first"])
+def test_seeded_sampling_does_not_see_a_preemption(scheduler, loaded, oracle):
+    """Seeds, penalties that count the outputs, and log-probabilities survive recomputation."""
+    params = [
+        SamplingParams(seed=i, temperature=1.0, presence_penalty=0.5, max_tokens=12, logprobs=2)
+        for i in range(4)
+    ]
+
+    def run(**more) -> dict:
+        engine = checked_engine(loaded, num_blocks=300, scheduler=scheduler, **more)
+        outputs = engine.generate_batch(oracle.prompts[:4], params)
+        num_preemptions = sum(output.metrics.num_preemptions for output in outputs.values())
+        assert num_preemptions == engine.stats().num_preemptions
+        assert (num_preemptions > 0) == ("preempt_every" in more)
+        return outputs
+
+    calm = run()
+    for disturbed in (run(preempt_every=2), run(preempt_every=3, prefix_cache=None)):
+        must_say_the_same(disturbed, calm)
