@@ -7,8 +7,6 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_pool import BlockPool
-from prefix_cache import MatchCursor
 from prefix_cache_local import (
     BLOCK_SIZE,
     PrefixCacheLocal,
@@ -81,25 +79,3 @@ def test_a_block_is_hashed_as_the_posts_call_it():
     assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
     assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))
-
-
-def test_it_takes_a_pool_or_makes_its_own():
-    pool = BlockPool(4)
-    assert PrefixCacheLocal(pool=pool).pool is pool
-    assert PrefixCacheLocal(1).pool.num_usable_blocks == 1
-
-
-def test_with_a_path_an_insertion_looks_up_its_parent_and_the_new_blocks():
-    class CountingDict(dict):
-        num_gets = 0
-
-        def get(self, key, default=None):
-            CountingDict.num_gets += 1
-            return super().get(key, default)
-
-    cache = PrefixCacheLocal(50, block_size=2)
-    tokens, cursor, blocks = list(range(100)), MatchCursor(), cache.pool.allocate(50)
-    cache._by_hash = CountingDict()
-    for index, block in enumerate(blocks):
-        cache.insert(tokens, [block], start=index, cursor=cursor)
-    assert CountingDict.num_gets == 99  # each new block and, but for the first, its parent
