@@ -70,6 +70,12 @@ def master(mooncake_store: MooncakeStore) -> MooncakeMaster:
 
 
 @pytest.fixture
+def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
+    need("Mooncake")
+    return mooncake_store.doomed.result()
+
+
+@pytest.fixture
 def near(master: MooncakeMaster, mooncake_store: MooncakeStore) -> MooncakePool:
     return mooncake_store.near.result()
 
