@@ -1,8 +1,4 @@
-"""The manager with a cache, and without one: random orders of calls, and what they do not reach.
-
-`kv_world.py` compares whatever it says with what tables and cached prefixes imply. A manager that
-loads as well is tested in `beyond/`, and with a scheduler in `test_caching_fcfs_scheduler.py`.
-"""
+"""The manager with a cache: random orders of calls (`kv_world.py`), and what they do not reach."""
 
 from __future__ import annotations
 
@@ -10,12 +6,11 @@ from functools import partial
 
 import pytest
 
-from block_pool import BlockPool
-from kv_memory import ComputedBlocks, NotReady, SharingRunnerState, UncachedKVCacheManager
+from kv_memory import ComputedBlocks, NotReady, SharingRunnerState
 from kv_orders import BLOCK_SIZES, check_long_run
 from kv_slots import make_request
 from kv_world import OPERATIONS, KVChaos, World
-from request import Request, RequestStatus, SamplingParams
+from request import RequestStatus, SamplingParams
 from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -77,23 +72,6 @@ def test_a_block_that_is_reallocated_is_no_longer_trusted(make_cache):
     world.serve("b", [2] * 6).status = RequestStatus.FINISHED_ERROR
     world.free("b")
     assert world.cache.num_cached_blocks == 0
-
-
-CAN_ALLOCATE = [  # of 8 blocks v holds 3: tokens, blocks to leave free, whether v goes; it fits
-    *[(10, 0, False, True), (11, 0, False, False), (10, 1, False, False)],
-    *[(16, 0, True, True), (16, 1, True, False), (17, 0, True, False)],
-]
-
-
-def test_without_a_cache_a_request_that_goes_leaves_all_its_blocks():
-    """Trap 60."""
-    manager = UncachedKVCacheManager(BlockPool(9), 2)
-    victim, new_request = Request.from_tokens("v", [1], 4), Request.from_tokens("y", [2], 4)
-    assert manager.allocate_slots(victim, 5)
-    for num_tokens, watermark, goes, fits in CAN_ALLOCATE:
-        arguments = new_request, num_tokens, ComputedBlocks(), watermark
-        assert manager.can_allocate(*arguments, victim if goes else None) == fits, arguments
-    assert manager.pool.num_free_blocks == 5 and manager.reset_prefix_cache()
 
 
 def test_a_table_update_replaces_only_one_entry():

@@ -26,7 +26,6 @@ class Grove:
             self.grow(word)
 
     def grow(self, word: str, lock_ref: int = 0) -> TreeNode:
-        """Add what is missing of `word`, cutting where it parts."""
         tokens = spell(word, self.page_size)
         node, page = self.tree.descend(self.tree.root(()), tokens, len(word))
         node = self.tree.split_node(node, page)

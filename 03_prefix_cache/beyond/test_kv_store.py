@@ -182,20 +182,6 @@ def test_a_write_that_was_interrupted_is_a_miss_and_its_slot_is_free_again(tmp_p
     assert read_all(disk) == {number: content(number) for number in range(3)}
 
 
-def test_a_slot_that_was_just_rewritten_is_not_dropped(tmp_path: Path):
-    """The reader has seen bad bytes; before it says so, the block is put again. Then the record is
-    good, and its slot is in use."""
-    disk = make_disk(tmp_path, 3, range(2))
-    old_slot = disk._slots[LINKS[0][0]]
-    disk.drop(LINKS[0])
-    for number in (2, 0):  # block 2 into the slot of block 0
-        disk.put(LINKS[number], content(number))
-    assert disk._slots[LINKS[0][0]] != old_slot
-    disk._drop_corrupt(LINKS[0][0], old_slot)
-    disk.check_invariants()
-    assert disk.num_corrupt == 0 and len(read_all(disk)) == 3
-
-
 def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
     """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
     disk, changes = make_disk(tmp_path, 2, range(2)), list[tuple[bytes, bool]]()

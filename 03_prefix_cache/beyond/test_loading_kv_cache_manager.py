@@ -19,9 +19,7 @@ from kv_served_world import Engine
 from kv_slots import Runner, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
-from prefix_cache import KeyedRequest
-from request import Request, RequestStatus, SamplingParams
-from scheduler import MAX_SKIPPED, Scheduler
+from request import Request, RequestStatus
 
 
 class FakeConnector(KVConnector):
@@ -263,40 +261,6 @@ def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
 
 
 # -- what a random run does not reach
-
-
-class Calm(random.Random):
-    """The first of each choice, and no accident happens."""
-
-    def choice(self, seq):
-        return seq[0]
-
-    def random(self):
-        return 0.99
-
-
-def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_them(make_cache):
-    """More requests than a scheduler skips in a step are before a request whose load has arrived.
-    They are refused as long as it keeps the load, and it is not asked before them."""
-    engine = LoadingEngine(make_cache, Calm())
-    engine.scheduler = Scheduler(4, 40, policy="priority", kv_memory=engine.manager)
-
-    def offer(request_id: str, tokens: list[int], num_blocks: int, priority: int = 0) -> None:
-        engine.connector.num_offered[request_id] = num_blocks
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        engine.scheduler.add_request(KeyedRequest(request_id, tokens, params, priority=priority))
-
-    offer("last", [1, 2, 3, 4, 5], 4, priority=1)
-    engine.step()
-    assert engine.manager.num_blocks_in_use == 4, "half of the memory"
-    for index in range(MAX_SKIPPED + 2):
-        offer(f"r{index}", [index, 7, 8], 2)
-    engine.connector.finish("last", 4)
-    for _ in range(3 * MAX_SKIPPED):
-        engine.step()
-        for request_id in engine.connector.in_flight():
-            engine.connector.finish(request_id, 1)
-    assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
 
 
 def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_cache):

@@ -153,23 +153,6 @@ def test_a_client_process_that_stands_still_costs_one_limit(
         client.get("a")
 
 
-def test_an_answer_that_comes_in_drops_is_late_all_the_same() -> None:
-    """Each drop in time, the whole not."""
-    ours, theirs = socket.socketpair()
-
-    def drip() -> None:
-        with theirs:
-            for _ in range(20):
-                time.sleep(LIMIT_S / 10)
-                theirs.sendall(b"\1")
-
-    with ours, ThreadPoolExecutor() as threads:
-        dripping = threads.submit(drip)
-        with pytest.raises(TimeoutError):
-            mooncake_client._receive(ours, time.monotonic() + LIMIT_S)
-        dripping.result()
-
-
 def test_the_client_process_ends_with_its_owner(address: MooncakeAddress) -> None:
     script = (
         "import os\n"
@@ -217,16 +200,6 @@ def test_a_set_up_that_fails_is_reported(
 
 
 # -- a machine without the store
-
-
-def test_the_pool_can_be_imported_without_the_store() -> None:
-    folder = Path(mooncake_client.__file__).parent
-    script = (
-        f"import sys; sys.path.insert(0, {str(folder)!r}); sys.modules['mooncake'] = None\n"
-        "import mooncake_pool\n"
-        "mooncake_pool.MooncakeAddress('a:1', 'a:2')\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 PROGRAMS = {

@@ -50,7 +50,7 @@ class CacheLog(StepLog):
                 world.invalidate(block)
                 return f"invalidate {prefix} {shown(sorted(self.left()))}"
             case ["cached", *_]:
-                return f"cached {shown(sorted(world.names()))}"
+                return f"cached {shown(sorted(map(self.spelt, world.heard)))}"
             case ["users", *_]:
                 blocks = {self.spelt(block_id): block_id for block_id in world.heard}
                 used = world.used()

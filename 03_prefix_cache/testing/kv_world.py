@@ -155,16 +155,12 @@ class World:
     def probe(
         self, request_id: str, num_tokens: int, num_watermark_blocks: int, freeing: str | None
     ) -> None:
-        """Ask whether a waiting request could be admitted with a number of tokens, 0 for the limit
-        and -1 for one more, if `freeing` were freed. If it can, free `freeing` and admit it."""
+        """Ask whether a waiting request could be admitted if `freeing` were freed. If it can, free
+        `freeing` and admit it."""
         request, manager = self.waiting[request_id], self.manager
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return
-        if num_tokens < 1:
-            held = self.held(without=freeing) | {block.block_id for block in computed.blocks}
-            num_blocks = self.pool.num_usable_blocks - num_watermark_blocks - len(held)
-            num_tokens = max(1, num_blocks * self.block_size - num_tokens)
         victim = None if freeing is None else self.running[freeing]
         before = self.snapshot()
         fits = self.fits(request, num_tokens, computed, num_watermark_blocks, freeing)
@@ -175,8 +171,6 @@ class World:
             if freeing is not None:
                 self.preempt(freeing)
             assert manager.allocate_slots(request, num_tokens, 0, computed), "promised"
-            num_left = self.pool.num_free_blocks + self.cache.num_evictable_blocks
-            assert num_left >= num_watermark_blocks
             self.written[request_id] = computed.num_tokens
             self._count(request, computed)
             self._leave(request)
@@ -322,14 +316,13 @@ class KVChaos(Chaos):
             self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
 
     def probe(self) -> None:
-        """Ask for any number of tokens, or for one that just fits, or just does not. While blocks
-        are held outside of tables, only for requests that were preempted."""
+        """While blocks are held outside of tables, only for requests that were preempted."""
         world, is_calm = self.world, not self.world.held_outside()
         names = [r for r, q in world.waiting.items() if is_calm or q.num_preemptions]
         request_id = self.choose(names)
         if request_id is not None:
             freeing = self.choose(world.running) if self.pick(0, 1) else None
-            num_tokens = self.pick(-1, 0) if self.pick(0, 1) else self.pick(1, 4 * world.block_size)
+            num_tokens = self.pick(1, 5 * world.block_size)
             world.probe(request_id, num_tokens, max(0, self.pick(-2, 2)), freeing)
 
     def advance(self) -> None:
