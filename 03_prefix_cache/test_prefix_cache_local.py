@@ -54,23 +54,17 @@ def test_a_chain_hashes_the_full_blocks_one_behind_the_other(tokens, block_size,
 
 
 def test_it_works_without_an_engine_as_a_reader_would_type_it():
-    cache = PrefixCacheLocal(max_cached_blocks=4)
+    cache, prompt = PrefixCacheLocal(max_cached_blocks=4), list(range(40))
     assert cache.block_size == BLOCK_SIZE == 16 and cache.pool.num_usable_blocks == 4
-    prompt = list(range(40))
-    blocks, num_cached_tokens = cache.match_prefix(prompt)
-    assert blocks == [] and num_cached_tokens == 0
+    assert cache.match_prefix(prompt) == ([], 0)
     blocks = cache.cache_computed_blocks(prompt)
     assert [block.token_ids for block in blocks] == [tuple(range(16)), tuple(range(16, 32))]
-    assert [block.block_hash for block in blocks] == [
-        h for h, _ in cache.compute_hash_chain(prompt)
-    ]
     cache.touch(blocks)
-    assert [block.ref_cnt for block in blocks] == [1, 1]  # as post E asks: its users
     cache.touch(blocks[:1])
+    assert [block.ref_cnt for block in blocks] == [2, 1]  # as post E asks: its users
     cache.release(blocks)
     assert [block.num_users for block in blocks] == [1, 0]
     assert cache.match_prefix(prompt) == (blocks, 32) and cache.num_cached_blocks == 2
-    assert cache.cache_hit_rate == 0.0
 
 
 def test_a_block_is_hashed_as_the_posts_call_it():

@@ -215,13 +215,3 @@ def test_the_next_process_takes_over_the_blocks_that_fit(
     found = read_all(disk)
     assert len(disk) == len(found) == num_found
     assert all(data == content(number) for number, data in found.items())
-
-
-def test_wrong_sizes_are_refused(tmp_path: Path):
-    for name, sizes in (("max_blocks", (0, RECORD_NBYTES)), ("block_nbytes", (1, 0))):
-        with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-            DiskTier(tmp_path / "kv", *sizes)
-    disk = make_disk(tmp_path, 2)
-    with pytest.raises(ValueError, match=f"must have {RECORD_NBYTES} bytes, got 5"):
-        disk.put(LINKS[1], b"short")
-    assert len(disk) == 0

@@ -5,8 +5,7 @@ manager without loads is tested in `test_cached_kv_cache_manager.py`."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ from kv_connector import KVConnector
 from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_long_run
-from kv_served_world import Engine
 from kv_slots import Runner, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
@@ -36,7 +34,6 @@ class FakeConnector(KVConnector):
         self.results: dict[str, int] = {}
         self.given_back: list[list[int]] = []  # of loads that ended since the last check
         self.calls: list[tuple] = []
-        self.on_wait: Callable[[], None] = lambda: None
 
     def num_wanted(self, request: Request) -> int:
         num_full = (request.num_tokens - 1) // self.block_size
@@ -103,7 +100,7 @@ class FakeConnector(KVConnector):
         self.calls.append(("withdrawn", request.request_id, start, end))
 
     def wait_for_load(self, timeout_s):
-        self.on_wait()
+        pass
 
     def close(self):
         pass
@@ -207,57 +204,6 @@ class LoadingChaos(KVChaos):
 def test_a_long_random_run(make_cache, seed, block_size):
     operations = [*OPERATIONS, "end_load", "end_load"]
     check_long_run(partial(LoadingWorld, make_cache), LoadingChaos, operations, seed, block_size)
-
-
-class LoadingEngine(Engine):
-    """Loads end when the engine waits for them, and now and then of themselves."""
-
-    def make_manager(self) -> LoadingKVCacheManager:
-        self.connector = FakeConnector(self.runner)
-        self.connector.on_wait = self.end_a_load
-        return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
-
-    def end_a_load(self) -> None:
-        loading_ids = self.connector.in_flight()
-        if loading_ids:
-            request_id = self.rng.choice(loading_ids)
-            num_blocks = len(self.connector.loads[request_id][2])
-            self.connector.finish(request_id, self.rng.randint(0, num_blocks))
-
-    def submit(self) -> list[str]:
-        submitted = super().submit()
-        for request_id in submitted:
-            self.connector.num_offered[request_id] = max(0, self.rng.randint(-5, 5))
-        return submitted
-
-    def step(self) -> None:
-        super().step()
-        for request in self.scheduler.waiting:
-            is_loading = request.request_id in self.connector.loads
-            assert not is_loading or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        if not self.scheduler.running and self.scheduler.requests:
-            self.manager.wait_for_loads()
-
-    def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
-        self.connector.scribble()
-        super().forward(batch)
-
-
-@pytest.mark.net
-@pytest.mark.sample(seed=4)
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
-    """No deadlock: some request that waits for a block, a load or memory makes progress."""
-    rng = random.Random(seed)
-    engine = LoadingEngine(make_cache, rng)
-    for _ in range(rng.randint(6, 12)):
-        engine.submit()
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            engine.step()
-            if rng.random() < 0.3:
-                engine.end_a_load()
-    engine.serve_all()
-    assert not engine.connector.loads and engine.num_admitted > 0
 
 
 # -- what a random run does not reach

@@ -174,21 +174,6 @@ def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(engines,
     assert not second.io.written and make_engine(pool, "c").serve(TOKENS) == 16
 
 
-def test_bad_arguments_are_refused():
-    store = SlowDict()
-    with pytest.raises(ValueError, match="load_timeout_s must be > 0, got 0"):
-        PoolConnector(store, "a", load_timeout_s=0)
-    make_engine(store, "a").serve(TOKENS)
-    connector, request = make_engine(store, "b").connector, make_request("0", TOKENS)
-    connector.get_num_new_matched_tokens(request, 0)
-    with pytest.raises(ValueError, match="3 block_ids must hold 16 tokens"):
-        connector.update_state_after_alloc(request, [1, 2, 3], 16)
-    connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
-    with pytest.raises(ValueError, match="'0': a load is in flight"):
-        connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
-    connector.close()
-
-
 @pytest.mark.parametrize("num_known", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["host", "disk", "pool"])
 def test_a_full_store_loses_the_tail_of_a_saved_chain_first(kind, num_known, tmp_path):
