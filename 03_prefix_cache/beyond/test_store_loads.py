@@ -46,20 +46,17 @@ class World:
         self.loads.start("a", self.gate.parts(), self.ends.append)
         assert self.gate.entered.acquire(timeout=WAIT_S)
 
-    def finish(self, name: str = "a") -> tuple[list[bytes], str | None]:
+    def finish(self, name: str) -> tuple[list[bytes], str | None]:
         while not self.loads.has_ended(name):
-            assert self.wait_s(WAIT_S) < WAIT_S / 2, "it is woken"
+            start = time.monotonic()
+            self.loads.wait(WAIT_S)
+            assert time.monotonic() - start < WAIT_S / 2, "it is woken"
         return self.loads.take(name)
 
     def run(self, parts: Iterator[bytes]) -> tuple[list[bytes], str | None]:
         """Another load, after all that the thread has begun."""
         self.loads.start("run", parts, self.ends.append)
         return self.finish("run")
-
-    def wait_s(self, timeout_s: float) -> float:
-        start = time.monotonic()
-        self.loads.wait(timeout_s)
-        return time.monotonic() - start
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
         loads.close()
     else:
         gate.open.release()
-    result = world.finish()
+    result = world.finish("a")
     assert result == ENDS[end]
     for call in (loads.has_ended, loads.take):
         with pytest.raises(ValueError, match="'a' is unknown"):
