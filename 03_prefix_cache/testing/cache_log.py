@@ -61,9 +61,8 @@ class CacheLog(StepLog):
                 nodes = [f"{node}:{locks[node]}".removesuffix(":0") for node in sorted(locks)]
                 return f"nodes {shown(nodes)}"
             case [prefix, "hits", _]:
-                return f"{prefix} hits {self.look_up(prefix, None)}"
-            case [name, prefix, "hits", _]:
-                return f"{name} {prefix} hits {self.look_up(prefix, tenant.cursor)}"
+                found = [block.block_id for block in world.match(self.tokens(prefix))]
+                return f"{prefix} hits {shown(map(self.spelt, found[-1:]))}"
             case [_, "uses", prefix, *longer]:
                 tenant.tokens = self.tokens(prefix)
                 if longer:
@@ -109,10 +108,6 @@ class CacheLog(StepLog):
         """The block that holds this prefix; the null block, if it is not cached."""
         path = self.world.model.path(self.tokens(prefix), ())
         return self.world.pool.blocks[self.world.model.block_of.get(path[-1], 0)]
-
-    def look_up(self, prefix: str, cursor: MatchCursor | None) -> str:
-        found = self.world.match(self.tokens(prefix), (), cursor)
-        return shown(self.spelt(block.block_id) for block in found[-1:])
 
     def publish(self, tenant: Tenant, num_blocks: int) -> str:
         first = tenant.num_published
