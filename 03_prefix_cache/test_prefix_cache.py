@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from bounded_loops import as_long_as
+from cache_log import CacheLog
 from cache_words import Rig
 from cache_world import Tenant, World
 from kv_orders import BLOCK_SIZES, Chaos, check_long_run
+from kv_slots import PREFIX_CACHES
 from prefix_cache import CacheStats, MatchCursor, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
+from step_log import Case, cases_of
 
 SALT = (("salt", "x"),)
 LORA = (("lora", "x"),)
@@ -145,6 +149,18 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
         num_ends += 1
         world.drain()
     assert num_ends > (500 if share == 1 else 200) and num_refused > 10 and num_checked > 300
+
+
+@pytest.mark.net
+@cases_of(Path(__file__).with_name("lookups.txt"))
+def test_lookups(case: Case) -> None:
+    """What each cache finds and evicts, step by step: both, unless the case names one."""
+    options = dict(case.options)
+    names = [options.pop("cache")] if "cache" in options else list(PREFIX_CACHES)
+    for name in names:
+        for block_size in (1, 3, 16):
+            print(f"{name} cache, blocks of {block_size} tokens")
+            CacheLog(PREFIX_CACHES[name], block_size, **options).perform(case)
 
 
 ALL_KEYS = [
