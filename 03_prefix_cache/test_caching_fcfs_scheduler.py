@@ -11,7 +11,7 @@ from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import UncachedKVCacheManager
 from kv_served_world import CachingLog, CachingLoop, Engine
-from kv_slots import Runner
+from kv_slots import PREFIX_CACHES, Runner
 from step_log import Case, cases_of
 
 
@@ -25,9 +25,9 @@ def make_loop(make_cache, num_blocks: int = 40, block_size: int = 4, **limits: i
 
 @pytest.mark.net
 @cases_of(Path(__file__).with_name("plans.txt"))
-def test_plans(case: Case, make_caches) -> None:
+def test_plans(case: Case) -> None:
     options = dict(case.options)
-    kinds = {None: None} if options.pop("cache", None) == "none" else make_caches
+    kinds = {None: None} if options.pop("cache", None) == "none" else PREFIX_CACHES
     for make_cache in kinds.values():
         CachingLog(make_loop(make_cache, **options)).perform(case)
 

@@ -1,14 +1,18 @@
-"""The tree alone: paths, cuts, growth, trimming, bookmarks. Letters are pages of tokens."""
+"""The tree alone: nodes, cuts and copies. Letters are pages of tokens. What every cache must do is
+in `test_prefix_cache.py`, splits and locks are in `lookups.txt`."""
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 
 import pytest
 
 from block_pool import Block
 from cache_words import as_word, ids, spell
+from radix_cache import RadixCache
 from radix_tree import RadixTree, TreeNode
+from radix_words import TreeRig
 
 
 class Grove:
@@ -22,7 +26,6 @@ class Grove:
             self.grow(word)
 
     def grow(self, word: str, lock_ref: int = 0) -> TreeNode:
-        """Add what is missing of `word`, cutting where it parts."""
         tokens = spell(word, self.page_size)
         node, page = self.tree.descend(self.tree.root(()), tokens, len(word))
         node = self.tree.split_node(node, page)
@@ -45,23 +48,6 @@ class Grove:
             [as_word(link.key, self.page_size) for link in self.tree.path_to(leaf)]
             for leaf in leaves
         )
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_a_path_is_followed_to_the_first_page_that_differs(page_size):
-    """One changed token at every place, against counting by hand."""
-    grove = Grove("ABCDE", "ABXYZ", page_size=page_size)
-    for word in ("ABCDE", "ABXYZ"):
-        for place in range(5 * page_size):
-            tokens = spell(word, page_size)
-            tokens[place] += 50
-            node, page = grove.tree.descend(grove.tree.root(()), tokens, 5)
-            assert page == place // page_size
-            assert node.start < page <= node.end or page == 0
-    for end, num_pages in ((6, 5), (3, 3), (2, 2)):
-        found = grove.tree.descend(grove.tree.root(()), spell("ABCDEF", page_size), end)
-        assert found[1] == num_pages
-    assert found[0] is grove.end_of("AB")
 
 
 def test_there_are_as_many_nodes_as_places_where_prefixes_part_or_end():
@@ -96,17 +82,6 @@ def test_a_cut_at_the_end_of_a_node_is_none():
     assert grove.tree.split_node(root, 0) is root
 
 
-def test_the_tree_copies_its_arguments():
-    """Trap 9: tokens and blocks are in lists that the caller changes afterwards."""
-    tree = RadixTree(2)
-    tokens, blocks = spell("AB", 2), [Block(1, 1), Block(2, 1)]
-    node = tree.append(tree.root(()), tokens, blocks, 0)
-    tokens[:], blocks[:] = spell("XY", 2), []
-    tree.check_invariants()
-    assert node.key == spell("AB", 2) and ids(node.blocks) == [1, 2]
-    assert tree.blocks_up_to(node) is not node.blocks
-
-
 def test_pages_are_found_and_cut_out_at_both_ends():
     """Every stretch of a path over three nodes: the nodes then hold these pages and no other."""
     for begin in range(8):
@@ -124,12 +99,26 @@ def test_pages_are_found_and_cut_out_at_both_ends():
     assert grove.tree.cut_out([]) == []
 
 
-@pytest.mark.parametrize(
-    "block_ids",
-    [[2, 1], [1, 3], [1, 2, 3, 5], [4, 1, 2]],  # 5 is on the other branch; 4 is not before 1
-)
-def test_pages_that_are_no_stretch_of_a_path_are_refused(block_ids):
-    grove = Grove("ABCD", "ABXY")
-    with pytest.raises(ValueError, match="in order of a path"):
-        grove.tree.cut_out(block_ids)
-    assert grove.words() == [["AB", "CD"], ["AB", "XY"]]
+def test_any_sequence_of_tokens_is_copied_and_compared_alike():
+    """Trap 9: a slice of a tuple is a tuple, and one of a buffer looks into the buffer, which the
+    next request writes over."""
+    rig = TreeRig()
+    row = array("q", rig.spell("ABC"))
+    rig.cache.insert(memoryview(row), rig.pool.allocate(3))
+    row[:] = array("q", rig.spell("XYZ"))
+    for kind in (list, tuple, lambda tokens: memoryview(array("q", tokens))):
+        assert len(rig.cache.match_prefix(kind(rig.spell("ABX"))).blocks) == 2
+        assert len(rig.cache.match_prefix(kind(rig.spell("XYZ"))).blocks) == 0
+    rig.check()
+
+
+def test_a_use_leaves_the_heap_alone_and_an_eviction_looks_at_few_leaves():
+    cache = RadixCache(page_size=1, num_pages=300)
+    for leaf in range(300):
+        cache.cache_computed_blocks([leaf])
+        cache.match_prefix([0])
+    assert len(cache._heap) == 300
+    queue, calls = cache._queue, []
+    cache._queue = lambda node: calls.append(1) or queue(node)
+    cache.evict(10)
+    assert len(calls) <= 12

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import is_found, need
-from kv_store import SharedStore
-from kv_stores import STORES, Faults, FaultyStore
+from kv_stores import STORES, FaultyStore
 from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool
 
@@ -29,7 +28,7 @@ class MooncakeStore:
 
 def needs_mooncake(item: pytest.Item) -> bool:
     names = {"master", "doomed", "near"} & set(getattr(item, "fixturenames", ()))
-    row = getattr(item, "callspec", None) and item.callspec.params.get("shared_store")
+    row = getattr(item, "callspec", None) and item.callspec.params.get("pool")
     return bool(names) or row == "mooncake"
 
 
@@ -77,33 +76,17 @@ def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
 
 
 @pytest.fixture
-def near(mooncake_store: MooncakeStore) -> MooncakePool:
-    need("Mooncake")
+def near(master: MooncakeMaster, mooncake_store: MooncakeStore) -> MooncakePool:
     return mooncake_store.near.result()
 
 
 @pytest.fixture(params=[*STORES, "mooncake"])
-def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedStore]:
-    """Each store in turn, empty. The Mooncake store belongs to all tests."""
-    if request.param == "mooncake":
-        yield request.getfixturevalue("near")
-        return
-    store = STORES[request.param](tmp_path)
-    yield store
-    if hasattr(store, "check_invariants"):
-        store.check_invariants()
-    if hasattr(store, "close"):
-        store.close()
-
-
-@pytest.fixture
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture
-def pool(shared_store: SharedStore, faults: Faults) -> Iterator[FaultyStore]:
-    """The same, with faults that can be chosen, and emptied at the end."""
-    store = FaultyStore(shared_store, faults, [])
-    yield store
-    store.close()
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultyStore]:
+    """Each store in turn, with faults that can be chosen; it is emptied at the end."""
+    is_mooncake = request.param == "mooncake"  # which belongs to all tests
+    store = request.getfixturevalue("near") if is_mooncake else STORES[request.param](tmp_path, 30)
+    faulty = FaultyStore(store)
+    yield faulty
+    faulty.close()
+    for name in () if is_mooncake else ("check_invariants", "close"):
+        getattr(store, name, bool)()

@@ -105,9 +105,8 @@ class StoreConnector(KVConnector):
             read, error = self._loads.take(request_id)
         del self._loading[request_id]
         arrived = self._arrived(load.found, iter(read))
-        for (link, data), copy in reversed(list(zip(load.found, arrived, strict=False))):
-            if data is None:
-                self._keep(link, copy)  # the deepest as the oldest
+        for (link, _), data in reversed(list(zip(load.found, arrived, strict=False))):
+            self._keep(link, data)  # the deepest as the oldest
         for block_id, data in zip(load.block_ids, arrived, strict=False):
             self.io.write_block(block_id, data)
         self._count(load.found, len(arrived))
@@ -127,7 +126,7 @@ class StoreConnector(KVConnector):
         return arrived
 
     def _keep(self, link: Link, data: bytes) -> None:
-        """Called for each block that was read, so that it can be kept nearer to the engine."""
+        """Called for each block that arrived, so that it can be kept nearer to the engine."""
 
     def _count(self, found: Found, num_arrived: int) -> None:
         """Called when a load has ended with its first `num_arrived` blocks."""

@@ -11,7 +11,7 @@ from request import Request
 from tiered_cache import KVTierConfig, TieredCache
 
 A, B = (Request.from_tokens(name, [1, 2, 3]) for name in "ab")
-asked, loaded = call.get_num_new_matched_tokens, call.update_state_after_alloc
+LOADED = call.update_state_after_alloc
 
 
 class Recorder(Mock):
@@ -20,15 +20,19 @@ class Recorder(Mock):
     bind, is_bound = KVConnector.bind, KVConnector.is_bound
 
 
-def make(*offers: int) -> tuple[ConnectorChain, list[Recorder]]:
-    connectors = [Recorder(spec=KVConnector) for _ in offers]
-    offer(connectors, *offers)
+def make(num_connectors: int) -> tuple[ConnectorChain, list[Recorder]]:
+    connectors = [Recorder(spec=KVConnector) for _ in range(num_connectors)]
     return ConnectorChain(connectors), connectors
 
 
-def offer(connectors: list[Recorder], *offers: int) -> None:
-    for connector, num_tokens in zip(connectors, offers, strict=True):
+def ask(chain: ConnectorChain, request: Request, *offers: int) -> tuple[int, bool]:
+    """Ask all, of which each has so many tokens; 12 are there at once. Forgets all calls."""
+    for connector, num_tokens in zip(chain.connectors, offers, strict=True):
         connector.get_num_new_matched_tokens.return_value = (num_tokens, num_tokens != 12)
+    answer = chain.get_num_new_matched_tokens(request, 4)
+    asked = [[call.get_num_new_matched_tokens(request, 4)]] * len(offers)
+    assert take(chain.connectors) == asked
+    return answer
 
 
 def take(connectors: list[Recorder]) -> list[list]:
@@ -39,63 +43,44 @@ def take(connectors: list[Recorder]) -> list[list]:
     return calls
 
 
-CHOICES = [((8,), 0), ((0, 8), 1), ((8, 4), 0), ((4, 8, 8, 2), 1), ((8, 8), 0), ((8, 12), 1)]
+CHOICES = [((8,), 0), ((0, 8), 1), ((8, 4), 0), ((4, 8, 8, 2), 1), ((8, 12), 1), ((0, 0), None)]
 
 
 @pytest.mark.net
-@pytest.mark.parametrize(("offers", "chosen"), [*CHOICES, ((0, 0), None)])
-@pytest.mark.parametrize("before", [0, 4, 16])
-def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen, before):
+@pytest.mark.parametrize(("offers", "chosen"), CHOICES)
+def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen):
     """The last answer counts: asked again after the cache has evicted blocks, another connector
     can have more, or none any."""
-    chain, connectors = make(*[before] * len(offers))
-    chain.get_num_new_matched_tokens(A, 0)
-    take(connectors)
-    offer(connectors, *offers)
-    best = max(offers)
-    assert chain.get_num_new_matched_tokens(A, 4) == (best, best not in (0, 12))
-    assert take(connectors) == [[asked(A, 4)]] * len(offers)
-    assert len(chain._chosen) == (chosen is not None)
-    if chosen is None:
-        return
-    chain.update_state_after_alloc(A, [7, 9], best)
-    connectors[chosen].get_finished_load.side_effect = [None, 4]
-    assert chain.get_finished_load("a") is None
-    assert chain.get_finished_load("a") == 4 and not chain._chosen
-    calls = take(connectors)
-    assert calls.pop(chosen) == [loaded(A, [7, 9], best)] + [call.get_finished_load("a")] * 2
-    assert not any(calls), "the others are not troubled"
+    for before in (0, 4, 16):
+        chain, connectors = make(len(offers))
+        ask(chain, A, *[before] * len(offers))
+        best = max(offers)
+        assert ask(chain, A, *offers) == (best, best not in (0, 12))
+        if chosen is None:
+            chain.wait_for_load(1.0)
+        else:
+            chain.update_state_after_alloc(A, [7, 9], best)
+            connectors[chosen].get_finished_load.side_effect = [None, 4]
+            assert [chain.get_finished_load("a") for _ in range(2)] == [None, 4]
+        calls = take(connectors)
+        expected = [LOADED(A, [7, 9], best)] + [call.get_finished_load("a")] * 2
+        assert chosen is None or calls.pop(chosen) == expected
+        assert not any(calls) and not chain._chosen, "the others are not troubled"
 
 
-def test_loads_of_two_requests_share_a_wait_and_end_in_all_that_were_asked():
-    chain, connectors = make(4, 8)
-    chain.wait_for_load(1.0)
-    assert take(connectors) == [[], []], "nothing is loaded"
-    chain.get_num_new_matched_tokens(A, 0)
-    offer(connectors, 16, 8)
-    chain.get_num_new_matched_tokens(B, 0)
-    take(connectors)
-    chain.update_state_after_alloc(A, [1, 2], 8)
-    chain.update_state_after_alloc(B, [3, 4, 5], 16)
-    assert take(connectors) == [[loaded(B, [3, 4, 5], 16)], [loaded(A, [1, 2], 8)]]
-    chain.wait_for_load(1.0)
-    assert take(connectors) == [[call.wait_for_load(0.5)]] * 2
-    for name in ("b", "never seen"):
-        chain.cancel_load(name)
-        assert take(connectors) == [[call.cancel_load(name)]] * 2
-    chain.wait_for_load(1.0)
-    assert take(connectors) == [[], [call.wait_for_load(1.0)]]
-    assert chain._chosen.keys() == {"a"}
-
-
-def test_all_are_told_and_all_are_counted():
-    chain, connectors = make(0, 8)
-    chain.request_finished(A, [1, 2])
-    chain.invalidate(A, 1, 2)
-    chain.clear()
-    chain.close()
-    calls = [call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2), call.clear(), call.close()]
-    assert take(connectors) == [calls] * 2
+def test_loads_share_a_wait_and_all_connectors_are_told_and_counted():
+    chain, connectors = make(2)
+    ask(chain, A, 4, 8)
+    ask(chain, B, 16, 8)
+    told = [call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2), call.clear(), call.close()]
+    for one, expected in (
+        (call.wait_for_load(1.0), [[call.wait_for_load(0.5)]] * 2),
+        (call.cancel_load("b"), [[call.cancel_load("b")]] * 2),
+        (call.wait_for_load(1.0), [[], [call.wait_for_load(1.0)]]),
+        *[(one, [[one], [one]]) for one in told],
+    ):
+        getattr(chain, one[0])(*one[1])
+        assert take(connectors) == expected
     for connector, counts in zip(connectors, ({"host": 1}, {"disk": 2}), strict=True):
         connector.num_loaded_blocks.return_value = counts
     assert chain.num_loaded_blocks() == {"host": 1, "disk": 2}
@@ -103,15 +88,13 @@ def test_all_are_told_and_all_are_counted():
 
 def test_a_connector_is_bound_to_one_memory():
     """The first engine would load into the second's, and save what is there: wrong tokens."""
-    (chain, connectors), (other, (free, _)) = make(0, 8), make(0, 8)
-    chain.bind(io := object(), 4, [("model", "m")])
-    for connector in (chain, *connectors):
-        assert (connector.io, connector.block_size) == (io, 4)
-        assert connector.namespace == (("model", "m"),)
-    tiers = TieredCache(KVTierConfig(host_blocks=1))
+    (chain, connectors), (other, (free, _)) = make(2), make(2)
+    tiers, io = TieredCache(KVTierConfig(host_blocks=1)), object()
     tiers.bind(io, 4, [])
+    chain.bind(io, 4, [("model", "m")])
     other.connectors[1] = connectors[1]
     for connector in (chain, *connectors, tiers, other):
         with pytest.raises(ValueError, match="must belong to this engine"):
             connector.bind(object(), 4, [])
-    assert tiers.io is io and not free.is_bound, "all of a chain, or none"
+        assert connector is other or (connector.io, connector.block_size) == (io, 4)
+    assert not free.is_bound, "all of a chain, or none"

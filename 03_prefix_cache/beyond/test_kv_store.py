@@ -1,99 +1,217 @@
-"""Every store against a dictionary, and a record that is damaged."""
+"""Every store against a dictionary and an order of use; a record, and a file of them, that is
+damaged, cut off, or owned by another process."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 
-from kv_store import KVStore, LRUBlocks, compute_checksum, make_record, open_record
-from kv_stores import RECORD_NBYTES, FaultyStore
+from kv_store import KVStore, compute_checksum, make_record, open_record
+from kv_stores import RECORD_NBYTES, STORES, FaultyStore
+from kv_tiers import _FILE_HEADER, DiskTier, HostTier
 from request_chain import Link
 
 
-def make_link(number: int) -> Link:
-    return random.Random(number).randbytes(32), (number, 7, 2**40)
+def link(number: int) -> Link:
+    return number.to_bytes(32, "big"), (number, 7, 2**40)
 
 
-def content(number: int) -> bytes:
-    return random.Random(f"content {number}").randbytes(RECORD_NBYTES)
+LINKS = [link(number) for number in range(12)]
 
 
-LINKS = [make_link(number) for number in range(8)]
+def content(number: int, version: int = 0) -> bytes:
+    return random.Random(f"{number} {version}").randbytes(RECORD_NBYTES)
 
 
-def read(store: KVStore, links: list[Link]) -> tuple[list[bytes], bool]:
-    """The blocks before the first missing one, and whether the iterator raised there."""
+def read(store: KVStore, numbers: list[int]) -> tuple[list[bytes], bool]:
+    """The blocks before the first that is missing or damaged, and whether the iterator raised."""
     blocks: list[bytes] = []
     try:
-        for data in store.get(links):
+        for data in store.get([LINKS[number] for number in numbers]):
             blocks.append(data)
-    except LookupError:
+    except (LookupError, ValueError):
         return blocks, True
     return blocks, False
 
 
+def read_all(store: KVStore) -> dict[int, bytes]:
+    found = {number: read(store, [number])[0] for number in range(12)}
+    return {number: data[0] for number, data in found.items() if data}
+
+
+def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> OrderedDict[int, bytes]:
+    """Random calls of a store that is empty, or has lost blocks of its own. Trap 9: what is put is
+    a copy. Trap 11: of one chain the tail is the oldest."""
+    rng, naive, changes = random.Random(seed), OrderedDict[int, bytes](), list[tuple[bytes, bool]]()
+    if tells := isinstance(store, HostTier | DiskTier):
+        store.on_change = lambda *change: changes.append(change)
+    for _ in range(num_turns):
+        chain, expected = rng.sample(range(12), rng.randint(1, 5)), list[tuple[bytes, bool]]()
+        first, links = chain[0], [LINKS[number] for number in chain]
+        num_there = next((i for i, number in enumerate(chain) if number not in naive), len(chain))
+        match rng.choice("ppphgd"):
+            case "p":
+                buffer = bytearray(content(first))
+                assert store.put(links[0], buffer) == (first not in naive)
+                buffer[:] = bytes(len(buffer))
+                naive[first] = content(first)
+                naive.move_to_end(first)
+                expected.append((LINKS[first][0], True))
+                if len(naive) > max_blocks:
+                    expected.append((LINKS[naive.popitem(last=False)[0]][0], False))
+            case "h" | "g" as call:
+                assert store.has(links) == num_there
+                for number in reversed(chain[:num_there]):
+                    naive.move_to_end(number)
+                if call == "g":
+                    there = [naive[number] for number in chain[:num_there]]
+                    assert read(store, chain) == (there, num_there < len(chain))
+            case "d" if rng.random() < 0.3:
+                store.drop(links[0])
+                expected += [(LINKS[first][0], False)] * (naive.pop(first, None) is not None)
+        if tells:
+            assert sorted(changes) == sorted(expected)
+            assert {n for n in range(12) if LINKS[n][0] in store} == set(naive)
+            changes.clear()
+    assert store.has([]) == 0 and read(store, []) == ([], False)
+    return naive
+
+
 @pytest.mark.net
 def test_a_store_is_a_dictionary(pool: FaultyStore) -> None:
-    """Trap 9: what is put is a copy; the caller's buffers are rewritten by the next request."""
-    rng, kept = random.Random(0), set[int]()
-    for _ in range(150):
-        chain = rng.sample(range(8), rng.randint(1, 8))
-        num_there = next((i for i, number in enumerate(chain) if number not in kept), len(chain))
-        links = [LINKS[number] for number in chain]
-        match rng.choice("pphgd"):
-            case "p":
-                buffer = bytearray(content(chain[0]))
-                assert pool.put(links[0], buffer) == (chain[0] not in kept)
-                buffer[:] = bytes(len(buffer))
-                kept.add(chain[0])
-            case "h":
-                assert pool.has(links) == num_there
-            case "g":
-                expected = [content(number) for number in chain[:num_there]]
-                assert read(pool, links) == (expected, num_there < len(links))
-            case "d":
-                pool.drop(links[0])
-                kept.discard(chain[0])
-    assert pool.has([]) == 0 and read(pool, []) == ([], False)
+    check(pool, 30, num_turns=150, seed=0)
 
 
-def test_blocks_of_several_kinds_of_use_in_the_order_of_their_use() -> None:
-    """Trap 11: of one chain the tail is the oldest."""
-    blocks = LRUBlocks({link[0]: None for link in LINKS[:5]})
-    assert blocks.num_leading([LINKS[1], LINKS[3], LINKS[7], LINKS[0]]) == 2
-    assert list(blocks) == [LINKS[number][0] for number in (0, 2, 4, 3, 1)]
-    assert blocks.pop_oldest()[0] == LINKS[0][0]
+@pytest.mark.net
+@pytest.mark.parametrize("kind", ["host", "disk", "pool"])
+def test_a_full_store_loses_what_is_least_recently_used(kind: str, tmp_path: Path) -> None:
+    """Now and then the file is closed, and the next process finds in it what was there."""
+    for seed in range(6):
+        store = STORES[kind](tmp_path, 5)
+        naive = check(store.at_node("a"), 5, num_turns=150, seed=seed)
+        if not isinstance(store, DiskTier):
+            continue
+        store.check_invariants()
+        store.close()
+        store.close()
+        store = DiskTier(tmp_path / "kv", 5, RECORD_NBYTES)
+        assert read_all(store) == naive
+        for number in naive:
+            store.drop(LINKS[number])
+        store.close()
+
+
+# -- a record
 
 
 def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
     """Every byte changed, every length cut, a longer one; another hash, and other tokens (Trap
     1)."""
-    link, data = make_link(1), b"key and value bytes"
-    record = make_record(link, data)
-    assert open_record(record, link) == open_record(bytearray(record), link) == data
-    damaged = [record[:n] for n in range(len(record))] + [record + b"\0", b""]
+    mine, data = LINKS[1], b"key and value bytes"
+    record = make_record(mine, data)
+    assert open_record(record, mine) == open_record(bytearray(record), mine) == data
+    damaged = [(record[:n], mine) for n in range(len(record))] + [(record + b"\0", mine)]
     for index in range(len(record)):
         flipped = bytearray(record)
         flipped[index] ^= 1 << index % 8
-        damaged.append(bytes(flipped))
-    for wrong in damaged:
+        damaged.append((bytes(flipped), mine))
+    others = (LINKS[2], (mine[0], (1, 7)), (LINKS[2][0], mine[1]))
+    for wrong, wanted in damaged + [(record, other) for other in others]:
         with pytest.raises(ValueError, match="record"):
-            open_record(wrong, link)
-    for other in (make_link(2), (link[0], (1, 7)), (make_link(2)[0], link[1])):
-        with pytest.raises(ValueError, match="record"):
-            open_record(record, other)
+            open_record(wrong, wanted)
 
 
 def test_a_checksum_covers_hash_tokens_and_bytes_and_tells_where_each_ends() -> None:
-    blocks = [
-        ((b"ab", (1, 2)), b"kv"),
-        ((b"ac", (1, 2)), b"kv"),
-        ((b"ab", (2, 1)), b"kv"),
-        ((b"ab", (1, 2)), b"kw"),
-        ((b"abkv", ()), b""),
-        ((b"ab", ()), b"kv"),
-        ((b"ab", (1,)), bytes(8)),
-        ((b"ab", (1, 0)), b""),
-    ]
-    assert len({compute_checksum(link, data) for link, data in blocks}) == len(blocks)
+    blocks = [(b"ab", (1, 2), b"kv"), (b"ac", (1, 2), b"kv"), (b"ab", (2, 1), b"kv")]
+    blocks += [(b"ab", (1, 2), b"kw"), (b"abkv", (), b""), (b"ab", (), b"kv")]
+    blocks += [(b"ab", (1,), bytes(8)), (b"ab", (1, 0), b"")]
+    assert len({compute_checksum(block[:2], block[2]) for block in blocks}) == len(blocks)
+
+
+# -- a tier that threads share, and what a file holds
+
+
+def make_disk(folder: Path, max_blocks: int, numbers: range = range(0)) -> DiskTier:
+    disk = DiskTier(folder / "kv", max_blocks, RECORD_NBYTES)
+    for number in numbers:
+        disk.put(LINKS[number], content(number))
+    return disk
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind: str, tmp_path: Path):
+    tier = STORES[kind](tmp_path, 5).at_node("a")
+    for number in range(3):
+        tier.put(LINKS[number], content(number))
+    reader = threading.Thread(target=tier.drop, args=[LINKS[1]])
+
+    class Links(list[Link]):
+        def __getitem__(self, index):
+            """Take the block right after it was found, so that the reader interleaves."""
+            reader.start()
+            reader.join(0.05)
+            return super().__getitem__(index)
+
+    assert tier.has(Links(LINKS[:3])) == 3
+    reader.join()
+    assert tier.has(LINKS[:3]) == 1
+
+
+def test_a_write_that_was_interrupted_is_a_miss_and_its_slot_is_free_again(tmp_path, monkeypatch):
+    """With a part of the new bytes written, neither the old block nor the new one is found."""
+    disk = make_disk(tmp_path, 3, range(2))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_tiers.record_header", interrupted)
+        for number in (1, 2):  # in its own slot, and in a free one
+            with pytest.raises(KeyboardInterrupt):
+                disk.put(LINKS[number], content(number, version=1))
+    disk.clear()
+    disk.check_invariants()
+    disk.close()
+    disk = make_disk(tmp_path, 3)
+    assert read_all(disk) == {0: content(0)} and len(disk) == 1
+    disk = make_disk(tmp_path, 3, range(1, 3))
+    assert read_all(disk) == {number: content(number) for number in range(3)}
+
+
+def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
+    """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
+    disk, changes = make_disk(tmp_path, 2, range(2)), list[tuple[bytes, bool]]()
+    for place in range(disk._record_nbytes):
+        disk.on_change = lambda *change: changes.append(change)
+        disk._map[disk._offset(disk._slots[LINKS[1][0]]) + place] ^= 0x10
+        assert read_all(disk) == {0: content(0)} and changes == [(LINKS[1][0], False)], place
+        assert disk.num_corrupt == place + 1
+        disk.check_invariants()
+        disk.put(LINKS[1], content(1))
+        assert read(disk, [1]) == ([content(1)], False)
+        changes.clear()
+
+
+RECORD = RECORD_NBYTES + len(make_record(LINKS[0], b""))
+NEXT = [  # the next process wants so many blocks of so many bytes more, in a file cut off here
+    *[(8, 0, None, 8), (3, 0, None, 3), (8, 8, None, 0), (8, 0, 0, 0), (8, 0, 5, 0)],
+    *[(8, 0, _FILE_HEADER.size, 0), (8, 0, _FILE_HEADER.size + 60, 0), (8, 0, 3 * RECORD, 2)],
+]
+
+
+@pytest.mark.parametrize(("max_blocks", "num_more", "num_kept", "num_found"), NEXT)
+def test_the_next_process_takes_over_the_blocks_that_fit(
+    max_blocks, num_more, num_kept, num_found, tmp_path
+):
+    """Whatever is missing is a miss, and no wrong bytes."""
+    make_disk(tmp_path, 8, range(11)).close()
+    (tmp_path / "kv").write_bytes((tmp_path / "kv").read_bytes()[:num_kept])
+    disk = DiskTier(tmp_path / "kv", max_blocks, RECORD_NBYTES + num_more)
+    disk.check_invariants()
+    found = read_all(disk)
+    assert len(disk) == len(found) == num_found
+    assert all(data == content(number) for number, data in found.items())

@@ -5,23 +5,21 @@ manager without loads is tested in `test_cached_kv_cache_manager.py`."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from kv_chaos import OPERATIONS, Chaos
+from block_pool import BlockPool
 from kv_connector import KVConnector
-from kv_loads import MAX_OVERTAKES, Load
+from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
-from kv_orders import BLOCK_SIZES, check_any_order, check_long_run
-from kv_served_world import Engine
+from kv_orders import BLOCK_SIZES, check_long_run
+from kv_served_world import CachingLoop
 from kv_slots import Runner, content
-from kv_world import World
+from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
-from prefix_cache import KeyedRequest
-from request import Request, RequestStatus, SamplingParams
-from scheduler import MAX_SKIPPED, Scheduler
+from request import Request, RequestStatus
 
 
 class FakeConnector(KVConnector):
@@ -38,7 +36,6 @@ class FakeConnector(KVConnector):
         self.results: dict[str, int] = {}
         self.given_back: list[list[int]] = []  # of loads that ended since the last check
         self.calls: list[tuple] = []
-        self.on_wait: Callable[[], None] = lambda: None
 
     def num_wanted(self, request: Request) -> int:
         num_full = (request.num_tokens - 1) // self.block_size
@@ -46,7 +43,6 @@ class FakeConnector(KVConnector):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         request_id = request.request_id
-        assert num_computed_tokens % self.block_size == 0
         assert request_id not in self.loads, "asked while loading"
         assert num_computed_tokens < self.at_answer.get(request_id, 10**9), "asked for nothing"
         num_tokens = self.num_wanted(request) * self.block_size - num_computed_tokens
@@ -83,17 +79,15 @@ class FakeConnector(KVConnector):
 
     def get_finished_load(self, request_id):
         assert request_id in self.loads, "no such load"
-        if request_id not in self.results:
-            return None
-        num_tokens = self.results.pop(request_id)
-        self.given_back.append(self.loads.pop(request_id)[2][num_tokens // self.block_size :])
+        num_tokens = self.results.pop(request_id, None)
+        if num_tokens is not None:
+            self.given_back.append(self.loads.pop(request_id)[2][num_tokens // self.block_size :])
         return num_tokens
 
     def cancel_load(self, request_id):
         self.asked.pop(request_id, None)
         self.results.pop(request_id, None)
         if request_id in self.loads:
-            self.calls.append(("cancel", request_id))
             self.given_back.append(self.loads.pop(request_id)[2])
 
     def request_finished(self, request, block_ids):
@@ -108,9 +102,7 @@ class FakeConnector(KVConnector):
         self.calls.append(("withdrawn", request.request_id, start, end))
 
     def wait_for_load(self, timeout_s):
-        assert 0 < timeout_s < 1
-        self.calls.append(("wait",))
-        self.on_wait()
+        pass
 
     def close(self):
         pass
@@ -149,7 +141,7 @@ class LoadingWorld(World):
         num_held *= bool(connector.in_flight())  # if all have arrived, waiting requests give way
         num_calls = len(connector.calls)
         computed = super().get_computed_blocks(request)
-        kinds = [call[0] for call in connector.calls[num_calls:] if call[0] != "cancel"]
+        kinds = [call[0] for call in connector.calls[num_calls:]]
         assert kinds in ([], ["steps", "load"]), "a load waits for steps; nothing else does"
         if self.checks and computed is NotReady.LOADING:
             num_wanted = connector.num_wanted(request)
@@ -163,15 +155,15 @@ class LoadingWorld(World):
             super().check_answer(request, computed)
 
     def _leave(self, request: Request) -> None:
-        request_id = request.request_id
+        request_id, connector = request.request_id, self.connector
         num_published = self.written.get(request_id, 0) // self.block_size
         expected = list(self.manager.get_block_ids(request_id))[:num_published]
-        num_calls = len(self.connector.calls)
+        num_calls = len(connector.calls)
         super()._leave(request)
-        calls = [call for call in self.connector.calls[num_calls:] if call[0] != "cancel"]
-        assert calls == ([("finished", request_id, expected)] if expected else [])
-        assert request_id not in self.connector.loads
-        self.connector.at_answer.pop(request_id, None)
+        offered = [("finished", request_id, expected)] if expected else []
+        assert connector.calls[num_calls:] == offered
+        assert request_id not in connector.loads
+        connector.at_answer.pop(request_id, None)
 
     def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
         self.connector.scribble()
@@ -186,27 +178,14 @@ class LoadingWorld(World):
         known = self.waiting.keys() | self.running.keys()
         for container in (loads._offers, loads._overtakes, connector.asked):
             assert container.keys() <= known, "kept for a request that is gone"
-        self.check_free_order()
-
-    def check_free_order(self) -> None:
-        """Trap 11: what did not arrive is free, and the deepest block is taken first."""
         order = [block.block_id for block in self.pool.free_order()]
-        for block_ids in self.connector.given_back:
+        for block_ids in connector.given_back:  # trap 11: the deepest is taken first
             places = [order.index(block_id) for block_id in block_ids if block_id in order]
             assert places == sorted(places, reverse=True)
-        self.connector.given_back.clear()
+        connector.given_back.clear()
 
 
-@pytest.fixture
-def world_of() -> type[World]:
-    """The type that `make_world` makes."""
-    return LoadingWorld
-
-
-# -- in any order
-
-
-class LoadingChaos(Chaos):
+class LoadingChaos(KVChaos):
     def submit(self) -> None:
         known = set(self.world.waiting)
         super().submit()
@@ -220,132 +199,22 @@ class LoadingChaos(Chaos):
             connector.finish(request_id, self.pick(0, len(connector.loads[request_id][2])))
 
 
-LOADING_OPERATIONS = [*OPERATIONS, "end_load", "end_load"]
-
-
 @pytest.mark.net
 @pytest.mark.sample(seed=2)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_random_run(make_world, seed, block_size):
-    check_long_run(make_world, LoadingChaos, LOADING_OPERATIONS, seed, block_size)
-
-
-@pytest.mark.net
-def test_any_order_of_calls(make_world):
-    check_any_order(make_world, LoadingChaos, LOADING_OPERATIONS)
-
-
-class LoadingEngine(Engine):
-    """Loads end when the engine waits for them, and now and then of themselves."""
-
-    def make_manager(self) -> LoadingKVCacheManager:
-        self.connector = FakeConnector(self.runner)
-        self.connector.on_wait = self.end_a_load
-        return LoadingKVCacheManager(self.pool, self.block_size, self.cache, self.connector)
-
-    def end_a_load(self) -> None:
-        loading_ids = self.connector.in_flight()
-        if loading_ids:
-            request_id = self.rng.choice(loading_ids)
-            num_blocks = len(self.connector.loads[request_id][2])
-            self.connector.finish(request_id, self.rng.randint(0, num_blocks))
-
-    def submit(self) -> list[str]:
-        submitted = super().submit()
-        for request_id in submitted:
-            self.connector.num_offered[request_id] = max(0, self.rng.randint(-5, 5))
-        return submitted
-
-    def offer(self, request_id: str, tokens: list[int], num_blocks: int, priority: int = 0) -> None:
-        self.connector.num_offered[request_id] = num_blocks
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        self.scheduler.add_request(KeyedRequest(request_id, tokens, params, priority=priority))
-
-    def step(self) -> None:
-        super().step()
-        for request in self.scheduler.waiting:
-            is_loading = request.request_id in self.connector.loads
-            assert not is_loading or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        if not self.scheduler.running and self.scheduler.requests:
-            self.manager.wait_for_loads()
-
-    def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
-        self.connector.scribble()
-        super().forward(batch)
-
-
-@pytest.mark.net
-@pytest.mark.sample(seed=4)
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
-    """No deadlock: some request that waits for a block, a load or memory makes progress."""
-    rng = random.Random(seed)
-    engine = LoadingEngine(make_cache, rng)
-    for _ in range(rng.randint(6, 12)):
-        engine.submit()
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            engine.step()
-            if rng.random() < 0.3:
-                engine.end_a_load()
-    engine.serve_all()
-    assert not engine.connector.loads and engine.num_admitted > 0
+def test_a_long_random_run(make_cache, seed, block_size):
+    operations = [*OPERATIONS, "end_load", "end_load"]
+    check_long_run(partial(LoadingWorld, make_cache), LoadingChaos, operations, seed, block_size)
 
 
 # -- what a random run does not reach
 
 
-class Calm(random.Random):
-    """The first of each choice, and no accident happens."""
-
-    def choice(self, seq):
-        return seq[0]
-
-    def random(self):
-        return 0.99
-
-
-def test_more_refused_loads_than_a_step_asks_do_not_hide_the_one_that_blocks_them(make_cache):
-    """More requests than a scheduler skips in a step are before a request whose load has arrived.
-    They are refused as long as it keeps the load, and it is not asked before them."""
-    engine = LoadingEngine(make_cache, Calm())
-    engine.scheduler = Scheduler(4, 40, policy="priority", kv_memory=engine.manager)
-    engine.offer("last", [1, 2, 3, 4, 5], 4, priority=1)
-    engine.step()
-    assert engine.manager.num_blocks_in_use == 4, "half of the memory"
-    for index in range(MAX_SKIPPED + 2):
-        engine.offer(f"r{index}", [index, 7, 8], 2)
-    engine.connector.finish("last", 4)
-    for _ in range(3 * MAX_SKIPPED):
-        engine.step()
-        for request_id in engine.connector.in_flight():
-            engine.connector.finish(request_id, 1)
-    assert not engine.scheduler.has_unfinished_requests(), "they wait for each other"
-
-
-def test_a_large_load_is_not_starved_by_a_stream_of_small_ones(make_cache):
-    """The scheduler's bound on starvation holds with loads: a bounded number of requests overtake
-    it."""
-    engine = LoadingEngine(make_cache, Calm())
-    engine.scheduler = Scheduler(4, 40, kv_memory=engine.manager, max_overtakes=5)
-    engine.connector.on_wait = lambda: None
-    engine.offer("small 0", [0, 9, 9], 2)
-    engine.step()
-    engine.offer("big", [1000, 9, 9, 9, 9], 4)
-    num_served = 0
-    while "big" in engine.scheduler.requests and num_served < 3 * MAX_OVERTAKES:
-        num_served += 1
-        engine.offer(f"small {num_served}", [num_served, 9, 9], 2)
-        engine.step()
-        engine.connector.finish(f"small {num_served - 1}", 2)
-        engine.step()
-    assert num_served <= MAX_OVERTAKES + 1
-
-
-def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_world):
+def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_cache):
     """Loads of requests before it in the queue do not count. The bound holds for every refused
     request."""
-    world = make_world(12, 2)
+    world = LoadingWorld(make_cache, 12, 2)
 
     def query(name: str, num_blocks: int) -> ComputedBlocks | NotReady:
         tokens = [len(world.connector.calls), *[7] * (2 * num_blocks)]
@@ -367,105 +236,56 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
     assert all(isinstance(answer, ComputedBlocks) for answer in answers[MAX_OVERTAKES - 1 :])
     assert world.admit("big")
     world.step()
-    assert [call for call in world.connector.calls if call[:2] == ("load", "big")] == []
+    assert not any(call[:2] == ("load", "big") for call in world.connector.calls)
     world.drain()
 
 
-def test_loads_of_earlier_requests_delay_no_request(make_world):
-    """However many were asked about before it, it loads when they have loaded."""
-    world = make_world(4, 2)
-    names = [f"r{index}" for index in range(MAX_OVERTAKES + 3)]
-    for index, name in enumerate(names):
-        for other in names[index:]:
-            assert world.query(other, [int(other[1:]), *[9] * 8], 4) is NotReady.LOADING
-        assert set(world.connector.loads) == {name}
-        world.connector.finish(name, 0)
-        world.get_computed_blocks(world.waiting[name])
-        world.free(name)
-
-
-def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache):
-    """But for those with which a request has sampled a token before."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache, fails, caplog):
+    """But for those with which a request has sampled a token before. A connector that fails costs
+    nothing but its help."""
     world = LoadingWorld(make_cache, 9, 2)
-    world.warm("good", [1] * 3)
-    bad = world.submit("bad", [1] * 5)
-    found = world.get_computed_blocks(bad)
-    assert world.manager.allocate_slots(bad, 3, computed=found)
-    bad.num_computed_tokens = 5
-    world.manager.cache_blocks(bad, 5)
-    bad.status = RequestStatus.FINISHED_ERROR
-    world.manager.free(bad)
-    assert [call[:2] for call in world.connector.calls] == [
-        ("finished", "good"),
-        ("withdrawn", "bad"),
-    ]
-    assert world.connector.calls[-1][2:] == (1, 2)
+    if fails:
+        world.connector.request_finished = world.connector.invalidate = lambda *_: 1 / 0
+    for name in ("good", "bad"):
+        request = world.serve(name, [1] * (3 if name == "good" else 5))
+        if name == "bad":
+            request.status = RequestStatus.FINISHED_ERROR
+        world.manager.free(world.running.pop(name))
+        world.runner.tables.clear()
+    calls = [call for call in world.connector.calls if call[0] != "steps"]
+    assert calls == [] if fails else calls[0][:2] == ("finished", "good")
+    assert calls[1:] == ([] if fails else [("withdrawn", "bad", 1, 2)])
+    assert world.manager.num_blocks_in_use == 0 and ("ZeroDivision" in caplog.text) == fails
 
 
-@pytest.mark.parametrize("hook", ["request_finished", "invalidate"])
-def test_a_connector_that_fails_at_the_end_of_a_request_costs_nothing_but_its_help(
-    make_cache, hook, caplog
-):
-    world = LoadingWorld(make_cache, 9, 2)
-    setattr(world.connector, hook, lambda *_: 1 / 0)
-    request = world.serve("a", [1] * 5)
-    if hook == "invalidate":
-        request.status = RequestStatus.FINISHED_ERROR
-    world.manager.free(world.running.pop("a"))
-    assert world.manager.num_blocks_in_use == 0 and "ZeroDivisionError" in caplog.text
-    world.manager.check_invariants()
-
-
-@pytest.mark.parametrize("order", [("long", "other"), ("other", "long")])
-def test_the_cached_prefix_that_a_load_keeps_counts_in_its_share(make_world, order):
-    world = make_world(8, 2)
-    world.warm("x", [1, 2, 3, 4, 5])
-    prompts = {"long": [1, 2, 3, 4, 5, 6, 7], "other": [7] * 5}  # 2 blocks cached, 1 to load; 2
-    for name in order:
-        tokens = prompts[name]
-        assert world.query(name, tokens, len(tokens) // 2) is NotReady.LOADING
-    assert list(world.connector.loads) == [order[0]], "3 + 2 of 8"
-
-
-@pytest.mark.parametrize("invalidated", ["prefix", "arrived"])
-def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_world, invalidated):
-    world = make_world(20, 2)
-    world.warm("x", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("invalidated", ["prefix", "blocks"])
+def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_cache, invalidated):
+    world = LoadingWorld(make_cache, 20, 2)
+    world.serve("x", [1, 2, 3, 4, 5])
+    world.free("x")
     assert world.query("a", [1, 2, 3, 4, 5, 6, 7], 3) is NotReady.LOADING
-    load, loads = world.manager.loads._loads["a"], world.manager.loads
-    if invalidated == "arrived":
+    loads = world.manager.loads
+    if invalidated == "blocks":
         world.connector.finish("a", 1)
         assert not loads.is_in_flight("a")
-    first = (load.prefix if invalidated == "prefix" else load.blocks)[0]
     loads.invalidate(world.pool.blocks[0])
     assert "a" in loads, "another block"
-    loads.invalidate(first)
+    loads.invalidate(getattr(loads._loads["a"], invalidated)[0])
     assert "a" not in loads and world.manager.num_blocks_in_use == 0
 
 
-def test_for_a_request_that_runs_nothing_is_loaded_and_no_load_is_waited_for(make_cache):
-    world = LoadingWorld(make_cache, 20, 2)
-    request = world.submit("a", [1, 2, 3, 4, 5])
-    world.connector.num_offered["a"] = 2
-    assert world.manager.allocate_slots(request, 5)
-    with pytest.raises(ValueError, match="'a' already has a block table"):
-        world.manager.get_computed_blocks(request)
-    world.manager.wait_for_loads()
-    assert not world.connector.calls
-
-
-@pytest.mark.parametrize("damage", ["loading", "holder", "share"])
-def test_check_invariants_notices_damage(make_cache, damage):
-    world = LoadingWorld(make_cache, 12, 2)
-    world.serve("b", [1, 2, 3, 4, 6, 7, 8])
-    world.query("c", [9] * 5, 1)
-    world.check()
-    loads = world.manager.loads._loads
-    if damage == "loading":
-        loads["b"] = loads.pop("c")
-    elif damage == "share":
-        loads["d"] = Load(world.waiting["c"], [], world.pool.allocate(6))
-    else:
-        loads["c"].blocks[0].ref_cnt += 1
-    with pytest.raises(AssertionError):
-        world.manager.check_invariants(world.running.values())
+def test_a_request_that_loads_is_overtaken_and_then_served(make_cache):
+    pool, runner = BlockPool(21), Runner(2)
+    connector = FakeConnector(runner)
+    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), connector)
+    loop = CachingLoop(manager, runner)
+    connector.num_offered["a"] = 2
+    for name in "ab":
+        loop.take(Request.from_tokens(name, [ord(name)] * 5, 2))
+    assert loop.step().num_scheduled_tokens == {"b": 5}
+    assert loop.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    connector.finish("a", 2)
+    assert loop.step().num_scheduled_tokens == {"b": 1, "a": 1}
+    loop.run()
+    assert manager.usage == 0

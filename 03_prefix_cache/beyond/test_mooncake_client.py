@@ -1,8 +1,10 @@
 """The client's process against a library that hangs, crashes and lies: a scripted one, so that
-these tests run everywhere. The real one is used in `test_mooncake_pool.py`."""
+these tests run everywhere; and a machine without the store. The real one is used in
+`test_mooncake_pool.py`."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -11,15 +13,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 import mooncake_client
+from bounded_loops import as_long_as
 from mooncake_client import MooncakeClient, StoreDownError
-from mooncake_master import MooncakeAddress, MooncakeUnavailableError
+from mooncake_master import MooncakeAddress, MooncakeMaster, MooncakeUnavailableError
 
 LIMIT_S = 0.05
 LATE_S = 30.0  # a loaded machine's tolerance; what hangs here hangs for longer, or 100 times
@@ -125,58 +128,34 @@ def test_after_a_failure_the_client_answers_at_once(
     assert client.down_reason and [each.levelname for each in caplog.records] == ["WARNING"]
 
 
-def test_a_hanging_call_delays_others_by_no_more_than_its_own_limit(
-    client: MooncakeClient,
+@pytest.mark.parametrize("trouble", ["hangs for many", "does not read", "is slow to close"])
+def test_a_client_process_that_stands_still_costs_one_limit(
+    client: MooncakeClient, trouble: str
 ) -> None:
+    if trouble == "is slow to close":
+        client.put("slow to close", b"x")
+    elif trouble == "does not read":
+        os.kill(client.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, client.process.pid, os.WSTOPPED)
     client.timeout_s = LIMIT_S
-    with ThreadPoolExecutor(40) as threads, in_time():  # not 40 limits
-        for call in [threads.submit(client.get, "hang") for _ in range(40)]:
-            with pytest.raises(StoreDownError):
-                call.result()
-
-
-def test_a_client_process_that_does_not_read_is_given_up(client: MooncakeClient) -> None:
-    """The socket's buffer is full long before the value has been sent."""
-    os.kill(client.process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, client.process.pid, os.WSTOPPED)
-    client.timeout_s = LIMIT_S
-    with in_time(), pytest.raises(StoreDownError, match="timed out"):
-        client.put("a", bytes(50_000_000))
-
-
-def test_an_answer_that_comes_in_drops_is_late_all_the_same() -> None:
-    """Each drop in time, the whole not."""
-    ours, theirs = socket.socketpair()
-
-    def drip() -> None:
-        with theirs:
-            for _ in range(40):
-                time.sleep(LIMIT_S / 10)
-                theirs.sendall(b"\1")
-
-    with ours, ThreadPoolExecutor() as threads:
-        dripping, start = threads.submit(drip), time.monotonic()
-        with pytest.raises(TimeoutError):
-            mooncake_client._receive(ours, start + LIMIT_S)
-        elapsed_s = time.monotonic() - start
-        dripping.result()
-    assert LIMIT_S <= elapsed_s < LATE_S
-
-
-def test_closing_does_not_wait_for_a_store_that_hangs(client: MooncakeClient) -> None:
-    client.put("slow to close", b"x")
-    client.timeout_s = LIMIT_S
-    with in_time():
+    with in_time(), ThreadPoolExecutor(40) as threads:
+        if trouble == "hangs for many":  # not 40 limits
+            for call in [threads.submit(client.get, "hang") for _ in range(40)]:
+                with pytest.raises(StoreDownError):
+                    call.result()
+        elif trouble == "does not read":  # the socket's buffer is full long before it has been sent
+            with pytest.raises(StoreDownError, match="timed out"):
+                client.put("a", bytes(50_000_000))
         client.close()
         client.close()
     assert client.process.poll() is not None
-    with pytest.raises(StoreDownError, match="closed"):
+    with pytest.raises(StoreDownError, match=r"timed out|closed"):
         client.get("a")
 
 
 def test_the_client_process_ends_with_its_owner(address: MooncakeAddress) -> None:
     script = (
-        "import os, sys\n"
+        "import os\n"
         "from mooncake_client import MooncakeClient, MooncakeAddress\n"
         f"client = MooncakeClient(MooncakeAddress({address.master!r}, {address.master!r}))\n"
         "print(client.process.pid, flush=True)\n"
@@ -185,18 +164,10 @@ def test_the_client_process_ends_with_its_owner(address: MooncakeAddress) -> Non
     folder = str(Path(mooncake_client.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
-    pid = int(done.stdout)
-    deadline = time.monotonic() + LATE_S
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _is_running(pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # waits for its parent only
-    except psutil.NoSuchProcess:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(done.stdout))
+        for _ in as_long_as(lambda: process.status() != psutil.STATUS_ZOMBIE, seconds=LATE_S):
+            time.sleep(0.01)
 
 
 def test_the_library_is_not_sent_through_a_proxy(
@@ -226,3 +197,29 @@ def test_a_set_up_that_fails_is_reported(
         MooncakeClient(address, host=trouble, start_timeout_s=limit_s)
     with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):
         MooncakeClient(address, timeout_s=0)
+
+
+# -- a machine without the store
+
+
+PROGRAMS = {
+    "no package": "pip install",
+    "another package of that name": "pip install",
+    "does not start": r"(?s)apt-get install.*so.1 is missing",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_master_that_cannot_start_is_reported_with_what_to_install(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_loader("mooncake", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    if program == "does not start":
+        script = tmp_path / "mooncake_master"
+        script.write_text("#!/bin/sh\necho libibverbs.so.1 is missing >&2\nexit 127\n")
+        script.chmod(0o755)
+    found = None if program == "no package" else spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with in_time(), pytest.raises(MooncakeUnavailableError, match=PROGRAMS[program]):
+        MooncakeMaster()

@@ -11,15 +11,13 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from block_pool import BlockPool
-from bounded_loops import as_long_as
-from kv_bytes import ByteEngine
+from kv_bytes import MODEL, ByteEngine
 from kv_slots import PREFIX_CACHES
 from mooncake_master import MooncakeMaster
 from mooncake_pool import MooncakePool
@@ -48,18 +46,6 @@ def publish(pool: MooncakePool, chain: Chain) -> list[bool]:
     return [pool.put(link, data) for link, data in chain]
 
 
-def load(pool: MooncakePool, chain: Chain) -> str:
-    """The error with which a load ends that brings nothing."""
-    loads = Loads[bytes](WAIT_S)
-    loads.start("r", pool.get(links_of(chain)))
-    for _ in as_long_as(lambda: not loads.has_ended("r"), seconds=WAIT_S):
-        loads.wait(WAIT_S)
-    arrived, error = loads.take("r")
-    loads.close()
-    assert arrived == [] and error is not None
-    return error
-
-
 def elapsed_s(call: Callable[[], object]) -> float:
     start = time.monotonic()
     call()
@@ -68,7 +54,7 @@ def elapsed_s(call: Callable[[], object]) -> float:
 
 def make_engine(pool: MooncakePool, node_id: str) -> ByteEngine:
     connector = PoolConnector(pool, node_id, load_timeout_s=WAIT_S)
-    return ByteEngine(connector, PREFIX_CACHES["hash"](BlockPool(9), 4))
+    return ByteEngine(connector, PREFIX_CACHES["hash"](BlockPool(9), 4), MODEL)
 
 
 PUBLISHER = """
@@ -84,36 +70,40 @@ sys.stdin.readline()  # its memory is the store's
 """
 
 
-@pytest.fixture
-def publisher(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
-    """An engine's process that has published the prompt, and waits."""
-    address = master.address
-    process = subprocess.Popen(
-        [sys.executable, "-c", PUBLISHER, address.master, address.metadata],
+def test_an_engine_loads_blocks_published_by_another_process(
+    master: MooncakeMaster, near: MooncakePool
+) -> None:
+    """And when that process is killed, with its memory, a load fails instead of waiting."""
+    publisher = subprocess.Popen(
+        [sys.executable, "-c", PUBLISHER, master.address.master, master.address.metadata],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline().strip() == "4"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_an_engine_loads_blocks_published_by_another_process(
-    master: MooncakeMaster, near: MooncakePool, publisher: subprocess.Popen[str]
-) -> None:
-    """And when that process is killed, with its memory, a load fails instead of waiting."""
-    pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
-    assert make_engine(pool, "reader").serve(TOKENS) == 16
-    publisher.kill()
-    publisher.wait()
+    with publisher:
+        try:
+            assert publisher.stdout.readline().strip() == "4"
+            pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
+            assert make_engine(pool, "reader").serve(TOKENS) == 16
+        finally:
+            publisher.kill()
     assert all(publish(near, make_chain("after a death", 20))), "a dead client's memory is used"
     engine = make_engine(pool, "reader")
     assert elapsed_s(lambda: engine.serve(TOKENS)) < WAIT_S
     assert engine.connector.stats.num_tokens_loaded == 0 and not engine.io.written
     pool._client.process.kill()  # without the second that leaving in good order takes
+    pool.close()
+
+
+def check_down(pool: MooncakePool, chain: Chain) -> None:
+    """A store that has failed is an empty one, at once."""
+    assert pool.has(links_of(chain)) == 0 and pool.down_reason
+    assert publish(pool, make_chain("later", 1)) == [False]
+    with pytest.raises(RuntimeError):
+        next(pool.get(links_of(chain)))
+    pool.drop(chain[0][0])
+    assert pool.total_cached_blocks == 0
     pool.close()
 
 
@@ -127,32 +117,18 @@ def test_a_killed_store_is_an_empty_one(
     publish(pool, chain)
     loads = Loads[bytes](WAIT_S)
     loads.start("r", pool.get(links_of(chain) * 20))
-    more = make_chain("killed meanwhile", 500, kv_nbytes=1000)
     published: list[bool] = []
-    writer = threading.Thread(target=lambda: [published.extend(publish(pool, [b])) for b in more])
-    writer.start()
-    deadline = time.monotonic() + WAIT_S
-    while len(published) < 5 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    doomed.process.kill()
+    for block in make_chain("killed meanwhile", 500, kv_nbytes=1000):
+        published += publish(pool, [block])
+        if len(published) == 5:
+            doomed.process.kill()
     loads.wait(WAIT_S)
     arrived, error = loads.take("r")
+    loads.close()
     assert error is not None
     assert arrived == [data for _, data in chain * 20][: len(arrived)]
-    writer.join(WAIT_S)
-    assert not writer.is_alive() and len(published) == 500
     assert published[0] is True and published[-1] is False
-
-    def everything() -> None:
-        assert pool.has(links_of(chain)) == 0
-        assert publish(pool, make_chain("later", 1)) == [False]
-        load(pool, chain)
-        pool.drop(chain[0][0])
-        assert pool.total_cached_blocks == 0
-        pool.close()
-
-    assert elapsed_s(everything) < QUICK_S
-    assert pool.down_reason
+    assert elapsed_s(lambda: check_down(pool, chain)) < QUICK_S
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
     doomed.stop()
 
@@ -172,9 +148,7 @@ def test_a_store_that_stops_answering_costs_one_time_limit(
     try:
         assert pool.total_cached_blocks == 0
         assert 0.15 < elapsed_s(lambda: pool.has(links_of(chain))) < WAIT_S
-        assert elapsed_s(lambda: load(pool, chain)) < QUICK_S
-        assert elapsed_s(lambda: pool.total_cached_blocks) < QUICK_S
-        assert elapsed_s(pool.close) < QUICK_S
+        assert elapsed_s(lambda: check_down(pool, chain)) < QUICK_S
     finally:
         master.process.send_signal(signal.SIGCONT)
     assert pool.has(links_of(chain)) == 0, "a store that was given up is asked again"

@@ -7,24 +7,17 @@ stores are those of `kv_stores.py`, a throw-away one among them, and Mooncake.""
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-import prefix_cache_local
-import request_chain
 from block_pool import BlockPool
 from global_kv_pool import GlobalKVPool
 from kv_bytes import MODEL, ByteEngine, make_request
 from kv_connector import ConnectorChain
-from kv_memory import ComputedBlocks
 from kv_slots import PREFIX_CACHES, MakeCache
 from kv_store import SharedStore, make_record
-from kv_stores import RECORD_NBYTES, STORES, WAIT_S, FaultyStore, SlowDict
-from kv_tiers import DiskTier, HostTier
+from kv_stores import STORES, WAIT_S, FaultyStore, SlowDict
 from pool_connector import PoolConnector, PoolConnectorStats
 from store_connector import StoreConnector
 from tiered_cache import KVTierConfig, TieredCache
@@ -53,14 +46,16 @@ def engines(pool: FaultyStore) -> tuple[ByteEngine, ByteEngine]:
 
 @pytest.mark.net
 def test_only_what_is_behind_the_local_hit_is_loaded(pool: FaultyStore):
-    """And a block that the pool has is neither read nor published."""
+    """And a block that the pool has is neither read nor published. The last token of a prompt is
+    always computed (Trap 3)."""
     first, second = make_engine(pool, "a"), make_engine(pool, "b")
     assert [first.serve(TOKENS[:10]), second.serve(TOKENS[:5])] == [0, 4]
     assert [second.serve(TOKENS[:10]), second.serve(TOKENS), first.serve(TOKENS)] == [8, 8, 16]
-    assert first.connector.stats == PoolConnectorStats(1, 0, 8, 2)
-    assert second.connector.stats == PoolConnectorStats(2, 0, 8, 2)
-    assert [len(e.io.read) for e in (first, second)] == [2, 2]
-    assert [len(e.io.written) for e in (first, second)] == [2, 2]
+    for engine, num_loads in ((first, 1), (second, 2)):
+        assert engine.connector.stats == PoolConnectorStats(num_loads, 0, 8, 2)
+        assert len(engine.io.read) == len(engine.io.written) == 2
+    for num_tokens, expected in ((1, 0), (4, 0), (5, 4), (8, 4), (9, 8)):
+        assert make_engine(pool, "c").serve(TOKENS[:num_tokens]) == expected
 
 
 KEYS = [(), (("salt", "x"),), (("lora", "x"),), (("salt", "1"),), (("salt", 1),), (("model", "x"),)]
@@ -76,51 +71,18 @@ OTHER_MODELS = [  # and how many tokens of TOKENS are found
 
 
 def test_kv_of_another_model_layout_or_tenant_is_not_found():
-    """Traps 8 and 12. And the last token of a prompt is always computed (Trap 3)."""
+    """Traps 8 and 12; and a request cannot spell a namespace."""
     store = SlowDict()
     make_engine(store, "a").serve(TOKENS)
     for namespace, size, expected in OTHER_MODELS:
         assert make_engine(store, "b", namespace, size).serve(TOKENS) == expected, namespace
-    for num_tokens, expected in ((1, 0), (4, 0), (5, 4), (8, 4), (9, 8)):
-        assert make_engine(store, "b").serve(TOKENS[:num_tokens]) == expected
-    assert [make_engine(store, "c").serve(TOKENS[1:], keys) for keys in KEYS] == [0] * len(KEYS)
-    assert [make_engine(store, "d").serve(TOKENS[1:], keys) for keys in KEYS] == [16] * len(KEYS)
-
-
-def test_a_request_cannot_spell_a_namespace():
-    """Trap 12: a tag that two prompts share raises no error either."""
-    store = SlowDict()
-    make_engine(store, "a").serve(TOKENS)
     for prefix in ("", "engine ", "request "):
         keys = [(prefix + tag, value) for tag, value in MODEL]
         assert make_engine(store, "b", namespace=()).serve(TOKENS, keys) == 0
         assert make_engine(store, "c").serve(TOKENS, keys) == 0
-
-
-def test_a_request_is_hashed_once_and_its_outputs_when_they_come(monkeypatch: pytest.MonkeyPatch):
-    """The cost of asking again is a query. Nothing is kept for a request that is gone."""
-    hashed: list[object] = []
-    hash_block = prefix_cache_local.compute_block_hash
-
-    def counted(*args):
-        hashed.append(args)
-        return hash_block(*args)
-
-    for module in (request_chain, prefix_cache_local):
-        monkeypatch.setattr(module, "compute_block_hash", counted)
-    connector = make_engine(SlowDict(), "a").connector
-    request = make_request("0", TOKENS)
-    for num_computed in (0, 8, 0):
-        connector.get_num_new_matched_tokens(request, num_computed)
-    assert len(hashed) == 4
-    for token in range(6):
-        request.append_output_token(token)
-    connector.get_num_new_matched_tokens(request, 0)
-    assert len(hashed) == 5 and len(connector._chains._chains) == 1
-    connector.cancel_load("0")
-    hashed.clear()
-    del request
-    assert not connector._found and not connector._chains._chains
+    for expected in (0, 16):
+        found = [make_engine(store, "d").serve(TOKENS[1:], keys) for keys in KEYS]
+        assert found == [expected] * len(KEYS)
 
 
 # -- faults
@@ -130,30 +92,22 @@ def raises(records: list[bytes]) -> list[bytes]:
     raise OSError("cable cut")
 
 
-def other_block(records: list[bytes]) -> list[bytes]:
-    return [make_record((b"h" * 32, (1, 2, 3, 4)), bytes(40)), *records[1:]]
-
-
-def other_tokens(records: list[bytes]) -> list[bytes]:
-    """The right hash, and a checksum that is right for other tokens."""
-    link = records[0][8:40], (0, 0, 0, 0)
-    return [make_record(link, records[0][-40:]), *records[1:]]
-
-
-def other_size(records: list[bytes]) -> list[bytes]:
-    """A right record of a smaller block."""
-    return [make_record((records[0][8:40], tuple(TOKENS[:SIZE])), bytes(39)), *records[1:]]
+def another(start: int, stop: int, tokens: tuple[int, ...], nbytes: int):
+    """A right record, but of another hash, of other tokens, or of a smaller block."""
+    return lambda records: [
+        make_record((records[0][start:stop].ljust(32, b"h"), tokens), records[0][-nbytes:]),
+        *records[1:],
+    ]
 
 
 LIES = {  # of a store that reads these records, and how many tokens are loaded all the same
     "raises": (raises, 0),
     "other order": (lambda records: records[::-1], 0),
     "shifted": (lambda records: records[1:], 0),
-    "another block": (other_block, 0),
-    "other tokens": (other_tokens, 0),
-    "other size": (other_size, 0),
+    "another block": (another(0, 0, (1, 2, 3, 4), 40), 0),
+    "other tokens": (another(8, 40, (0, 0, 0, 0), 40), 0),
+    "other size": (another(8, 40, tuple(TOKENS[:SIZE]), 39), 0),
     "flipped": (lambda records: [r[:-1] + bytes([r[-1] ^ 1]) for r in records], 0),
-    "cut": (lambda records: [r[:-1] for r in records], 0),
     "longer": (lambda records: [r * 2 for r in records], 0),
     "empty": (lambda records: [b""] * 4, 0),
     "nothing": (lambda records: [], 0),
@@ -170,21 +124,20 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     """A store that fails costs a computation; after it a good block is found in place of a bad
     one."""
     _, second = engines
-    pool.faults.lie, expected = LIES.get(fault) or (list, BROKEN[fault])
-    pool.faults.broken = "" if fault in LIES else fault
+    pool.lie, expected = LIES.get(fault) or (list, BROKEN[fault])
+    pool.broken = "" if fault in LIES else fault
     assert second.serve(TOKENS) == expected
     assert len(second.io.written) == expected // SIZE
-    num_loads = fault not in ("has", "negative")
+    stats, num_loads = second.connector.stats, fault not in ("has", "negative")
     expected_stats = PoolConnectorStats(num_loads, num_loads and expected < 16, expected)
-    expected_stats.num_blocks_published = second.connector.stats.num_blocks_published
-    assert second.connector.stats == expected_stats
+    expected_stats.num_blocks_published = stats.num_blocks_published
+    assert stats == expected_stats
     second.serve([1, *TOKENS], is_error=True)  # invalidates blocks of the store
-    before = second.connector.stats.num_blocks_published
+    before = stats.num_blocks_published
     second.serve([2, *TOKENS])
-    num_new = second.connector.stats.num_blocks_published - before
-    assert num_new == (0 if fault in ("has", "put") else 4)
+    assert stats.num_blocks_published - before == (0 if fault in ("has", "put") else 4)
     assert caplog.text or fault in ("negative", "too much"), "a failure is announced"
-    pool.faults.lie, pool.faults.broken = list, ""
+    pool.lie, pool.broken = list, ""
     assert make_engine(pool, "c").serve(TOKENS) == 16
 
 
@@ -195,87 +148,37 @@ def test_a_cancelled_load_writes_nothing_afterwards(engines, pool, moment):
     first, second = engines
     assert first.manager.reset_prefix_cache()
     request, same_name = (make_request("0", TOKENS[:n]) for n in (18, 9))
-    pool.faults.hold.clear()
+    pool.hold.clear()
     second.begin(request)
     first.begin(same_name)
-    assert pool.faults.entered.wait(WAIT_S)
+    assert pool.entered.wait(WAIT_S)
     if moment == "arrived":
-        pool.faults.hold.set()
+        pool.hold.set()
         second.connector.wait_for_load(WAIT_S)
     second.manager.free(request)
-    pool.faults.hold.set()
-    with pytest.raises(KeyError):
-        second.connector.get_finished_load("0")
+    pool.hold.set()
     connector = second.connector
     assert not connector._found and not connector._loading and not connector._loads._loads
     assert first.wait_until_ready(same_name).num_tokens == 8
     assert not second.io.written and second.serve(TOKENS) == 16
 
 
-def test_waiting_ends_with_the_first_load_that_has_arrived(pool):
-    first, second = make_engine(pool, "a"), make_engine(pool, "b")
-    requests = [make_request(name, [int(name), *TOKENS]) for name in "01"]
-    first.serve(requests[0].all_token_ids)
-    slow = first.io.data[first.io.read[-1]]  # its first block, which is published last
-    first.serve(requests[1].all_token_ids)
-    held = threading.Event()
-
-    def hold_one(records: list[bytes]) -> list[bytes]:
-        return records if not records[0].endswith(slow) or held.wait(WAIT_S) else []
-
-    pool.faults.lie = hold_one
-    for request in requests:
-        second.begin(request)
-    start = time.monotonic()
-    second.connector.wait_for_load(WAIT_S)
-    assert time.monotonic() - start < WAIT_S / 2
-    second.begin(requests[0])
-    found = second.manager.get_computed_blocks(requests[1])
-    assert isinstance(found, ComputedBlocks) and found.num_tokens == 16
-    held.set()
-    assert second.wait_until_ready(requests[0]).num_tokens == 16
-
-
 def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(engines, pool):
     _, second = engines
-    pool.faults.hold.clear()
+    pool.hold.clear()
     second.begin(make_request("0", TOKENS))
     second.connector.close()
-    pool.faults.hold.set()
-    assert not second.io.written
+    pool.hold.set()
     with pytest.raises(RuntimeError, match="closed"):
         second.manager.get_computed_blocks(make_request("1", TOKENS))
-    assert make_engine(pool, "c").serve(TOKENS) == 16
+    assert not second.io.written and make_engine(pool, "c").serve(TOKENS) == 16
 
 
-def test_bad_arguments_are_refused():
-    store = SlowDict()
-    with pytest.raises(ValueError, match="load_timeout_s must be > 0, got 0"):
-        PoolConnector(store, "a", load_timeout_s=0)
-    make_engine(store, "a").serve(TOKENS)
-    connector, request = make_engine(store, "b").connector, make_request("0", TOKENS)
-    connector.get_num_new_matched_tokens(request, 0)
-    with pytest.raises(ValueError, match="3 block_ids must hold 16 tokens"):
-        connector.update_state_after_alloc(request, [1, 2, 3], 16)
-    connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
-    with pytest.raises(ValueError, match="'0': a load is in flight"):
-        connector.update_state_after_alloc(request, [1, 2, 3, 4], 16)
-    connector.close()
-
-
-FULL_WITH_FOUR: dict[str, Callable[[Path], SharedStore]] = {
-    "host": lambda folder: HostTier(4),
-    "disk": lambda folder: DiskTier(folder / "kv", 4, RECORD_NBYTES),
-    "pool": lambda folder: GlobalKVPool(max_blocks_per_node=4),
-}
-
-
-@pytest.mark.sample
 @pytest.mark.parametrize("num_known", [0, 1, 3])
-@pytest.mark.parametrize("kind", FULL_WITH_FOUR)
+@pytest.mark.parametrize("kind", ["host", "disk", "pool"])
 def test_a_full_store_loses_the_tail_of_a_saved_chain_first(kind, num_known, tmp_path):
     """Trap 11."""
-    store = FULL_WITH_FOUR[kind](tmp_path)
+    store = STORES[kind](tmp_path, 4)
     engine, request = make_engine(store, "a"), make_request("0", TOKENS)
     engine.serve(TOKENS[: num_known * SIZE + 1])
     engine.serve(TOKENS)
@@ -323,9 +226,7 @@ TIERS = {
 
 def make_connectors(kind: str, pool: FaultyStore, node_id: str) -> list[StoreConnector]:
     """An engine's connectors: to tiers of its own, to the pool, or to both."""
-    connectors: list[StoreConnector] = []
-    if kind in TIERS:
-        connectors.append(TieredCache(TIERS[kind]))
+    connectors: list[StoreConnector] = [TieredCache(TIERS[kind])] if kind in TIERS else []
     if kind in STORES or kind == "tiers and slow dict":
         connectors.append(PoolConnector(pool, node_id, load_timeout_s=3 * WAIT_S))
     return connectors
@@ -334,7 +235,7 @@ def make_connectors(kind: str, pool: FaultyStore, node_id: str) -> list[StoreCon
 def make_small_engine(connectors: list[StoreConnector], make_cache: MakeCache) -> ByteEngine:
     first = connectors[0]
     connector = ConnectorChain(connectors) if len(connectors) > 1 else first
-    engine = ByteEngine(connector, make_cache(BlockPool(9), SIZE))
+    engine = ByteEngine(connector, make_cache(BlockPool(9), SIZE), MODEL)
     if isinstance(first, TieredCache):
         engine.cache.listener = first
     return engine
@@ -344,13 +245,12 @@ def make_small_engine(connectors: list[StoreConnector], make_cache: MakeCache) -
 @pytest.mark.sample(seed=3)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", [*EXACT, *LOSSY])
-def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache, tmp_path, faults):
+def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache, tmp_path):
     """Engines too small for their prompts. A store that loses nothing serves each prompt all that
     was computed before; of the others, a part of all reads and writes fails."""
     rng = random.Random(f"{kind} {seed}")
-    pool = FaultyStore(STORES.get(kind, STORES["slow dict"])(tmp_path), faults, [])
-    num_engines = 2 if kind in STORES else 1
-    parts = [make_connectors(kind, pool, node_id) for node_id in "ab"[:num_engines]]
+    pool = FaultyStore(STORES.get(kind, STORES["slow dict"])(tmp_path, 30))
+    parts = [make_connectors(kind, pool, node_id) for node_id in "ab"[: 1 + (kind in STORES)]]
     engines = [make_small_engine(connectors, make_cache) for connectors in parts]
     every_connector = [connector for connectors in parts for connector in connectors]
     heads = [[family] * rng.randint(3, 14) for family in range(3)]
@@ -360,8 +260,8 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
         keys = (("salt", "x"),) if rng.random() < 0.2 else ()
         is_error = False
         if kind in LOSSY:
-            faults.broken = rng.choice(["", "", "", "", "has", "put", "get", "next"])
-            faults.lie = rng.choice([list, list, list, *(lie for lie, _ in LIES.values())])
+            pool.broken = rng.choice(["", "", "", "", "has", "put", "get", "next"])
+            pool.lie = rng.choice([list, list, list, *(lie for lie, _ in LIES.values())])
             is_error = rng.random() < 0.1
         found = rng.choice(engines).serve(tokens, keys, is_error)
         ends = range(SIZE, len(tokens) + 1, SIZE)

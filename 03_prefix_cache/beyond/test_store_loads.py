@@ -40,26 +40,23 @@ class World:
     """Loads of one thread, with a deadline after 5 s of a clock that the test sets. The first load
     stands still before its first part."""
 
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self) -> None:
         self.now_s, self.gate, self.ends = 0.0, Gate(), list[bool]()
-        self.loads = Loads[bytes](5.0, num_threads, clock=lambda: self.now_s)
+        self.loads = Loads[bytes](5.0, 1, clock=lambda: self.now_s)
         self.loads.start("a", self.gate.parts(), self.ends.append)
         assert self.gate.entered.acquire(timeout=WAIT_S)
 
-    def finish(self, name: str = "a") -> tuple[list[bytes], str | None]:
+    def finish(self, name: str) -> tuple[list[bytes], str | None]:
         while not self.loads.has_ended(name):
-            assert self.wait_s(WAIT_S) < WAIT_S / 2, "it is woken"
+            start = time.monotonic()
+            self.loads.wait(WAIT_S)
+            assert time.monotonic() - start < WAIT_S / 2, "it is woken"
         return self.loads.take(name)
 
-    def run(self, *parts: bytes) -> tuple[list[bytes], str | None]:
+    def run(self, parts: Iterator[bytes]) -> tuple[list[bytes], str | None]:
         """Another load, after all that the thread has begun."""
-        self.loads.start("run", iter(parts))
+        self.loads.start("run", parts, self.ends.append)
         return self.finish("run")
-
-    def wait_s(self, timeout_s: float) -> float:
-        start = time.monotonic()
-        self.loads.wait(timeout_s)
-        return time.monotonic() - start
 
 
 @pytest.fixture
@@ -70,8 +67,8 @@ def world() -> Iterator[World]:
     world.gate.open.release(20)
 
 
-def raising(parts: list[bytes]) -> Iterator[bytes]:
-    yield from parts
+def raising() -> Iterator[bytes]:
+    yield from PARTS[:2]
     raise OSError("cable cut")
 
 
@@ -102,7 +99,7 @@ def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
         loads.close()
     else:
         gate.open.release()
-    result = world.finish()
+    result = world.finish("a")
     assert result == ENDS[end]
     for call in (loads.has_ended, loads.take):
         with pytest.raises(ValueError, match="'a' is unknown"):
@@ -114,11 +111,10 @@ def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
             loads.start("b", iter(PARTS))
         assert world.ends[0] is False
         return
-    assert world.run(*PARTS) == (PARTS, None) and world.run() == ([], None)
-    assert world.ends == [end == "all arrive"]
+    assert world.run(iter(PARTS)) == (PARTS, None) and world.run(iter(())) == ([], None)
+    assert world.run(raising()) == (PARTS[:2], "cable cut")
+    assert world.ends == [end == "all arrive", True, True, False]
     assert result == ENDS[end] and gate.num_begun == 3
-    loads.start("a", raising(PARTS[:2]), world.ends.append)
-    assert world.finish() == (PARTS[:2], "cable cut") and world.ends[-1] is False
 
 
 @pytest.mark.parametrize("end", ["cancel", "take", "close"])
@@ -135,38 +131,22 @@ def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(wor
     world.loads.cancel("a")
     world.gate.open.release()
     if end != "close":
-        world.run()
+        world.run(iter(PARTS))
     assert later.num_begun == 0 and world.gate.num_begun == 1
 
 
-def test_a_wait_ends_with_a_load_that_ends_or_at_the_first_deadline(world):
-    """A load that ended before does not cut it short."""
-    loads = world.loads
-    loads.cancel("a")
-    assert world.wait_s(WAIT_S) < WAIT_S / 2, "there is no load"
-    loads.start("before", iter(PARTS))
-    world.now_s = 1.0
-    loads.start("b", world.gate.parts())
-    world.gate.let(1)  # the thread has left the others
-    assert world.wait_s(WAIT_S) < WAIT_S / 2, "one has ended"
-    assert loads.take("before") == (PARTS, None)
-    assert world.wait_s(0.02) >= 0.02
-    world.now_s = 4.0
-    loads.start("c", iter(PARTS))
-    world.now_s = 6.0
-    assert world.wait_s(WAIT_S) < WAIT_S / 2, "the first deadline has passed"
-
-
-def test_a_close_ends_threads_and_waits_for_none():
-    before = set(threading.enumerate())
-    world = World(num_threads=3)
-    threads = set(threading.enumerate()) - before
-    assert len(threads) == 3
-    assert world.run(*PARTS) == (PARTS, None), "another thread is free"
-    world.loads.close()
-    world.loads.close()
-    world.gate.open.release()
+def test_threads_read_side_by_side_and_a_close_waits_for_none():
+    known, gate = set(threading.enumerate()), Gate()
+    loads = Loads[bytes](WAIT_S, num_threads=3)
+    threads = set(threading.enumerate()) - known
+    for name in "abc":
+        loads.start(name, gate.parts())
+    for _ in threads:
+        assert gate.entered.acquire(timeout=WAIT_S), "another thread is free"
+    loads.close()
+    loads.close()
+    gate.open.release(9)
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert world.gate.num_begun == 1
+    assert len(threads) == gate.num_begun == 3

@@ -173,7 +173,8 @@ class TieredCache(StoreConnector):
         self._start(request, block_ids, num_external_tokens, below.get)
 
     def _keep(self, link: Link, data: bytes) -> None:
-        self.host.put(link, data)
+        if not self.host.has([link]):  # else it counts as used
+            self.host.put(link, data)
 
     def _count(self, found: Found, num_arrived: int) -> None:
         num_from_disk = sum(data is None for _, data in found[:num_arrived])

@@ -10,17 +10,16 @@ import pytest
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
 from kv_slots import MakeCache
-from prefix_cache import ExtraKeys, HasBlockId, MatchCursor
+from prefix_cache import ExtraKeys, HasBlockId
 
 
 def ids(blocks: Iterable[HasBlockId]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def spell(letters: str, block_size: int, num_extra: int = 0) -> list[int]:
-    """`"AB"` in blocks of 4: `[6500, 6501, 6502, 6503, 6600, ...]`; then `num_extra` others."""
-    tokens = [100 * ord(letter) + i for letter in letters for i in range(block_size)]
-    return tokens + list(range(num_extra))
+def spell(letters: str, block_size: int) -> list[int]:
+    """`"AB"` in blocks of 4: `[6500, 6501, 6502, 6503, 6600, ...]`."""
+    return [100 * ord(letter) + i for letter in letters for i in range(block_size)]
 
 
 def as_word(token_ids: Sequence[int], block_size: int) -> str:
@@ -35,21 +34,19 @@ class Rig:
         self.cache = make_cache(self.pool, block_size)
         self.block_size = block_size
 
-    def spell(self, letters: str, num_extra: int = 0) -> list[int]:
-        return spell(letters, self.block_size, num_extra)
+    def spell(self, letters: str) -> list[int]:
+        return spell(letters, self.block_size)
 
-    def hold(
-        self, letters: str, keys: ExtraKeys | None = None, cursor: MatchCursor | None = None
-    ) -> list[Block]:
+    def hold(self, letters: str, keys: ExtraKeys | None = None) -> list[Block]:
         """Cache the prefix, as a request that uses it from now on."""
         tokens = self.spell(letters)
-        match = self.cache.match_prefix(tokens, keys, cursor)
+        match = self.cache.match_prefix(tokens, keys)
         found = [self.pool.blocks[block_id] for block_id in ids(match.blocks)]
         self.cache.touch(found)
         num_new = len(letters) - len(found)
         self.cache.evict(num_new - self.pool.num_free_blocks)
         new = (self.pool.allocate(num_new) if num_new else None) or []
-        return found + self.cache.insert(tokens, new, keys, start=len(found), cursor=cursor).blocks
+        return found + self.cache.insert(tokens, new, keys, start=len(found)).blocks
 
     def warm(self, letters: str, keys: ExtraKeys | None = None) -> list[int]:
         """Cache the prefix and let go of it."""
@@ -57,17 +54,11 @@ class Rig:
         self.cache.release(blocks)
         return ids(blocks)
 
-    def hits(self, letters: str, keys: ExtraKeys | None = None, num_extra: int = 0) -> list[int]:
+    def hits(self, letters: str, keys: ExtraKeys | None = None) -> list[int]:
         """The block ids that a request would hit. It changes the order of last use."""
-        match = self.cache.match_prefix(self.spell(letters, num_extra), keys)
+        match = self.cache.match_prefix(self.spell(letters), keys)
         assert match.num_cached_tokens == len(match.blocks) * self.block_size
         return ids(match.blocks)
-
-    def names(self) -> set[str]:
-        """The cached blocks, spelt: `{"A", "AB", "C"}`."""
-        return {
-            as_word(prefix.token_ids, self.block_size) for prefix in self.cache.cached_prefixes()
-        }
 
     def snapshot(self) -> tuple[object, ...]:
         """All that anyone can see, and in which order the cache would evict."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import count
 
 from bounded_loops import as_long_as
 from kv_connector import KVConnector
@@ -39,8 +38,7 @@ class ByteMemory:
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
         assert threading.get_ident() == self.thread, "only the engine writes to its memory"
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"{len(data)} bytes")
+        assert len(data) == NBYTES
         self.written.append(block_id)
         self.data[block_id] = bytes(data)
 
@@ -61,14 +59,10 @@ class ByteEngine:
     """A memory with a `LoadingKVCacheManager`; every request is computed immediately."""
 
     def __init__(
-        self,
-        connector: KVConnector,
-        cache: PrefixCache,
-        namespace: Sequence[tuple[str, str]] = MODEL,
+        self, connector: KVConnector, cache: PrefixCache, namespace: Sequence[tuple[str, str]]
     ) -> None:
         self.io, self.cache, self.namespace = ByteMemory(), cache, namespace
         self.connector = connector
-        self.numbers = count()
         connector.bind(self.io, cache.block_size, namespace)
         self.manager = LoadingKVCacheManager(cache.pool, cache.block_size, cache, connector)
 
@@ -89,23 +83,21 @@ class ByteEngine:
 
     def serve(self, tokens: Sequence[int], keys: Tags = (), is_error: bool = False) -> int:
         """Admit a request, compute it, check every byte, and free it, possibly after an error.
-        Returns the number of tokens that were not computed."""
-        request = make_request(f"served {next(self.numbers)}", tokens, keys)
+        Returns the number of tokens that were not computed. All requests have one id."""
+        request = make_request("served", tokens, keys)
         manager, size = self.manager, self.cache.block_size
         computed = self.wait_until_ready(request)
         num_new = request.num_tokens - computed.num_tokens
         assert manager.allocate_slots(request, num_new, computed=computed)
-        right = [
-            true_kv(request, index, size, self.namespace)
-            for index in range(request.num_tokens // size)
-        ]
-        block_ids = manager.get_block_ids(request.request_id)
-        for index in range(len(computed.blocks), len(right)):
+        num_full = request.num_tokens // size
+        right = [true_kv(request, index, size, self.namespace) for index in range(num_full)]
+        block_ids = manager.get_block_ids("served")
+        for index in range(len(computed.blocks), num_full):
             self.io.data[block_ids[index]] = right[index]
         request.num_computed_tokens = request.num_tokens
         manager.cache_blocks(request, request.num_tokens)
-        block_ids = manager.get_block_ids(request.request_id)
-        assert [self.io.data[block_id] for block_id in block_ids[: len(right)]] == right
+        block_ids = manager.get_block_ids("served")
+        assert [self.io.data[block_id] for block_id in block_ids[:num_full]] == right
         manager.check_invariants([request])
         if is_error:
             request.status = RequestStatus.FINISHED_ERROR

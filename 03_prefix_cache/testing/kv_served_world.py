@@ -47,11 +47,8 @@ class CachingLoop(StepLoop):
         batch = [(request, start, start + num_tokens) for request, start, num_tokens in rows]
         for request_id in self.aborted & plan.num_scheduled_tokens.keys():
             self.scheduler.abort_request(request_id)
-        self.forward(batch)
-        return self.sample(batch)
-
-    def forward(self, batch: Batch) -> None:
         self.runner.forward(batch, self.scheduler.requests)
+        return self.sample(batch)
 
     def sample(self, batch: Batch) -> StepOutput:
         output = StepOutput()

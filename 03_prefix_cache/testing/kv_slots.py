@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from block_pool import BlockPool
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of, normalise_extra_keys
+from prefix_cache_local import PrefixCacheLocal
+from radix_cache import RadixCache
 from request import Request, SamplingParams
 from scheduler_interface import BlockTableUpdate
 
@@ -15,22 +17,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
 MakeCache = Callable[[BlockPool, int], PrefixCache]
 
 
-# Imported on use, so that a test of one cache runs even if the other is broken.
-
-
-def _hash_chain(pool: BlockPool, block_size: int) -> PrefixCache:
-    from prefix_cache_local import PrefixCacheLocal
-
-    return PrefixCacheLocal(pool=pool, block_size=block_size)
-
-
-def _radix_tree(pool: BlockPool, block_size: int) -> PrefixCache:
-    from radix_cache import RadixCache
-
-    return RadixCache(pool=pool, page_size=block_size)
-
-
-PREFIX_CACHES: dict[str, MakeCache] = {"hash": _hash_chain, "radix": _radix_tree}
+PREFIX_CACHES: dict[str, MakeCache] = {
+    "hash": lambda pool, block_size: PrefixCacheLocal(pool=pool, block_size=block_size),
+    "radix": lambda pool, block_size: RadixCache(pool=pool, page_size=block_size),
+}
 
 
 def make_request(request_id: str, tokens: Sequence[int], salt: str | None = None) -> KeyedRequest:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from global_kv_pool import GlobalKVPool
@@ -18,7 +17,6 @@ from kv_tiers import DiskTier, HostTier
 from request_chain import Link
 
 WAIT_S = 20.0  # never waited for, unless the test fails
-MAX_BLOCKS = 30  # of a store that has a limit
 RECORD_NBYTES = RECORD_HEADER.size + NBYTES
 
 
@@ -43,67 +41,53 @@ class SlowDict(KVStore):
         self.blocks.pop(link, None)
 
 
-STORES: dict[str, Callable[[Path], SharedStore]] = {
-    "slow dict": lambda folder: SlowDict(),
-    "host": lambda folder: HostTier(MAX_BLOCKS),
-    "disk": lambda folder: DiskTier(folder / "kv", MAX_BLOCKS, RECORD_NBYTES),
-    "pool": lambda folder: GlobalKVPool(MAX_BLOCKS),
+STORES: dict[str, Callable[[Path, int], SharedStore]] = {  # arguments: a folder, a size in blocks
+    "slow dict": lambda folder, size: SlowDict(),
+    "host": lambda folder, size: HostTier(size),
+    "disk": lambda folder, size: DiskTier(folder / "kv", size, RECORD_NBYTES),
+    "pool": lambda folder, size: GlobalKVPool(size),
 }
 """The real Mooncake store is added by a fixture, because it has to be started."""
 
 
-@dataclass
-class Faults:
-    """Reads stand still while `hold` is clear; then `lie` makes of them what it wants. Calls that
-    `broken` names raise; "negative" counts below zero."""
-
-    hold: threading.Event = field(default_factory=threading.Event)
-    entered: threading.Event = field(default_factory=threading.Event)
-    lie: Callable[[list[bytes]], list[bytes]] = list
-    broken: str = ""
-
-    def __post_init__(self) -> None:
-        self.hold.set()
-
-
 class FaultyStore(KVStore):
-    """A store with faults on the way to it, which drops at the end what was put."""
+    """A store with faults on the way to it, which drops at the end what was put. Reads stand still
+    while `hold` is clear; then `lie` makes of them what it wants. Calls that `broken` names raise;
+    "negative" counts below zero."""
 
     num_read_threads = 4
 
-    def __init__(
-        self, shared: SharedStore, faults: Faults, links: list[Link], node_id: str = "any"
-    ) -> None:
-        self.shared, self.faults, self.links = shared, faults, links
-        self.inner = shared.at_node(node_id)
+    def __init__(self, shared: SharedStore, whole: FaultyStore | None = None, node_id: str = "any"):
+        self.shared, self.whole, self.inner = shared, whole or self, shared.at_node(node_id)
+        self.hold, self.entered = threading.Event(), threading.Event()
+        self.hold.set()
+        self.lie: Callable[[list[bytes]], list[bytes]] = list
+        self.broken, self.links = "", list[Link]()
 
     def at_node(self, node_id: str) -> FaultyStore:
-        return FaultyStore(self.shared, self.faults, self.links, node_id)
+        return FaultyStore(self.shared, self.whole, node_id)
 
     def _call(self, name: str) -> None:
-        if name in self.faults.broken.split():
+        if name in self.whole.broken.split():
             raise ConnectionError(f"{name}: no answer")
 
     def has(self, links: Sequence[Link]) -> int:
         self._call("has")
-        return -1 if self.faults.broken == "negative" else self.inner.has(links)
+        return -1 if self.whole.broken == "negative" else self.inner.has(links)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         self._call("get")
         return self._read(self.inner.get(links))
 
     def _read(self, records: Iterator[bytes]) -> Iterator[bytes]:
-        self.faults.entered.set()
-        assert self.faults.hold.wait(WAIT_S)
+        self.whole.entered.set()
+        assert self.whole.hold.wait(WAIT_S)
         self._call("next")
-        if self.faults.lie is list:
-            yield from records
-        else:
-            yield from self.faults.lie(list(records))
+        yield from records if self.whole.lie is list else self.whole.lie(list(records))
 
     def put(self, link: Link, data: bytes) -> bool:
         self._call("put")
-        self.links.append(link)
+        self.whole.links.append(link)
         return self.inner.put(link, data)
 
     def drop(self, link: Link) -> None:
@@ -111,7 +95,7 @@ class FaultyStore(KVStore):
         self.inner.drop(link)
 
     def close(self) -> None:
-        self.faults.broken = ""
-        self.faults.hold.set()
+        self.broken = ""
+        self.hold.set()
         for link in self.links:
             self.inner.drop(link)

@@ -2,11 +2,7 @@
 
 Wrong sharing, a stale block, use after free, a table entry that was not sent to the runner: in each
 case a reader finds tokens other than its own (`kv_slots.py`). The manager's answers are compared
-with those that its tables and its cache's prefixes imply.
-
-For the tests of `CachedKVCacheManager` and its subclasses; `kv_chaos.py` calls a world in any
-order, `kv_served_world.py` puts a scheduler over a manager.
-"""
+with those that its tables and its cache's prefixes imply. `KVChaos` calls a world in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ from collections.abc import Callable, Sequence
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady
-from kv_slots import MakeCache, Runner, content, make_request
+from kv_orders import Chaos
+from kv_slots import MakeCache, Runner, make_request
 from prefix_cache import KeyedRequest, extra_keys_of, normalise_extra_keys
 from request import Request
 
@@ -53,14 +50,8 @@ class World:
 
     # -- expected answers of the manager
 
-    def tables(self) -> dict[str, list[int]]:
-        return {r: list(self.manager.get_block_ids(r)) for r in self.running}
-
     def prefixes(self) -> dict[tuple, int]:
-        return {
-            (prefix.extra_keys, prefix.token_ids): prefix.block.block_id
-            for prefix in self.cache.cached_prefixes()
-        }
+        return {prefix[:2]: prefix.block.block_id for prefix in self.cache.cached_prefixes()}
 
     def longest(self, request: Request, stop: int) -> list[int]:
         """The cached blocks of the request's first `stop` tokens."""
@@ -78,27 +69,16 @@ class World:
         end = (num_cached + 1) * self.block_size
         keys = normalise_extra_keys(extra_keys_of(request))
         return end < request.num_tokens and any(
-            normalise_extra_keys(extra_keys_of(other)) == keys
-            and other.all_token_ids[:end] == request.all_token_ids[:end]
-            and self.plan[r][0] < end <= self.plan[r][1]
-            and self.plan[r][0] // self.block_size == num_cached
-            for r, other in self.running.items()
-            if r in self.plan
+            normalise_extra_keys(extra_keys_of(self.running[name])) == keys
+            and self.running[name].all_token_ids[:end] == request.all_token_ids[:end]
+            and start < end <= stop
+            and start // self.block_size == num_cached
+            for name, (start, stop) in self.plan.items()
         )
 
     def held(self, for_good: bool = False, without: str | None = None) -> set[int]:
-        tables = {r: table for r, table in self.tables().items() if r != without}
-        held = {block_id for table in tables.values() for block_id in table}
-        return held | self.held_outside(for_good)
-
-    def num_missing(
-        self, request: Request, num_tokens: int, computed: ComputedBlocks | None
-    ) -> int:
-        """Blocks that the request's table is missing for these tokens."""
-        num_found = 0 if computed is None else len(computed.blocks)
-        end = request.num_computed_tokens + num_found * self.block_size + num_tokens
-        num_present = len(self.manager.get_block_ids(request.request_id)) + num_found
-        return max(-(-end // self.block_size) - num_present, 0)
+        tables = (self.manager.get_block_ids(name) for name in self.running if name != without)
+        return {block_id for table in tables for block_id in table} | self.held_outside(for_good)
 
     def fits(
         self,
@@ -109,36 +89,23 @@ class World:
         without: str | None = None,
     ) -> bool:
         found = set() if computed is None else {block.block_id for block in computed.blocks}
-        num_missing = self.num_missing(request, num_tokens, computed)
-        left = self.pool.num_usable_blocks - num_missing
-        if left < len(self.held(False, without) | found):
-            return left - num_watermark_blocks >= len(self.held(True, without) | found)
-        return left - num_watermark_blocks >= len(self.held(False, without) | found)
+        end = request.num_computed_tokens + len(found) * self.block_size + num_tokens
+        num_present = len(self.manager.get_block_ids(request.request_id)) + len(found)
+        left = self.pool.num_usable_blocks - max(-(-end // self.block_size) - num_present, 0)
+        is_short = left < len(self.held(False, without) | found)
+        return left - num_watermark_blocks >= len(self.held(is_short, without) | found)
 
-    def limit(self, request: Request, num_watermark_blocks: int, freeing: str | None) -> int:
-        """The number of tokens that a request without a table can have after its cached ones."""
-        held = self.held(without=freeing) | set(self.longest(request, request.num_tokens - 1))
-        num_blocks = self.pool.num_usable_blocks - num_watermark_blocks - len(held)
-        return num_blocks * self.block_size
-
-    def gives_way(self) -> bool:
-        return self.held_outside() != self.held_outside(for_good=True)
-
-    def snapshot(self, arrivals: bool = False) -> tuple:
-        """The whole state except the order of use. With `arrivals`, finished loads are left out."""
-        always = (
-            {r: list(table.block_ids) for r, table in self.manager._tables.items()},
+    def snapshot(self) -> object:
+        """The whole state except the order of use, unless what waits can give way to a table."""
+        if self.held_outside() != self.held_outside(for_good=True):
+            return None
+        return (
+            {name: list(table.block_ids) for name, table in self.manager._tables.items()},
             dict(self.manager._in_flight),
             list(self.manager._moves),
-        )
-        if arrivals:
-            return always
-        return (
-            *always,
             [block.ref_cnt for block in self.pool.blocks],
             [block.block_id for block in self.pool.free_order()],
             self.prefixes(),
-            (self.cache.num_evictable_blocks, self.manager.num_blocks_in_use),
         )
 
     # -- requests come, run and go
@@ -160,11 +127,10 @@ class World:
             assert computed is NotReady.IN_FLIGHT and is_computed, "no request computes it"
             computed = self.manager.get_computed_blocks(request, wait_for_others=False)
             assert isinstance(computed, ComputedBlocks)
-            assert [block.block_id for block in computed.blocks] == found
         else:
             assert not is_computed or self.planned_request_left, "computed twice"
-            assert [block.block_id for block in computed.blocks] == found
-            assert computed.num_tokens == len(found) * self.block_size
+        assert [block.block_id for block in computed.blocks] == found
+        assert computed.num_tokens == len(found) * self.block_size
 
     def admit(self, request_id: str, num_new: int = 10**9, num_reserved: int = 0) -> bool:
         request = self.waiting[request_id]
@@ -187,43 +153,32 @@ class World:
                 self.stats[i] += more
 
     def probe(
-        self,
-        request_id: str,
-        num_tokens: int,
-        num_watermark_blocks: int = 0,
-        freeing: str | None = None,
-    ) -> bool:
-        """Try to admit a waiting request, assuming `freeing` is freed. If it fits, free `freeing`
-        and admit it."""
-        request = self.waiting[request_id]
+        self, request_id: str, num_tokens: int, num_watermark_blocks: int, freeing: str | None
+    ) -> None:
+        """Ask whether a waiting request could be admitted if `freeing` were freed. If it can, free
+        `freeing` and admit it."""
+        request, manager = self.waiting[request_id], self.manager
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
-            return False
+            return
         victim = None if freeing is None else self.running[freeing]
-        gives_way = self.gives_way()
-        before = self.snapshot(gives_way)
+        before = self.snapshot()
         fits = self.fits(request, num_tokens, computed, num_watermark_blocks, freeing)
-        answer = self.manager.can_allocate(
-            request, num_tokens, computed, num_watermark_blocks, victim
-        )
+        answer = manager.can_allocate(request, num_tokens, computed, num_watermark_blocks, victim)
         assert answer == fits, "promised or denied against the count of blocks"
-        assert self.snapshot(gives_way) == before, "a question changed something"
+        assert before in (None, self.snapshot()), "a question changed something"
         if answer:
             if freeing is not None:
                 self.preempt(freeing)
-            assert self.manager.allocate_slots(request, num_tokens, 0, computed), "promised"
-            assert (
-                self.pool.num_free_blocks + self.cache.num_evictable_blocks >= num_watermark_blocks
-            )
+            assert manager.allocate_slots(request, num_tokens, 0, computed), "promised"
             self.written[request_id] = computed.num_tokens
             self._count(request, computed)
             self._leave(request)
-        return answer
 
-    def advance(self, request_id: str, num_new: int = 10**9, num_reserved: int = 0) -> bool:
+    def advance(self, request_id: str, num_new: int = 10**9) -> bool:
         request = self.running[request_id]
         num_new = min(num_new, request.num_tokens - request.num_computed_tokens)
-        if not self._allocate(request, num_new, num_reserved, None):
+        if not self._allocate(request, num_new, 0, None):
             return False
         self._put_in_plan(request, num_new)
         return True
@@ -231,16 +186,10 @@ class World:
     def _allocate(
         self, request: Request, num_new: int, num_reserved: int, computed: ComputedBlocks | None
     ) -> bool:
-        if not self.checks:
-            return self.manager.allocate_slots(request, num_new, num_reserved, computed)
-        gives_way = self.gives_way()
-        before, prefixes = self.snapshot(gives_way), self.prefixes()
-        fits = self.fits(request, num_new + num_reserved, computed)
+        before, fits = self.snapshot(), self.fits(request, num_new + num_reserved, computed)
         accepted = self.manager.allocate_slots(request, num_new, num_reserved, computed)
         assert accepted == fits, "refused or granted against the count of blocks"
-        if not accepted:
-            assert self.snapshot(gives_way) == before, "a refusal changed something"
-            assert self.prefixes().items() >= prefixes.items(), "evicted, and for nothing"
+        assert accepted or before in (None, self.snapshot()), "a refusal changed something"
         return accepted
 
     def _put_in_plan(self, request: Request, num_new: int) -> None:
@@ -253,8 +202,7 @@ class World:
 
     def free(self, request_id: str) -> None:
         """Free a request that finished, or was aborted at any time."""
-        request = self.running.pop(request_id, None) or self.waiting.pop(request_id)
-        self._leave(request)
+        self._leave(self.running.pop(request_id, None) or self.waiting.pop(request_id))
 
     def preempt(self, request_id: str) -> None:
         request = self.waiting[request_id] = self.running.pop(request_id)
@@ -296,8 +244,11 @@ class World:
                     request.append_output_token(sample(request))
         self.plan, self.planned_request_left = {}, False
         assert not self.manager._in_flight, "published, or given up"
-        if self.checks:
-            self._check_published()
+        for request_id, request in self.running.items() if self.checks else ():
+            found = self.longest(request, self.written[request_id])
+            published = self.manager.get_block_ids(request_id)[: len(found)]
+            assert found == list(published), "in memory twice"
+            assert len(found) == self.written[request_id] // self.block_size, "never published"
 
     def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
         self.runner.forward(batch, self.running)
@@ -307,23 +258,9 @@ class World:
         for request_id in self.plan:
             known = self.runner.tables.setdefault(request_id, [])
             known += self.manager.get_block_ids(request_id)[len(known) :]
-        assert all(move.req_id in self.runner.tables for move in moves), "a move of a new request"
         self.runner.move_blocks(moves)
         for request_id, table in self.runner.tables.items():
             assert table == self.manager.get_block_ids(request_id)[: len(table)], "not told"
-        for request_id, (start, stop) in self.plan.items():
-            slots = self.manager.slot_mapping(request_id, start, stop)
-            table = self.runner.tables[request_id]
-            assert slots == [slot for b in table for slot in self.runner.slots(b)][start:stop]
-
-    def _check_published(self) -> None:
-        for request_id, request in self.running.items():
-            num_tokens = self.written[request_id]
-            block_ids = list(self.manager.get_block_ids(request_id))
-            found = self.longest(request, num_tokens)
-            assert found == block_ids[: num_tokens // self.block_size], "in memory twice, or never"
-            expected = content(request.all_token_ids[:num_tokens], request)
-            assert self.runner.read(block_ids, num_tokens) == expected, request
 
     def check(self) -> None:
         self.manager.check_invariants(self.running.values())
@@ -332,7 +269,6 @@ class World:
         found = [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit]
         assert found == self.stats
         assert self.manager.num_blocks_in_use == len(self.held())
-        assert self.manager.usage == len(self.held()) / self.pool.num_usable_blocks
         assert set(self.manager._states) <= self.running.keys() | self.waiting.keys()
 
     def drain(self) -> None:
@@ -345,18 +281,79 @@ class World:
         assert self.manager.reset_prefix_cache()
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
 
-    def run(self, request_id: str) -> None:
-        """Admit one request and compute its prompt, alone."""
+    def serve(self, request_id: str, tokens: Sequence[int]) -> Request:
+        """Add a request, and compute its prompt, alone; it keeps running."""
+        request = self.submit(request_id, tokens)
         assert self.admit(request_id)
         self.step()
-
-    def serve(self, request_id: str, tokens: Sequence[int]) -> Request:
-        """Add a request, and compute its prompt; it keeps running."""
-        request = self.submit(request_id, tokens)
-        self.run(request_id)
         return request
 
-    def warm(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Cache the prompt, without a user."""
-        self.serve(request_id, tokens)
-        self.free(request_id)
+
+# -- in any order
+
+OPERATIONS = [
+    *(["submit", "probe"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
+    *["leave", "abort_waiting", "reset"],
+]
+
+
+class KVChaos(Chaos):
+    def submit(self) -> None:
+        world, size = self.world, self.world.block_size
+        if len(world.waiting) + len(world.running) < 5:
+            known = self.choose([*world.waiting, *world.running])
+            head: list[int] = []
+            if known is not None:
+                tokens = (world.waiting | world.running)[known].all_token_ids
+                head = tokens[: self.pick(0, len(tokens))]
+            salt = [None, "s"][self.pick(0, 1)]
+            world.submit(next(self.ids), head + self.tokens(1, 2 * size + 1), salt)
+
+    def admit(self) -> None:
+        request_id = self.choose(self.world.waiting)
+        if request_id is not None:
+            num_new = 10**9 if self.pick(0, 1) else self.pick(1, 2 * self.world.block_size)
+            self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
+
+    def probe(self) -> None:
+        """While blocks are held outside of tables, only for requests that were preempted."""
+        world, is_calm = self.world, not self.world.held_outside()
+        names = [r for r, q in world.waiting.items() if is_calm or q.num_preemptions]
+        request_id = self.choose(names)
+        if request_id is not None:
+            freeing = self.choose(world.running) if self.pick(0, 1) else None
+            num_tokens = self.pick(1, 5 * world.block_size)
+            world.probe(request_id, num_tokens, max(0, self.pick(-2, 2)), freeing)
+
+    def advance(self) -> None:
+        request_id = self.choose(self.world.running.keys() - self.world.plan.keys())
+        if request_id is not None:
+            self.world.advance(request_id, self.pick(1, 2 * self.world.block_size))
+
+    def advance_all(self) -> None:
+        for request_id in sorted(self.world.running.keys() - self.world.plan.keys()):
+            self.world.advance(request_id)
+
+    def leave(self) -> None:
+        request_id = self.choose(self.world.running)
+        if request_id is not None:
+            leave = self.world.preempt if self.pick(0, 1) else self.world.free
+            leave(request_id)
+
+    def abort_waiting(self) -> None:
+        request_id = self.choose(self.world.waiting)
+        if request_id is not None and self.pick(0, 1):
+            self.world.free(request_id)
+
+    def step(self) -> None:
+        world = self.world
+        abort = [r for r in sorted(world.plan) if self.pick(0, 9) == 0]
+        world.step(lambda _: self.pick(0, 1), abort)
+        for request_id in [r for r, q in world.running.items() if q.num_tokens > 30]:
+            world.free(request_id)
+
+    def reset(self) -> None:
+        if self.pick(0, 4) == 0:
+            is_reset = self.world.manager.reset_prefix_cache()
+            assert is_reset or self.world.held()
+            assert not is_reset or self.world.cache.num_cached_blocks == 0
