@@ -12,7 +12,6 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import load_model
 from common.models.regions.kernel_regions import KernelRegions
-from common.models.regions.regions import Regions
 from common.tests.engine_oracle import with_noise
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
@@ -91,23 +90,6 @@ def test_the_logits_are_those_of_float64(
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_triton", "expected"),
-    [
-        (torch.float32, True, KernelRegions),
-        (torch.bfloat16, True, KernelRegions),
-        (torch.float32, False, Regions),
-        (torch.float64, True, Regions),
-    ],
-)
-def test_kernels_go_with_attention_and_never_with_float64(
-    dtype: torch.dtype, is_triton: bool, expected: type[Regions]
-) -> None:
-    model = load_model(SHIPPED_CHECKPOINT, dtype, CPU).model
-    set_regions(model, is_compiled=False, is_triton=is_triton)
-    assert type(model.regions) is expected
-
-
 def test_the_draft_model_of_an_engine_has_them_too(
     tmp_path: Path, device: torch.device, launched: list[str]
 ) -> None:
@@ -132,13 +114,3 @@ def test_the_draft_model_of_an_engine_has_them_too(
         assert ("_add_rms_norm_kernel" in launched) == is_kernels
         launched.clear()
     assert tokens[0] == tokens[1]
-
-
-def test_a_residual_of_another_model_is_refused() -> None:
-    """An index into rows of a wider tensor would be written in the wrong place."""
-    model = load_model(SHIPPED_CHECKPOINT, torch.float32, CPU).model
-    layer, regions = model.layers[0], KernelRegions()
-    wide = torch.zeros(3, 2 * model.config.hidden_size)
-    hidden, x = wide[:, ::2], torch.zeros(3, layer.attention.o.shape[1])
-    with pytest.raises(ValueError, match="contiguous"):
-        regions.add_and_norm(layer.attention.o, hidden, x, layer.mlp.mlp_norm_weight, 1e-6)
