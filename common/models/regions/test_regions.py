@@ -166,7 +166,12 @@ def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: V
     gates = zeros[:1, :8] + torch.tensor([-1e4, 2, 3, 4], device=version.device).repeat(2)
     gates[0, 1], gates[0, 4] = math.nan, 1e4
     found = version.regions.activate_and_multiply(gates.to(version.kind.dtype), F.silu)
-    assert abs(found[0, 0]) < 1e-20 and found[0].isnan().tolist() == [False, True, False, False]
+    assert abs(found[0, 0].item()) < 1e-20 and found[0].isnan().tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     hidden = zeros.clone()
     hidden[1, 3] = math.nan
     assert added(version, hidden, zeros, weight)[1].isnan().all(1).tolist() == [False, True]
