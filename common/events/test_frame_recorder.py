@@ -1,5 +1,5 @@
-"""What users do to a film: interrupts, a disk that is full, a policy that counts, KV events beside
-it. Watching changes nothing, and each step is in the file when it returns."""
+"""What users do to a film: interrupts, a disk that is full, KV events beside it. Watching
+changes nothing, and each step is in the file when it returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from common.serve.kv_events import CacheChanges
 from common.tests.engine_oracle import Oracle, finish, paged_runner
 from common.tests.film_runs import RecordedRun, check_film, short_prompts
 from common.tests.local_stages import pipelined_engine
-from policies import SchedulePolicy
-from request import Request, SamplingParams
+from request import SamplingParams
 from step_record import StepRecord
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
@@ -91,32 +90,6 @@ def test_a_film_that_cannot_be_written_ends_no_request(random_loaded, caplog) ->
     engine.unwatch()
     engine.watch(ShortFile())
     engine.close()
-
-
-class Counting(SchedulePolicy):
-    """A key may count: it is asked once, when a request comes."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-
-    def key(self, request: Request) -> int:
-        self.num_asked += 1
-        return self.num_asked
-
-
-def test_a_policy_is_asked_once_with_any_number_of_recorders(random_loaded, tmp_path: Path) -> None:
-    policy, path = Counting(), tmp_path / "run.jsonl"
-    engine = make_engine(random_loaded, policy=policy)
-    for name in "abc":
-        engine.add_request(name, [1, 2, 3], GREEDY)
-    engine.watch(path)
-    engine.add_request("d", [1, 2, 3], GREEDY)
-    assert policy.num_asked == 4
-    engine.step()
-    rows = Film.read(path).requests()
-    assert {name: row["order_key"] for name, row in rows.items()} == dict(zip("abcd", "1234"))
 
 
 @pytest.mark.parametrize(
@@ -209,15 +182,6 @@ def test_a_watched_engine_takes_the_same_steps(
         engine.close()
         told.append(did)
     assert told[0] == told[1]
-
-
-def test_without_events_no_reasons_are_recorded(random_loaded) -> None:
-    engine = make_engine(random_loaded)
-    scheduler, manager = engine.scheduler, engine.kv_manager
-    parts = [engine.core, scheduler, scheduler.waiting.policy, scheduler.chunk_policy]
-    parts += [manager, manager.pool, manager.cache]
-    parts += [engine.recorder.scheduler, *scheduler.plugins]
-    assert not [part for part in parts if type(part).__module__.startswith("common.events")]
 
 
 # -- the file

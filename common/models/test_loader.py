@@ -18,7 +18,7 @@ from common.models.linear import ONEDNN, Linear, linear_layers, reason_not_packe
 from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
-from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
+from common.tests.model_cases import CASES, save_case
 from workshop.measure.bench.random_weights import QWEN3_0_6B, write_random
 
 WEIGHTS = "model.safetensors"
@@ -52,13 +52,6 @@ def state(path: Path) -> dict[str, torch.Tensor]:
 def assert_same_weights(first: dict, second: dict) -> None:
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def assert_logits_of_transformers(path: Path) -> None:
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    expected = reference_logits(path, torch.float64, [prompt])[0]
-    logits = PagedHarness(load_model(path, torch.float64).model, 1).step([(0, 0, prompt)])
-    assert (logits - expected).abs().max() < 1e-9
 
 
 # -- one plain matrix at a time
@@ -130,7 +123,6 @@ def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.full((12,), 9.0)}))
     assert_same_weights(state(checkpoint), before)
-    assert_logits_of_transformers(checkpoint)
 
 
 # -- tied embeddings
@@ -180,29 +172,18 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path, monkeypatch):
 # -- the hub
 
 
-def test_a_hub_id_is_downloaded(checkpoint, monkeypatch):
-    urls = []
-
+def test_a_hub_id_is_downloaded_and_a_failure_lists_the_attempts(checkpoint, monkeypatch):
     def download(repo_id: str, **options) -> str:
-        urls.append((repo_id, options))
-        return str(checkpoint)
+        assert options["allow_patterns"] == loader._DOWNLOADS
+        if repo_id == "some-org/Some.Model-1_b":
+            return str(checkpoint)
+        raise OSError("no route to host\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_checkpoint("some-org/Some.Model-1_b") == checkpoint
-    assert urls[0][0] == "some-org/Some.Model-1_b"
-    assert urls[0][1]["allow_patterns"] == loader._DOWNLOADS
-
-
-@pytest.mark.parametrize("error", [OSError("no route to host\nlong story"), ValueError("offline")])
-def test_a_failed_download_lists_the_attempts(error, monkeypatch):
-    def download(*args, **options):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="model must be a directory or a hub id") as caught:
         resolve_checkpoint("some-org/some-model")
     assert "some-org/some-model" in str(caught.value) and "\n" not in str(caught.value)
-    assert caught.value.__cause__ is error
 
 
 # -- dtype and end of text

@@ -76,17 +76,6 @@ def test_bytes_that_were_lost_to_an_interrupt_are_seen():
         driver.arrived()
     assert driver.is_inconsistent
 
-    class InterruptedSocket:
-        def send(self, data, flags: int) -> int:
-            raise KeyboardInterrupt
-
-    driver, worker = pair()
-    driver.sock = InterruptedSocket()  # pyright: ignore
-    driver.put(b"abc")
-    with pytest.raises(KeyboardInterrupt):
-        driver.send_some()
-    assert driver.is_inconsistent
-
 
 def test_interrupts_are_the_main_threads_business():
     """Another thread may not even ask for them."""

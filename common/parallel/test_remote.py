@@ -305,14 +305,6 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
-def test_drafts_are_counted_as_at_the_proposer(shipped_loaded, shipped_tokenizer) -> None:
-    engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
-    counting = remote.CountingRunner(engine.core.runner)
-    engine.core.runner = counting
-    everything_said(engine, abort="3")
-    assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
-
-
 def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_tokenizer) -> None:
     """Trap 81: before `min_tokens` they make it impossible."""
     params = replace(GREEDY, ignore_eos=False, min_tokens=3)

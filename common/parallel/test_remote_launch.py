@@ -99,21 +99,6 @@ def folder(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.slow  # the next test starts the same workers
-def test_the_end_of_a_script_without_a_guard_ends_the_workers(tmp_path, folder, expected) -> None:
-    """The script never closes the engine, and idles."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT % (2.0, PROMPTS))
-    command = [sys.executable, str(script)]
-    options = dict(cwd=folder, env=environment(), capture_output=True, text=True)
-    found = subprocess.run(command, **options, timeout=240)
-    assert found.returncode == 0, found.stderr
-    begun, pids, *tokens = found.stdout.splitlines()
-    assert begun == "begun"
-    assert [values_of(line, "tokens") for line in tokens] == [expected] * 2
-    assert not any(map(is_there, values_of(pids, "pids")))
-
-
 @pytest.mark.parametrize("is_piped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_is_not_run_again_and_a_killed_one_leaves_no_process(
     is_piped, tmp_path, folder, expected
@@ -278,12 +263,9 @@ def test_a_device_of_its_own_for_each_rank(monkeypatch):
         remote_launch.launch(2, torch.device("cuda"), 1)
 
 
-def test_a_loaded_model_does_not_cross(shipped_loaded) -> None:
+def test_what_only_a_worker_finds_is_raised_as_in_one_process(shipped_loaded, monkeypatch):
     with pytest.raises(ValueError, match="cannot send a loaded model"):
         LLMEngine(EngineConfig(tensor_parallel_size=2), loaded=shipped_loaded)
-
-
-def test_an_error_found_only_by_a_worker_is_raised_as_in_one_process(monkeypatch):
     monkeypatch.setattr(EngineConfig, "has_workers", True)
     with pytest.raises(ValueError, match=r"^batch_invariant must .*no packing"):
         LLM(batch_invariant=True, dtype="float64", num_blocks=9)

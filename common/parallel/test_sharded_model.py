@@ -112,17 +112,6 @@ def test_the_slices_of_all_ranks_put_together_are_the_checkpoint(name, layout, t
             assert holders[key] == stored[key].numel(), "no two ranks have the same part"
 
 
-def test_kv_heads_are_divided_or_shared():
-    """With 8 KV heads of 16: rank r of 4 has two, rank r of 16 has KV head r // 2."""
-    assert rank_config(QWEN3_0_6B, Ranks()) == QWEN3_0_6B
-    for size, kv_heads in ((1, 8), (2, 4), (4, 2), (8, 1), (16, 1)):
-        narrow = rank_config(QWEN3_0_6B, Ranks(size, 1, size - 1))
-        assert narrow.num_key_value_heads == kv_heads
-        assert narrow.num_attention_heads * size == 16
-        assert narrow.intermediate_size * size == 3072
-        assert narrow.vocab_size == 151936 // size
-
-
 @pytest.mark.parametrize(
     "change, size, allowed",
     [
@@ -138,19 +127,6 @@ def test_sizes_that_do_not_divide_are_refused_with_the_allowed_ones(change, size
         ValueError, match=f"tensor_parallel_size must be {allowed}, so .*got {size}"
     ):
         rank_config(config, Ranks(size, 1, 0))
-
-
-def test_a_stage_has_its_layers_and_the_ends_their_matrices(tmp_path):
-    for name, is_tied in (("qwen3", True), ("qwen2-untied", False)):
-        save_case(name, tmp_path)
-        first, middle, last = (load(tmp_path, Ranks(1, 3, r)).model for r in range(3))
-        names = [{n for n, _ in m.named_parameters() if "layers" not in n} for m in (first, last)]
-        assert names == [{"embed_weight"}, {"embed_weight", "lm_head.weight", "norm_weight"}]
-        assert [len(m.embed_weight) for m in (first, middle, last)] == [89, 0, 0]
-        assert torch.equal(first.embed_weight, last.lm_head.weight) == is_tied
-        for i, stage in enumerate((first, middle, last)):
-            assert stage.layer_range == range(i, i + 1)
-            assert stage.layers[0].attention.index == 0, "of its own cache"
 
 
 def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_path):

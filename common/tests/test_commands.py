@@ -27,19 +27,6 @@ def run(*command: str, folder: Path = ROOT, **environment: str) -> subprocess.Co
 # -- make
 
 
-@pytest.mark.needs("make")
-def test_make_says_what_it_can_make_and_what_a_number_is_for() -> None:
-    """Each target with its line: a quote in one of them is not one of the shell's."""
-    help_text = run("make", "help", "JOBS=2").stdout
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
-    for target in targets.split():
-        (description,) = re.findall(rf"^WHAT_{target} := (.*)", makefile, re.MULTILINE)
-        assert f"{target:10} {description.replace('$(JOBS)', '2')}\n" in help_text
-    refused = run("make", "--no-print-directory", "museum", "32")
-    assert (refused.returncode, refused.stdout) == (2, "") and "BUG=32" in refused.stderr
-
-
 LAYERS = ["grammar,chapters", "server", "test mooncake browser", "notebooks,dev"]
 INSTALLS = {  # number of layers: targets
     1: "demo watch bench ladder",

@@ -69,6 +69,10 @@ def elsewhere(use: Callable[[], object]) -> object:
         return pool.submit(use).result(30)
 
 
+# One may be a sample's, and one is what a call of the engine's would take.
+NAMES = ("a", "b", "c", "d", "a#0", "request-1")
+
+
 class Strange(Exception):
     pass
 
@@ -99,6 +103,8 @@ class Caller:
         self.aborted: dict[str, list[tuple[int, SamplingParams]]] = {}  # and not yet told of
         self.at_risk = set[str]()  # names of those that were open when a step failed
         self.is_told = True  # who has ended was returned
+        self.was_interrupted = False  # the last call, at any place
+        self.is_calling = False  # in the middle of a whole call
         engine.on_step = self.on_step
 
     def some_request(self) -> tuple[int, SamplingParams]:
@@ -111,18 +117,31 @@ class Caller:
     def is_taken(self, name: str, n: int) -> bool:
         """Or one of its samples' names is, until the whole group has ended."""
         open_names = {name for each, (_, p) in self.open.items() for name in names(each, p.n)}
+        open_names |= {"request-1"} if self.is_calling else set()
         return not open_names.isdisjoint(names(name, n))
 
+    def do(self, call: Callable, *arguments, **options):
+        return call(*arguments, **options)
+
     def add(self) -> None:
-        name, (index, params) = self.rng.choice(["a", "b", "c", "d", "a#0"]), self.some_request()
-        is_taken = self.is_taken(name, params.n)
+        name, (index, params) = self.rng.choice(NAMES), self.some_request()
+        prompt, is_taken = self.oracle.prompts[index], self.is_taken(name, params.n)
         if is_taken and self.is_told:
             with pytest.raises(ValueError, match=name):
-                self.engine.add_request(name, self.oracle.prompts[index], params)
+                self.engine.add_request(name, prompt, params)
         elif not is_taken:
-            self.engine.add_request(name, self.oracle.prompts[index], params)
-            self.open[name] = index, params
-            self.at_risk.discard(name)
+            priority = self.rng.randrange(3)
+            self.do(self.engine.add_request, name, prompt, params, priority=priority)
+            self.note({name: (index, params)})
+
+    def note(self, added: dict[str, tuple[int, SamplingParams]]) -> None:
+        """All of them are in the engine; if the call was interrupted, all or none."""
+        there = added.keys() & self.engine._groups.keys()
+        assert there == added.keys() or (self.was_interrupted and not there)
+        self.at_risk -= there
+        if self.was_interrupted:
+            self.at_risk |= there
+        self.open |= added if there else {}
 
     def add_several(self) -> None:
         """While others are added one is aborted, here or elsewhere; the last may be refused."""
@@ -140,16 +159,15 @@ class Caller:
                 self.engine.add_requests(requests())
         else:
             self.engine.add_requests(requests())
-            self.open |= dict.fromkeys("xy", (index, GREEDY))
-            self.at_risk -= {"x", "y"}
+            self.note(dict.fromkeys("xy", (index, GREEDY)))
 
     def abort(self, where: Callable = lambda use: use()) -> None:
         assert where(lambda: self.engine.abort_request("nobody")) is None
         if self.open:
             name = self.rng.choice(sorted(self.open))
-            output = where(lambda: self.engine.abort_request(name))
-            if output is None:  # it had ended
-                assert not self.is_told
+            output = where(lambda: self.do(self.engine.abort_request, name))
+            if output is None:  # it had ended, or the call was interrupted
+                assert not self.is_told or self.was_interrupted
             else:
                 assert output.request_id == name
                 self.aborted.setdefault(name, []).append(self.open.pop(name))
@@ -214,11 +232,12 @@ class Caller:
         """A whole call, beside the others. If it is interrupted, its own requests end."""
         (one, first), (other, second) = self.some_request(), self.some_request()
         prompts = [self.oracle.prompts[one], self.oracle.prompts[other]]
-        self.is_told = False
+        self.is_told, self.is_calling = False, True
         outputs = self.survive(
             lambda: [*self.engine.generate_batch(prompts, [first, second]).values()]
         )
-        assert not any(name.startswith("request-") for name in self.engine._groups)
+        self.is_calling = False
+        assert self.engine._groups.keys() <= self.open.keys(), "its own have ended"
         for index, params, output in zip((one, other), (first, second), outputs):
             self.check(index, params, output, may_be_cut=output.request_id in self.at_risk)
 

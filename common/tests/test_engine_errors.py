@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
+from common.tests.engine_oracle import Oracle, checked_engine, finish
 from request import SamplingParams
 from step_plan import PreemptiveSchedulerOutput
 
@@ -94,12 +94,6 @@ def test_what_are_no_params_is_named(engine, params) -> None:
     for use in (engine.generate_batch, lambda *arguments: next(engine.stream(*arguments))):
         with pytest.raises(ValueError, match="sampling_params"):
             use([[1]], params)
-
-
-def test_a_call_finds_a_name_that_the_user_has_not_taken(engine, random_oracle: Oracle) -> None:
-    engine.add_request("request-0", random_oracle.prompts[0], GREEDY)
-    serve(engine, random_oracle, [1, 2], 8)
-    must_say(engine, random_oracle, 0)
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "two_phase"])

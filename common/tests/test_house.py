@@ -31,7 +31,6 @@ RULES: list[Rule] = [
     rules.rule_of_one_definition,
     rules.rule_of_quotation,
     rules.rule_of_no_machine,
-    rules.rule_of_texts,
     rules.rule_of_lists,
     rules.rule_of_notebooks,
 ]
@@ -121,7 +120,6 @@ BREACHES: dict[str, tuple[Rule, dict[str, str], str]] = {
         "02_b/README.md differs",
     ),
     "machine": (rules.rule_of_no_machine, {"a.txt": f"b\nat {'/ro'}ot/x\n"}, "a.txt has"),
-    "text": (rules.rule_of_texts, {"03_c/new.py": ""}, "03_c has no README.md"),
     "lists": (rules.rule_of_lists, {"pyproject.toml": LISTS}, "source_roots must be"),
     "layer": (rules.rule_of_lists, {"common/attic.py": ""}, "common.attic is in no layer"),
     "notebook": (rules.rule_of_notebooks, {"01_a/low_demo.py": "# %%\n1 + 1\n"}, "is missing"),

@@ -55,33 +55,13 @@ def rows(title: str) -> Iterator[list[str]]:
 # -- typed from the posts
 
 
-class Typing(InteractiveConsole):
-    """As `python` takes what is pasted into it: a block ends with an empty line. Errors are
-    raised."""
-
-    def showtraceback(self) -> None:
-        raise
-
-    def showsyntaxerror(self, *_, **__) -> None:
-        raise
-
-
-def type_in(code: str) -> None:
-    console = Typing({"__name__": "typed"})
-    for line in [*code.splitlines(), ""]:
-        console.push(line)
-
-
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda n: f"{n}-{BLOCKS[n][0].anchor}")
-def test_what_is_to_be_typed_runs(number: int) -> None:
-    type_in(BLOCKS[number][1])
-
-
-def test_each_post_has_something_to_type_and_an_error_in_it_is_raised() -> None:
-    assert all(section(f"照文章 {post} 敲").code() for post in "ABCDE")
-    for code in ("x = y", "assert False", "for x in (): pass\nx = 1", "x ="):
-        with pytest.raises((NameError, AssertionError, SyntaxError)):
-            type_in(code)
+def test_what_is_to_be_typed_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python` takes what is pasted into it: a block ends with an empty line."""
+    console = InteractiveConsole({"__name__": "typed"})
+    for line in [*BLOCKS[number][1].splitlines(), ""]:
+        console.push(line)
+    assert "Error" not in capsys.readouterr().err
 
 
 # -- the errata
@@ -108,18 +88,6 @@ def test_errata_are_numbered_and_each_names_a_function_and_a_test() -> None:
         assert TEST.fullmatch(test) or ROW.fullmatch(test), name
     assert len(PLACE.findall(TEXT)) == TEXT.count("`::") > 200
     assert not list(unfilled(TEXT, ROOT))
-
-
-def test_each_erratum_is_in_a_row_of_its_post_and_names_it() -> None:
-    """A reader who comes from a section finds what is wrong in it, and the other way round."""
-    citing: dict[str, str] = dict.fromkeys(ERRATA, "")
-    for part in (s for s in SECTIONS if re.match("文章 [A-E]：", s.title)):
-        for name, _, differs in rows(part.title):
-            for erratum in ERRATUM.findall(differs):
-                citing[erratum] += f"{name}\n"
-    for erratum, (text, _) in ERRATA.items():
-        place = text.partition("（")[2].partition("）")[0].removeprefix("开发日志 ")
-        assert place and place in citing[erratum], erratum
 
 
 # -- rules of the posts in miniature, beside this engine's

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen3MoeConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from common.models.experts.experts_block import ExpertsBlock
 from common.models.linear import linear_layers, reason_not_packed
@@ -87,34 +84,6 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_experts_that_are_not_its
     torch.testing.assert_close(ours(block, x[:1]), expected, rtol=0, atol=0)
 
 
-# -- the router
-
-
-@pytest.mark.parametrize("renormalised", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@torch.inference_mode()
-def test_weights_and_choices_are_those_of_transformers(family, dtype, renormalised, tmp_path):
-    """Bit for bit: scores in float32 whatever the dtype, and the weights' dtype is the family's."""
-    fields = dict(hidden_size=32, num_experts_per_tok=3)
-    if family == "mixtral":
-        theirs = MixtralTopKRouter(MixtralConfig(num_local_experts=7, **fields))
-        name, change = "mixtral", dict(num_local_experts=7)
-    else:
-        config = Qwen3MoeConfig(num_experts=7, norm_topk_prob=renormalised, **fields)
-        theirs = Qwen3MoeTopKRouter(config)
-        name, change = "qwen3-moe", dict(num_experts=7, norm_topk_prob=renormalised)
-    save_case(name, tmp_path, num_experts_per_tok=3, **{"num_experts": 7, **change})
-    block = load_model(tmp_path, dtype).model.layers[0].mlp
-    theirs = theirs.to(dtype)
-    theirs.weight.copy_(block.router.weight)
-    x = rows(50, dtype)
-    _, weights, chosen = theirs(x)
-    found, found_chosen = block.route(x)
-    assert torch.equal(found_chosen, chosen)
-    assert found.dtype == weights.dtype and torch.equal(found, weights)
-
-
 # -- configurations
 
 QWEN = {
@@ -127,21 +96,6 @@ QWEN = {
     "max_position_embeddings": 64,
     **EXPERTS,
 }
-
-
-def layers_of(**fields: object) -> tuple[int, ...] | None:
-    experts = ModelConfig.from_hf({**QWEN, **fields}).experts
-    return None if experts is None else experts.layers
-
-
-def test_which_layers_have_experts():
-    assert layers_of() == (0, 1, 2, 3, 4, 5)
-    assert layers_of(decoder_sparse_step=2) == (1, 3, 5)
-    assert layers_of(decoder_sparse_step=2, mlp_only_layers=[3, 0]) == (1, 5)
-    assert layers_of(decoder_sparse_step=7) is None
-    config = ModelConfig.from_hf({**QWEN, "decoder_sparse_step": 2})
-    assert [config.blocks_of(i)[1] for i in range(3)] == ["mlp", "experts", "mlp"]
-    assert not ModelConfig.from_hf(QWEN).experts.is_renormalised
 
 
 REFUSED = {

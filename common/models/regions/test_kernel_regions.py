@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from common.assembly.assembly import set_regions
-from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import load_model
-from common.models.regions.kernel_regions import KernelRegions
-from common.tests.engine_oracle import with_noise
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from compiled_attention import HeadMajorKVCache
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import PagedKVCache
 from paged_attention_triton import TritonAttentionBackend
-from request import SamplingParams
 
 pytestmark = pytest.mark.needs("triton")
 
@@ -78,29 +74,3 @@ def test_the_logits_are_those_of_float64(
     for kernel in kernels:
         assert launched.count(f"_{kernel}_kernel") == num_layers
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"
-
-
-def test_the_draft_model_of_an_engine_has_them_too(
-    tmp_path: Path, device: torch.device, launched: list[str]
-) -> None:
-    """The engine's tokens are those of one whose draft model is plain."""
-    path = save_case("qwen3", tmp_path)
-    target, draft = (load_model(path, torch.float32, device) for _ in range(2))
-    with_noise(draft)
-    tokens = []
-    for name in ("triton", "torch"):
-        config = EngineConfig(
-            num_blocks=20,
-            attention_backend=name,
-            speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
-        )
-        engine = LLMEngine(config, loaded=target, draft=draft)
-        is_kernels = name == "triton"
-        for one in (target, draft):
-            assert isinstance(one.model.regions, KernelRegions) == is_kernels
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        outputs = engine.generate_batch([[5, 6, 7], [8, 9]], params)
-        tokens.append([output.outputs[0].token_ids for output in outputs.values()])
-        assert ("_add_rms_norm_kernel" in launched) == is_kernels
-        launched.clear()
-    assert tokens[0] == tokens[1]
