@@ -336,6 +336,11 @@ REFUSED = {
     "layer_types in a list": ({"layer_types": [["full_attention"]] * 3}, "[['full_attention']]"),
     "layer_types is a number": ({"layer_types": 3}, "layer_types must"),
     "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+    "window of 0": (
+        {"use_sliding_window": True, "sliding_window": 0, "layer_types": KINDS},
+        "sliding_window must",
+    ),
+    "layer_types of two": ({"layer_types": ["full_attention"] * 2}, "layer_types must have 3"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads must"),
     "odd head_dim": ({"head_dim": 15}, "head_dim must"),
     "missing": ({"hidden_size": None}, "hidden_size must"),

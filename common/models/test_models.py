@@ -109,7 +109,6 @@ def end_of_text(value: object) -> Callable[[Path], object]:
 EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
 NORM = "model.layers.1.self_attn.q_norm.weight"  # of 16
 QUERY = "model.layers.0.self_attn.q_proj.weight"
-WINDOWS = {"use_sliding_window": True, "max_window_layers": 0}
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown": (of("SomethingNew"), "architectures must be one of Qwen3For"),
     "gpt-oss": (of("GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"}), "a sink"),
@@ -166,12 +165,6 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor over": (tensors(lambda t: t.update(own=torch.zeros(2))), "the model lacks: own"),
     "broadcasts": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), "must have one shape, got"),
     "integers": (tensors(lambda t: t.update({QUERY: t[QUERY].char()})), f"{QUERY} must have dtype"),
-    "a window of 0": (fields(sliding_window=0, **WINDOWS), "sliding_window must"),
-    "another length": (
-        fields(sliding_window=8, layer_types=["sliding_attention"] * 2, **WINDOWS),
-        "layer_types must have 3 entries",
-    ),
-    "no list": (fields(layer_types=7), "layer_types must"),
     "no config": (file(Path.unlink, "config.json"), "has no config.json"),
     "no JSON": (file(lambda p: p.write_text("{"), "config.json"), "cannot read"),
     "no text": (file(lambda p: p.write_bytes(b"\xff\xfe"), "config.json"), "cannot read"),
