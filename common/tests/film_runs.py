@@ -172,13 +172,17 @@ def serve(
 
 def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     """Of all that the engine can be, with little memory."""
-    draw, size = rng.choice, rng.choice([1, 3, 4, 16])
-    needed = -(-(longest + MAX_TOKENS) // size)
+    draw = rng.choice
+    scheduler, size = draw(["two_phase", "two_phase", "prefill_first", "fcfs"]), draw([1, 3, 4, 16])
+    needed, cache = (
+        -(-(longest + MAX_TOKENS) // size),
+        draw(["hash", "radix", "hash", "radix", None]),
+    )
     config: dict[str, Any] = {
-        "scheduler": draw(["two_phase", "two_phase", "prefill_first", "fcfs"]),
+        "scheduler": scheduler,
         "block_size": size,
         "num_blocks": 1 + needed + draw([0, 2, needed // 2, 3 * needed]),
-        "prefix_cache": draw(["hash", "radix", "hash", "radix", None]),
+        "prefix_cache": cache,
         "max_num_seqs": draw([1, 2, 4, 64]),
         "max_num_batched_tokens": draw([longest + MAX_TOKENS, 150, 2048]),
         "overlap_scheduling": rng.random() < 0.3,
@@ -186,7 +190,7 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
         "seed": rng.randrange(5),
         "chunked_prefill": False,
     }
-    if config["scheduler"] != "fcfs":
+    if scheduler != "fcfs":
         config["policy"] = draw(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
         config["chunked_prefill"] = draw([True, False, 5, 16])
         config["preempt_every"] = draw([None, None, 3, 5])
@@ -194,13 +198,13 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
         if rng.random() < 0.3:
             method = draw(["ngram", "draft"])
             config["speculative"] = {"method": method, "num_spec_tokens": rng.randint(1, 4)}
-    if config["scheduler"] == "prefill_first":
+    if scheduler == "prefill_first":
         config["mixing"] = rng.random() < 0.5
     elif config["chunked_prefill"] in (5, 16):
         config["max_long_partial_prefills"] = draw([None, 1])
-    if config["prefix_cache"] is not None and rng.random() < 0.4:
-        policy = draw(["write_back", "write_through"])
-        config["kv_tiers"] = KVTierConfig(draw([4, 64]), draw([0, 16]), write_policy=policy)
+    if cache is not None and rng.random() < 0.4:
+        disk, policy = draw([0, 16]), draw(["write_back", "write_through"])
+        config["kv_tiers"] = KVTierConfig(draw([4, 64]), disk, write_policy=policy)
     return config
 
 
