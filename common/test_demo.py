@@ -13,76 +13,58 @@ from adaptive_length import AdaptiveLength
 from common import demo
 
 
-def test_trace_tells_seven_stages_of_each_step(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--prompt", "class A:", "--prompt", "def f(", "--max-tokens", "3", "--trace"]
-    assert demo.main(arguments) == 0
-    out = capsys.readouterr().out
-    stages = (
-        "1 arrive",
-        "2 schedule",
-        "3 blocks",
-        "4 prepare",
-        "5 forward",
-        "6 sample",
-        "7 update",
-    )
-    assert [out.count(f"  {stage} ") for stage in stages] == [3] * 7
-    assert [out.count(f"step {number}  (") for number in range(5)] == [0, 1, 1, 1, 0]
-    assert "2 waiting" in out
-    assert "(length)" in out
+def texts_of(out: str) -> str:
+    return out[out.index("--- request-") : out.index("=== Summary")]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_speculation_changes_no_word_and_tells_how_it_fared(method, capsys, monkeypatch) -> None:
+STAGES = ("1 arrive", "2 schedule", "3 blocks", "4 prepare", "5 forward", "6 sample", "7 update")
+DRAFTS = ["draft tokens accepted", "drafts accepted: request-"]
+DRAFTS += ["    propose   draft tokens for the next step"]
+
+
+def test_options_change_no_word_and_the_trace_tells_what_they_do(capsys, monkeypatch) -> None:
     """The number of useful drafts depends on the clock; this test always drafts the maximum."""
     monkeypatch.setattr(
         AdaptiveLength, "choose", lambda self, ids: [self.num_spec_tokens] * len(ids)
     )
     arguments = ["--prompt", "class A:", "--prompt", "for i in range(", "--max-tokens", "24"]
     texts = []
-    for more in ([], ["--speculative", method, "--trace"]):
-        assert demo.main([*arguments, *more]) == 0
-        out = capsys.readouterr().out
-        texts.append(out[out.index("--- request-") : out.index("=== Summary")])
-    assert texts[0] == texts[1]
-    assert "draft tokens accepted" in out and "drafts accepted: request-" in out
-    assert "    propose   draft tokens for the next step" in out
-
-
-def test_chunks_change_no_word_and_are_seen_in_the_trace(capsys) -> None:
-    arguments = ["--prompt", "def longest_common_prefix(first, second):", "--max-tokens", "8"]
-    texts, steps = [], []
-    for more in ([], ["--chunked-prefill", "3"]):
+    for more, expected in (
+        ([], ["2 waiting", "(length)"]),
+        (["--speculative", "ngram"], DRAFTS),
+        (["--speculative", "draft"], DRAFTS),
+        (["--chunked-prefill", "3"], ["nothing: its prompt is unfinished"]),
+    ):
         assert demo.main([*arguments, "--trace", *more]) == 0
         out = capsys.readouterr().out
-        texts.append(out[out.index("--- request-") : out.index("=== Summary")])
-        steps.append(out.count("5 forward"))
-    assert texts[0] == texts[1]
-    assert steps[1] > steps[0] + 1
-    assert "nothing: its prompt is unfinished" in out
+        texts.append(texts_of(out))
+        assert [part for part in expected if part not in out] == []
+        num_steps = out.count("5 forward")
+        assert {out.count(f"  {stage} ") for stage in STAGES} == {num_steps}
+        assert (num_steps == 24) == (more == [])
+        assert [out.count(f"step {n}  (") for n in (0, 1, num_steps)] == [0, 1, 1]
+    assert len(set(texts)) == 1
 
 
-def test_sequential_comparison_finds_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--num-prompts", "3", "--max-tokens", "5", "--compare-sequential"]) == 0
-    out = capsys.readouterr().out
-    assert "identical" in out
-    assert "NOT identical" not in out
-    assert "times as fast" in out
-
-
-def test_differing_tokens_are_counted_and_explained(capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_sequential_run_is_compared_token_by_token(is_same: bool, capsys, monkeypatch) -> None:
     def other_token(*arguments):
         result = run_sequentially(*arguments)
         result.outputs[1].outputs[0].token_ids[-1] += 1
         return result
 
     run_sequentially = demo.run_sequentially
-    monkeypatch.setattr(demo, "run_sequentially", other_token)
-    arguments = ["--num-prompts", "3", "--max-tokens", "3", "--dtype", "bfloat16"]
-    assert demo.main([*arguments, "--compare-sequential"]) == 0
+    if not is_same:
+        monkeypatch.setattr(demo, "run_sequentially", other_token)
+    arguments = ["--num-prompts", "3", "--max-tokens", "3", "--compare-sequential"]
+    assert demo.main([*arguments, "--dtype", "float64" if is_same else "bfloat16"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"tokens +identical for [0-2] of 3 requests", out)
-    assert "calculates in torch.bfloat16" in out and "--dtype float64" in out
+    assert "times as fast" in out
+    if is_same:
+        assert re.search(r"tokens +identical\n", out)
+    else:
+        assert re.search(r"tokens +identical for [0-2] of 3 requests", out)
+        assert "calculates in torch.bfloat16" in out and "--dtype float64" in out
 
 
 def test_the_default_demo_prints_texts_worth_reading_and_a_summary(capsys) -> None:

@@ -1,32 +1,24 @@
-"""Recording between steps, at errors and at its end; and of any cache that keeps the contract."""
+"""What users do to a film: interrupts, a disk that is full, KV events beside it. Watching
+changes nothing, and each step is in the file when it returns."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import prefix_cache_local
-from block_pool import Block
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events import text_deltas
-from common.events.listener_chain import listener_of, observe
-from common.events.memory_changes import MemoryChanges
+from common.events.listener_chain import listener_of
+from common.events.run_line import _plain
 from common.serve.kv_events import CacheChanges
-from common.tests.engine_oracle import finish, paged_runner
-from common.tests.film_runs import (
-    RecordedRun,
-    Workshop,
-    check_film,
-)
-from policies import SchedulePolicy
-from prefix_cache import CachedPrefix, HasBlockId, PrefixCache, PrefixKey
-from request import Request, RequestStatus, SamplingParams
+from common.tests.engine_oracle import Oracle, finish, paged_runner
+from common.tests.film_runs import RecordedRun, check_film, short_prompts
+from common.tests.local_stages import pipelined_engine
+from request import SamplingParams
+from step_record import StepRecord
 from tiered_cache import KVTierConfig
 from workshop.watch.replay.film import Film
 
@@ -100,97 +92,9 @@ def test_a_film_that_cannot_be_written_ends_no_request(random_loaded, caplog) ->
     engine.close()
 
 
-def test_an_engine_that_cannot_be_recorded_is_left_unchanged(random_loaded, monkeypatch) -> None:
-    engine = make_engine(random_loaded)
-    plugins, inner, parts = engine.scheduler.plugins, engine.scheduler, vars(engine.kv_manager.pool)
-    before = dict(parts)
-    monkeypatch.setattr("common.events.frame_recorder.read_frame", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.watch(io.StringIO())
-    assert (engine.scheduler.plugins, engine.recorder.scheduler) == (plugins, inner)
-    assert parts == before
-
-
-def test_nothing_is_written_while_state_is_changed(random_loaded) -> None:
-    """Writing would count as part of a step, and an interrupt in it would cost the cache."""
-
-    class Looking(io.StringIO):
-        def write(self, text: str) -> int:
-            torn.append(engine.recorder.is_inconsistent)
-            return super().write(text)
-
-    engine, stream, torn = make_engine(random_loaded), Looking(), list[bool]()
-    engine.watch(stream)
-    torn.clear()
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    finish(engine)
-    engine.unwatch()
-    finish_again = serve_unwatched(engine, [[1, 2, 3]])
-    assert len(torn) == 8 and not any(torn) and finish_again and not stream.closed
-
-
-class Counting(SchedulePolicy):
-    """A key may count: it is asked once, when a request comes."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-
-    def key(self, request: Request) -> int:
-        self.num_asked += 1
-        return self.num_asked
-
-
-def test_a_policy_is_asked_once_with_any_number_of_recorders(random_loaded, tmp_path: Path) -> None:
-    policy, path = Counting(), tmp_path / "run.jsonl"
-    engine = make_engine(random_loaded, policy=policy)
-    for name in "abc":
-        engine.add_request(name, [1, 2, 3], GREEDY)
-    engine.watch(path)
-    engine.add_request("d", [1, 2, 3], GREEDY)
-    assert policy.num_asked == 4
-    engine.step()
-    rows = Film.read(path).requests()
-    assert {name: row["order_key"] for name, row in rows.items()} == dict(zip("abcd", "1234"))
-
-
-def test_a_recorder_from_the_start_needs_no_snapshot(random_loaded, tmp_path: Path) -> None:
-    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
-    engine.watch(path)
-    assert moments(path) == []
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    engine.watch(path)
-    (line,) = Film.read(path).lines
-    assert line["at"] == "start"
-    assert list(line["changes"]["requests"]) == line["changes"]["waiting"][1] == ["a"]
-
-
-def test_an_engine_that_is_watched_no_more_is_as_it_was(random_loaded, tmp_path: Path) -> None:
-    """Part by part."""
-    engine = make_engine(
-        random_loaded, policy="lpm", prefix_cache="radix", kv_tiers=KVTierConfig(8)
-    )
-    memory, base_scheduler, recorder = engine.kv_manager, engine.scheduler, engine.recorder
-
-    def parts() -> list:
-        found = [vars(part).copy() for part in (memory.pool, memory.cache, memory.loads)]
-        return [*found, recorder.scheduler, base_scheduler.plugins, base_scheduler.waiting.policy,
-                memory.cache.tree.on_split]  # fmt: skip
-
-    before = parts()
-    engine.watch(tmp_path / "run.jsonl")
-    assert all(old != new for old, new in zip(before, parts(), strict=True))
-    engine.unwatch()
-    engine.unwatch()
-    assert all(old is new or old == new for old, new in zip(before[3:], parts()[3:], strict=True))
-    for old, new in zip(before[:3], parts()[:3]):
-        assert old.keys() == new.keys()
-        assert type(old.get("listener")) is type(new.get("listener"))
-
-
-@pytest.mark.parametrize("is_recorded_first", [False, True])
-@pytest.mark.parametrize("is_removed_first", [False, True])
+@pytest.mark.parametrize(
+    ("is_recorded_first", "is_removed_first"), [(False, False), (True, False), (True, True)]
+)
 def test_a_recorder_and_kv_events_observe_one_cache(
     is_recorded_first: bool, is_removed_first: bool, random_loaded, tmp_path: Path
 ) -> None:
@@ -217,101 +121,6 @@ def test_a_recorder_and_kv_events_observe_one_cache(
     assert cache.listener is tiers
 
 
-@pytest.mark.parametrize(
-    ("event", "order"),
-    [
-        ("block_cached", ["observer", "tiers"]),
-        ("blocks_evicted", ["tiers", "observer"]),
-        ("blocks_invalidated", ["tiers", "observer"]),
-    ],
-)
-def test_observers_know_a_block_before_the_tiers_copy_it_and_until_it_is_removed(
-    event: str, order: list[str]
-) -> None:
-    """Also if the tiers raise: the block has left the cache all the same."""
-    calls: list[str] = []
-
-    def fail(*_: object) -> None:
-        calls.append("tiers")
-        raise OSError("no space left on device")
-
-    cache: Any = SimpleNamespace(listener=SimpleNamespace(**{event: fail}))
-    observe(cache, SimpleNamespace(**{event: lambda *_: calls.append("observer")}))  # type: ignore[arg-type]
-    with pytest.raises(OSError):
-        getattr(cache.listener, event)(*[None] * (4 if event == "block_cached" else 1))
-    assert calls == order
-
-
-@pytest.mark.parametrize(
-    ("status", "rest"),
-    [(RequestStatus.FINISHED_ERROR, "\ufffd"), (RequestStatus.FINISHED_STOPPED, "")],
-)
-def test_the_undecoded_rest_of_a_request_that_fails_has_no_token(
-    status: RequestStatus, rest: str, random_loaded
-) -> None:
-    """Otherwise the last token of the step brings it."""
-    engine = make_engine(random_loaded)
-    engine.watch(io.StringIO())
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    recorder, request = engine._plugins["watch"], engine.scheduler.requests["a"]
-    recorder._texts = SimpleNamespace(end=lambda request: "\ufffd")
-    recorder._is_updating, request.status = True, status
-    recorder._finished(request)
-    assert recorder._finishes["a"]["rest"] == rest
-
-
-def test_the_last_token_adds_what_is_left_to_decode(shipped_tokenizer) -> None:
-    texts, ids = text_deltas.TextDeltas({}, shipped_tokenizer), shipped_tokenizer.encode("a😀")[:-1]
-    request, rest = Request.from_tokens("a", ids), [""] * (len(ids) - 2)
-    assert texts.begin(request) == ["a", *rest, "\ufffd"]
-    assert texts.add(request, ids[:-1]) == ["a", *rest]
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert texts.add(request, ids[-1:]) == ["\ufffd"]
-
-
-def test_a_loaded_block_is_the_loads_whatever_request_is_considered_then(random_loaded) -> None:
-    """Viewers read the tokens of a block by the request that published it."""
-    engine, stream = make_engine(random_loaded), io.StringIO()
-    engine.watch(stream)
-    changes: MemoryChanges = engine._plugins["watch"].memory
-    engine.kv_manager.current_req_id = "considered"
-    rows: list[dict] = [{}, {}]
-    blocks = engine.kv_manager.pool.blocks
-    with changes.acting_for("loads"):
-        changes._enter(blocks[1], rows[0])
-    changes._enter(blocks[2], rows[1])
-    assert [row["by"] for row in rows] == ["loads", "considered"]
-
-
-def test_the_last_memory_change_is_recorded(random_loaded, tmp_path: Path) -> None:
-    """An interrupt comes before the purpose of the change is known."""
-    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
-    engine.watch(path)
-    engine.add_request("a", [1, 2, 3], GREEDY)
-    engine.step()
-    engine.kv_manager.free(engine.scheduler.requests["a"])
-    engine.unwatch()
-    assert "a" not in Film.read(path).last_state()["tables"]
-
-
-def test_a_plan_of_an_aborted_request_is_not_its_successors(random_loaded, tmp_path: Path) -> None:
-    """A new request may have the same name."""
-    engine = make_engine(random_loaded, overlap_scheduling=True)
-    for name in "ab":
-        engine.add_request(name, [1, 2, ord(name) - 90], GREEDY)
-    engine.step()
-    engine.abort_request("a")
-    engine.add_request("a", [5, 6, 7], GREEDY)
-    recorded = RecordedRun(tmp_path / "run.jsonl")
-    engine.watch(recorded.path)
-    plans = Film.read(recorded.path).last_state()["in_flight"].values()
-    assert [plan["requests"] for plan in plans] == [["b"]]
-    while engine.has_unfinished_requests():
-        recorded.look(engine)
-        engine.step()
-    check_film(recorded)
-
-
 def test_a_recorded_run_that_starts_after_a_preemption_knows_the_lost_tokens(
     random_loaded, tmp_path: Path
 ) -> None:
@@ -330,90 +139,125 @@ def test_a_recorded_run_that_starts_after_a_preemption_knows_the_lost_tokens(
     assert {gone.request_id: gone.num_tokens - 2} in bounds  # one token was added since
 
 
-# -- parts of a user
+# -- watching changes nothing
 
 
-class SuffixFreeCache(PrefixCache):
-    """A third index: a dictionary from a whole prefix to its block, in order of last use."""
-
-    def __init__(self, pool, block_size, listener=None) -> None:
-        super().__init__(pool, block_size, listener)
-        self.entries: dict[tuple, Block] = {}
-
-    def _entry(self, block: HasBlockId) -> tuple:
-        if block.block_id not in self._by_block_id:
-            raise ValueError(f"block {block.block_id} is not cached")
-        return self._by_block_id[block.block_id]
-
-    def _mark_used(self, blocks: list[Block]) -> None:
-        for block in reversed(blocks):
-            if block.ref_cnt == 1:
-                entry = self._entry(block)
-                self.entries[entry] = self.entries.pop(entry)
-
-    def touch(self, blocks) -> None:
-        self.pool.touch([self.entries[self._entry(block)] for block in blocks])
-
-    def release(self, blocks) -> None:
-        held = [self.entries[self._entry(block)] for block in blocks]
-        self.pool.free(held)
-        self._mark_used(held)
-
-    def _key(self, key: PrefixKey, index: int) -> tuple:
-        return (key.keys, tuple(key.token_ids[: (index + 1) * self.block_size]))
-
-    def _match(self, key: PrefixKey, begin: int, end: int) -> list[Block]:
-        found = []
-        for index in range(begin, end):
-            if (block := self.entries.get(self._key(key, index))) is None:
-                break
-            found.append(block)
-        return found
-
-    def _insert(self, key: PrefixKey, first: int, parent, blocks: list[Block]) -> None:
-        for index, block in enumerate(blocks, first):
-            entry = self._by_block_id[block.block_id] = self._key(key, index)
-            self.entries[entry] = block
-
-    def _idle(self) -> list[Block]:
-        return [block for block in self.entries.values() if block.ref_cnt == 1]
-
-    def _pop_lru(self, num_blocks: int) -> list[Block]:
-        gone = self._idle()[:num_blocks]
-        for block in gone:
-            del self.entries[self._entry(block)]
-        return gone
-
-    def clear(self) -> None:
-        super().clear()
-        self.entries.clear()
-
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        keys, tokens = self._entry(block)
-        after = [e for e in self.entries if e[0] == keys and e[1][: len(tokens)] == tokens]
-        return [self.entries.pop(e) for e in sorted(after, key=lambda e: -len(e[1]))]
-
-    @property
-    def num_evictable_blocks(self) -> int:
-        return len(self._idle())
-
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        used = [block for block in self.entries.values() if block.ref_cnt > 1]
-        for block in [*used, *self._idle()]:
-            yield CachedPrefix(*self._entry(block), block)
-
-    def check_invariants(self) -> None:
-        assert len(self.entries) == len(self._by_block_id)
+def record_fields(record: StepRecord) -> dict:
+    """All but the clock."""
+    is_clock = lambda name: name == "start_time" or name.endswith("_ms")  # noqa: E731
+    return {name: value for name, value in asdict(record).items() if not is_clock(name)}
 
 
-def test_a_third_cache_is_watched(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache_local, "PrefixCacheLocal", SuffixFreeCache)
-    for seed in (4, 5):
-        recorded = workshop.run(seed, num_blocks=40, block_size=3, max_num_seqs=4)
-        check_film(recorded)
-        found = [
-            happened for step in Film.read(recorded.path).steps() for happened in step.happened
-        ]
-        assert any(happened["shared"] for happened in found) and any(
-            happened["published"] for happened in found
-        )
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"policy": "lpm", "prefix_cache": "radix", "num_blocks": 30},
+        {"policy": "dfs-weight", "kv_tiers": KVTierConfig(64), "num_blocks": 30},
+        {"scheduler": "prefill_first", "preempt_every": 3, "policy": "random"},
+        {"scheduler": "fcfs", "chunked_prefill": False, "max_num_batched_tokens": 256},
+        {"overlap_scheduling": True, "shuffle_waiting": True, "num_blocks": 30},
+        {"speculative": {"method": "ngram", "adaptive": False}, "chunked_prefill": 7},
+    ],
+    ids=lambda config: "-".join(map(str, config)),
+)
+def test_a_watched_engine_takes_the_same_steps(
+    config: dict, family_oracle: Oracle, family_loaded, tmp_path: Path
+) -> None:
+    """The same plans, tokens and blocks, not only the same text; and the same uses of the cache."""
+    told = []
+    for events in (None, tmp_path / "run.jsonl"):
+        engine, did = make_engine(family_loaded, events=events, **config), []
+
+        def look(record: StepRecord, engine=engine, did=did) -> None:
+            cache, pool = engine.prefix_cache, engine.kv_manager.pool
+            uses = list(getattr(cache, "_evictable", ())), getattr(cache, "_clock", 0)
+            did.append((record_fields(record), [b.block_id for b in pool.free_order()], uses))
+
+        engine.on_step = look
+        for i, prompt in enumerate(short_prompts(family_oracle, 50)[:12]):
+            engine.add_request(str(i), prompt, replace(GREEDY, n=1 + i % 2), priority=i % 3)
+            if i % 3 == 0:
+                engine.step()
+        finish(engine)
+        engine.close()
+        told.append(did)
+    assert told[0] == told[1]
+
+
+# -- the file
+
+
+def test_the_run_line_describes_the_run_without_a_folder(
+    random_loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    tiers = KVTierConfig(8, 4, disk_path=str(tmp_path / "blocks"))
+    engine = make_engine(
+        random_loaded, events=path, kv_tiers=tiers, policy="lpm", model=str(tmp_path)
+    )
+    engine.close()
+    run = Film.read(path).run
+    assert (run.block_size, run.num_blocks, run.policy, run.overlaps) == (4, 40, "lpm", False)
+    assert run.config["kv_tiers"]["disk_path"] == "blocks"
+    assert run.model["architecture"] == "Qwen3ForCausalLM" and "torch" in run.versions
+    assert str(tmp_path) not in path.read_text()
+    assert _plain("adapters", {"tests": f"{tmp_path}/one"}) == {"tests": "one"}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    assert _plain("adapters", {"tests": "../" + tmp_path.name + "/some"}) == {"tests": "some"}
+
+
+NO_PLACES = (
+    (".", ValueError, "a file, not a folder"),
+    ("none/run.jsonl", FileNotFoundError, "in an existing folder"),
+    ("run.jsonl/run", FileNotFoundError, "in an existing folder"),
+)
+
+
+def test_each_step_is_in_the_file_when_it_returns(
+    random_oracle: Oracle, random_loaded, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded, events=path)
+    engine.add_request("a", random_oracle.prompts[0], GREEDY)
+    assert Film.read(path).lines == []
+    for step, (place, error, named) in enumerate(NO_PLACES):
+        engine.step()
+        with pytest.raises(error, match=f"events must be {named}"):
+            engine.watch(tmp_path / place)
+        assert Film.read(path).num_steps == step + 1
+        assert path.read_bytes().endswith(b"\n")
+    engine.abort_request("a")
+    assert Film.read(path).requests()["a"]["finish"]["reason"] == "abort"
+
+
+@pytest.mark.parametrize("first_step", [0, 5])
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "adaptive": False}])
+def test_a_pipeline_is_watched(
+    speculative: dict | None,
+    first_step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    family_oracle: Oracle,
+    tmp_path: Path,
+) -> None:
+    recorded = RecordedRun(tmp_path / "run.jsonl")
+    sizes = {"block_size": 4, "num_blocks": 26, "max_num_seqs": 5, "preempt_every": 4}
+    options = {"chunked_prefill": 7, "speculative": speculative, **sizes}
+    engine = pipelined_engine(monkeypatch, family_oracle.path, **options)
+    for number, prompt in enumerate(short_prompts(family_oracle, 40)[:8]):
+        engine.add_request(f"r{number}", prompt, GREEDY)
+    step = 0
+    while engine.has_unfinished_requests():
+        if step == first_step:
+            engine.watch(recorded.path)
+            recorded.look(engine)
+        engine.step()
+        if step >= first_step:
+            recorded.look(engine)
+        step += 1
+        assert step < 300
+    engine.close()
+    check_film(recorded)
+    film = Film.read(recorded.path)
+    assert film.run.overlaps
+    assert any(happened["preempted"] for step in film.steps() for happened in step.happened)

@@ -29,20 +29,16 @@ def test_known_patterns(windows, found):
     assert (groups.windows, groups.num_tensors, groups.num_unused) == found
 
 
-def test_every_pattern_of_six_layers():
-    for windows in itertools.product([F, 2, 3], repeat=6):
-        groups = deal_layers(windows, 10)
-        assert len(set(groups.places)) == 6
-        for window, (group, tensor) in zip(windows, groups.places, strict=True):
-            assert groups.windows[group] == window and 0 <= tensor < groups.num_tensors
-        assert {group for group, _ in groups.places} == set(range(len(groups.windows)))
-        assert groups.have_windows == (set(windows) != {F})
-        assert groups.windows[0] is F or F not in windows, "the first group sees everything"
-
-
-def test_stages_divide_the_layers_of_each_group():
+@pytest.mark.net
+def test_every_pattern_of_five_layers_whole_and_divided_over_stages():
     for windows in itertools.product([F, 2, 3], repeat=5):
         whole = deal_layers(windows, 10)
+        assert len(set(whole.places)) == 5
+        for window, (group, tensor) in zip(windows, whole.places, strict=True):
+            assert whole.windows[group] == window and 0 <= tensor < whole.num_tensors
+        assert {group for group, _ in whole.places} == set(range(len(whole.windows)))
+        assert whole.have_windows == (set(windows) != {F})
+        assert whole.windows[0] is F or F not in windows, "the first group sees everything"
         assert whole.of_stage(range(5)) == whole
         for cut in range(1, 5):
             stages = [whole.of_stage(layers) for layers in (range(cut), range(cut, 5))]

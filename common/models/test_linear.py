@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import platform
-import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +61,8 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
         patch.setattr(torch.Tensor, "is_cuda", True)
         check()
     if UNPACKED[dtype] is not None:
+        with pytest.raises(RuntimeError, match="needs the cpu support"):  # Trap 77
+            matrix.pack()
         return
     matrix.pack()
     check()
@@ -71,27 +70,14 @@ def test_packed_and_plain_are_within_rounding_of_float64(dtype, has_bias, num_ro
     assert torch.equal(matrix.plain_weight().double(), weight), "packing loses nothing"
 
 
-@pytest.mark.parametrize("machine, reason", [("x86_64", None), ("arm64", "arm64")])
-def test_why_a_matrix_stays_plain(machine, reason, monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
+def test_why_a_matrix_stays_plain(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    found = reason_not_packed(torch.float32, CPU)
-    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert "arm64" in reason_not_packed(torch.float32, CPU)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert reason_not_packed(torch.float32, CPU) is None
     assert "dtype" in reason_not_packed(torch.float64, CPU)
     assert "cuda" in reason_not_packed(torch.float32, torch.device("cuda"))
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-def test_the_processor_is_queried_before_it_is_configured(dtype):
-    """oneDNN refuses what `reason_not_packed` has a reason against (Trap 77), and nothing else."""
-    refused = (
-        pytest.raises(RuntimeError, match="needs the cpu support")
-        if UNPACKED[dtype]
-        else contextlib.nullcontext()
-    )
-    with refused:
-        make(dtype, has_bias=False).pack()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -137,50 +123,34 @@ def test_packed_weights_are_moved_to_huge_pages_and_compute_the_same(tmp_path, m
     none where they are switched off or there is no such file."""
     matrix, x = make(torch.float32, False, 3000, 1024), torch.ones(3, 1024)
     matrix.pack()
-    address, num_bytes = matrix.packed_memory
-    assert num_bytes >= 4 * 3000 * 1024
-    has_huge_pages = huge_pages.ENABLED.exists()
+    assert matrix.packed_memory[1] >= 4 * 3000 * 1024
     flag, expected = tmp_path / "enabled", matrix(x)
     flag.write_text("always [madvise] never")
     monkeypatch.setattr(huge_pages, "ENABLED", flag)
     huge_pages.move_to_huge_pages([matrix.packed_memory])
     assert torch.equal(matrix(x), expected)
-    if has_huge_pages:
-        assert "hg" in flags_of(address + num_bytes // 2)
     queried: list[int] = []
     monkeypatch.setattr(huge_pages, "advise", lambda *memory: queried.append(memory[2]))
-    huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert queried == [14, 25, 14, 25]  # MADV_HUGEPAGE, MADV_COLLAPSE
-    monkeypatch.setattr(huge_pages, "MAX_SECONDS", 0)
-    huge_pages.move_to_huge_pages([(0, 1), (2, 3)])
-    assert queried[4:] == [14, 14]
-    flag.write_text("always madvise [never]")
-    huge_pages.move_to_huge_pages([(0, 1)])
-    flag.unlink()
-    huge_pages.move_to_huge_pages([(0, 1)])
-    assert len(queried) == 6
-
-
-def flags_of(address: int) -> list[str]:
-    """Flags of the mapping that contains this address."""
-    for mapping in re.split(r"\n(?=\w+-\w+ )", Path("/proc/self/smaps").read_text()):
-        start, stop = (int(end, 16) for end in mapping.split()[0].split("-"))
-        if start <= address < stop:
-            return mapping.split("VmFlags:")[1].split()
-    return []
+    for mode, is_late, advice in (
+        ("always [madvise] never", False, [14, 25]),  # MADV_HUGEPAGE, MADV_COLLAPSE
+        ("always [madvise] never", True, [14]),
+        ("always madvise [never]", False, []),
+    ):
+        flag.write_text(mode)
+        monkeypatch.setattr(huge_pages, "MAX_SECONDS", 0 if is_late else 10)
+        queried.clear()
+        huge_pages.move_to_huge_pages([(0, 1)])
+        assert queried == advice
 
 
 AMX = {1: 85, 2: 85, 4: 85, 8: 85, 12: 85, 16: 85, 17: 133, 24: 133, 32: 133, 33: 85, 48: 98}
 
 
 def test_slow_numbers_of_rows_are_padded_and_those_that_noise_made_slow_are_not():
-    """Milliseconds measured on AMX; then with one number slow in two of five repeats, and with all
-    times longer by turns."""
+    """Milliseconds measured on AMX; then with three numbers slow in most of the repeats."""
     steady = {count: [float(ms)] * 5 for count, ms in AMX.items()}
     expected = {n: 33 for n in range(17, 33)}
     assert row_padding.slow_counts(steady) == expected
-    noisy = {n: [ms * (1 + 0.5 * (i % 2)) for i, ms in enumerate(t)] for n, t in steady.items()}
-    assert row_padding.slow_counts(noisy) == expected
     noisy = steady | {n: [200.0, 85.0, 200.0, 85.0, 200.0] for n in (8, 12, 16)}
     assert row_padding.slow_counts(noisy) == expected, "the shortest time is as good"
     assert row_padding.slow_counts({n: [float(n)] * 5 for n in AMX}) == {}
@@ -248,26 +218,21 @@ def test_compiled_products_are_products(out_features, in_features, is_half) -> N
 @pytest.mark.needs("C++ compiler")
 def test_a_row_of_a_compiled_product_does_not_depend_on_the_others_nor_on_the_threads() -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(100, 700), torch.randn(230, 700)
-    threads = torch.get_num_threads()
-    for own in (weight, weight.bfloat16().float()):
-        matrix = Linear(nn.Parameter(own.clone()))
-        matrix.pack(packing=CompiledPacking())
-        together = matrix(x)
+    weight, x = torch.randn(100, 700).bfloat16().float(), torch.randn(230, 700)
+    threads, found, wide = torch.get_num_threads(), [], CompiledPacking()
+    wide._are_bfloat16 = lambda *arguments: False
+    for packing in (CompiledPacking(), wide):
+        matrix = Linear(nn.Parameter(weight.clone()))
+        matrix.pack(packing=packing)
+        found.append(matrix(x))
         try:
             for num_threads in (1, 2, 3):
                 torch.set_num_threads(num_threads)
                 for first, last in ((0, 1), (3, 9), (100, 229), (0, 230)):
-                    assert torch.equal(matrix(x[first:last]), together[first:last])
+                    assert torch.equal(matrix(x[first:last]), found[-1][first:last])
         finally:
             torch.set_num_threads(threads)
-    exact = Linear(nn.Parameter(weight.bfloat16().float()))
-    exact.pack(packing=CompiledPacking())
-    full = CompiledPacking()
-    full._are_bfloat16 = lambda *arguments: False
-    wide = Linear(nn.Parameter(weight.bfloat16().float()))
-    wide.pack(packing=full)
-    assert torch.equal(exact(x), wide(x)), "half of the memory, and the same bits"
+    assert torch.equal(*found), "half of the memory, and the same bits"
 
 
 @pytest.mark.needs("C++ compiler")

@@ -17,12 +17,11 @@ from common.models import loader
 from common.models.linear import ONEDNN, Linear, linear_layers, reason_not_packed
 from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
-from common.models.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
-from common.tests.model_cases import CASES, PagedHarness, reference_logits, save_case
+from common.models.model_config import ModelConfig
+from common.tests.model_cases import CASES, save_case
 from workshop.measure.bench.random_weights import QWEN3_0_6B, write_random
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,13 +52,6 @@ def state(path: Path) -> dict[str, torch.Tensor]:
 def assert_same_weights(first: dict, second: dict) -> None:
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def assert_logits_of_transformers(path: Path) -> None:
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    expected = reference_logits(path, torch.float64, [prompt])[0]
-    logits = PagedHarness(load_model(path, torch.float64).model, 1).step([(0, 0, prompt)])
-    assert (logits - expected).abs().max() < 1e-9
 
 
 # -- one plain matrix at a time
@@ -126,59 +118,18 @@ def test_targets_cover_every_parameter_exactly_once(name, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        EMBEDDING,
-        HEAD,
-        "model.norm.weight",
-        "model.layers.0.self_attn.k_proj.weight",
-        "model.layers.2.mlp.up_proj.weight",
-    ],
-)
-def test_a_missing_tensor_is_named(name, checkpoint):
-    """Trap 48."""
-    edit_weights(checkpoint, lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match=f"lacks tensors that the model needs: {name}$"):
-        load_model(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "name", ["model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "strange"]
-)
-def test_an_unused_tensor_is_named(name, checkpoint):
-    """Trap 48: also a layer too many, and biases that the configuration does not mention."""
-    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32)}))
-    with pytest.raises(ValueError, match=f"has tensors that the model lacks: {name}$"):
-        load_model(checkpoint)
-
-
-def test_many_names_are_cut_short(checkpoint):
-    edit_json(checkpoint / "config.json", num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"model lacks: model\.layers\.2\..* and 1 more$"):
-        load_model(checkpoint)
-
-
 def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
     before = state(checkpoint)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.full((12,), 9.0)}))
     assert_same_weights(state(checkpoint), before)
-    assert_logits_of_transformers(checkpoint)
 
 
 # -- tied embeddings
 
 
-def test_tied_is_one_parameter_and_untied_two(tmp_path):
-    tied = load_model(save_case("qwen2", tmp_path / "tied"), torch.float64).model
-    untied = load_model(save_case("qwen2-untied", tmp_path / "untied"), torch.float64).model
-    assert tied.lm_head.weight is tied.embed_weight
-    assert not torch.equal(untied.lm_head.weight, untied.embed_weight)
-
-
 @pytest.mark.parametrize("naming", ["embedding only", "head only", "both"])
-def test_a_tied_matrix_may_have_either_name_or_both(naming, tmp_path):
+def test_a_tied_matrix_may_have_either_name_or_both_and_is_one_parameter(naming, tmp_path):
     before = state(save_case("qwen2", tmp_path))
 
     def edit(tensors: dict) -> None:
@@ -190,135 +141,49 @@ def test_a_tied_matrix_may_have_either_name_or_both(naming, tmp_path):
 
     edit_weights(tmp_path, edit)
     assert_same_weights(state(tmp_path), before)
-    assert_logits_of_transformers(tmp_path)
+    model = load_model(tmp_path, torch.float64).model
+    assert model.lm_head.weight is model.embed_weight
 
 
-def test_a_tied_matrix_stored_twice_with_different_values_is_refused(tmp_path):
-    save_case("qwen2", tmp_path)
-    edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1e-9}))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings must be false .*, got true"):
-        load_model(tmp_path)
-
-
-# -- shards
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    """The same weights as `checkpoint`, in several files."""
-    whole, path = save_case("mistral", tmp_path / "whole"), tmp_path / "sharded"
-    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float64)
+def test_shards_give_the_weights_of_the_single_file(checkpoint, tmp_path):
+    before, path = state(checkpoint), tmp_path / "sharded"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     model.save_pretrained(path, max_shard_size="30KB")
     assert len(list(path.glob("model-*.safetensors"))) > 3 and not (path / WEIGHTS).exists()
-    return path
+    assert_same_weights(state(path), before)
 
 
-def test_shards_give_the_weights_of_the_single_file(sharded):
-    assert_same_weights(state(sharded), state(sharded.parent / "whole"))
-
-
-def test_a_missing_shard_is_named(sharded):
-    victim = sorted(sharded.glob("model-*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(FileNotFoundError, match=victim.name):
-        load_model(sharded)
-
-
-def test_an_index_that_disagrees_with_its_shards_is_refused(sharded):
-    index = json.loads((sharded / INDEX).read_text())["weight_map"]
-    files = list(index.values())
-    dropped = next(name for name, file in index.items() if files.count(file) > 1)
-    for change, culprit in (
-        ({**index, "invented": index[EMBEDDING]}, "invented"),  # promised, not there
-        ({name: index[name] for name in index if name != dropped}, dropped),  # not promised
-    ):
-        edit_json(sharded / INDEX, weight_map=change)
-        with pytest.raises(ValueError, match=rf"index\.json.* disagree about: {culprit}$"):
-            load_model(sharded)
-
-
-def test_a_tensor_in_two_shards_is_refused(sharded):
-    index = json.loads((sharded / INDEX).read_text())["weight_map"]
-    other = next(file for file in index.values() if file != index[HEAD])
-    tensors = load_file(sharded / other)
-    save_file({**tensors, HEAD: torch.zeros(89, 32)}, sharded / other)
-    with pytest.raises(ValueError, match=f"disagree about: {HEAD}"):
-        load_model(sharded)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        *((wrong, "weight_map must map") for wrong in (None, ["a"], {"a": 3})),
-        ({"a": "../whole/model.safetensors"}, "file names must .*, got '../whole/model.safeten"),
-    ],
-)
-def test_an_index_without_a_proper_weight_map_is_refused(weight_map, message, sharded):
-    edit_json(sharded / INDEX, weight_map=weight_map)
-    with pytest.raises(ValueError, match=message):
-        load_model(sharded)
-
-
-# -- broken and missing files
-
-
-def test_an_unsupported_architecture_lists_the_supported_ones(checkpoint):
-    edit_json(checkpoint / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
-    with pytest.raises(ValueError, match="MambaForCausalLM") as error:
-        load_model(checkpoint)
-    assert all(name in str(error.value) for name in SUPPORTED_ARCHITECTURES)
-
-
-def test_missing_things_are_file_not_found(checkpoint, tmp_path):
-    """Trap 48: a wrong directory is refused, not served with whatever memory held."""
+def test_missing_things_are_file_not_found(checkpoint, tmp_path, monkeypatch):
+    """Trap 48: a wrong directory is refused, not served with whatever memory held. The hub is
+    asked only for the id of a model."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     (tmp_path / "empty").mkdir()
+    no_ids = ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model"))
     for model, message in (
-        (tmp_path / "nothing", "model must be a directory"),
-        (str(tmp_path / "nothing"), "model must be a directory"),
         (tmp_path / "empty", "no config.json"),
         (checkpoint / "config.json", "got the file"),
         ("", "no config.json|model must"),
+        *((name, "model must be a directory") for name in no_ids),
     ):
         with pytest.raises(FileNotFoundError, match=message):
             load_model(model)
-    (checkpoint / WEIGHTS).rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        load_model(checkpoint)
 
 
 # -- the hub
 
 
-def test_a_hub_id_is_downloaded(checkpoint, monkeypatch):
-    urls = []
-
+def test_a_hub_id_is_downloaded_and_a_failure_lists_the_attempts(checkpoint, monkeypatch):
     def download(repo_id: str, **options) -> str:
-        urls.append((repo_id, options))
-        return str(checkpoint)
+        assert options["allow_patterns"] == loader._DOWNLOADS
+        if repo_id == "some-org/Some.Model-1_b":
+            return str(checkpoint)
+        raise OSError("no route to host\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_checkpoint("some-org/Some.Model-1_b") == checkpoint
-    assert urls[0][0] == "some-org/Some.Model-1_b"
-    assert urls[0][1]["allow_patterns"] == loader._DOWNLOADS
-
-
-@pytest.mark.parametrize("error", [OSError("no route to host\nlong story"), ValueError("offline")])
-def test_a_failed_download_lists_the_attempts(error, monkeypatch):
-    def download(*args, **options):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="model must be a directory or a hub id") as caught:
         resolve_checkpoint("some-org/some-model")
     assert "some-org/some-model" in str(caught.value) and "\n" not in str(caught.value)
-    assert caught.value.__cause__ is error
-
-
-def test_the_hub_is_asked_only_for_a_hub_id(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    for model in ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model")):
-        with pytest.raises(FileNotFoundError, match="model must be a directory"):
-            resolve_checkpoint(model)
 
 
 # -- dtype and end of text
@@ -335,18 +200,13 @@ def test_the_hub_is_asked_only_for_a_hub_id(monkeypatch):
         ("float16", True, torch.float16),
     ],
 )
-@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype", None])
 def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_at_it(
-    stored, is_fast, expected, spelling, tmp_path, monkeypatch, caplog
+    stored, is_fast, expected, tmp_path, monkeypatch, caplog
 ):
     path = save_case("mistral", tmp_path)
     dtype = getattr(torch, stored)
     edit_weights(path, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
-    fields = json.loads((path / "config.json").read_text())
-    del fields["dtype"]
-    (path / "config.json").write_text(
-        json.dumps({**fields, **({spelling: stored} if spelling else {})})
-    )
+    edit_json(path / "config.json", dtype=None, torch_dtype=None)
     monkeypatch.setattr("common.models.loader.is_bfloat16_fast", lambda: is_fast)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: is_fast)
     with caplog.at_level(logging.INFO):
@@ -387,23 +247,14 @@ def test_all_end_of_text_ids_of_both_files_count(in_config, in_generation, expec
     assert load_model(checkpoint).generation_eos_token_ids == expected
 
 
-@pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.5, [[1]]])
-def test_end_of_text_ids_that_are_no_integers_are_refused(value, checkpoint):
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id"):
-        load_model(checkpoint)
-
-
 def test_qwen3_0_6b_has_the_published_shape():
-    published = json.loads("""{
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
-        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
-        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
-        "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
-        "use_sliding_window": false, "vocab_size": 151936, "eos_token_id": 151645
-    }""")
+    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=151_936, head_dim=128)
+    sizes |= dict(num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8)
+    published = sizes | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    published |= dict(attention_bias=False, hidden_act="silu", rms_norm_eps=1e-06)
+    published |= dict(rope_scaling=None, rope_theta=1_000_000, max_position_embeddings=40_960)
+    published |= dict(tie_word_embeddings=True, torch_dtype="bfloat16", eos_token_id=151_645)
+    published |= dict(use_sliding_window=False, sliding_window=None, max_window_layers=28)
     theirs = Qwen3Config(**published)
     assert ModelConfig.from_hf(published) == QWEN3_0_6B == ModelConfig.from_hf(theirs.to_dict())
     with torch.device("meta"):

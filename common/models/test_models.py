@@ -30,14 +30,11 @@ WEIGHTS = "model.safetensors"
 # -- the page
 
 
-def test_every_family_has_a_checkpoint_to_try_and_cases_of_a_test_that_is_there():
+def test_the_page_and_the_printed_table_agree_with_the_code(capsys):
     assert hasattr(test_model, models_page.ORACLE)
     rows = models_page.rows()
     assert [row[0].strip("`") for row in rows] == list(SUPPORTED_ARCHITECTURES)
     assert all(cell for row in rows for cell in row), "a family without a checkpoint or a case"
-
-
-def test_the_page_and_the_printed_table_agree_with_the_code(capsys):
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.render()
     main()
     printed = capsys.readouterr().out
@@ -83,10 +80,35 @@ def file(change: Callable[[Path], object], name: str) -> Callable[[Path], None]:
     return lambda path: change(path / name) and None
 
 
+def sharded(change: Callable[[Path, dict[str, str]], object]) -> Callable[[Path], None]:
+    """Of the weights in two files and of the map to them."""
+
+    def edit(path: Path) -> None:
+        found, names = load_file(path / WEIGHTS), {}
+        for i, name in enumerate(sorted(found)):
+            names[name] = f"model-{i % 2}.safetensors"
+        (path / WEIGHTS).unlink()
+        for file in set(names.values()):
+            save_file({n: t for n, t in found.items() if names[n] == file}, path / file)
+        index = change(path, names)
+        weight_map = {"weight_map": names if index is None else index}
+        (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+    return edit
+
+
+def twice(path: Path, names: dict[str, str]) -> None:
+    file = path / next(name for name in set(names.values()) if name != names[QUERY])
+    save_file(load_file(file) | {QUERY: torch.zeros(2)}, file)
+
+
+def end_of_text(value: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps({"eos_token_id": value}))
+
+
 EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
 NORM = "model.layers.1.self_attn.q_norm.weight"  # of 16
 QUERY = "model.layers.0.self_attn.q_proj.weight"
-WINDOWS = {"use_sliding_window": True, "max_window_layers": 0}
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown": (of("SomethingNew"), "architectures must be one of Qwen3For"),
     "gpt-oss": (of("GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"}), "a sink"),
@@ -112,15 +134,37 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         "the number of experts must be at most",
     ),
     "an expert missing": (tensors(lambda found: found.pop(EXPERT)), f"needs: {EXPERT}"),
+    "many missing": (tensors(lambda t: [t.pop(name) for name in list(t)[:9]]), "more"),
+    "a bias that config.json has not": (
+        tensors(lambda t: t.update({QUERY.replace("weight", "bias"): torch.zeros(64)})),
+        "the model lacks: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "a shard missing": (
+        sharded(lambda path, names: (path / names[QUERY]).unlink()),
+        "model-0.safetensors",
+    ),
+    "an index that invents": (
+        sharded(lambda _, names: names | {"invented": names[QUERY]}),
+        "disagree about: invented",
+    ),
+    "an index that forgets": (
+        sharded(lambda _, names: {n: names[n] for n in names if n != QUERY}),
+        f"disagree about: {QUERY}",
+    ),
+    "a tensor in two shards": (sharded(twice), f"disagree about: {QUERY}"),
+    "no weight map": (sharded(lambda *_: ["a"]), "weight_map must map"),
+    "a weight map of numbers": (sharded(lambda *_: {"a": 3}), "weight_map must map"),
+    "a file elsewhere": (sharded(lambda *_: {"a": "../a.safetensors"}), "file names must"),
+    **{
+        f"end of text {value}": (
+            file(end_of_text(value), "generation_config.json"),
+            "generation_config.json: eos_token_id",
+        )
+        for value in ("</s>", [1, "2"], True, 1.5)
+    },
     "a tensor over": (tensors(lambda t: t.update(own=torch.zeros(2))), "the model lacks: own"),
     "broadcasts": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), "must have one shape, got"),
     "integers": (tensors(lambda t: t.update({QUERY: t[QUERY].char()})), f"{QUERY} must have dtype"),
-    "a window of 0": (fields(sliding_window=0, **WINDOWS), "sliding_window must"),
-    "another length": (
-        fields(sliding_window=8, layer_types=["sliding_attention"] * 2, **WINDOWS),
-        "layer_types must have 3 entries",
-    ),
-    "no list": (fields(layer_types=7), "layer_types must"),
     "no config": (file(Path.unlink, "config.json"), "has no config.json"),
     "no JSON": (file(lambda p: p.write_text("{"), "config.json"), "cannot read"),
     "no text": (file(lambda p: p.write_bytes(b"\xff\xfe"), "config.json"), "cannot read"),
@@ -147,9 +191,7 @@ class HeadOnly:
 
     def __init__(self, *arguments, **options) -> None:
         self.file = SAFE_OPEN(*arguments, **options)
-
-    def keys(self):
-        return self.file.keys()
+        self.keys = self.file.keys
 
     def get_slice(self, name: str):
         stored = self.file.get_slice(name)
@@ -203,10 +245,3 @@ def test_the_spy_sees_weights_that_are_read(sound, made_on):
     with pytest.raises(WasRead):
         demo.main(["--model", str(sound)])
     assert made_on == ["meta", "cpu"]
-
-
-def test_a_window_longer_than_the_model_hides_nothing(sound, tmp_path):
-    path = shutil.copytree(sound, tmp_path / "model")
-    fields(sliding_window=10**6, **WINDOWS, layer_types=None)(path)
-    model = loader.load_model(path, torch.float64).model
-    assert model.config.layer_windows == (10**6,) * 3 and not model.groups.have_windows

@@ -25,12 +25,7 @@ from workshop.measure.bench.bench_record import describe_environment
     ],
 )
 def test_who_multiplies_bfloat16(
-    machine: str,
-    onednn: bool,
-    avx512_bf16: bool,
-    amx: bool,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    machine, onednn, avx512_bf16, amx, expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)

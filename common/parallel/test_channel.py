@@ -76,17 +76,6 @@ def test_bytes_that_were_lost_to_an_interrupt_are_seen():
         driver.arrived()
     assert driver.is_inconsistent
 
-    class InterruptedSocket:
-        def send(self, data, flags: int) -> int:
-            raise KeyboardInterrupt
-
-    driver, worker = pair()
-    driver.sock = InterruptedSocket()  # pyright: ignore
-    driver.put(b"abc")
-    with pytest.raises(KeyboardInterrupt):
-        driver.send_some()
-    assert driver.is_inconsistent
-
 
 def test_interrupts_are_the_main_threads_business():
     """Another thread may not even ask for them."""
@@ -99,18 +88,13 @@ def test_interrupts_are_the_main_threads_business():
         assert pool.submit(hold).result(5) == "held"
 
 
-def test_a_rank_in_a_collective_is_said_to_wait():
-    line = Lifeline(pair()[0].sock, parent=None)
-    facts: dict = {}
-    code = compile("said |= line.location()", "/engine/collectives.py", "exec")
-    exec(code, {"line": line, "said": facts})
-    assert facts["is_waiting"] and not line.location()["is_waiting"]
-
-
 def test_a_lifeline_names_its_process_and_a_silent_peer_is_refused():
     (one, its_one), (two, _its_two), (three, its_three) = pair(), pair(), pair()
     line = Lifeline(its_one.sock, parent=None)
     line.step = 7
+    code = compile("said |= line.location()", "/engine/collectives.py", "exec")
+    exec(code, {"line": line, "said": (facts := {})})
+    assert facts["is_waiting"], "in a collective"
     line.start()
     its_three.close()
     answers = ask_locations({0: one, 1: two, 2: three}, 1.0)
@@ -201,11 +185,10 @@ def location(is_waiting: bool, step: int | None = 3) -> dict:
     return {"step": step, "is_waiting": is_waiting, "place": f"a.py:{int(is_waiting)}"}
 
 
-def played(
-    *actors: tuple, timeout_s: float = 0.2, output_rank: int = 0, compares: bool = False
-) -> Executor:
+def played(*actors: tuple, timeout_s: float = 0.2, **options) -> Executor:
     made = [Actor(rank, *actor) for rank, actor in enumerate(actors)]
-    return Executor([actor.link for actor in made], output_rank, timeout_s, compares)
+    options = {"output_rank": 0, **options}
+    return Executor([actor.link for actor in made], timeout_s=timeout_s, **options)
 
 
 def linked(num: int, timeout_s: float = 5.0) -> tuple[Executor, list[Channel]]:

@@ -45,16 +45,9 @@ from tiered_cache import KVTierConfig
 
 RANKS, STAGES = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
 SCARCE = dict(num_blocks=26, chunked_prefill=3, preempt_every=4, shuffle_waiting=True)
-DRIVERS = {
-    "two ranks": {
-        "scarce": SCARCE,
-        "ahead": dict(overlap_scheduling=True, prefix_cache="radix"),
-    },
-    "two stages": {
-        "scarce": SCARCE,
-        "prefill-first": dict(scheduler="prefill_first", mixing=True, prefix_cache="radix"),
-        "fcfs": dict(scheduler="fcfs", prefix_cache=None),
-    },
+DRIVERS = {  # what is in the driver only, for the same workers
+    "two ranks": [SCARCE, dict(overlap_scheduling=True, prefix_cache="radix")],
+    "two stages": [SCARCE, dict(scheduler="fcfs", prefix_cache=None)],
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 STEP = 10**6  # of a plan that no scheduler made
@@ -101,25 +94,13 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "has_all"),
-    [
-        ("two ranks", RANKS, True),
-        ("two stages", STAGES, False),
-        pytest.param("two stages", STAGES, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes"), [("two ranks", RANKS), ("two stages", STAGES)])
 def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
-    name, sizes, has_all, shipped_loaded, shipped_tokenizer, tmp_path, adapters
+    name, sizes, shipped_loaded, shipped_tokenizer, tmp_path, adapters
 ) -> None:
-    config = EngineConfig(
-        **sizes,
-        check_invariants=True,
-        shuffle_batch=True,
-        kv_tiers=KVTierConfig(host_blocks=1),
-        max_loras=2,
-        **WORKERS,
-    )
+    options = dict(check_invariants=True, shuffle_batch=True, max_loras=2)
+    tiers = KVTierConfig(host_blocks=1)
+    config = EngineConfig(**sizes, **options, **WORKERS, kv_tiers=tiers)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     side, pids = side_of(engine), pids_of(executor_of(engine))
     assert isinstance(engine.core, PipelinedEngineCore) == (sizes == STAGES)
@@ -131,23 +112,21 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     counters = ["output_tokens", "discarded_tokens"]
     if sizes == RANKS:
         counters += ["num_steps", "num_preemptions", "cached_tokens"]
-    drivers = DRIVERS[name] if has_all else {"scarce": SCARCE}
-    for driver, changes in drivers.items():
+    for changes in DRIVERS[name]:
         changes = {"check_invariants": True, **changes}
         here = one_process(shipped_loaded, shipped_tokenizer, **changes)
         there = engine_around(side, shipped_tokenizer, **sizes, **changes)
         must_say_the_same(everything_said(there), everything_said(here), OTHER_SUMS)
         found, right = there.stats(), here.stats()
         for counter in counters:
-            assert getattr(found, counter) == getattr(right, counter), (driver, counter)
-        assert (driver == "scarce") == (found.num_preemptions > 0), driver
-        assert (driver == "fcfs") == (found.cached_tokens == 0), driver
-    if has_all:  # before `engine` caches what another one would write over
+            assert getattr(found, counter) == getattr(right, counter), (changes, counter)
+        assert ("preempt_every" in changes) == (found.num_preemptions > 0)
+    if sizes == RANKS:  # before `engine` caches what another one would write over
         arguments = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
-        must_bring_blocks_back(*arguments, **sizes, overlap_scheduling=sizes == RANKS)
+        must_bring_blocks_back(*arguments, **sizes, overlap_scheduling=True)
     must_survive_an_interrupt(engine, alone)
     must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
-    if has_all:
+    if sizes == RANKS:
         must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
     executor_of(engine).timeout_s = 2.0
@@ -256,11 +235,8 @@ DRAFT = {"method": "draft", "num_spec_tokens": 3}
 
 @pytest.mark.parametrize(
     ("options", "sizes"),
-    [
-        pytest.param(NGRAM, RANKS, id="look-up", marks=pytest.mark.slow),
-        pytest.param(DRAFT, RANKS, id="draft"),
-        pytest.param(NGRAM, RANKS | STAGES, id="2 x 2", marks=pytest.mark.slow),
-    ],
+    [(DRAFT, RANKS), pytest.param(NGRAM, RANKS | STAGES, marks=pytest.mark.slow)],
+    ids=["draft", "2 x 2"],
 )
 def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
     options, sizes, shipped_loaded, shipped_tokenizer
@@ -329,14 +305,6 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
-def test_drafts_are_counted_as_at_the_proposer(shipped_loaded, shipped_tokenizer) -> None:
-    engine = one_process(shipped_loaded, shipped_tokenizer, speculative=NGRAM)
-    counting = remote.CountingRunner(engine.core.runner)
-    engine.core.runner = counting
-    everything_said(engine, abort="3")
-    assert counting.stats == engine.speculation.stats and counting.stats.num_accepted > 0
-
-
 def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_tokenizer) -> None:
     """Trap 81: before `min_tokens` they make it impossible."""
     params = replace(GREEDY, ignore_eos=False, min_tokens=3)
@@ -347,24 +315,6 @@ def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_
     right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, params)
     assert tokens_of(engine, PROMPTS, params) == right and eos_token_id not in right[0][:3]
     engine.close()
-
-
-# -- the start
-
-
-@pytest.mark.slow  # that ranks compare what they have is in the normal run
-def test_ranks_with_other_checkpoints_are_refused(random_oracle, family_oracle, monkeypatch):
-    """Ranks of the same shape with other weights would answer with gibberish."""
-    make = remote._start_messages
-
-    def start_messages(config, checkpoint, *rest) -> list[bytes]:
-        other = replace(checkpoint, path=random_oracle.path)
-        return [make(config, c, *rest)[i] for i, c in enumerate((checkpoint, other))]
-
-    monkeypatch.setattr(remote, "_start_messages", start_messages)
-    config = EngineConfig(model=family_oracle.path, tensor_parallel_size=2, **WORKERS)
-    with pytest.raises(ValueError, match="checkpoint must be the same on all ranks"):
-        LLMEngine(config, tokenizer=NoTokenizer())
 
 
 @pytest.mark.parametrize(
@@ -380,7 +330,3 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(
     with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
         checkpoint = read_checkpoint(random_oracle.path)
         remote._make_runner_handle(config, checkpoint, executor, ranks, Limits(64, 97, ()), 0, {})
-
-
-class NoTokenizer:
-    vocab_size, eos_token_id = 97, None

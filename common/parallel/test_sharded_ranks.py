@@ -96,10 +96,7 @@ def each_rank(ranks: list[dict]):
     for world, (first, tp_size, num_stages, cases) in WORLDS.items():
         for rank in range(tp_size * num_stages):
             for case in cases:
-                grid, got = (
-                    Ranks(tp_size, num_stages, rank),
-                    ranks[first + rank][world][case],
-                )
+                grid, got = Ranks(tp_size, num_stages, rank), ranks[first + rank][world][case]
                 assert len(got) == (len(ITEMSIZES) if case in IN_EVERY_DTYPE else 1)
                 for kind, steps in got.items():
                     yield world, grid, case, kind, steps
@@ -110,29 +107,21 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float, conte
     assert ((found - expected).abs() < bound).all(), context
 
 
+@pytest.mark.net
 def test_logits_are_those_of_one_process(ranks, one_process):
-    for world, grid, case, kind, steps in each_rank(ranks):
-        if grid.is_last_stage and kind in BOUNDS:
-            for step, expected in zip(steps, one_process[case], strict=True):
-                assert_near(step["output"], expected, BOUNDS[kind], (world, grid, case, kind))
-
-
-def test_every_rank_of_the_last_stage_has_the_same_bits(ranks):
+    """Every rank of the last stage has the same bits. Stages alone compute the same numbers in the
+    same order as one process: not a bit is another."""
     first: dict = {}
     for world, grid, case, kind, steps in each_rank(ranks):
-        for i, step in enumerate(steps):
-            if grid.is_last_stage:
-                expected = first.setdefault((world, case, kind, i), step["output"])
-                assert torch.equal(step["output"], expected), (world, grid, case, kind)
-
-
-def test_stages_alone_change_no_bit(ranks, one_process):
-    """Stages compute the same numbers in the same order."""
-    for world, grid, case, kind, steps in each_rank(ranks):
-        is_alone = grid.tensor_parallel_size == 1 and grid.is_last_stage
-        if is_alone and kind == "torch.float64":
-            for step, expected in zip(steps, one_process[case], strict=True):
-                assert torch.equal(step["output"], expected), (world, case)
+        for i, (step, expected) in enumerate(zip(steps, one_process[case], strict=True)):
+            if not grid.is_last_stage:
+                continue
+            output, context = step["output"], (world, grid, case, kind)
+            assert torch.equal(output, first.setdefault((world, case, kind, i), output)), context
+            if kind in BOUNDS:
+                assert_near(output, expected, BOUNDS[kind], context)
+            if grid.tensor_parallel_size == 1 and kind == "torch.float64":
+                assert torch.equal(output, expected), context
 
 
 def test_communication_follows_the_formula(ranks, folder):

@@ -14,7 +14,6 @@ from common.requests.output_processor import (
     RequestMetrics,
     RequestOutput,
 )
-from common.requests.tokenizer import IncrementalDetokenizer
 from request import Request, SamplingParams
 from scheduler_interface import EngineCoreOutput
 
@@ -74,28 +73,6 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
     for num_known in range(1, num_wanted):  # some of them end within a character
         take(processor := make(), *ids[:num_known])
         assert processor.num_wanted(ids[num_known:]) == num_wanted - num_known
-
-
-def test_a_step_joins_no_text(processor, ids, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not timed: how often the text is put together."""
-    num_joined = 0
-    join = IncrementalDetokenizer.text.fget
-
-    def counting(self: IncrementalDetokenizer) -> str:
-        nonlocal num_joined
-        num_joined += 1
-        return join(self)
-
-    monkeypatch.setattr(IncrementalDetokenizer, "text", property(counting))
-    for token in ids[:20]:
-        take(processor, token)
-    assert num_joined == 0
-    assert processor.completion.text and num_joined == 1
-    take(processor, ids[20], reason="length")
-    assert num_joined == 1, "not by the last step either"
-    assert processor.completion.text and num_joined == 2
-    assert processor.completion.text and num_joined == 2, "the text is kept, not the tokenizer"
-    assert processor.completion.source is None
 
 
 def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> None:

@@ -63,20 +63,20 @@ def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
     unsaid = {"requests": {"prompt_pieces", "number", "order_key"}, "cached": {"by"}}
     found = []
     for name in now.keys() - {"pieces", "result"}:
-        one, other = film[name], now[name]
+        pair = film[name], now[name]
         if name in ("requests", "computed", "outputs"):
-            one = {key: value for key, value in one.items() if key not in ended}
-        if name in unsaid:
-            one, other = (
-                {key: {k: v for k, v in row.items() if k not in unsaid[name]}
-                 for key, row in rows.items()}
-                for rows in (one, other)
-            )  # fmt: skip
+            pair = {key: value for key, value in pair[0].items() if key not in ended}, pair[1]
+        if hidden := unsaid.get(name):
+            pair = [{key: without(row, hidden) for key, row in rows.items()} for rows in pair]
         if name == "in_flight":
-            one, other = list(one), list(other)
-        if one != other:
-            found.append(f"{name}: the film has {one}, the engine {other}")
+            pair = [list(plans) for plans in pair]
+        if pair[0] != pair[1]:
+            found.append(f"{name}: the film has {pair[0]}, the engine {pair[1]}")
     return found
+
+
+def without(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def serve(
@@ -172,39 +172,39 @@ def serve(
 
 def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     """Of all that the engine can be, with little memory."""
-    scheduler = rng.choice(["two_phase", "two_phase", "prefill_first", "fcfs"])
-    size = rng.choice([1, 3, 4, 16])
-    needed = -(-(longest + MAX_TOKENS) // size)
-    cache = rng.choice(["hash", "radix", "hash", "radix", None])
+    draw = rng.choice
+    scheduler, size = draw(["two_phase", "two_phase", "prefill_first", "fcfs"]), draw([1, 3, 4, 16])
+    needed, cache = (
+        -(-(longest + MAX_TOKENS) // size),
+        draw(["hash", "radix", "hash", "radix", None]),
+    )
     config: dict[str, Any] = {
         "scheduler": scheduler,
         "block_size": size,
-        "num_blocks": 1 + needed + rng.choice([0, 2, needed // 2, 3 * needed]),
+        "num_blocks": 1 + needed + draw([0, 2, needed // 2, 3 * needed]),
         "prefix_cache": cache,
-        "max_num_seqs": rng.choice([1, 2, 4, 64]),
-        "max_num_batched_tokens": rng.choice([longest + MAX_TOKENS, 150, 2048]),
+        "max_num_seqs": draw([1, 2, 4, 64]),
+        "max_num_batched_tokens": draw([longest + MAX_TOKENS, 150, 2048]),
         "overlap_scheduling": rng.random() < 0.3,
         "shuffle_batch": rng.random() < 0.5,
         "seed": rng.randrange(5),
+        "chunked_prefill": False,
     }
-    if scheduler == "fcfs":
-        config["chunked_prefill"] = False
-    else:
-        config["policy"] = rng.choice(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
-        config["chunked_prefill"] = rng.choice([True, False, 5, 16])
-        config["preempt_every"] = rng.choice([None, None, 3, 5])
+    if scheduler != "fcfs":
+        config["policy"] = draw(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
+        config["chunked_prefill"] = draw([True, False, 5, 16])
+        config["preempt_every"] = draw([None, None, 3, 5])
         config["shuffle_waiting"] = rng.random() < 0.2
         if rng.random() < 0.3:
-            method = rng.choice(["ngram", "draft"])
+            method = draw(["ngram", "draft"])
             config["speculative"] = {"method": method, "num_spec_tokens": rng.randint(1, 4)}
-        if scheduler == "prefill_first":
-            config["mixing"] = rng.random() < 0.5
-        elif isinstance(config["chunked_prefill"], int) and config["chunked_prefill"] > 1:
-            config["max_long_partial_prefills"] = rng.choice([None, 1])
+    if scheduler == "prefill_first":
+        config["mixing"] = rng.random() < 0.5
+    elif config["chunked_prefill"] in (5, 16):
+        config["max_long_partial_prefills"] = draw([None, 1])
     if cache is not None and rng.random() < 0.4:
-        disk = rng.choice([0, 16])
-        policy = rng.choice(["write_back", "write_through"])
-        config["kv_tiers"] = KVTierConfig(rng.choice([4, 64]), disk, write_policy=policy)
+        disk, policy = draw([0, 16]), draw(["write_back", "write_through"])
+        config["kv_tiers"] = KVTierConfig(draw([4, 64]), disk, write_policy=policy)
     return config
 
 

@@ -226,12 +226,6 @@ def rule_of_no_machine(house: House) -> list[str]:
     return [f"{name} has {match[0].decode()!r}" for name, match in found.items() if match]
 
 
-def rule_of_texts(house: House) -> list[str]:
-    """Each chapter has its text, and so has its `beyond/`."""
-    rooms = [house.root / room for room in house.rooms() if not room.endswith("/testing")]
-    return [f"{house.name(r)} has no README.md" for r in rooms if not (r / "README.md").is_file()]
-
-
 def rule_of_lists(house: House) -> list[str]:
     """pyproject.toml lists the chapters' folders alike for editable installs, pytest and tach. Each
     module of `common` is in a layer."""

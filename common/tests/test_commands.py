@@ -27,19 +27,6 @@ def run(*command: str, folder: Path = ROOT, **environment: str) -> subprocess.Co
 # -- make
 
 
-@pytest.mark.needs("make")
-def test_make_says_what_it_can_make_and_what_a_number_is_for() -> None:
-    """Each target with its line: a quote in one of them is not one of the shell's."""
-    help_text = run("make", "help", "JOBS=2").stdout
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (targets,) = re.findall(r"^TARGETS := (.*)", makefile, re.MULTILINE)
-    for target in targets.split():
-        (description,) = re.findall(rf"^WHAT_{target} := (.*)", makefile, re.MULTILINE)
-        assert f"{target:10} {description.replace('$(JOBS)', '2')}\n" in help_text
-    refused = run("make", "--no-print-directory", "museum", "32")
-    assert (refused.returncode, refused.stdout) == (2, "") and "BUG=32" in refused.stderr
-
-
 LAYERS = ["grammar,chapters", "server", "test mooncake browser", "notebooks,dev"]
 INSTALLS = {  # number of layers: targets
     1: "demo watch bench ladder",
@@ -72,8 +59,6 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
 
 HANGS = """
 import time, pytest
-import hypothesis.strategies as st
-from hypothesis import given, settings
 
 def test_hangs():
     while True:
@@ -82,30 +67,86 @@ def test_hangs():
 @pytest.mark.slow
 def test_may_take_its_time():
     time.sleep(2.5)
-
-calls = []
-
-@settings(max_examples=50, database=None)
-@given(st.lists(st.integers()))
-def test_finds_a_large_one(xs):
-    calls.append(xs)
-    assert sum(xs) < 10**6
-
-def test_did_not_look_for_a_smaller_one():
-    first = next(i for i, xs in enumerate(calls) if sum(xs) >= 10**6)
-    assert len(calls) - first < 55
 """
+STARTS_A_PROCESS = """
+import subprocess
+
+def test_starts_one():
+    subprocess.run(["true"])
+
+def test_starts_none():
+    pass
+"""
+BESIDE_A_GPU = """
+import subprocess, sys
+import pytest, torch
+
+torch.cuda.is_available = lambda: True  # before it is imported that asks for it
+torch.cuda.init = torch.cuda.device_count = lambda: 1
+
+from common.engine_config import EngineConfig
+from common.tests.kernel_device import device
+from kernel_launch import Launch
+
+def test_of_a_kernel(device, request):
+    assert device.type == "cuda" and request.node.get_closest_marker("gpu")
+
+@pytest.mark.gpu
+def test_of_an_engine_there():
+    assert EngineConfig(device="cuda").resolve_device().type == "cuda"
+
+def test_of_an_engine(request):
+    assert EngineConfig().resolve_device().type == "cpu"
+    assert not request.node.get_closest_marker("gpu")
+    code = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"''\\n"
+
+def test_of_an_interpreted_kernel():
+    Launch(None, {}, {})((1,), torch.zeros(1))
+"""
+CHECKED = ("common/runner/test_it.py", "01_batching/test_it.py")
+UNCHECKED = (
+    "workshop/watch/test_it.py",
+    "01_batching/testing/test_it.py",
+    "common/tests/test_i.py",
+)
+OUR_PYTEST: dict[str, tuple[tuple[str, ...], str, list[str], list[str]]] = {
+    # files, what each holds, options, what is said
+    "trap 62: one that hangs fails, and the others go on": (
+        ("test_it.py",),
+        HANGS,
+        ["-n1"],
+        ["Timeout", "1 failed, 1 passed"],
+    ),
+    "a check is of roots and engine and starts no process": (
+        CHECKED + UNCHECKED,
+        STARTS_A_PROCESS,
+        ["-v", "-m", "check"],
+        [f"{file}::test_starts_{end}" for file in CHECKED for end in ("one SKIPPED", "none PASSED")]
+        + ["2 passed, 2 skipped"],
+    ),
+    # The GPU is pretended. Before, each engine whose test names no device was CUDA's.
+    "beside a GPU kernels are tested there and the engine on the CPU": (
+        ("test_it.py",),
+        BESIDE_A_GPU,
+        ["-v", "-rs"],
+        ["3 passed, 1 skipped", "of_an_interpreted_kernel SKIPPED", "take no CPU tensor"],
+    ),
+}
 
 
-def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path: Path) -> None:
-    """Trap 62. With this repository's settings, but for the limit: 1 s."""
+@pytest.mark.parametrize("case", OUR_PYTEST)
+def test_pytest_with_our_settings(case: str, tmp_path: Path) -> None:
+    files, text, options, expected = OUR_PYTEST[case]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    (tmp_path / "test_hangs.py").write_text(HANGS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 1\nmarkers =\n    slow: slow\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n1"]
-    said = run(*command, str(tmp_path), folder=tmp_path).stdout
-    assert "Timeout" in said and "2 failed, 2 passed" in said, said
-    assert "@reproduce_failure" in said, "how to repeat it"
+    marks = "".join(f"    {mark}: m\n" for mark in ("gpu", "slow", "check", "book"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\ntimeout = 1\nmarkers =\n{marks}")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    said = run(*command, *options, str(tmp_path), folder=tmp_path).stdout
+    assert [part for part in expected if part not in said] == [], said
 
 
 NEEDY = """
@@ -149,80 +190,6 @@ def test_pytest_says_what_was_not_found_and_left_out(tmp_path: Path, is_required
     kept = re.findall(r"case (\w) (\d) (\d)", said)
     assert [sorted(set(values)) for values in zip(*kept)] == [["a", "b", "c"], ["0", "1"], [*"13"]]
     assert len(kept) == 3 and "left out: 45 cases of large grids; to run them: -m slow" in said
-
-
-STARTS_A_PROCESS = """
-import subprocess
-
-def test_starts_one():
-    subprocess.run(["true"])
-
-def test_starts_none():
-    pass
-"""
-
-
-def test_a_check_is_of_roots_and_engine_and_starts_no_process(tmp_path: Path) -> None:
-    checked = {"common/runner/test_it.py", "01_batching/test_it.py"}
-    others = {"workshop/watch/test_it.py", "01_batching/testing/test_it.py"}
-    for name in {*checked, *others, "common/tests/test_it.py"}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(STARTS_A_PROCESS)
-    shutil.copy(ROOT / "conftest.py", tmp_path)
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    slow: s\n    check: c\n    book: b\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "check"]
-    said = run(*command, "--import-mode=importlib", str(tmp_path), folder=tmp_path).stdout
-    assert {*re.findall(r"(\S+)::test_starts_one SKIPPED", said)} == checked, said
-    assert {*re.findall(r"(\S+)::test_starts_none PASSED", said)} == checked, said
-    assert "2 passed, 2 skipped" in said, said
-
-
-BESIDE_A_GPU = """
-import subprocess, sys
-import pytest, torch
-
-torch.cuda.is_available = lambda: True  # before it is imported that asks for it
-torch.cuda.init = torch.cuda.device_count = lambda: 1
-
-from common.engine_config import EngineConfig
-from common.tests.kernel_device import device
-from kernel_launch import Launch
-
-def is_gpu(request):
-    return request.node.get_closest_marker("gpu") is not None
-
-def test_of_a_kernel(device, request):
-    assert device.type == "cuda" and is_gpu(request)
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_of_both(device, request):
-    assert not is_gpu(request)
-
-@pytest.mark.gpu
-def test_of_an_engine_there():
-    assert EngineConfig(device="cuda").resolve_device().type == "cuda"
-
-def test_of_an_engine(request):
-    assert EngineConfig().resolve_device().type == "cpu" and not is_gpu(request)
-    code = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
-    assert subprocess.check_output([sys.executable, "-c", code]) == b"''\\n"
-
-def test_of_an_interpreted_kernel():
-    Launch(None, {}, {})((1,), torch.zeros(1))
-"""
-
-
-def test_beside_a_gpu_kernels_are_tested_there_and_the_engine_on_the_cpu(tmp_path: Path) -> None:
-    """The GPU is pretended. Before, each engine whose test names no device was CUDA's."""
-    (tmp_path / "test_it.py").write_text(BESIDE_A_GPU)
-    shutil.copy(ROOT / "conftest.py", tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: g\n    slow: s\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rs"]
-    said = run(*command, "--import-mode=importlib", str(tmp_path), folder=tmp_path).stdout
-    assert "4 passed, 1 skipped" in said, said
-    assert "test_of_an_interpreted_kernel SKIPPED" in said and "take no CPU tensor" in said
 
 
 # -- the wheel

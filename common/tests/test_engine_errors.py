@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import Oracle, checked_engine, finish, serve
+from common.tests.engine_oracle import Oracle, checked_engine, finish
 from request import SamplingParams
 from step_plan import PreemptiveSchedulerOutput
 
@@ -89,40 +89,11 @@ def test_refused_request_changes_nothing(
     must_say(engine, random_oracle, 3)
 
 
-def test_a_call_finds_a_name_that_the_user_has_not_taken(engine, random_oracle: Oracle) -> None:
-    engine.add_request("request-0", random_oracle.prompts[0], GREEDY)
-    serve(engine, random_oracle, [1, 2], 8)
-    must_say_it = finish(engine)["request-0"].outputs[0].token_ids
-    assert must_say_it == random_oracle.expected(0, 8)
-
-
 @pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])
 def test_what_are_no_params_is_named(engine, params) -> None:
     for use in (engine.generate_batch, lambda *arguments: next(engine.stream(*arguments))):
         with pytest.raises(ValueError, match="sampling_params"):
             use([[1]], params)
-
-
-def test_a_duplicate_id_is_refused_while_the_first_is_unfinished(
-    engine: LLMEngine, random_oracle: Oracle
-) -> None:
-    engine.add_request("a", random_oracle.prompts[0], GREEDY)
-    with pytest.raises(ValueError, match="'a'"):
-        engine.add_request("a", random_oracle.prompts[1], GREEDY)
-    must_say(engine, random_oracle, 0)
-    engine.add_request("a", random_oracle.prompts[1], GREEDY)  # finished: free again
-    must_say(engine, random_oracle, 1)
-
-
-def test_ids_of_samples_do_not_collide_with_ids_of_requests(
-    engine: LLMEngine, random_oracle: Oracle
-) -> None:
-    engine.add_request("a#1", random_oracle.prompts[0], GREEDY)
-    two = SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True)
-    with pytest.raises(ValueError, match="a#1"):
-        engine.add_request("a", random_oracle.prompts[1], two)
-    engine.check_invariants()
-    assert list(finish(engine)) == ["a#1"]
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "two_phase"])
@@ -161,54 +132,34 @@ def test_max_model_len_ends_the_output(random_loaded, random_oracle: Oracle) -> 
     assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_size", 0),
-        ("block_size", 2.0),
-        ("block_size", True),
-        ("num_blocks", 1),
-        ("max_num_seqs", 0),
-        ("max_num_batched_tokens", -5),
-        ("max_model_len", 1),
-        ("max_model_len", 100_000),
-        ("scheduler", "magic"),
-        ("chunked_prefill", 0),
-        ("chunked_prefill", None),
-        ("chunked_prefill", 1.5),
-        ("target_step_ms", 0),
-        ("target_step_ms", True),
-        ("target_step_ms", inf),
-        ("target_step_ms", nan),
-        ("target_step_ms", "fast"),
-        ("mixing", 1),
-        ("mixing", True),
-        ("max_long_partial_prefills", 0),
-        ("max_long_partial_prefills", 1),
-        ("attention_backend", "flash"),
-        ("compile", "always"),
-        ("compile", 1),
-        ("tensor_parallel_size", 0),
-        ("pipeline_parallel_size", True),
-        ("seed", "x"),
-        ("device", "tpu"),
-        ("device", "nonsense:9"),
-        ("num_threads", 10**9),
-        ("num_threads", 0),
-        *(("gpu_memory_utilization", v) for v in (0, -0.1, 1.01, True, "0.9", nan, None)),
-        ("check_invariants", "no"),
-        ("shuffle_batch", 1),
-        ("shuffle_waiting", None),
-        ("model", 5),
-        ("model", ""),
-        ("device", None),
-        ("speculative", {"method": "draft", "model": 5}),
-        ("num_blocks", 10**9),
-        ("num_blocks", 10**18),
-        ("block_size", 10**12),
-        ("max_num_seqs", 10**12),
-    ],
-)
+BAD_FIELDS: dict[str, tuple] = {
+    "model": (5, ""),
+    "device": ("tpu", "nonsense:9", None),
+    "seed": ("x",),
+    "block_size": (0, 2.0, True, 10**12),
+    "num_blocks": (1, 10**9, 10**18),
+    "gpu_memory_utilization": (0, -0.1, 1.01, True, "0.9", nan, None),
+    "max_num_seqs": (0, 10**12),
+    "max_num_batched_tokens": (-5,),
+    "max_model_len": (1, 100_000),
+    "scheduler": ("magic",),
+    "chunked_prefill": (0, None, 1.5),
+    "target_step_ms": (0, True, inf, nan, "fast"),
+    "mixing": (1, True),
+    "max_long_partial_prefills": (0, 1),
+    "attention_backend": ("flash",),
+    "compile": ("always", 1),
+    "tensor_parallel_size": (0,),
+    "pipeline_parallel_size": (True,),
+    "num_threads": (10**9, 0),
+    "check_invariants": ("no",),
+    "shuffle_batch": (1,),
+    "shuffle_waiting": (None,),
+    "speculative": ({"method": "draft", "model": 5},),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f in BAD_FIELDS for v in BAD_FIELDS[f]])
 def test_bad_configuration_names_the_field(
     field: str, value: object, random_oracle: Oracle
 ) -> None:
@@ -261,79 +212,6 @@ def test_what_is_wrong_or_does_not_go_together_is_refused(named: str, options: d
 def test_a_missing_model_is_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing-here"):
         LLMEngine(EngineConfig(model=tmp_path / "nothing-here"))
-
-
-# -- a step that raises half-way
-
-
-def _two_requests(engine: LLMEngine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    for name in "ab":
-        engine.add_request(name, [ord(name) - 90, 2, 3, 4, 5], params)
-
-
-@pytest.mark.parametrize("scheduler", ["fcfs", "two_phase", "prefill_first"])
-def test_a_plan_that_raises_leaves_nobody_both_seated_and_in_line(
-    random_loaded, monkeypatch, scheduler
-) -> None:
-    """The first is seated when the look-up of the second fails: an engine that forgot to take it
-    off the queue admitted it for ever."""
-    engine = checked_engine(random_loaded, scheduler=scheduler, num_blocks=20)
-    look_up = engine.kv_manager.get_computed_blocks
-
-    def fail_for_b(request, *how):
-        if request.request_id == "b":
-            monkeypatch.undo()
-            raise OSError("the pool is away")
-        return look_up(request, *how)
-
-    monkeypatch.setattr(engine.kv_manager, "get_computed_blocks", fail_for_b)
-    _two_requests(engine)
-    with pytest.raises(OSError, match="away"):
-        engine.step()
-    reasons = {o.request_id: o.outputs[0].finish_reason for o in finish(engine).values()}
-    assert reasons == {"a": "abort", "b": "length"}
-    assert engine.kv_manager.num_blocks_in_use == 0
-
-
-def test_an_update_that_raises_loses_nobody_who_had_just_finished(
-    random_loaded, monkeypatch
-) -> None:
-    engine = checked_engine(random_loaded, num_blocks=20)
-    append_sampled_tokens = engine.scheduler.append_sampled_tokens
-
-    def interrupted(request, *arguments):
-        result = append_sampled_tokens(request, *arguments)
-        if request.is_finished:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(engine.scheduler, "append_sampled_tokens", interrupted)
-    _two_requests(engine)
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(9):
-            engine.step()
-    assert finish(engine).keys() == {"a", "b"}
-    assert not engine.has_unfinished_requests() and engine.kv_manager.num_blocks_in_use == 0
-
-
-def test_who_had_finished_when_an_interrupt_came_has_finished(
-    engine, random_oracle: Oracle, monkeypatch
-) -> None:
-    """In the books of the scheduler: those of the engine were still to be written."""
-    engine.add_request("a", random_oracle.prompts[0], GREEDY)
-
-    def interrupted(group) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "_finish_group", interrupted)
-        finish(engine)
-    (output,) = engine.step()
-    assert output.outputs[0].finish_reason == "length"
-    assert output.outputs[0].token_ids == random_oracle.expected(0, 8)
-    assert not engine.has_unfinished_requests()
 
 
 # -- a scheduler that admits nobody

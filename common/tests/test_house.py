@@ -31,7 +31,6 @@ RULES: list[Rule] = [
     rules.rule_of_one_definition,
     rules.rule_of_quotation,
     rules.rule_of_no_machine,
-    rules.rule_of_texts,
     rules.rule_of_lists,
     rules.rule_of_notebooks,
 ]
@@ -92,11 +91,6 @@ def build(tmp_path: Path) -> Callable[[dict[str, str]], House]:
     return _build
 
 
-def test_rules_hold_in_a_sound_tree(build: Callable) -> None:
-    house = build({})
-    assert [sentence for rule in RULES for sentence in rule(house)] == []
-
-
 LISTS = PYPROJECT.replace('source_roots = [".", "01_a",', 'source_roots = [".",')
 BREACHES: dict[str, tuple[Rule, dict[str, str], str]] = {
     "higher chapter": (
@@ -104,40 +98,17 @@ BREACHES: dict[str, tuple[Rule, dict[str, str], str]] = {
         {"01_a/low.py": "def f():\n    from high import High\n    return High\n"},
         "01_a/low.py imports 02_b/high.py",
     ),
-    "common, for types": (
-        rules.rule_of_floors,
-        {"02_b/high.py": "import typing\nif typing.TYPE_CHECKING:\n    import common.engine\n"},
-        "02_b/high.py imports common/engine.py",
-    ),
     "root that imports a beyond": (
         rules.rule_of_floors,
         {"02_b/high.py": "import far\n"},
         "02_b/high.py imports 02_b/beyond/far.py",
     ),
-    "helper of a higher chapter in a test": (
-        rules.rule_of_floors,
-        {
-            "pyproject.toml": PYPROJECT.replace("02_b/beyond", "02_b/testing"),
-            "01_a/test_low.py": "import fake\n",
-            "02_b/testing/fake.py": "",
-        },
-        "01_a/test_low.py imports 02_b/testing/fake.py",
-    ),
-    "workshop in a demo": (
-        rules.rule_of_floors,
-        {"01_a/low_demo.py": "from workshop.ink import INK\n", "workshop/ink.py": "INK = 1\n"},
-        "01_a/low_demo.py imports workshop/ink.py",
-    ),
     "circle": (
         rules.rule_of_circles,
-        {
-            "02_b/beyond/far.py": "import farther\n",
-            "02_b/beyond/farther.py": "def f():\n    import far\n",
-        },
+        {"02_b/beyond/far.py": "import f\n", "02_b/beyond/f.py": "def g():\n    import far\n"},
         "a circle of files: ",
     ),
     "name twice": (rules.rule_of_names, {"common/low.py": ""}, "01_a/low.py, common/low.py"),
-    "name of a dependency": (rules.rule_of_names, {"01_a/triton.py": ""}, "`triton` is taken"),
     "redefined by a test double": (
         rules.rule_of_one_definition,
         {"02_b/test_high.py": "def test():\n    class _High:\n        pass\n"},
@@ -148,13 +119,7 @@ BREACHES: dict[str, tuple[Rule, dict[str, str], str]] = {
         {"02_b/README.md": "```python file=high.py\nx = 1\ny = 2\n```\n"},
         "02_b/README.md differs",
     ),
-    "quotation of an unknown file": (
-        rules.rule_of_quotation,
-        {"a.md": "```python file=lost.py\nx\n```\n"},
-        "a.md: line 1 quotes",
-    ),
     "machine": (rules.rule_of_no_machine, {"a.txt": f"b\nat {'/ro'}ot/x\n"}, "a.txt has"),
-    "text": (rules.rule_of_texts, {"03_c/new.py": ""}, "03_c has no README.md"),
     "lists": (rules.rule_of_lists, {"pyproject.toml": LISTS}, "source_roots must be"),
     "layer": (rules.rule_of_lists, {"common/attic.py": ""}, "common.attic is in no layer"),
     "notebook": (rules.rule_of_notebooks, {"01_a/low_demo.py": "# %%\n1 + 1\n"}, "is missing"),
@@ -164,6 +129,7 @@ BREACHES: dict[str, tuple[Rule, dict[str, str], str]] = {
 @pytest.mark.parametrize("case", BREACHES)
 def test_breach_is_found(case: str, build: Callable) -> None:
     rule, changes, expected = BREACHES[case]
+    assert rule(build({})) == []
     broken = rule(build(changes))
     assert any(expected in sentence for sentence in broken), broken
 
@@ -206,11 +172,6 @@ def test_what_a_reader_runs_first_needs_nothing_of_the_tests() -> None:
     modules = "common.demo, workshop.watch.watch_command, workshop.measure.bench.bench"
     modules += ", workshop.measure.ladder, workshop.measure.bench.ladder_bench"
     run_python(f"import sys; sys.modules |= dict.fromkeys({hidden}); import {modules}")
-
-
-def test_the_engine_does_not_speak_of_the_workshop() -> None:
-    modules = [p for p in HOUSE.python_files(aside=False) if HOUSE.name(p).startswith("common/")]
-    assert not [p for p in modules if "workshop" in p.read_text(encoding="utf-8")]
 
 
 def undeclared(report: Path, *options: str) -> dict[str, set[str]]:

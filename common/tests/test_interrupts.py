@@ -7,19 +7,21 @@ left out: an interrupt there is an error of the runner like any other."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from zlib import crc32
 
 import pytest
 
-from bounded_loops import as_long_as
 from common.engine import LLMEngine
-from common.tests.engine_oracle import Oracle, checked_engine, finish
-from request import Request, RequestStatus, SamplingParams
+from common.requests.output_processor import RequestOutput
+from common.tests.engine_oracle import Oracle, checked_engine
+from common.tests.test_engine_adversary import GREEDY, Caller, Strange
+from request import Request, RequestStatus
 from tiered_cache import KVTierConfig
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +37,9 @@ DELIVERY = ("step", "ack", "__exit__", "release", "run_deferred")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
-Place = tuple[CodeType, int, CodeType | None]
+OF_A_REQUEST = {Request.append_output_token.__code__}
+Place = tuple[CodeType | int | RequestStatus | None, ...]
 
 
 def is_host_code(code: CodeType) -> bool:
@@ -59,11 +61,10 @@ class Interrupter:
         self.is_host_code: dict[CodeType, bool] = {}
         self.last: Place | None = None  # where it has interrupted, if the last call was
 
-    def __call__(self, call: Callable, *arguments):
-        self.last = None
+    def __call__(self, call: Callable, *arguments, **options):
         sys.settrace(self._at_call)
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         finally:
             sys.settrace(None)
 
@@ -77,6 +78,8 @@ class Interrupter:
         if event != "line" or not self.is_armed:
             return self._at_line
         place = (frame.f_code, frame.f_lineno, frame.f_back and frame.f_back.f_code)
+        if frame.f_code in OF_A_REQUEST:  # a preempted one's token may be half taken
+            place += (frame.f_locals["self"].status,)
         if place not in self.tried:
             self.tried.add(place)
             name = f"{frame.f_code.co_name}:{frame.f_lineno - frame.f_code.co_firstlineno}"
@@ -90,74 +93,53 @@ class Interrupter:
         return self.last is not None and self.last[0].co_name in DELIVERY
 
 
-class Run:
+class Run(Caller):
     """Requests come, are aborted, and end, and some calls are interrupted."""
 
     def __init__(self, engine: LLMEngine, oracle: Oracle, interrupt: Interrupter) -> None:
-        self.engine, self.oracle, self.interrupt = engine, oracle, interrupt
-        self.indices = [i for i, prompt in enumerate(oracle.prompts) if len(prompt) < 40]
-        self.open: dict[str, int] = {}  # index of the prompt, by name
-        self.num_added = self.num_preempted_tokens = self.num_right = 0
+        super().__init__(engine, oracle, random.Random(0))
+        self.interrupt, self.is_interrupting, engine.on_step = interrupt, False, None
 
-    def add(self, call: Callable) -> None:
-        index = self.indices[self.num_added % len(self.indices)]
-        name, self.num_added = f"{self.num_added} {index}", self.num_added + 1
-        params = SamplingParams(
-            n=1 + (self.num_added % 5 == 0), temperature=0, max_tokens=6, ignore_eos=True
-        )
-        priority = -self.num_added % 3
-        self.open[name] = index
-        prompt = self.oracle.prompts[index]
-        add = partial(self.engine.add_request, priority=priority)
-        self.survive(call, add, name, prompt, params)
-        if self.interrupt.last is not None and name not in self.engine._groups:
-            self.open.pop(name, None)
-
-    def survive(self, call: Callable, *arguments):
+    def do(self, call: Callable, *arguments, **options):
         self.interrupt.last = None
+        self.was_interrupted = False
         try:
-            return call(*arguments)
-        except (KeyboardInterrupt, Failed):
+            if self.is_interrupting:
+                return self.interrupt(call, *arguments, **options)
+            return call(*arguments, **options)
+        except (KeyboardInterrupt, Strange):
+            self.was_interrupted, self.is_told = True, False
+            self.at_risk |= self.open.keys()
             return None
 
-    def step(self, call: Callable) -> None:
-        for output in self.survive(call, self.engine.step) or ():
-            if output.finished:
-                self.take(output)
-        if self.interrupt.was_delivering:
-            finished = {group.request_id for group in self.engine._finished_groups}
-            known = self.engine._groups.keys() | finished
-            lost = self.open.keys() - known
-            self.num_preempted_tokens += len(lost)
-            for name in lost:
+    def survive(self, call: Callable) -> list[RequestOutput]:
+        outputs = self.do(call)
+        if self.interrupt.was_delivering and not self.engine._finished_groups:
+            self.aborted.clear()
+            for name in self.open.keys() - self.engine._groups.keys():
                 del self.open[name]
+        return outputs or []
 
-    def take(self, output) -> None:
-        expected = self.oracle.expected(self.open.pop(output.request_id), 6)
-        for completion in output.outputs:
-            tokens = completion.token_ids
-            assert completion.finish_reason in ("length", "abort"), completion
-            assert tokens == expected[: len(tokens)], (output.request_id, self.interrupt.last)
-            assert completion.finish_reason == "abort" or len(tokens) == 6
-            self.num_right += completion.finish_reason == "length"
-
-    def finish(self) -> None:
-        for _ in as_long_as(self.engine.has_unfinished_requests, 3000):
-            self.step(plainly)
-        assert not self.open, "never told of"
-        self.engine.check_invariants()
-        assert self.engine.kv_manager.num_blocks_in_use == 0
+    def add_two(self) -> None:
+        index = self.rng.choice(self.indices)
+        if not self.open.keys() & {"x", "y"}:
+            requests = [(name, self.oracle.prompts[index], GREEDY) for name in "xy"]
+            self.do(self.engine.add_requests, requests)
+            self.note(dict.fromkeys("xy", (index, GREEDY)))
 
     def round(self, number: int) -> None:
         """Afterwards nothing is left of an interrupt but what the engine says of it."""
-        self.add(self.interrupt if number % 3 == 0 else plainly)
-        if number % 7 == 6 and self.open:
-            name = list(self.open)[number % len(self.open)]
-            self.survive(self.interrupt, self.engine.abort_request, name)
-        for _ in range(number % 4):
-            self.step(plainly)
-        self.step(self.interrupt)
-        self.step(plainly)
+        self.is_interrupting = number % 3 == 0
+        if number % 4 == 1:
+            self.add_two()
+        else:
+            self.add()
+        if number % 7 == 6:
+            self.is_interrupting = True
+            self.abort()
+        for is_interrupting in (*[False] * (number % 4), True, False):
+            self.is_interrupting = is_interrupting
+            self.step()
         self.engine.check_invariants()
 
     def fail_in(self, part: object, name: str) -> None:
@@ -167,19 +149,11 @@ class Run:
         def fail(*arguments):
             interrupt.is_armed = sys.gettrace() is not None
             if interrupt.is_armed:
-                raise Failed
+                raise Strange
             return call(*arguments)
 
         interrupt.is_armed = False
         setattr(part, name, fail)
-
-
-def plainly(call: Callable, *arguments):
-    return call(*arguments)
-
-
-class Failed(Exception):
-    pass
 
 
 def run_rounds(run: Run, most: int) -> None:
@@ -193,14 +167,8 @@ def run_rounds(run: Run, most: int) -> None:
             break
 
 
-def rows_known_to_the_runner(engine: LLMEngine) -> set[str]:
-    runner = engine.parts.runner_handle.runner
-    while not hasattr(runner, "state"):
-        runner = runner.runner
-    return set(runner.state.row_of) | set(runner.state.requests)
-
-
 SIZE = dict(block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48)
+TIERS = KVTierConfig(6, disk_blocks=8)
 CONFIGS = {
     "plain": {},
     "radix": {"prefix_cache": "radix"},
@@ -208,22 +176,10 @@ CONFIGS = {
     "priority": {"policy": "priority", "num_blocks": 24, "max_num_seqs": 3},
     "prefill_first": {"scheduler": "prefill_first", "mixing": True, "num_blocks": 24},
     "no cache": {"prefix_cache": None, "num_blocks": 24, "preempt_every": 5},
-    "tiers": {
-        "kv_tiers": KVTierConfig(6, disk_blocks=8, write_policy="write_through"),
-        "num_blocks": 24,
-    },
-    "tiers back": {
-        "kv_tiers": KVTierConfig(6, disk_blocks=8),
-        "num_blocks": 24,
-        "prefix_cache": "radix",
-    },
+    "tiers": {"kv_tiers": replace(TIERS, write_policy="write_through"), "num_blocks": 24},
+    "tiers back": {"kv_tiers": TIERS, "num_blocks": 24, "prefix_cache": "radix"},
     "overlap": {"overlap_scheduling": True, "preempt_every": 7},
-    "overlap radix": {
-        "overlap_scheduling": True,
-        "prefix_cache": "radix",
-        "kv_tiers": KVTierConfig(6, disk_blocks=8),
-        "num_blocks": 24,
-    },
+    "overlap radix": {"overlap_scheduling": True, "prefix_cache": "radix", "kv_tiers": TIERS},
     "guesses": {"speculative": {"method": "ngram", "num_spec_tokens": 3}},
 }
 
@@ -234,23 +190,14 @@ def start(oracle: Oracle, loaded, name: str, every: int = 1) -> Run:
 
 
 def finish_and_compare(run: Run) -> None:
-    """Later requests get all of their tokens, and the runner has no row of another."""
-    run.finish()
-    run.num_right, first = 0, run.num_added
-    while run.num_added < first + 12:
-        run.add(plainly)
-    run.finish()
-    assert run.num_right == sum(1 + (n % 5 == 0) for n in range(first + 1, first + 13))
-    run.add(plainly)
-    run.step(plainly)
-    assert rows_known_to_the_runner(run.engine) <= names_of(run)
-    run.finish()
+    """Later requests get all of their tokens, and nobody is left in any part."""
+    run.is_interrupting = False
+    run.end()
+    run.at_risk.clear()
+    for _ in range(12):
+        run.add()
+    run.end()
     run.engine.close()
-
-
-def names_of(run: Run) -> set[str]:
-    names = set(run.open)
-    return names | {f"{name}#{i}" for name in names for i in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -284,81 +231,3 @@ def test_recovery_may_be_interrupted(name, most, where, family_oracle, family_lo
     run_rounds(run, most)
     assert len(run.interrupt.tried) > 20
     finish_and_compare(run)
-
-
-# -- single places
-
-
-def test_who_aborts_in_the_middle_of_a_change_waits_for_its_end(
-    family_oracle, family_loaded, monkeypatch
-) -> None:
-    """A signal's handler, or the collector that ends a stream that nobody reads: the books are not
-    torn, and nobody else is aborted."""
-    run = start(family_oracle, family_loaded, "plain")
-    engine, prompts = run.engine, family_oracle.prompts
-    for index, name in enumerate(("gone", "beside")):
-        engine.add_request(name, prompts[index], GREEDY)
-    engine.step()
-    add = engine.scheduler.add_request
-
-    def interrupted(request: Request) -> None:
-        engine.abort_request("gone")
-        add(request)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "add_request", interrupted)
-        engine.add_request("new", prompts[2], GREEDY)
-    found = {name: output.outputs[0] for name, output in finish(engine).items()}
-    reasons = {name: output.finish_reason for name, output in found.items()}
-    assert reasons == {"gone": "abort", "beside": "length", "new": "length"}
-    for index, name in enumerate(("beside", "new"), 1):
-        assert found[name].token_ids == family_oracle.expected(index, 6)
-
-
-def test_a_token_that_is_half_taken_is_nobodys(family_oracle, family_loaded, monkeypatch) -> None:
-    """By a request that was preempted while its step was under way, and waits."""
-    engine = start(family_oracle, family_loaded, "overlap").engine
-    append, seen = Request.append_output_token, list[str]()
-
-    def interrupted(request: Request, token_id: int) -> None:
-        if request.status is RequestStatus.PREEMPTED and not seen:
-            seen.append(request.request_id)
-            request.output_token_ids.append(token_id)
-            raise KeyboardInterrupt
-        append(request, token_id)
-
-    monkeypatch.setattr(Request, "append_output_token", interrupted)
-    indices, outputs = range(6), {}
-    for index in indices:
-        engine.add_request(str(index), family_oracle.prompts[index], GREEDY)
-    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=300):
-        try:
-            outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-        except KeyboardInterrupt:
-            assert seen
-    assert seen and outputs[seen[0]].finish_reason == "abort"
-    for index in indices:
-        output = outputs[str(index)]
-        if output.finish_reason == "length":
-            assert output.token_ids == family_oracle.expected(index, 6)
-
-
-def test_of_several_that_are_added_none_stays(family_oracle, family_loaded, monkeypatch) -> None:
-    """Not the one that was being added either; and who was there before is not touched."""
-    engine = start(family_oracle, family_loaded, "plain").engine
-    engine.add_request("before", family_oracle.prompts[0], GREEDY)
-    add = engine.scheduler.add_request
-
-    def interrupted(request: Request) -> None:
-        add(request)
-        if request.request_id == "2":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.scheduler, "add_request", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.add_requests((str(i), family_oracle.prompts[i], GREEDY) for i in range(4))
-    assert set(engine.scheduler.requests) == {"before"}
-    with pytest.raises(ValueError, match="before"):
-        engine.add_requests((name, [1], GREEDY) for name in ("a", "before"))
-    (output,) = finish(engine).values()
-    assert output.outputs[0].token_ids == family_oracle.expected(0, 6)

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.requests.input_processor import seed_of_sample
-from common.tests.engine_oracle import Oracle, greedy_params
+from common.tests.engine_oracle import Oracle, checked_engine, greedy_params
 from request import SamplingParams
 from step_record import StepRecord
 
 SCHEDULERS = ("two_phase", "prefill_first", "fcfs")
-
-
-def count_positions(
-    oracle: Oracle, loaded, prompt: list[int], n: int, **config
-) -> tuple[LLMEngine, Counter[int]]:
-    """How often each position of the prompt is scheduled, over all samples."""
-    counts: Counter[int] = Counter()
-
-    def count(record: StepRecord) -> None:
-        for req_id, num_tokens in record.num_scheduled_tokens.items():
-            start = record.start_positions[req_id]
-            counts.update(p for p in range(start, start + num_tokens) if p < len(prompt))
-
-    settings = EngineConfig(block_size=4, num_blocks=200, check_invariants=True, **config)
-    engine = LLMEngine(settings, loaded=loaded, on_step=count)
-    (output,) = engine.generate_batch([prompt], greedy_params(6, n)).values()
-    expected = oracle.expected(oracle.prompts.index(prompt), 6)
-    assert [c.token_ids for c in output.outputs] == [expected] * n
-    assert engine.kv_manager.num_blocks_in_use == 0
-    return engine, counts
 
 
 def prompt_of(oracle: Oracle, remainder: int) -> list[int]:
@@ -49,9 +30,20 @@ def test_full_blocks_of_a_prompt_are_scheduled_once_for_all_samples(
 ) -> None:
     """But for the block of the last token, whose logits each needs (Trap 3). Without a cache each
     sample computes its own."""
-    prompt, config = prompt_of(random_oracle, remainder), {"prefix_cache": cache}
-    config |= {"scheduler": how.split()[0], "chunked_prefill": 5 if "chunks" in how else True}
-    engine, counts = count_positions(random_oracle, random_loaded, prompt, 4, **config)
+    prompt, counts = prompt_of(random_oracle, remainder), Counter[int]()
+
+    def count(record: StepRecord) -> None:
+        for req_id, num_tokens in record.num_scheduled_tokens.items():
+            start = record.start_positions[req_id]
+            counts.update(p for p in range(start, start + num_tokens) if p < len(prompt))
+
+    config = {"scheduler": how.split()[0], "chunked_prefill": 5 if "chunks" in how else True}
+    config |= {"block_size": 4, "num_blocks": 200, "prefix_cache": cache}
+    engine = checked_engine(random_loaded, **config)
+    engine.on_step = count
+    (output,) = engine.generate_batch([prompt], greedy_params(6, 4)).values()
+    expected = random_oracle.expected(random_oracle.prompts.index(prompt), 6)
+    assert [c.token_ids for c in output.outputs] == [expected] * 4
     num_shared = 0 if cache is None else (len(prompt) - 1) // 4 * 4
     num_own = len(prompt) - num_shared
     assert [counts[p] for p in range(len(prompt))] == [1] * num_shared + [4] * num_own
@@ -74,8 +66,6 @@ def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
     seeds = [seed_of_sample(5, i) for i in range(4)]
     assert seeds[0] == 5 and len(set(seeds)) == 4
     assert 6 not in seeds, "the second sample would be the text of the next seed"
-    alone = [
-        run("hash", SamplingParams(seed=seed, max_tokens=8, ignore_eos=True))[0] for seed in seeds
-    ]
+    alone = [run("hash", replace(several, n=1, seed=seed))[0] for seed in seeds]
     assert run("hash", several) == run("radix", several) == run(None, several) == alone
     assert len(set(map(tuple, alone))) == 4

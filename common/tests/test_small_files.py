@@ -10,27 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL_FILES = sorted(ROOT.glob("[0-9][0-9]_*/small_*.py"))
 
 
-def test_every_chapter_has_one() -> None:
-    assert [path.parent for path in SMALL_FILES] == sorted(ROOT.glob("[0-9][0-9]_*"))
-
-
-@pytest.mark.parametrize("path", SMALL_FILES, ids=lambda path: path.stem)
-def test_it_says_what_the_chapter_says_and_prints_what_the_text_shows(
-    path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda p: p.name)
+def test_it_says_what_the_chapter_says_prints_what_the_text_shows_and_is_as_short_as_it_says(
+    chapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (path,) = chapter.glob("small_*.py")
     runpy.run_path(str(path))
     printed = capsys.readouterr().out
     assert printed.endswith(".py says the same\n"), "its last lines compare it with the chapter"
     for page in ("README.md", "README.zh.md"):
-        text = (path.parent / page).read_text(encoding="utf-8")
+        text = (chapter / page).read_text(encoding="utf-8")
         assert f"```\n{printed}```\n" in text, f"what it prints is not in {page}"
-
-
-@pytest.mark.parametrize("path", SMALL_FILES, ids=lambda path: path.stem)
-def test_it_is_as_short_as_it_says(path: Path) -> None:
     idea = re.split(r"\n# (Compare with|The same by)", path.read_text(encoding="utf-8"))[0]
     _, says, code = idea.split('"""', 2)
     num_lines = sum(bool(line) and not line.lstrip().startswith("#") for line in code.splitlines())

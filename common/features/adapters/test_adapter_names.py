@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from common.features.adapters import adapter_slots
 from common.features.adapters.adapter_files import Adapter
 from common.features.adapters.adapter_names import AdapterNames
-from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
+from common.features.adapters.adapter_slots import AdapterSlots
 from common.parallel.executor import WorkerError
 from common.parallel.message import unpack
 from common.parallel.remote import RemoteAdapters
@@ -104,7 +102,7 @@ def test_steps_in_flight_are_waited_for_and_keep_their_errors() -> None:
     assert waited == [["a"]] and loader.there == []
 
 
-def test_of_two_loads_under_one_name_the_slower_changes_nothing() -> None:
+def test_of_loads_at_once_the_slower_changes_nothing_and_an_unload_is_undone() -> None:
     loader = Loader()
     names = AdapterNames(loader, int)
     slow = names.begin_load("x", "a")
@@ -114,17 +112,11 @@ def test_of_two_loads_under_one_name_the_slower_changes_nothing() -> None:
     with pytest.raises(ValueError, match="can not be read"):
         names.load("y", "?")
     assert loader.there == ["b"] and loader.num_forgotten == 2 and names.names == ["x"]
-
-
-def test_an_unload_during_a_read_of_the_same_adapter_is_undone() -> None:
-    loader = Loader()
-    names = AdapterNames(loader, int)
-    names.load("x", "a")
-    again = names.begin_load("y", "a")
+    again = names.begin_load("y", "b")
     names.unload("x")
     assert loader.there == []
     names.end_load("y", again)
-    assert loader.there == ["a"] and names.digest_of("y") == "a"
+    assert loader.there == ["b"] and names.digest_of("y") == "b"
 
 
 class Ranks:
@@ -144,10 +136,8 @@ class Ranks:
     def look(self, seconds: float) -> None:
         if self.has_exited:
             raise WorkerError("gone")
-        number, reason = (
-            max(self.loading),
-            {"kind_of_error": "ValueError", "sentence": "half a file"},
-        )
+        number = max(self.loading)
+        reason = {"kind_of_error": "ValueError", "sentence": "half a file"}
         rank, digests = len(self.loading[number]), self.answers[0]
         self.loading[number][rank] = {"digest": digests.pop(0), **reason}
         if not digests:
@@ -166,12 +156,8 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     for reason in ("must be the same on all ranks", "half a file", "must be the same"):
         with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
-    assert [sent[1:] for sent in ranks.sent if sent[0] == "take"] == [
-        (1, True),
-        (2, False),
-        (3, False),
-        (4, False),
-    ]
+    taken = [sent[1:] for sent in ranks.sent if sent[0] == "take"]
+    assert taken == [(1, True), (2, False), (3, False), (4, False)]
     assert not ranks.loading and not names.names
     ranks.has_exited = True
     adapters.drop("a")
@@ -211,33 +197,6 @@ def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, mon
     assert loading.digest() == "x" and loading.is_over() and not slots.taken
     loading.take()
     assert list(slots.taken) == ["x"]
-
-
-def test_a_pass_in_another_thread_has_adapters_of_its_own(random_loaded) -> None:
-    slots = AdapterSlots(random_loaded.model, 1, 4)
-    adapted, begun, goes_on = (
-        AdaptedModel.of(random_loaded.model),
-        *(threading.Event() for _ in range(2)),
-    )
-    step, seen = StepAdapters(slots, Ordered(None, []), Ordered(None, [])), []
-
-    batch = SimpleNamespace(staged={AdaptedModel.name: step})
-
-    def other_pass() -> None:
-        adapted._begin(random_loaded.model, (batch,))
-        begun.set()
-        goes_on.wait()
-        seen.append(adapted.step)
-        adapted._end(random_loaded.model, (batch,), torch.empty(0))
-        seen.append(adapted.step)
-
-    thread = threading.Thread(target=other_pass)
-    thread.start()
-    begun.wait()
-    seen.append(adapted.step)
-    goes_on.set()
-    thread.join()
-    assert seen == [None, step, None]
 
 
 def test_who_is_needed_longest_ago_makes_room_and_nobody_is_filled_twice(random_loaded) -> None:

@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.features.grammars import grammar_compiler
 from common.features.grammars.grammar_compiler import SHORT, GrammarCompiler, GrammarJob
-from common.features.grammars.grammar_masks import GrammarMasks, Matched
+from common.features.grammars.grammar_masks import GrammarMasks
 from common.features.grammars.json_schema import FORMAT_PATTERNS, FORMATS, rewritten
 from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
 from common.features.grammars.vocabulary import (
@@ -45,7 +45,6 @@ from common.tests.grammar_cases import (
     texts_of,
 )
 from grammars import Choice, Ebnf, Grammar, Json, Regex, source_of
-from request import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -407,11 +406,6 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
         matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
         assert not matcher.is_error()
         assert not matcher.deep_copy().consume_tokens([1 + byte for byte in b'"?!"']), form
-    schema = {"type": "string", "format": "regex"}
-    assert rewritten(schema) == {"type": "string"}
-    assert LLMatcher(
-        tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}", log_level=0
-    ).is_error()
 
 
 PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]
@@ -488,36 +482,6 @@ def test_tokens_after_the_end_are_ignored(end) -> None:
     assert ours.matched.num_possible([]) == 0
     bits = np.full((1, -(-ours.vocab_size // 32)), -1, dtype=np.int32)
     assert ours.matched.fill(bits, 0, ()) and (bits == -1).all() and not ours.matched.gave_up
-
-
-def test_a_matcher_that_gives_up_restarts_once(monkeypatch) -> None:
-    compiled = compile_source(source_of(CASES["choice"][0]), tokenizer_of(SMALL))
-    masks = GrammarMasks(SMALL)
-    masks.grow(1)
-    features = {"grammar": compiled, "min_tokens": 0}
-    masks.admit(0, SimpleNamespace(features=features, sampling_params=SamplingParams()))
-    fill, calls = Matched.fill, []
-
-    def gives_up_at_first(matched, bits, row, drafts) -> bool:
-        calls.append(row)
-        if len(calls) > 1:
-            return fill(matched, bits, row, drafts)
-        bits[row] = 0
-        return False
-
-    monkeypatch.setattr(Matched, "fill", gives_up_at_first)
-    one = np.zeros(1, dtype=np.int64)
-    step = SimpleNamespace(
-        queries=SimpleNamespace(rows=one, num_logit_rows=one + 1),
-        drafts={},
-        req_ids=["a"],
-        state=state_of([]),
-    )
-    sent: list[np.ndarray] = []
-    masks.before_sampling(step, SimpleNamespace(add=sent.append))
-    assert len(calls) == 2
-    allowed = may_follow(TOKENIZER, texts_of("choice"), [])
-    assert bits_of(sent[1], TOKENIZER.vocab_size).tolist() == sorted(allowed)
 
 
 def test_a_draft_at_which_the_library_gives_up_ends_no_text() -> None:
@@ -626,19 +590,15 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         source_of(Choice([many] * 10))
 
 
-def test_special_tokens_are_no_text() -> None:
-    vocabulary = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size + 3, [EOS, 500])
-    assert vocabulary.eos_token_ids == (EOS,) and not any(vocabulary.token_bytes[:2])
-    allowed = Matching(vocabulary, Regex(r"(?s).*")).allowed().tolist()
-    assert allowed == list(range(1, TOKENIZER.vocab_size))
-
-
-def test_a_token_that_ends_texts_is_no_text_either() -> None:
+def test_special_tokens_and_those_that_end_texts_are_no_text() -> None:
     """A checkpoint's EOS may be a plain token of its tokenizer, which has its text in the file."""
     plain = TOKENIZER.vocab_size - 1
     assert plain not in TOKENIZER.special_ids and TOKENIZER.token_bytes(plain)
-    vocabulary = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size, [EOS, plain])
-    assert vocabulary.eos_token_ids == (EOS, plain) and not vocabulary.token_bytes[plain]
+    vocabulary = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size + 3, [EOS, plain, 500])
+    assert vocabulary.eos_token_ids == (EOS, plain) and not any(vocabulary.token_bytes[:2])
+    assert not vocabulary.token_bytes[plain]
+    allowed = Matching(vocabulary, Regex(r"(?s).*")).allowed().tolist()
+    assert allowed == list(range(1, TOKENIZER.vocab_size))
 
 
 class Held:

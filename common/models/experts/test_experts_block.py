@@ -7,31 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen3MoeConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from common.models.experts.experts_block import ExpertsBlock
 from common.models.linear import linear_layers, reason_not_packed
 from common.models.loader import load_model
 from common.models.model_config import ModelConfig
 from common.models.regions.regions import Regions
-from common.models.rows_by_owner import in_order
-from common.tests.model_cases import (
-    EXPERTS,
-    PagedHarness,
-    by_transformers,
-    reference_logits,
-    save_case,
-)
+from common.tests.model_cases import EXPERTS, by_transformers, save_case
 
 CASES = "qwen3-moe", "qwen3-moe-every-second", "mixtral"
 CPU = torch.device("cpu")
-PACKED = [
-    pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
-    for dtype in (torch.float32, torch.bfloat16)
-    for reason in [reason_not_packed(dtype, CPU)]
-]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -61,115 +46,42 @@ def theirs_of(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return block(x[None])[0]
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_is_that_of_transformers(name, is_captured, tmp_path):
-    block, theirs = blocks_of(name, tmp_path, torch.float64)
-    block.prepare(is_captured)
-    for number in (1, 2, 7, 40):
-        x = rows(number, torch.float64, number)
-        expected = theirs_of(theirs, x)
-        assert expected.std() > 0.05
-        torch.testing.assert_close(ours(block, x), expected, rtol=1e-9, atol=1e-9)
+    """In float64, in bfloat16, and packed where this processor packs."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        bound = {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 0.02)
+        block, theirs = blocks_of(name, tmp_path, dtype)
+        for is_packed in (False, True):
+            if is_packed:
+                if reason_not_packed(dtype, CPU) is not None:
+                    continue
+                for matrix in linear_layers(block):
+                    matrix.pack()
+                assert block.gate_up[0].is_packed and block.gate_up[0].weight is None
+            block.prepare(is_captured)
+            for number in (1, 2, 7, 40):
+                x = rows(number, dtype, number)
+                expected = theirs_of(theirs, x)
+                error = (ours(block, x) - expected).abs().max() / expected.abs().max()
+                assert expected.std() > 0.05 and error < bound
+            assert ours(block, rows(0, dtype)).shape == (0, 32)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_does_not_depend_on_the_other_rows(name, tmp_path):
+def test_a_row_does_not_depend_on_the_other_rows_nor_on_experts_that_are_not_its_own(
+    name, tmp_path
+):
     block, _ = blocks_of(name, tmp_path, torch.float64)
-    x = rows(9, torch.float64)
-    mixed = torch.tensor([4, 0, 8, 4, 2])
+    x, mixed = rows(9, torch.float64), torch.tensor([4, 0, 8, 4, 2])
     torch.testing.assert_close(ours(block, x[mixed]), ours(block, x)[mixed], rtol=0, atol=1e-12)
-    for is_captured in (False, True):
-        block.prepare(is_captured)
-        assert ours(block, x[:0]).shape == (0, 32)
-
-
-def test_experts_without_rows_are_not_read(tmp_path):
-    block, _ = blocks_of("qwen3-moe", tmp_path, torch.float64)
-    x = rows(1, torch.float64)
-    _, chosen = block.route(x)
-    expected = ours(block, x)
-    for i in set(range(5)) - set(chosen.flatten().tolist()):
+    _, chosen = block.route(x[:1])
+    expected = ours(block, x[:1])
+    for i in set(range(len(block.gate_up))) - set(chosen.flatten().tolist()):
         block.gate_up[i].weight.fill_(torch.nan)
-    torch.testing.assert_close(ours(block, x), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_bfloat16_is_close(name, is_captured, tmp_path):
-    block, theirs = blocks_of(name, tmp_path, torch.bfloat16)
-    block.prepare(is_captured)
-    x = rows(33, torch.bfloat16)
-    assert relative_error(ours(block, x), theirs_of(theirs, x)) < 0.02
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_packed_is_as_close(dtype, is_captured, tmp_path):
-    block, theirs = blocks_of("mixtral", tmp_path, dtype)
-    for matrix in linear_layers(block):
-        matrix.pack()
-    assert block.gate_up[0].is_packed and block.gate_up[0].weight is None
-    block.prepare(is_captured)
-    x = rows(33, dtype)
-    error = relative_error(ours(block, x), theirs_of(theirs, x))
-    assert error < (1e-5 if dtype == torch.float32 else 0.02)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (found - expected).abs().max() / expected.abs().max()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_logits_in_bfloat16_are_close(name, tmp_path):
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    expected = reference_logits(save_case(name, tmp_path), torch.bfloat16, [prompt])[0].float()
-    exact = reference_logits(tmp_path, torch.float64, [prompt])[0]
-    model = load_model(tmp_path, torch.bfloat16).model
-    for is_packed in (False, True):
-        if is_packed and model.pack_weights() is not None:
-            break  # not on this processor
-        logits = PagedHarness(model, 1).step([(0, 0, prompt)]).float()
-        # Where a row's choice is close another expert may be taken: by the median row.
-        ours_off, theirs_off = ((x - exact).norm(dim=1).median() for x in (logits, expected))
-        assert ours_off < 1.5 * theirs_off, f"packed: {is_packed}"
-
-
-# -- the router
-
-
-@pytest.mark.parametrize("renormalised", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@torch.inference_mode()
-def test_weights_and_choices_are_those_of_transformers(family, dtype, renormalised, tmp_path):
-    """Bit for bit: scores in float32 whatever the dtype, and the weights' dtype is the family's."""
-    fields = dict(hidden_size=32, num_experts_per_tok=3)
-    if family == "mixtral":
-        theirs = MixtralTopKRouter(MixtralConfig(num_local_experts=7, **fields))
-        name, change = "mixtral", dict(num_local_experts=7)
-    else:
-        config = Qwen3MoeConfig(num_experts=7, norm_topk_prob=renormalised, **fields)
-        theirs = Qwen3MoeTopKRouter(config)
-        name, change = "qwen3-moe", dict(num_experts=7, norm_topk_prob=renormalised)
-    save_case(name, tmp_path, num_experts_per_tok=3, **{"num_experts": 7, **change})
-    block = load_model(tmp_path, dtype).model.layers[0].mlp
-    theirs = theirs.to(dtype)
-    theirs.weight.copy_(block.router.weight)
-    x = rows(50, dtype)
-    _, weights, chosen = theirs(x)
-    found, found_chosen = block.route(x)
-    assert torch.equal(found_chosen, chosen)
-    assert found.dtype == weights.dtype and torch.equal(found, weights)
-
-
-def test_order_and_segments():
-    import numpy as np
-
-    order, segments = in_order(np.array([7, 2, 7, 2, 2]))
-    assert order.tolist() == [1, 3, 4, 0, 2]
-    assert segments == [(2, 0, 3), (7, 3, 5)]
-    assert in_order(np.array([], dtype=np.int64))[1] == []
+    torch.testing.assert_close(ours(block, x[:1]), expected, rtol=0, atol=0)
 
 
 # -- configurations
@@ -184,29 +96,6 @@ QWEN = {
     "max_position_embeddings": 64,
     **EXPERTS,
 }
-MIXTRAL = {
-    **{name: QWEN[name] for name in QWEN if name not in EXPERTS},
-    "architectures": ["MixtralForCausalLM"],
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-def layers_of(**fields: object) -> tuple[int, ...] | None:
-    experts = ModelConfig.from_hf({**QWEN, **fields}).experts
-    return None if experts is None else experts.layers
-
-
-def test_which_layers_have_experts():
-    assert layers_of() == (0, 1, 2, 3, 4, 5)
-    assert layers_of(decoder_sparse_step=2) == (1, 3, 5)
-    assert layers_of(decoder_sparse_step=2, mlp_only_layers=[3, 0]) == (1, 5)
-    assert layers_of(decoder_sparse_step=7) is None
-    config = ModelConfig.from_hf({**QWEN, "decoder_sparse_step": 2})
-    assert [config.blocks_of(i)[1] for i in range(3)] == ["mlp", "experts", "mlp"]
-    assert ModelConfig.from_hf(MIXTRAL).experts.layers == tuple(range(6))
-    assert not ModelConfig.from_hf(QWEN).experts.is_renormalised
 
 
 REFUSED = {
@@ -223,6 +112,7 @@ REFUSED = {
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step must"),
     "layers": ({"mlp_only_layers": [6]}, "mlp_only_layers must"),
     "layers' kind": ({"mlp_only_layers": "0"}, "mlp_only_layers must"),
+    "the other family's": ({"router_jitter_noise": 0.1}, "router_jitter_noise must"),
 }
 
 
@@ -233,10 +123,3 @@ def test_unsupported_settings_are_refused_by_name(case):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_hf({**QWEN, **change})
     assert message in str(error.value) and ", got " in str(error.value)
-
-
-def test_fields_of_the_other_family_are_refused():
-    with pytest.raises(ValueError, match=r"moe_intermediate_size must .*, got 24"):
-        ModelConfig.from_hf({**MIXTRAL, "moe_intermediate_size": 24})
-    with pytest.raises(ValueError, match=r"router_jitter_noise must .*, got 0.1"):
-        ModelConfig.from_hf({**QWEN, "router_jitter_noise": 0.1})

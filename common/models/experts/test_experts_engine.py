@@ -31,15 +31,11 @@ def tokens(path: Path, dtype: torch.dtype, **config) -> tuple[list[list[int]], i
     return [o.outputs[0].token_ids for o in outputs.values()], num_replays(engine)
 
 
-def test_a_graph_with_the_grouped_product_gives_the_same_tokens(path):
+def test_graphs_with_the_grouped_product_and_packed_matrices_give_the_same_tokens(path):
     """In float32, whose product is one operation that takes the segments' ends as a tensor."""
     expected, _ = tokens(path, torch.float64)
     found, replays = tokens(path, torch.float32, emulate_graphs=True, compile=False)
     assert replays > 0 and found == expected
-
-
-def test_packed_matrices_give_the_same_tokens(path):
-    expected, _ = tokens(path, torch.float64)
     assert tokens(path, torch.float32, compile=False)[0] == expected
 
 

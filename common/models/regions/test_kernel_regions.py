@@ -8,19 +8,14 @@ import pytest
 import torch
 
 from common.assembly.assembly import set_regions
-from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import load_model
-from common.models.regions.kernel_regions import KernelRegions
-from common.models.regions.regions import Regions
-from common.tests.engine_oracle import with_noise
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from compiled_attention import HeadMajorKVCache
 from mixed_attention_triton import MixedTritonAttentionBackend
 from paged_attention import PagedKVCache
 from paged_attention_triton import TritonAttentionBackend
-from request import SamplingParams
 
 pytestmark = pytest.mark.needs("triton")
 
@@ -29,10 +24,6 @@ CPU = torch.device("cpu")
 # A prompt, a decode of it beside another prompt, and then a chunk and two decodes: (request, first
 # position, number of tokens).
 STEPS = ([(0, 0, 9)], [(1, 0, 5), (0, 9, 1)], [(2, 0, 7), (0, 10, 1), (1, 5, 1)], [(2, 7, 6)])
-
-
-def checkpoint(name: str, folder: Path) -> Path:
-    return SHIPPED_CHECKPOINT if name == "shipped" else save_case(name, folder)
 
 
 def all_logits(harness: PagedHarness) -> list[torch.Tensor]:
@@ -59,16 +50,10 @@ def all_logits(harness: PagedHarness) -> list[torch.Tensor]:
     ],
 )
 def test_the_logits_are_those_of_float64(
-    name: str,
-    layout: str,
-    dtype: torch.dtype,
-    tolerance: float,
-    tmp_path: Path,
-    device: torch.device,
-    launched: list[str],
+    name, layout, dtype, tolerance, tmp_path: Path, device: torch.device, launched: list[str]
 ) -> None:
     """In caches full of NaN, whose blocks lie in either order."""
-    path = checkpoint(name, tmp_path)
+    path = SHIPPED_CHECKPOINT if name == "shipped" else save_case(name, tmp_path)
     plain = load_model(path, torch.float64, CPU).model
     expected = all_logits(PagedHarness(plain, 3))
     assert not launched
@@ -82,63 +67,10 @@ def test_the_logits_are_those_of_float64(
         assert dtype != torch.float32 or torch.equal(one.argmax(-1), reference.argmax(-1))
     num_layers = len(STEPS) * plain.config.num_hidden_layers
     kernels = {"add_rms_norm", "rotate_and_write", "silu_and_multiply"}
-    if name.startswith("gemma3"):
-        kernels.remove("silu_and_multiply")  # GELU has no kernel
-    if name == "olmo3":
-        kernels.remove("add_rms_norm")  # what comes to its MLP is not normed
+    # GELU has no kernel, and what comes to the MLP of OLMo 3 is not normed.
+    kernels -= {"gemma3": {"silu_and_multiply"}, "olmo3": {"add_rms_norm"}}.get(
+        name.partition("-")[0], set()
+    )
     for kernel in kernels:
         assert launched.count(f"_{kernel}_kernel") == num_layers
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_triton", "expected"),
-    [
-        (torch.float32, True, KernelRegions),
-        (torch.bfloat16, True, KernelRegions),
-        (torch.float32, False, Regions),
-        (torch.float64, True, Regions),
-    ],
-)
-def test_kernels_go_with_attention_and_never_with_float64(
-    dtype: torch.dtype, is_triton: bool, expected: type[Regions]
-) -> None:
-    model = load_model(SHIPPED_CHECKPOINT, dtype, CPU).model
-    set_regions(model, is_compiled=False, is_triton=is_triton)
-    assert type(model.regions) is expected
-
-
-def test_the_draft_model_of_an_engine_has_them_too(
-    tmp_path: Path, device: torch.device, launched: list[str]
-) -> None:
-    """The engine's tokens are those of one whose draft model is plain."""
-    path = save_case("qwen3", tmp_path)
-    target, draft = (load_model(path, torch.float32, device) for _ in range(2))
-    with_noise(draft)
-    tokens = []
-    for name in ("triton", "torch"):
-        config = EngineConfig(
-            num_blocks=20,
-            attention_backend=name,
-            speculative={"method": "draft", "num_spec_tokens": 2, "adaptive": False},
-        )
-        engine = LLMEngine(config, loaded=target, draft=draft)
-        is_kernels = name == "triton"
-        for one in (target, draft):
-            assert isinstance(one.model.regions, KernelRegions) == is_kernels
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        outputs = engine.generate_batch([[5, 6, 7], [8, 9]], params)
-        tokens.append([output.outputs[0].token_ids for output in outputs.values()])
-        assert ("_add_rms_norm_kernel" in launched) == is_kernels
-        launched.clear()
-    assert tokens[0] == tokens[1]
-
-
-def test_a_residual_of_another_model_is_refused() -> None:
-    """An index into rows of a wider tensor would be written in the wrong place."""
-    model = load_model(SHIPPED_CHECKPOINT, torch.float32, CPU).model
-    layer, regions = model.layers[0], KernelRegions()
-    wide = torch.zeros(3, 2 * model.config.hidden_size)
-    hidden, x = wide[:, ::2], torch.zeros(3, layer.attention.o.shape[1])
-    with pytest.raises(ValueError, match="contiguous"):
-        regions.add_and_norm(layer.attention.o, hidden, x, layer.mlp.mlp_norm_weight, 1e-6)

@@ -1,36 +1,35 @@
-"""Norms, rotary embedding and SiLU in machine code against the plain form."""
+"""Operations between the matrices, as machine code and as kernels, against the plain ones in
+float64. Kernels run on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
 import logging
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from common.assembly.assembly import set_regions
-from common.models.loader import LoadedModel
+from common.engine_config import SHIPPED_CHECKPOINT
+from common.models.linear import Linear
+from common.models.loader import load_model
 from common.models.regions import compiled_regions
 from common.models.regions.compiled_regions import CompiledRegions, compile_regions
+from common.models.regions.kernel_regions import KernelRegions
+from common.models.regions.layer_kernels import CHANNELS_AT_ONCE
 from common.models.regions.regions import Regions
 from common.models.rotary import RopeParameters, rotary_table
 from compiled_attention import HeadMajorKVCache, write_kv_anywhere
 from paged_attention import PagedKVCache
 
-# Tolerance relative to the largest value. bfloat16: the plain functions round in between, several
-# times.
-TOLERANCE = {
-    torch.float64: 5e-7,
-    torch.float32: 2e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
+# Of a result of size 1, or relative to its size where it is larger.
+TOLERANCE = {torch.float64: 5e-7, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 EPS = 1e-6
-
-
-HEADS, KV_HEADS = 4, 2
+CPU = torch.device("cpu")
 
 
 class Writer(SimpleNamespace):
@@ -40,95 +39,149 @@ class Writer(SimpleNamespace):
         write_kv_anywhere(*tensors, self.slot_mapping)
 
 
-@pytest.fixture(
-    params=[
-        (torch.float64, torch.float64, 16),
-        (torch.float32, torch.float32, 128),
-        (torch.bfloat16, torch.bfloat16, 16),
-        (torch.bfloat16, torch.float32, 80),
-        (torch.float16, torch.float32, 6),
-        (torch.float32, torch.float32, 2),
-    ],
-    ids=str,
+class Kind(NamedTuple):
+    dtype: torch.dtype
+    norm_dtype: torch.dtype
+    head_dim: int
+
+
+class Version(NamedTuple):
+    regions: Regions
+    kind: Kind
+    device: torch.device
+
+    def draw(self, *shape: int, seed: int = 0, norm: bool = False) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return values.to(self.device, self.kind.norm_dtype if norm else self.kind.dtype)
+
+    def must_be(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Contiguous, of this dtype, NaN where the other is, and as close as it can be."""
+        assert found.dtype == self.kind.dtype and found.shape == expected.shape
+        assert found.is_contiguous() and torch.equal(found.isnan(), expected.isnan())
+        found, expected = found.nan_to_num().double(), expected.nan_to_num().double()
+        error = (found - expected).abs() / expected.abs().clamp(min=1)
+        assert (error <= TOLERANCE[self.kind.dtype]).all(), error.max()
+
+
+COMPILED = pytest.mark.needs("C++ compiler")
+f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+VERSIONS = [
+    *(
+        pytest.param(CompiledRegions, Kind(*kind), marks=COMPILED, id=f"compiled-{kind}")
+        for kind in (
+            *((f64, f64, 16), (f32, f32, 128), (bf16, bf16, 16)),
+            *((bf16, f32, 80), (f16, f32, 6), (f32, f32, 2)),
+        )
+    ),
+    *(
+        pytest.param(KernelRegions, Kind(*kind), marks=pytest.mark.needs("triton"), id=f"{kind}")
+        for kind in ((f32, f32, 16), (bf16, bf16, 80), (bf16, f32, 8), (f16, f16, 2))
+    ),
+]
+
+
+@pytest.fixture
+def version(request: pytest.FixtureRequest, device: torch.device) -> Version:
+    make, kind = request.param
+    if make is CompiledRegions:
+        return Version(CompiledRegions(*kind), kind, CPU)
+    return Version(KernelRegions(), kind, device)
+
+
+over_versions = pytest.mark.parametrize(
+    "version", [pytest.param(p.values, marks=p.marks, id=p.id) for p in VERSIONS], indirect=True
 )
-def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, torch.dtype, int]:
-    return request.param
 
 
-def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+def added(version: Version, hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor):
+    """The matrix is 1, so that `delta` is added."""
+    one = torch.eye(delta.shape[1], dtype=delta.dtype, device=delta.device)
+    return version.regions.add_and_norm(Linear(nn.Parameter(one)), hidden, delta, weight, EPS)
 
 
-def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert found.is_contiguous()
-    error = (found.double() - expected.double()).abs().max() / expected.abs().max()
-    assert error <= TOLERANCE[found.dtype], float(error)
+@pytest.mark.net
+@over_versions
+def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
+    """Sizes that vectors divide and do not divide, of no token to many: one thread and more. The
+    norm reads the sum as it is stored, rounded."""
+    plain, is_compiled = Regions(), isinstance(version.regions, CompiledRegions)
+    for size in (1, 24, 61, 1000):
+        weight = version.draw(size, seed=1, norm=True)
+        for num_tokens in (0, 1, 5, *([400] if is_compiled else [])):
+            hidden, delta = (version.draw(num_tokens, size, seed=i) for i in (2, 3))
+            expected = hidden.double() + delta.double()
+            total, normed = added(version, hidden, delta, weight)
+            version.must_be(total, expected)
+            version.must_be(normed, plain.rms_norm(total.double(), weight.double(), EPS))
+            part = version.draw(num_tokens, 2 * size)[:, ::2]
+            found = version.regions.rms_norm(part, weight, EPS)
+            version.must_be(found, plain.rms_norm(part.double(), weight.double(), EPS))
+    for size in (1, 24, CHANNELS_AT_ONCE, CHANNELS_AT_ONCE + 7):
+        for num_tokens in (0, 4):
+            gate_up = 3 * version.draw(num_tokens, 2 * size)
+            expected = plain.activate_and_multiply(gate_up.double(), F.silu)
+            version.must_be(version.regions.activate_and_multiply(gate_up, F.silu), expected)
+            expected = plain.activate_and_multiply(gate_up.clone(), torch.relu)
+            found = version.regions.activate_and_multiply(gate_up, torch.relu)
+            assert torch.equal(found, expected), "another activation is the plain one"
 
 
-@pytest.mark.needs("C++ compiler")
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 400])
-def test_norms_and_the_gate(kind, num_tokens: int) -> None:
-    """Sizes that vectors divide and do not divide, with one thread and more."""
-    (dtype, norm_dtype, _), plain = kind, Regions()
-    compiled = CompiledRegions(*kind)
-    for size in (48, 61, 1):
-        x, weight = draw(num_tokens, size, dtype=dtype), draw(size, dtype=norm_dtype, seed=1)
-        before = x.clone()
-        check(compiled.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
-        part = draw(num_tokens, 2 * size, dtype=dtype)[:, ::2]
-        check(compiled.rms_norm(part, weight, EPS), plain.rms_norm(part, weight, EPS))
-        gate_up = 5 * draw(num_tokens, 2 * size, dtype=dtype, seed=2)
-        found = compiled.activate_and_multiply(gate_up, F.silu)
-        check(found, plain.activate_and_multiply(gate_up.clone(), F.silu))
-        assert torch.equal(x, before)
-
-
-@pytest.mark.needs("C++ compiler")
+@pytest.mark.net
+@over_versions
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("cache_kind", [HeadMajorKVCache, PagedKVCache])
-def test_heads_are_normed_turned_and_written(kind, has_norm: bool, cache_kind: type) -> None:
-    """In memory of either order. Padding is not written: block 0 stays as it was."""
-    dtype, norm_dtype, head_dim = kind
-    table, block_size = rotary_table(RopeParameters(), head_dim, 90, dtype), 3
-    weight = draw(HEADS + KV_HEADS, head_dim, dtype=norm_dtype, seed=1) if has_norm else None
-    for num_tokens in (1, 7, 60):
-        qkv = draw(num_tokens, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype, seed=num_tokens)
+def test_heads_are_normed_turned_and_written(version: Version, has_norm, cache_kind) -> None:
+    """In memory of either order. NaN in every slot that is not written stays; -1 is nowhere."""
+    head_dim, block_size = version.kind.head_dim, 3
+    table = rotary_table(RopeParameters(), head_dim, 300, version.kind.dtype).to(version.device)
+    for heads, kv_heads, num_tokens in ((4, 2, 7), (6, 1, 1), (2, 2, 60), (4, 2, 0)):
+        weight = version.draw(heads + kv_heads, head_dim, norm=True) if has_norm else None
+        qkv = version.draw(num_tokens, heads + 2 * kv_heads, head_dim, seed=num_tokens)
         generator = torch.Generator().manual_seed(num_tokens)
-        positions = torch.randint(0, 90, (num_tokens,), generator=generator)
+        positions = torch.randint(0, 300, (num_tokens,), generator=generator)
         slots = block_size + torch.randperm(3 * num_tokens, generator=generator)[:num_tokens]
         slots[2::5] = -1
+        positions, slots = positions.to(version.device), slots.to(version.device)
         results = []
-        for regions in (CompiledRegions(*kind), Regions()):
-            cache = cache_kind(1, num_tokens + 2, block_size, KV_HEADS, head_dim, dtype)
-            caches = cache.key_cache[0], cache.value_cache[0]
-            rotary = regions.rotary(table, positions)
-            step = rotary, *caches, Writer(slot_mapping=slots)
-            query = regions.rotate_and_write(qkv.clone(), weight, EPS, *step)
-            results.append((query, *(part.contiguous() for part in caches)))
+        for regions, dtype in ((version.regions, version.kind.dtype), (Regions(), f64)):
+            shape = 1, num_tokens + 2, block_size, kv_heads, head_dim
+            cache = cache_kind(*shape, dtype, device=version.device)
+            caches = [part[0].fill_(math.nan) for part in (cache.key_cache, cache.value_cache)]
+            rotary = regions.rotary(table.to(dtype), positions)
+            norm = weight if weight is None or dtype != f64 else weight.double()
+            arguments = qkv.to(dtype, copy=True), norm, EPS, rotary, *caches
+            query = regions.rotate_and_write(*arguments, Writer(slot_mapping=slots))
+            results.append([part.contiguous() for part in (query, *caches)])
         for found, expected in zip(*results, strict=True):
-            check(found.contiguous(), expected.contiguous())
-        assert not results[0][1][0].any()
-        assert torch.equal(results[0][2], results[1][2]), "values are copied"
+            version.must_be(found, expected)
+        assert torch.equal(results[0][2].double().nan_to_num(), results[1][2].nan_to_num())
 
 
-@pytest.mark.needs("C++ compiler")
-def test_nan_stays_nan() -> None:
-    compiled = CompiledRegions(torch.bfloat16, torch.float32, 16)
-    gate_up = torch.full((2, 32), 3.0, dtype=torch.bfloat16)
-    gate_up[0, 5], gate_up[0, 7], gate_up[0, 9] = math.nan, -math.inf, math.inf
-    found = compiled.activate_and_multiply(gate_up, F.silu)
-    assert found[0, 5].isnan() and found[0, 9] == math.inf
-    hidden = torch.ones(2, 16, dtype=torch.bfloat16)
+@over_versions
+def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: Version) -> None:
+    zeros = torch.zeros(2, 24, dtype=version.kind.dtype, device=version.device)
+    weight = version.draw(24, norm=True)
+    assert not added(version, zeros.clone(), zeros, weight)[1].any(), "eps keeps it from NaN"
+    gates = zeros[:1, :8] + torch.tensor([-1e4, 2, 3, 4], device=version.device).repeat(2)
+    gates[0, 1], gates[0, 4] = math.nan, 1e4
+    found = version.regions.activate_and_multiply(gates.to(version.kind.dtype), F.silu)
+    assert abs(found[0, 0].item()) < 1e-20 and found[0].isnan().tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    hidden = zeros.clone()
     hidden[1, 3] = math.nan
-    assert compiled.rms_norm(hidden, torch.ones(16), EPS).isnan().all(1).tolist() == [False, True]
+    assert added(version, hidden, zeros, weight)[1].isnan().all(1).tolist() == [False, True]
 
 
-@pytest.mark.needs("C++ compiler")
+@COMPILED
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
-    compiled, threads = CompiledRegions(torch.float32, torch.float32, 128), torch.get_num_threads()
-    x, weight = draw(300, 1000, dtype=torch.float32), torch.ones(1000)
+    version = Version(CompiledRegions(f32, f32, 128), Kind(f32, f32, 128), CPU)
+    compiled, threads = version.regions, torch.get_num_threads()
+    x, weight = version.draw(300, 1000), torch.ones(1000)
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
@@ -143,30 +196,33 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_another_activation_is_the_plain_one() -> None:
-    compiled = CompiledRegions.__new__(CompiledRegions)
-    gate_up = draw(3, 8, dtype=torch.float32)
-    found = compiled.activate_and_multiply(gate_up.clone(), torch.relu)
-    assert torch.equal(found, Regions().activate_and_multiply(gate_up, torch.relu))
+def test_which_regions_a_model_has(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Kernels go with attention, and never with float64; the ones set last apply; without a
+    compiler they are plain, and it says so. A residual that is a view is refused: an index into
+    rows of a wider tensor would be written in the wrong place."""
+    compiled = Regions()
+    for dtype, is_triton, expected in (
+        (f32, True, KernelRegions),
+        (bf16, True, KernelRegions),
+        (f64, True, Regions),
+    ):
+        model = load_model(SHIPPED_CHECKPOINT, dtype, CPU).model
+        set_regions(model, is_compiled=False, is_triton=is_triton)
+        assert type(model.regions) is expected
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled_regions, "compile_regions", lambda model: compiled)
+            set_regions(model, True)
+        assert model.regions is compiled
+        set_regions(model, False)
+        assert type(model.regions) is Regions
 
-
-def test_the_regions_set_last_apply(
-    random_loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    regions = Regions()
-    monkeypatch.setattr(compiled_regions, "compile_regions", lambda model: regions)
-    model = random_loaded.model
-    set_regions(model, True)
-    assert model.regions is regions
-    set_regions(model, False)
-    assert type(model.regions) is Regions and model.regions is not regions
-
-
-def test_without_a_compiler_it_says_so(random_loaded: LoadedModel, monkeypatch, caplog) -> None:
     def fail(*arguments):
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(compiled_regions, "load_library", fail)
     with caplog.at_level(logging.WARNING):
-        assert type(compile_regions(random_loaded.model)) is Regions
+        assert type(compile_regions(model)) is Regions
     assert "are not compiled: no C++ compiler" in caplog.text
+    version = Version(KernelRegions(), Kind(f32, f32, 16), CPU)
+    with pytest.raises(ValueError, match="contiguous"):
+        added(version, torch.zeros(3, 48)[:, ::2], torch.zeros(3, 24), torch.ones(24))

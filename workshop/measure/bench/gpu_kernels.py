@@ -35,7 +35,7 @@ from workshop.measure.resources import TUNINGS as TILINGS
 TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where there is a GPU
     "02_paged_kv/beyond/test_split_attention_triton.py",
     "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
-    "common/models/regions/test_layer_kernels.py",
+    "common/models/regions/test_regions.py",
     "common/sampling/test_sampler_kernel.py",
     "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "05_spec_decode/beyond/test_verification_kernels.py",
