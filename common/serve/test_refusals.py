@@ -217,9 +217,9 @@ MESSAGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "message"), MESSAGES)
 def test_an_error_blames_what_is_wrong(
-    template_server: Running, path: str, fields: dict[str, Any], message: str
+    short: Running, path: str, fields: dict[str, Any], message: str
 ) -> None:
-    status, answer = template_server.post(path, VALID[path] | fields)
+    status, answer = short.post(path, VALID[path] | fields)
     assert status == 400 and answer["error"]["message"].startswith(message)
     assert answer["error"]["param"] == re.split("[ :.]", message)[0]
 
@@ -229,15 +229,13 @@ def test_no_argument_of_the_renderer_is_a_variable_of_templates() -> None:
     assert arguments - NO_VARIABLES == {"documents", "tools", "kwargs"}
 
 
-def test_errors_that_name_no_field(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_name_no_field(short: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the server itself names no file of the server either."""
-    status, answer = server.post(CHAT, VALID[CHAT])
-    assert (status, answer["error"]["param"]) == (400, None), "there is no template"
     for sentence in ("2 are too many", "the prompt has 5"):
         assert api_error(ValueError(sentence), {"prompt"}).param is None, "no field's name"
     text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
-    monkeypatch.setattr(server.app.state.server.metrics, "text", text)
-    status, _, content = server.request("GET", "/metrics")
+    monkeypatch.setattr(short.app.state.server.metrics, "text", text)
+    status, _, content = short.request("GET", "/metrics")
     message = json.loads(content)["error"]["message"]
     assert status == 500 and message == "the server has failed: FileNotFoundError"
 
