@@ -3,6 +3,8 @@ which parser reads an answer. The oracle for a content is `apply_chat_template`.
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,32 +89,31 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(
         assert plain == expected
 
 
-@pytest.mark.parametrize(
-    "content", [[{"type": "image_url", "image_url": {"url": "x"}, "text": "x"}], [5], [None]]
-)
-def test_parts_that_are_no_text_are_refused(tokenizer: Tokenizer, content: Any) -> None:
-    with pytest.raises(ApiError, match=r"messages\[0\]\.content must have parts of the types text"):
-        ChatPrompts(tokenizer, LOOP + BOTH + END).text([text(content)])
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}, "text": "x"}
+NO_TEXT = "messages[0].content must have parts of the types text"
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "content", "words"),
     [
-        (LOOP + "\n{{ 'a' + m.why }}" + END, "line 2 of the chat template needs m.why, which"),
-        ("{{ 'a' + messages[0]['name'] }}", "chat template needs messages[0]['name'], which"),
-        ("{{ messages[0].content.a.b.items() }}", "needs messages[0].content.a, which"),
-        ("{{ nothing.at.all }}", "chat template needs nothing, which is missing"),
-        ("{{ raise_exception('no, please') }}", "messages: no, please"),
-        ("{{ 'a' + 1 }}", "line 1 of the chat template: can only concatenate"),
-        ("{{ x", "unexpected end of template"),
+        *((LOOP + BOTH + END, [part], NO_TEXT) for part in (IMAGE, 5, None)),
+        # the variable of the template
+        (LOOP + "\n{{ 'a' + m.why }}" + END, "x", "line 2 of the chat template needs m.why, which"),
+        ("{{ 'a' + messages[0]['name'] }}", "x", "chat template needs messages[0]['name'], which"),
+        ("{{ messages[0].content.a.b.items() }}", "x", "needs messages[0].content.a, which"),
+        ("{{ nothing.at.all }}", "x", "chat template needs nothing, which is missing"),
+        ("{{ raise_exception('no, please') }}", "x", "messages: no, please"),
+        ("{{ 'a' + 1 }}", "x", "line 1 of the chat template: can only concatenate"),
+        ("{{ x", "x", "unexpected end of template"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_templates_variable(
-    tokenizer: Tokenizer, template: str, words: str
+def test_an_error_names_what_is_wrong(
+    tokenizer: Tokenizer, template: str, content: Any, words: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        ChatPrompts(tokenizer, template).text([text("x") | {"name": None}])
-    assert words in caught.value.message and caught.value.param == "messages"
+        ChatPrompts(tokenizer, template).text([text(content) | {"name": None}])
+    assert words in caught.value.message
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +144,11 @@ def test_where_in_the_prompt_the_answer_begins(
 def test_a_parser_that_is_named_decides(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture
 ) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    tools = tool_use([tool], "auto", None)
-    with pytest.raises(ApiError, match="--tool-call-parser"):
-        ChatPrompts(tokenizer, LOOP + TEXT + END).reader(tools, has_grammar=False)
+    tools = tool_use([{"type": "function", "function": {"name": "f"}}], "auto", None)
+    coder = "{% for t in tools %}<tool_call><function={{ t.function.name }}>{% endfor %}"
+    for template in LOOP + TEXT + END, coder + LOOP + TEXT + END:  # Qwen3-Coder's form
+        with pytest.raises(ApiError, match="--tool-call-parser"):
+            ChatPrompts(tokenizer, template).reader(tools, has_grammar=False)
     for template, parsers, has_reasoning in (
         (LOOP + TEXT + END, ("hermes", None), False),
         (LOOP + TEXT + END, ("hermes", "qwen3"), True),
@@ -157,9 +159,23 @@ def test_a_parser_that_is_named_decides(
         assert found == Reader(ToolUse({}, "auto"), has_reasoning)
         forced = chat.reader(tools, has_grammar=True)
         assert forced is not None and not forced.has_reasoning
-    assert parse_args(["--reasoning-parser=deepseek_r1"]).reasoning_parser == "deepseek_r1"
-    for flag, names in ("reasoning", ("deepseek_r1", "olmo3")), ("tool-call", ("hermes",)):
+    flags = ["--enable-auto-tool-choice", "--reasoning-parser=deepseek_r1"]
+    assert parse_args(flags).reasoning_parser == "deepseek_r1", "as at vLLM"
+    for flag, name in ("reasoning", "olmo3"), ("tool-call", "hermes"):
         with pytest.raises(SystemExit):
             parse_args([f"--{flag}-parser=mistral"])
         printed = capsys.readouterr().err
-        assert "mistral" in printed and all(name in printed for name in names)
+        assert "mistral" in printed and name in printed
+
+
+def test_a_models_own_template_is_used_unless_there_is_another() -> None:
+    apply = lambda messages, *, chat_template, **_: f"{chat_template} of {messages}"  # noqa: E731
+    source = SimpleNamespace(chat_template="own", apply_chat_template=apply)
+    tokenizer: Any = SimpleNamespace(source=source)
+    assert ChatPrompts(tokenizer).text([text("x")]).startswith("None of ")
+    config = {"role": "assistant", "content": None, "name": "x"}  # messages as they are
+    assert ChatPrompts(tokenizer, "a").text([config]) == f"a of {[config | {'content': ''}]}"
+    source.chat_template = None
+    with pytest.raises(ApiError, match="has no chat template") as caught:
+        ChatPrompts(tokenizer).text([text("x")])
+    assert (Path(__file__).parents[2] / caught.value.message.split()[-1]).is_file()

@@ -64,61 +64,50 @@ async def cancelled(awaitable: Any) -> None:
         await task
 
 
-async def test_a_refused_prompt_ends_the_others() -> None:
-    first, slow = Source(), Source(waits_first=True)
-
-    async def refused() -> AsyncIterator[RequestDelta]:
-        raise ValueError("no")
-        yield
-
-    requests = [first.deltas, refused(), slow.deltas]
-    with pytest.raises(ValueError, match="no"):
-        asyncio.get_running_loop().call_later(0.01, slow.go.set)
-        await accepted(requests)
-    await close_all(requests)
-    assert not first.is_open and not slow.is_open
+async def refused() -> AsyncIterator[RequestDelta]:
+    raise ValueError("no")
+    yield
 
 
-async def test_one_that_fails_ends_the_others() -> None:
-    for way in ("gathered", "merged"):
-        fails, other = Source(EngineError("broken")), Source()
-        requests = [other.deltas, fails.deltas]
-        first_outputs = await accepted(requests)
-        with pytest.raises(EngineError, match="broken"):
-            if way == "merged":
-                async for _ in merged(requests):
-                    pass
-            else:
-                other.go.set()
-                await gathered(first_outputs, requests)
-        await close_all(requests)
-        assert not fails.is_open and not other.is_open
+async def read_all(requests: list[AsyncIterator[RequestDelta]]) -> None:
+    async for _ in merged(requests):
+        pass
 
 
-async def test_cancelled_at_each_wait() -> None:
-    pair = [Source(), Source()]
-    requests = [source.deltas for source in pair]
-    first_outputs = await accepted(requests)
-    await cancelled(gathered(first_outputs, requests))
-    assert not any(source.is_open for source in pair)
+@pytest.mark.parametrize("way", ["accepted", "gathered", "merged"])
+async def test_one_that_fails_or_is_cancelled_ends_the_others(way: str) -> None:
+    """At each wait."""
+    for fails in True, False:
+        error = EngineError("broken") if fails else None
+        pair = [Source(), Source(error, waits_first=way == "accepted")]
+        requests = [source.deltas for source in pair]
+        if way == "accepted":
+            awaited = accepted([*requests, refused()] if fails else requests)
+            if fails:
+                asyncio.get_running_loop().call_later(0.01, pair[1].go.set)
+        elif way == "gathered":
+            awaited = gathered(await accepted(requests), requests)
+        else:
+            await accepted(requests)
+            awaited = read_all(requests)
+        if fails:
+            pair[0].go.set()
+            with pytest.raises((EngineError, ValueError)):
+                await awaited
+        else:
+            await cancelled(awaited)
+        if fails or way == "accepted":
+            await close_all(requests)
+        assert not any(source.is_open for source in pair), fails
 
-    for source in (pair := [Source(), Source()]):
-        await anext(source.deltas)
 
-    async def read() -> None:
-        async for _ in merged([source.deltas for source in pair]):
-            pass
-
-    await cancelled(read())
-    assert not any(source.is_open for source in pair)
-
+async def test_who_leaves_is_not_waited_for() -> None:
     assert await unless_disconnected(leaves, asyncio.sleep(5)) is None
     slow = Source(waits_first=True)
     assert await unless_disconnected(leaves, accepted([slow.deltas])) is None
     assert not slow.is_open
-    await cancelled(
-        unless_disconnected(never, accepted([(slow := Source(waits_first=True)).deltas]))
-    )
+    slow = Source(waits_first=True)
+    await cancelled(unless_disconnected(never, accepted([slow.deltas])))
     assert not slow.is_open
 
 

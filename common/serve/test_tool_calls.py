@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.requests.output_processor import RequestMetrics
-from common.serve.__main__ import parse_args
-from common.serve.app import ServeConfig
+from common.serve.answers import Answer
 from common.serve.chat import ChatPrompts
-from common.serve.conftest import MODEL, TEMPLATE, Running, running
+from common.serve.conftest import MODEL, Running
 from common.serve.deltas import CompletionDelta, RequestDelta
-from common.serve.errors import ApiError
-from common.serve.tool_calls import Reader, Reply, ToolUse, tool_use
+from common.serve.tool_calls import Reader, Reply, ToolUse
+from common.serve.wire import GenerateBody
 from request import SamplingParams
 
 WEATHER = {
@@ -45,6 +44,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
+PATH = "/v1/chat/completions"
 NAMED: Any = {"function": {"name": "home.switch", "strict": True}, "x": 1}  # no type, more keys
 FORMAT: Any = {"type": "json_object"}
 MESSAGES: Any = [{"role": "user", "content": "x"}]
@@ -77,11 +77,12 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<\\\\"}}\n</tool_call
 AUTO = ToolUse({}, "auto")
 
 
-@pytest.fixture(scope="module")
-def hermes() -> Iterator[Running]:
-    with running(ServeConfig(MODEL, chat_template=HERMES)) as found:
-        yield found
-        assert found.is_idle()
+@pytest.fixture
+def hermes(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """The same server, with a template that has tools."""
+    chat = ChatPrompts(server.llm.tokenizer, HERMES)
+    monkeypatch.setattr(server.app.state.server, "chat", chat)
+    return server
 
 
 def client(server: Running) -> Any:
@@ -247,48 +248,36 @@ def test_of_some_templates_the_prompt_opens_the_reasoning() -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_forced_call_has_the_schema_of_its_function(
-    template_server: Running, choice: Any, is_parallel: bool
+    server: Running, choice: Any, is_parallel: bool
 ) -> None:
     """The model and its template know nothing of tools: the grammar alone forces the calls."""
-    body_fields = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
-    body_fields |= {"tool_choice": choice, "parallel_tool_calls": is_parallel}
+    chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+    chat |= {"tool_choice": choice, "parallel_tool_calls": is_parallel, "temperature": 1.0}
     # As agents send: a stop string that does not occur, and a format, which the tools replace.
-    body_fields |= {"stop": ["\nObservation:"], "response_format": FORMAT}
-    names = set()
-    for seed in range(4):
-        whole = client(template_server).create(**body_fields, seed=seed, temperature=1.0)
+    chat |= {"stop": ["\nObservation:"], "response_format": FORMAT}
+    names, reason = set(), "stop" if choice == NAMED else "tool_calls"
+    for seed in range(2):
+        whole = client(server).create(**chat, seed=seed)
         assert whole.ignored_fields == ["response_format"]
-        answer = whole.choices[0]
-        assert answer.finish_reason == ("stop" if choice == NAMED else "tool_calls")
-        assert answer.message.content is None and answer.stop_reason is None
-        calls = answer.message.tool_calls
-        assert len(calls) == 1 or is_parallel
-        for call in calls:
+        message = whole.choices[0].message
+        assert whole.choices[0].finish_reason == reason and message.content is None
+        assert len(message.tool_calls) == 1 or is_parallel
+        for call in message.tool_calls:
             jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-        names |= {call.function.name for call in calls}
-        with client(template_server).stream(**body_fields, seed=seed, temperature=1.0) as events:
+            names.add(call.function.name)
+        with client(server).stream(**chat, seed=seed) as events:
             final = events.get_final_completion().choices[0]
-        assert final.finish_reason == answer.finish_reason
-        streamed = [call.function for call in final.message.tool_calls]
-        assert [(f.name, f.arguments) for f in streamed] == [
-            (call.function.name, call.function.arguments) for call in calls
+        assert final.finish_reason == reason
+        streamed = [
+            (call.function.name, call.function.arguments) for call in final.message.tool_calls
         ]
-    assert names == ({"home.switch"} if choice == NAMED else set(SCHEMAS))
-
-
-@pytest.mark.parametrize(
-    ("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"]
-)
-def test_a_stop_string_cuts_a_forced_call(
-    template_server: Running, choice: Any, reason: str
-) -> None:
-    """The arguments are then not valid JSON, as in vLLM."""
-    chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS[1:], "tool_choice": choice}
-    chat |= {"stop": ["is_on"], "max_tokens": 120, "temperature": 0}
-    found = client(template_server).create(**chat).choices[0]
-    assert (found.finish_reason, found.stop_reason) == (reason, "is_on")
-    (call,) = found.message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("home.switch", '{"')
+        assert streamed == [(c.function.name, c.function.arguments) for c in message.tool_calls]
+    assert names <= ({"home.switch"} if choice == NAMED else SCHEMAS.keys())
+    # A stop string cuts the arguments, which are then not valid JSON, as in vLLM.
+    chat |= {"stop": ["is_on"], "temperature": 0, "tools": TOOLS[1:]}
+    cut = client(server).create(**chat).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == (reason, "is_on")
+    assert cut.message.tool_calls[0].function.arguments == '{"'
 
 
 def test_a_reference_in_a_value_is_no_reference() -> None:
@@ -307,65 +296,53 @@ def test_calls_are_found_in_a_text(
     hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
-    body_fields: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-    body_fields |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
-    whole = client(hermes).create(**body_fields)
+    chat: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    chat |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
+    whole = client(hermes).create(**chat)
     assert whole.ignored_fields == ["structured_outputs"]
-    answer = whole.choices[0]
-    message = answer.message
-    assert answer.finish_reason == ("tool_calls" if reason == "stop" else "length")
+    ((message, end),) = [(choice.message, choice.finish_reason) for choice in whole.choices]
+    assert end == ("tool_calls" if reason == "stop" else "length")
     assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
     assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
-    with client(hermes).stream(**body_fields) as events:
+    with client(hermes).stream(**chat) as events:
         chunks = [event.chunk for event in events if event.type == "chunk"]
     assert chunks[0].ignored_fields == ["structured_outputs"]
-    deltas = [chunk.choices[0] for chunk in chunks]
-    assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == answer.finish_reason
-    assert not any(choice.finish_reason for choice in deltas[:-1])
-    first, *later = [call for c in deltas for call in c.delta.tool_calls or () if call.index == 1]
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [end]
+    first, *later = [c for one in choices for c in one.delta.tool_calls or () if c.index == 1]
     assert (first.type, first.function.name) == ("function", "f")
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
-    arguments = first.function.arguments + "".join(call.function.arguments for call in later)
-    assert arguments == F["arguments"] and len(later) > 3, "as they come"
-    body_fields["extra_body"] = {"structured_outputs": {"json": None}}  # an unused option
-    assert not hasattr(client(hermes).create(**body_fields), "ignored_fields")
-    del body_fields["extra_body"]
+    assert len(later) > 3, "as they come"
     for fields in {"tool_choice": "none"}, {"tools": None}:
-        whole = client(hermes).create(**body_fields | fields)
+        whole = client(hermes).create(model=MODEL, messages=MESSAGES, **fields)
         assert not hasattr(whole, "ignored_fields")
         message = whole.choices[0].message
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
+    _, answer = hermes.post(PATH, {"messages": MESSAGES, "include_reasoning": False})
+    assert answer["choices"][0]["message"].keys() == {"role", "refusal", "content"}
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ('{"x": 1, "y": "z"}', " x=1 y=z"),
-        ({"x": 1}, " x=1"),
-        # no JSON of an object, so {} as in vLLM
-        *((text, "") for text in ("", " ", "null", "[]", "[1]", '"x"', "5", "true", "None", "{}")),
-        *((text, "") for text in ('{"x": "half', "{", '{"x": 1}{"y": 2}', '{"x": 1 "y": 2}', "'")),
-        *((text, "") for text in ('{"x": "a "b""}', '{"x": "a\nb"}', '{"x": "\\ud800"}')),
-        *((text, "") for text in ("[" * 9999, '{"x":' * 9999, f'{{"x": {"9" * 9999}}}')),
-        *((value, "") for value in (None, {}, [], [{"x": 1}], 0, 5, 1.5, True, False)),
-    ],
-    ids=range(32),
-)
-def test_histories_and_tools_reach_the_template(
-    hermes: Running, arguments: Any, shown: str
-) -> None:
-    function = {"name": "f", "arguments": arguments}
-    messages = [*MESSAGES, {"role": "assistant", "content": None, "reasoning": "why"}]
-    messages[1]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
-    messages += [{"role": "tool", "tool_call_id": "1", "content": "9"}]
-    chat = {"messages": messages, "tools": TOOLS, "enable_thinking": False}
-    for path, name in ("/tokenize", "tokens"), ("/v1/chat/completions/render", "token_ids"):
-        text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
-        tools, _, call_text = text.partition(" as <tool_call>")
-        assert json.loads(tools) == TOOLS
-        answer = f"assistant:<think>why</think><tool_call>f{shown}"
-        assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>")
-    assert function["arguments"] == arguments
+def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
+    """Trap 98: what is no JSON of an object is {}, as in vLLM."""
+    wrong: list[Any] = ["", " ", "null", "[]", "[1]", '"x"', "5", "true", "None", "{}", "'", "{"]
+    wrong += ['{"x": "half', '{"x": 1}{"y": 2}', '{"x": 1 "y": 2}', '{"x": "a "b""}']
+    wrong += ['{"x": "a\nb"}', '{"x": "\\ud800"}', "[" * 9999, '{"x":' * 9999]
+    wrong += [f'{{"x": {"9" * 9999}}}', None, {}, [], [{"x": 1}], 0, 5, 1.5, True, False]
+    for arguments, shown in (
+        *(('{"x": 1, "y": "z"}', " x=1 y=z"), ({"x": 1}, " x=1")),
+        *((one, "") for one in wrong),
+    ):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}
+        messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "9"}]
+        chat = {"messages": messages, "tools": TOOLS, "enable_thinking": False}
+        for path, name in ("/tokenize", "tokens"), (f"{PATH}/render", "token_ids"):
+            text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
+            tools, _, call_text = text.partition(" as <tool_call>")
+            assert json.loads(tools) == TOOLS
+            answer = f"assistant:<think>why</think><tool_call>f{shown}"
+            assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>"), arguments
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -399,35 +376,15 @@ def test_an_agent_sends_back_what_it_got(
     assert turn("9").content == "9"
 
 
-def test_a_template_that_ignores_tools(
-    template_server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_that_ignores_tools(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     chat: Any = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 1}
-    template_server.app.state.server.chat.__dict__.pop("_shown_tool", None)
+    server.app.state.server.chat.__dict__.pop("_shown_tool", None)
     for choice in {}, {"tool_choice": "auto"}:
-        status, answer = template_server.post("/v1/chat/completions", chat | choice)
+        status, answer = server.post(PATH, chat | choice)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert "required" in answer["error"]["message"]
-    for _ in range(2):
-        forced = chat | {"tool_choice": "required"}
-        assert template_server.post("/v1/chat/completions", forced)[0] == 200
+        assert server.post(PATH, chat | {"tool_choice": "required"})[0] == 200
     assert caplog.text.count("ignores tools") == 1
-
-
-def test_the_template_writes_the_format_that_is_parsed(hermes: Running) -> None:
-    def reader(template: str, choice: str = "none") -> Reader | None:
-        chat = ChatPrompts(hermes.llm.tokenizer, template)
-        return chat.reader(tool_use(TOOLS, choice, None), has_grammar=False)
-
-    coder = HERMES.replace('{"name"', "<function=")  # Qwen3-Coder's form, within the same marks
-    for template in TEMPLATE, coder:
-        with pytest.raises(ApiError, match="tools"):
-            reader(template, "auto")
-    typed = {"type": "function", "function": {"name": "home.switch"}}
-    assert tool_use(TOOLS, NAMED, None) == tool_use(TOOLS, typed, None)
-    assert reader(TEMPLATE) is None and reader(HERMES) == Reader(ToolUse({}), True)
-    flags = ["--enable-auto-tool-choice", "--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
-    assert parse_args(flags).reasoning_parser == "qwen3", "as at vLLM, and not needed"
 
 
 def test_marks_that_are_special_tokens_are_not_skipped(
@@ -443,18 +400,29 @@ def test_marks_that_are_special_tokens_are_not_skipped(
         assert requested_params[-1].skip_special_tokens is is_skipped
 
 
-def test_a_thought_that_the_prompt_has_begun_can_be_left_out(
-    hermes: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says(hermes, monkeypatch, "so\n</think>\n\nhi")
-    begun = {"role": "assistant", "content": "<think>\nwhy and"}
-    chat: Any = {"messages": [*MESSAGES, begun], "continue_final_message": True}
-    for shows in True, False:
-        expected = {"reasoning_content": "so", "reasoning": "so"} if shows else {}
-        sent = chat | {"include_reasoning": shows}
-        _, answer = hermes.post("/v1/chat/completions", sent)
-        message = {"role": "assistant", "refusal": None, "content": "hi"}
-        assert answer["choices"][0]["message"] == message | expected
-        chunks = [c for c in hermes.events("/v1/chat/completions", sent) if c is not None]
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert joined(deltas[1:]) == {"content": "hi"} | expected
+@pytest.mark.parametrize(
+    ("text", "end", "num"),
+    [
+        ("<think>\nab\n</think>c", "", 4),  # line breaks are tokens, marks do not count
+        ("ab</think>c</think>", "<think>", 2),
+        ("ab</thin", "<think>", 8),
+        ("ab</think>c", "", 0),
+        ('ab<tool_call>{"name": "f", "arguments": {}}</tool_call></think>c', "<think>", 2),
+        ("ab<tool_call>x</think>c", "<think>", len("ab<tool_call>x")),
+    ],
+)
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_tokens_of_a_thought_are_counted(text: str, end: str, num: int, shows: bool) -> None:
+    """Whether or not they are shown, and wherever a stream is cut."""
+    letters: Any = SimpleNamespace(token_bytes=lambda i: chr(i).encode(), special_ids=())
+    for size in (1, 3, 100):
+        one = Answer("chat", "m", letters, GenerateBody(), SamplingParams(), reader=None)
+        one.reader, one.prompt_end = Reader(AUTO, True, shows), end
+        sent = one.chunks(0, RequestDelta("x", prompt_token_ids=[5]))
+        for i in range(0, len(text), size):
+            new, reason = text[i : i + size], "stop" if i + size >= len(text) else None
+            delta = CompletionDelta(0, new, [*map(ord, new)], None, reason)
+            sent += one.chunks(0, RequestDelta("x", {0: delta}))
+        details = one.usage_chunk()["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": num}
+        assert any("reasoning" in c["choices"][0]["delta"] for c in sent) == (shows and num > 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import defaultdict
@@ -14,7 +13,6 @@ from typing import Any
 import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.responses import Response
 
 from common.engine_config import SHIPPED_CHECKPOINT, EngineStats
 from common.llm import LLM, SamplingParams
@@ -26,7 +24,7 @@ from common.serve.app import ServeConfig, make_app
 from common.serve.conftest import MODEL, Running, metrics_of
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.large_json import json_chunks, to_json
-from common.serve.wire import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from common.serve.wire import GenerateBody
 
 TOKENIZER = load_tokenizer(SHIPPED_CHECKPOINT)
 PROMPT = "def fibonacci(n):\n    if n"
@@ -317,40 +315,6 @@ def test_where_a_request_says_nothing_the_models_makers_do(
     monkeypatch.setattr("common.serve.app.sampling_defaults", lambda config: {"top_k": 5})
     app, _ = make_app(server.llm, ServeConfig(MODEL))
     assert app.state.server.defaults == {"top_k": 5}
-
-
-def test_many_tokens_do_not_hold_up_the_loop(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An answer is written here: FastAPI looks at each item of a list, for ten times as long. And
-    between two prompts of a request the loop may do something else."""
-    routes = server.app.state.server
-    request: Any = SimpleNamespace(client=None, state=SimpleNamespace(num_body_bytes=1))
-    encode, turns, seen = server.llm.tokenizer.encode, 0, list[int]()
-    noting = lambda *suffix: seen.append(turns) or encode(*suffix)  # noqa: E731
-    monkeypatch.setattr(server.llm.tokenizer, "encode", noting)
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def answers() -> list[Any]:
-        turning = asyncio.ensure_future(turn())
-        try:
-            return [
-                await routes.render_completion(CompletionBody(prompt=["a", "b", "c"]), request),
-                await routes.render_chat(ChatBody.model_validate(CHAT), request),
-                await routes.tokenize(TokenizeBody(prompt="x"), request),
-                await routes.detokenize(DetokenizeBody(tokens=[5])),
-            ]
-        finally:
-            turning.cancel()
-
-    found = asyncio.run_coroutine_threadsafe(answers(), server.loop).result(60)
-    assert all(isinstance(answer, Response) for answer in found)
-    assert len(set(seen[:3])) == 3, seen
 
 
 # -- numbers that JSON does not have, and JSON in parts
