@@ -280,13 +280,6 @@ async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPa
     llm.close()
 
 
-async def test_a_given_id_is_not_made_for_another(llm: AsyncLLM) -> None:
-    name = f"request-{llm._num_requests + 2}"
-    first = await begun(llm, request_id=name)
-    assert (await whole(llm, [5])).request_id != name
-    await first.aclose()
-
-
 async def test_a_call_may_raise_anything(llm: AsyncLLM) -> None:
     """A future takes no `StopIteration`; the others of the same hand-over get theirs."""
     ends = lambda engine: next(iter(()))  # noqa: E731

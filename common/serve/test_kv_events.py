@@ -3,11 +3,10 @@ vLLM's, and a reader that misses messages recovers their contents."""
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from block_pool import Block, BlockPool
+from block_pool import BlockPool
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve.conftest import wait_for
@@ -139,35 +138,6 @@ def test_a_chain_is_one_event_behind_its_parent(monkeypatch: pytest.MonkeyPatch)
         assert len(batch) <= 2 and (len(batch) == 1 or sum(sizes) <= 12)
         index.apply(pack_batch(batch, 0.0))
     assert index.prefixes() == prefixes_of(cache)
-
-
-class Failing:
-    """Another listener, whose disk is full."""
-
-    def block_cached(self, *_: object) -> None:
-        """Hears it."""
-
-    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        raise OSError("no space left on device")
-
-    blocks_invalidated = blocks_evicted
-
-
-def test_an_error_of_another_listener_reaches_the_stream() -> None:
-    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
-    cache.listener = Failing()
-    changes, index = observed(cache)
-    cache.cache_computed_blocks(list(range(10)))
-    check(changes, index, cache)
-    with pytest.raises(OSError):
-        cache.evict(2)
-    check(changes, index, cache)
-    with pytest.raises(OSError):
-        cache.invalidate(next(iter(cache.cached_prefixes())).block)
-    other, _ = observed(cache)  # what comes while it is taken out is not taken
-    changes.take_out()
-    other.take_out()
-    assert isinstance(cache.listener, Failing) and take(changes, index) == [CLEARED]
 
 
 # -- an engine's
@@ -405,32 +375,6 @@ def test_a_reader_that_pauses_misses_nothing(
     assert not publisher._thread.is_alive() and not source.batches
     for address in addresses:
         wait_until_free(address)
-
-
-@pytest.mark.parametrize(("num", "first", "num_anew"), [(5, 2, 1), (5, 3, 0), (0, 0, 0)])
-def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
-    num: int, first: int, num_anew: int, publish: Publish
-) -> None:
-    source = Scripted([[CLEARED]] * num)
-    publisher, reader = publish(source, buffer_steps=2)
-    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
-    publisher.start()
-    publisher.close()
-    assert source.num_anew == num_anew
-
-
-def test_it_ends_with_its_engine_also_in_its_own_thread(addresses: tuple[str, str], loaded) -> None:
-    """Where the collector finds its engine there."""
-    source = Scripted([])
-    publisher = EventPublisher(source, addresses[0])
-    source.take = lambda: publisher.close() or iter(())
-    publisher.start()
-    of_engine = KVEvents(engine_of(loaded, "hash"), LOOPBACK).publisher
-    gc.collect()
-    for one in publisher, of_engine:
-        one._thread.join(LIMIT_S)
-        assert not one._thread.is_alive()
-    assert source.num_anew == 0
 
 
 # -- an engine's publisher

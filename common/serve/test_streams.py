@@ -64,51 +64,36 @@ async def cancelled(awaitable: Any) -> None:
         await task
 
 
-async def refused() -> AsyncIterator[RequestDelta]:
-    raise ValueError("no")
-    yield
-
-
-async def read_all(requests: list[AsyncIterator[RequestDelta]]) -> None:
-    async for _ in merged(requests):
-        pass
-
-
 @pytest.mark.parametrize("way", ["accepted", "gathered", "merged"])
-async def test_one_that_fails_or_is_cancelled_ends_the_others(way: str) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+async def test_one_that_fails_or_is_cancelled_ends_the_others(way: str, fails: bool) -> None:
     """At each wait."""
-    for fails in True, False:
-        error = EngineError("broken") if fails else None
-        pair = [Source(), Source(error, waits_first=way == "accepted")]
-        requests = [source.deltas for source in pair]
-        if way == "accepted":
-            awaited = accepted([*requests, refused()] if fails else requests)
-            if fails:
-                asyncio.get_running_loop().call_later(0.01, pair[1].go.set)
-        elif way == "gathered":
-            awaited = gathered(await accepted(requests), requests)
-        else:
-            await accepted(requests)
-            awaited = read_all(requests)
-        if fails:
-            pair[0].go.set()
-            with pytest.raises((EngineError, ValueError)):
-                await awaited
-        else:
-            await cancelled(awaited)
-        if fails or way == "accepted":
+    last = Source(EngineError("broken") if fails else None, waits_first=way == "accepted")
+    pair = [Source(), last]
+    requests = [source.deltas for source in pair]
+
+    async def awaited() -> None:
+        try:
+            if way == "accepted" and not fails:
+                await unless_disconnected(never, accepted(requests))
+            first_outputs = await accepted(requests)
+            if way == "gathered":
+                await gathered(first_outputs, requests)
+            async for _ in merged(requests):
+                pass
+        finally:
             await close_all(requests)
-        assert not any(source.is_open for source in pair), fails
 
-
-async def test_who_leaves_is_not_waited_for() -> None:
-    assert await unless_disconnected(leaves, asyncio.sleep(5)) is None
+    if fails:
+        asyncio.get_running_loop().call_later(0.01, last.go.set)
+        pair[0].go.set()
+        with pytest.raises(EngineError, match="broken"):
+            await awaited()
+    else:
+        await cancelled(awaited())
+    assert not any(source.is_open for source in pair)
     slow = Source(waits_first=True)
-    assert await unless_disconnected(leaves, accepted([slow.deltas])) is None
-    assert not slow.is_open
-    slow = Source(waits_first=True)
-    await cancelled(unless_disconnected(never, accepted([slow.deltas])))
-    assert not slow.is_open
+    assert await unless_disconnected(leaves, accepted([slow.deltas])) is None and not slow.is_open
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 0.001])
