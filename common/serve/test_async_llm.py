@@ -8,12 +8,13 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from queue import Queue, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineStats
@@ -41,7 +42,13 @@ from common.serve.engine_loop import (
     EngineLoop,
     EngineStopped,
 )
-from common.serve.fair_thread import MAX_SHORT, FairThread, text_thread
+from common.serve.streams import (
+    HEARTBEAT,
+    EventStream,
+    accepted,
+    gathered,
+    within,
+)
 
 PROMPT = "def fibonacci(n):\n    if n"
 FEW, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -203,28 +210,6 @@ async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
     assert await is_clean(llm) and llm.adapters == []
 
 
-async def test_a_step_hands_over_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    received, receive = list[object](), llm._receive
-    monkeypatch.setattr(llm, "_receive", lambda update: received.append(update) or receive(update))
-    steps = (await llm.call(LLMEngine.stats)).num_steps
-    received.clear()
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
-    monkeypatch.setattr(llm, "default_sampling_params", params)
-    each = (whole(llm, [5 + i, 6], None) for i in range(20))  # takes the model's  # pyright: ignore[reportArgumentType]
-    assert {len(one.completions[0].token_ids) for one in await asyncio.gather(*each)} == {10}
-    num_handed_over = len(received)
-    num_steps = (await llm.call(LLMEngine.stats)).num_steps - steps
-    assert num_handed_over <= num_steps + 1 < 20 * 10  # the call's own answer may be one
-
-
-async def test_queue_time_includes_the_wait_for_the_step_that_runs(llm: AsyncLLM) -> None:
-    step = asyncio.ensure_future(llm.call(lambda _: time.sleep(0.2)))
-    await asyncio.sleep(0)
-    metrics = (await whole(llm, PROMPT)).metrics
-    await step
-    assert metrics is not None and metrics.queue_time is not None and metrics.queue_time > 0.15
-
-
 async def test_a_long_prompt_delays_no_other_request(llm: AsyncLLM) -> None:
     """Not even by Python's lock."""
     text, num_turns = "x = 1\n" * 15_000, 0
@@ -278,15 +263,6 @@ async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPa
     assert (await whole(llm, PROMPT, EACH[3], adapter="x")).error is None
     assert (await whole(llm, PROMPT, EACH[3])).completions == before.completions
     llm.close()
-
-
-async def test_a_call_may_raise_anything(llm: AsyncLLM) -> None:
-    """A future takes no `StopIteration`; the others of the same hand-over get theirs."""
-    ends = lambda engine: next(iter(()))  # noqa: E731
-    calls = llm.call(ends), llm.call(lambda engine: engine.adapters), whole(llm, [5])
-    found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-    error, adapters, total = found
-    assert isinstance(error, RuntimeError) and adapters == [] and isinstance(total, RequestDelta)
 
 
 # -- its end
@@ -538,38 +514,6 @@ def test_how_it_ended_is_said(steps: Any, kind: type | None, says: str, num_step
         assert set(last.completions) == {0, 1}
 
 
-def test_concurrent_requests_start_together_and_the_loop_waits_only_briefly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where the engine was idle, and by how long a step takes there."""
-
-    def first_step(step_s: float, pause_s: float, max_seqs: int) -> int:
-        """How many have come by then, of `most` with a pause between two."""
-        engine, begun = Engine(lambda _: begun.set(), ends("stop")), threading.Event()
-        engine.loop.made.result()
-        engine.loop._step_s = step_s
-        num_asked = 0
-        while num_asked < max_seqs and not begun.is_set():
-            engine.add(str(num_asked))
-            num_asked += 1
-            begun.wait(pause_s)
-        assert begun.wait(20)
-        engine.loop.close()
-        return num_asked
-
-    assert first_step(1000.0, 0.5, 2) == 1, "a compilation, say: that is no measure"
-    monkeypatch.setattr("common.serve.engine_loop.MAX_GATHER_GAP_S", 0.5)
-    assert first_step(20.0, 0.01, 3) == 3
-    assert 1 < first_step(2.0, 0.001, 5000) < 5000
-    assert first_step(0.01, 0.5, 2) == 1
-    engine, gathered = Engine(lambda _: None, ends("stop")), list[int]()
-    engine.loop._gather = lambda: gathered.append(engine.num_steps)
-    engine.add("x")
-    engine.ended(1)
-    engine.loop.close()
-    assert gathered == [0], "not where steps follow each other"
-
-
 def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
     is_full, order = threading.Event(), list[str]()
@@ -590,18 +534,6 @@ def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(map(len, "".join(order).split())) <= 12, order
 
 
-def test_a_crowd_of_requests_to_a_dead_engine_gets_its_error() -> None:
-    """All of it, without another message that would wake the thread up."""
-    engine = Engine(*[fails(GONE)] * MAX_FAILURES)
-    engine.add("first")
-    add = engine.loop._add
-    engine.loop._add = lambda *arguments: time.sleep(MAX_ADD_S) or add(*arguments)
-    engine.ended(1)
-    engine.add("0", "1", "2")
-    assert {delta.request_id for delta in engine.ended(3)} == {"0", "1", "2"}
-    engine.loop.close()
-
-
 def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 96: in CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the
     processor for longer than the timeout before the wait. Here it always does."""
@@ -619,29 +551,129 @@ def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.Monk
     engine.loop.close()
 
 
-# -- threads of texts
+# -- streams: a disconnect at any point of an answer
 
 
-async def test_clients_take_turns_and_a_short_text_waits_for_no_long_one() -> None:
-    thread = FairThread("test")
-    may_go, order = threading.Event(), list[str]()
+class Source:
+    """A request of which one delta comes at once, and the next when `go` is set."""
 
-    def work(name: str) -> str:
-        may_go.wait(20)
-        order.append(name)
-        return name
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_open, self.go, self.error = False, asyncio.Event(), error
+        self.deltas = self._deltas()
 
-    def begin(client: str | None, name: str) -> asyncio.Future[str]:
-        return asyncio.ensure_future(thread.run(client, work, name))
+    async def _deltas(self) -> AsyncIterator[RequestDelta]:
+        self.is_open = True
+        try:
+            yield RequestDelta("x", prompt_token_ids=[1])
+            if self.error is not None:
+                raise self.error
+            await self.go.wait()
+            yield RequestDelta("x", {0: CompletionDelta(0, "a", [1])}, finished=True)
+        finally:
+            await asyncio.sleep(0)
+            self.is_open = False
 
-    calls = [begin("a", f"a{i}") for i in range(4)]
-    calls += [begin("b", f"b{i}") for i in range(2)]
-    calls += [begin(None, "free"), begin(None, "free")]
-    long = asyncio.ensure_future(text_thread(MAX_SHORT + 1).run("a", may_go.wait, 20))
-    assert await asyncio.wait_for(text_thread(MAX_SHORT).run("a", len, "xy"), 20) == 2
-    assert not long.done()
-    calls.pop(1).cancel()  # its client has left: the next one has its turn
-    may_go.set()
-    found = await asyncio.gather(*calls)
-    assert order == ["a0", "b0", "free", "free", "a2", "b1", "a3"], order
-    assert sorted(found) == sorted(order) and not thread._turns and await long
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def leaves() -> Message:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
+async def cancelled(awaitable: Any) -> None:
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_one_that_fails_or_is_cancelled_ends_the_others() -> None:
+    for fails in True, False:
+        pair = [Source(), Source(EngineError("broken") if fails else None)]
+        requests = [source.deltas for source in pair]
+        first_outputs = await accepted(requests)
+        if fails:
+            pair[0].go.set()
+            with pytest.raises(EngineError, match="broken"):
+                await gathered(first_outputs, requests)
+        else:
+            await cancelled(gathered(first_outputs, requests))
+        assert not any(source.is_open for source in pair)
+
+
+@pytest.mark.parametrize("heartbeat_s", [None, 0.001])
+@pytest.mark.parametrize("ending", ["leaves", "cancelled", "head", "at once"])
+async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, ending: str) -> None:
+    """Its reader reads nothing: it waits in the middle of sending."""
+    source, is_closed = Source(), False
+    await anext(source.deltas)
+
+    async def events() -> AsyncIterator[bytes]:
+        nonlocal is_closed
+        try:
+            yield b"first"
+            async for _ in source.deltas:
+                yield b"more"
+        finally:
+            await asyncio.sleep(0)
+            is_closed = True
+
+    async def send(message: Message) -> None:
+        is_head = message["type"] == "http.response.start"
+        if is_head and ending == "head":
+            raise OSError
+        if not is_head and (heartbeat_s is None or message["body"] != b"first"):
+            await asyncio.Event().wait()
+
+    async def at_once() -> Message:
+        return {"type": "http.disconnect"}
+
+    receive = {"leaves": leaves, "at once": at_once}.get(ending, never)
+    call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
+    if ending == "cancelled":
+        await cancelled(call)
+    elif ending == "head":
+        with pytest.raises(OSError):
+            await call
+    else:
+        await call
+    assert not source.is_open and (is_closed or ending == "head")
+
+
+async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
+    source, sent = Source(), list[bytes | None]()
+    await anext(source.deltas)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for _ in source.deltas:
+            yield b"late"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body"))
+        if sent.count(HEARTBEAT) == 2:
+            source.go.set()
+
+    stream = EventStream(events(), 0.001, [source.deltas])
+    await asyncio.wait_for(stream({}, never, send), 20)
+    assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_cancellation_that_comes_with_the_result_is_not_ignored(num_turns: int) -> None:
+    """Otherwise a viewer that leaves as an update arrives is never forgotten."""
+    has_result = asyncio.Event()
+    task = asyncio.ensure_future(within(60, has_result.wait()))
+    await asyncio.sleep(0.01)
+    has_result.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if task.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task is True and num_turns > 2

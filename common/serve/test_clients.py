@@ -6,32 +6,26 @@ import asyncio
 import errno
 import json
 import os
-import random
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
-from common.requests.gc_utils import freeze_gc_heap
 from common.serve.__main__ import main as command
 from common.serve.app import ServeConfig
 from common.serve.conftest import (
     MODEL,
-    SMALL,
     Running,
     fail_next,
     posted,
@@ -60,11 +54,11 @@ def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LL
     async def all_of_them() -> list[str]:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as one:
+            create = partial(one.completions.create, model=MODEL, max_tokens=10, temperature=0)
 
             async def read(prompt: str) -> str:
-                fields: dict[str, Any] = {"temperature": 0, "max_tokens": 10, "stream": True}
-                stream = await one.completions.create(model=MODEL, prompt=prompt, **fields)
-                return "".join([chunk.choices[0].text async for chunk in stream])
+                chunks = await create(prompt=prompt, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in chunks])
 
             return await asyncio.gather(*map(read, prompts))
 
@@ -89,8 +83,6 @@ def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> No
     one = client(server)
     with pytest.raises(openai.NotFoundError):
         one.completions.create(model="gpt-4", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        one.completions.create(model=MODEL, prompt="x", temperature=-1)
     too_long: list[Any] = [[1] * 5000, "def " * 5000, ["x", "x" * 1_000_000]]
     for prompt in too_long:
         with pytest.raises(openai.BadRequestError, match="at most") as caught:
@@ -191,15 +183,9 @@ def test_a_full_disk_is_said_at_the_start_and_never_later(
 ) -> None:
     """All of a tier's file is reserved: a page that has no place would end the process."""
     path, tiers = tmp_path / "kv", {"host_blocks": 2, "disk_blocks": 30}
-    prompts = [f"# {i}\n" + "def f(x):\n    return x\n" * 6 for i in range(6)] * 2
-    with running(num_blocks=20, kv_tiers=KVTierConfig(**tiers, disk_path=path)) as server:
+    with running(num_blocks=20, kv_tiers=KVTierConfig(**tiers, disk_path=path)):
         kept = path.stat()
         assert kept.st_blocks * 512 >= kept.st_size > 0
-        fields, texts = {"max_tokens": 6, "temperature": 0}, list[str]()
-        for prompt in prompts:
-            _, answer = server.post("/v1/completions", fields | {"prompt": prompt})
-            texts.append(answer["choices"][0]["text"])
-        assert texts[:6] == texts[6:] and server.is_idle()
     path.unlink()
 
     def full(*_: int) -> None:
@@ -329,7 +315,7 @@ def test_kv_events_of_a_server_are_heard() -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         address = re.search(r"are at (\S+)", log)
-        assert address is not None
+        assert address is not None and "anyone who can reach it reads the token ids" in log
         one, heard = client_of(log), listen(address[1])
 
         def hear(kind: str) -> Event:
@@ -346,98 +332,3 @@ def test_kv_events_of_a_server_are_heard() -> None:
         process.send_signal(signal.SIGTERM)
         assert pool.submit(hear, "AllBlocksCleared").result(120)
         assert process.wait(120) == 0
-
-
-# -- a thousand
-
-NUM_STREAMS = 1000
-FLAT_BYTES = 32 << 20  # between two rounds of the same work, the first of which has warmed it up
-MAX_LAG_S = 0.05  # of 999 turns of the loop in 1,000; the longest ever may take ten times that
-
-
-def rss() -> int:
-    return psutil.Process().memory_info().rss
-
-
-async def measure_lag(lags: list[float]) -> None:
-    """How much later than asked for the loop comes back."""
-    while True:
-        begin = time.perf_counter()
-        await asyncio.sleep(0.005)
-        lags.append(time.perf_counter() - begin - 0.005)
-
-
-async def ask_all(port: int, prompts: list[str], seed: int) -> dict[int, str]:
-    """The texts of those that stay; every second one leaves at a random moment."""
-    rng = random.Random(seed)
-    leaves_after = [rng.random() * 4 if i % 2 else None for i in range(len(prompts))]
-
-    async def request_chat(i: int) -> str | None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        fields = {"prompt": prompts[i], "max_tokens": 24, "temperature": 0, "stream": True}
-        writer.write(posted(fields | {"ignore_eos": True}))
-        found = b""
-
-        async def read() -> None:
-            nonlocal found
-            while not found.endswith(b"0\r\n\r\n"):
-                data = await reader.read(1 << 16)
-                assert data, "it ended before its end"
-                found += data
-
-        try:
-            await asyncio.wait_for(read(), leaves_after[i])
-        except asyncio.TimeoutError:
-            return None
-        finally:
-            writer.transport.abort()
-        assert b"data: [DONE]" in found
-        events = [line[6:] for line in found.split(b"\n") if line.startswith(b"data: {")]
-        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
-
-    texts = await asyncio.gather(*map(request_chat, range(len(prompts))))
-    return {i: text for i, text in enumerate(texts) if text is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_thousand_streams_of_which_half_vanish() -> None:
-    """The client has a process of its own: its work would hold this one's lock."""
-    settings = {"num_blocks": 1200, "max_num_seqs": 256}  # the first round writes to all of them
-    prompts = [f"def f{i % 97}(x{i}):\n    return" for i in range(NUM_STREAMS)]
-    alone = LLM(**(SMALL | settings))
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    outputs = alone.generate(prompts, params, use_tqdm=False)
-    expected = [output.outputs[0].text for output in outputs]
-    alone.close()
-    freeze_gc_heap()
-    with running(**settings) as server:
-        lags, memory = list[float](), list[int]()
-        task = asyncio.run_coroutine_threadsafe(measure_lag(lags), server.loop)
-        for number in range(3):
-            client = f"import sys; from common.serve.test_clients import main; main({number})"
-            result = subprocess.run(
-                [sys.executable, "-c", client],
-                input=json.dumps([server.port, prompts]),
-                capture_output=True,
-                text=True,
-                timeout=600,
-            )
-            assert result.returncode == 0, result.stderr[-2000:]
-            texts = {int(i): text for i, text in json.loads(result.stdout).items()}
-            assert len(texts) >= NUM_STREAMS // 2
-            assert all(text == expected[i] for i, text in texts.items())
-            wait_for(server.is_idle, 60)
-            memory.append(rss())
-        task.cancel()
-    lags.sort()
-    found = {"lag_max_s": lags[-1], "lag_p999_s": lags[-len(lags) // 1000 - 1], "rss": memory}
-    print(found, "load", os.getloadavg())
-    assert memory[2] - memory[1] < FLAT_BYTES, memory
-    assert found["lag_p999_s"] < MAX_LAG_S and lags[-1] < 10 * MAX_LAG_S, found
-
-
-def main(seed: int) -> None:
-    """The client of the test above."""
-    port, prompts = json.load(sys.stdin)
-    print(json.dumps(asyncio.run(ask_all(port, prompts, seed))))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
-import selectors
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +21,7 @@ from common.serve.app import ServeConfig
 from common.serve.conftest import TEMPLATE
 from common.serve.fleet.programs import free_port
 from common.serve.gate import GateConfig
-from common.serve.running import CUT_SHORT, DrainingServer, allow_many_connections, serve
+from common.serve.running import CUT_SHORT, DrainingServer, serve
 
 
 class Engine:
@@ -147,14 +144,11 @@ def test_a_thread_that_does_not_end_keeps_no_process() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [((), "tiny"), (("--model=a/b",), "a/b"), (("--served-model-name=c", "--model=a/b"), "c")],
-)
-def test_a_model_has_a_name(served: SimpleNamespace, flags: tuple[str, ...], name: str) -> None:
-    assert run(*flags, "--api-key=") == 0
-    assert served.config.model_name == name and served.config.gate.api_key is None
-    assert served.config.chat_template == (None if "--model=a/b" in flags else TEMPLATE)
+def test_a_model_has_a_name(served: SimpleNamespace) -> None:
+    for flags, name in ([], "tiny"), (["--model=a/b"], "a/b"), (["--served-model-name=c"], "c"):
+        assert run(*flags, "--api-key=") == 0
+        assert served.config.model_name == name and served.config.gate.api_key is None
+        assert served.config.chat_template == (None if name == "a/b" else TEMPLATE)
 
 
 def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
@@ -204,31 +198,6 @@ def test_a_port_in_use_is_a_sentence(capsys: pytest.CaptureFixture) -> None:
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("death_reason", [None, "broken"])
-def test_kv_events_end_before_the_engine_does(
-    served: SimpleNamespace,
-    death_reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """But a dead one is not asked. That prompts can be read there is said at the start: Trap 86."""
-
-    class KVEvents:
-        def __init__(self, engine: Engine, endpoint: str, replay: str | None) -> None:
-            self.publisher, engine.death_reason = SimpleNamespace(endpoint=endpoint), death_reason
-            engine.calls.append(f"tells {endpoint}, {replay}")
-
-        def take_out(self, engine: Engine) -> None:
-            engine.calls.append("told")
-
-    monkeypatch.setattr("common.serve.kv_events.KVEvents", KVEvents)
-    assert run("--kv-events=a", "--kv-events-replay=b") == 0
-    assert "are at a (anyone who can reach it reads the token ids" in capsys.readouterr().err
-    notified = [] if death_reason else ["told"]
-    closed = ["closed", "closed"]  # and the small engine
-    assert served.engine.calls == ["spared", "tells a, b", "served", *notified, *closed]
-
-
 @pytest.mark.parametrize(
     ("flags", "printed"),
     [
@@ -246,26 +215,3 @@ def test_a_line_lists_the_open_endpoints(
     """Trap 86."""
     assert run(*flags) == 0
     assert printed in capsys.readouterr().err
-
-
-def test_connections_that_always_have_data_starve_no_other() -> None:
-    with running.FewAtOnce() as selector, ExitStack() as stack:
-        for _ in range(running.FEW + 1):
-            here, there = map(stack.enter_context, socket.socketpair())
-            there.send(b"x")
-            selector.register(here, selectors.EVENT_READ)
-        served = {key.fd for _ in range(3) for key, _ in selector.select(0)}
-        assert len(served) == running.FEW + 1
-
-
-def test_as_many_connections_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_OPEN_FILES", 800)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (700, before[1]))
-        for _ in range(2):
-            allow_many_connections()
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            assert (soft, hard) == (800, before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

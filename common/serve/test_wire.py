@@ -108,17 +108,6 @@ def test_every_field_of_openai_and_vllm_is_served_refused_or_harmless() -> None:
     assert served & wire.NOT_BUILT.keys() == {"echo"}, "which is a completion's only"
 
 
-def test_unknown_fields_are_named_once_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(wire, "_named", known := set(map(str, range(998))))
-    for name in "frobnicate", "frobnicate", "x" * 200, "one_too_many":
-        chat(**{name: 1})
-    assert [record.args for record in caplog.records[:2]] == [("frobnicate",), ("x" * 200,)]
-    assert max(len(r.getMessage()) for r in caplog.records) < 200
-    assert len(known) == 1000, "and no more"
-
-
 SAME = {"n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4}
 SAME |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
 SAME |= {"max_tokens": 7, "min_tokens": 2, "stop": ("a", "b"), "stop_token_ids": (5,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from common.llm import LLM, SamplingParams
 from common.requests.tokenizer import load_tokenizer
 from common.sampling.distributions import TokenLogprobs
 from common.serve import wire
-from common.serve.answers import Answer, event_chunks, finite
+from common.serve.answers import Answer, event_chunks
 from common.serve.app import ServeConfig, make_app
 from common.serve.conftest import MODEL, Running, metrics_of
 from common.serve.deltas import CompletionDelta, RequestDelta
@@ -150,18 +150,20 @@ def test_of_a_chat_the_role_comes_once_and_content_always(server: Running) -> No
     )
 
 
-def test_usage_is_sent_as_asked(server: Running) -> None:
-    always = {"continuous_usage_stats": True}  # as at vLLM: nothing by itself
-    for options, kinds in (
-        (always, {None}),
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"continuous_usage_stats": True}, {None}),  # as at vLLM: nothing by itself
         ({"include_usage": True}, {None, 12}),
-        (always | {"include_usage": True}, {*range(1, 13)}),
-    ):
-        sent = BODY | {"stream_options": options, "ignore_eos": True}
-        *chunks, _ = server.events(COMPLETIONS, sent)
-        found = [(p.get("usage") or {}).get("completion_tokens") for p in chunks]
-        assert set(found) <= kinds and found[-1] == (12 if 12 in kinds else None)
-        assert (chunks[-1]["choices"] == []) == (12 in kinds)
+        ({"continuous_usage_stats": True, "include_usage": True}, {*range(1, 13)}),
+    ],
+)
+def test_usage_is_sent_as_asked(server: Running, options: Any, counts: set[int | None]) -> None:
+    sent = BODY | {"stream_options": options, "ignore_eos": True}
+    *chunks, _ = server.events(COMPLETIONS, sent)
+    found = [(chunk.get("usage") or {}).get("completion_tokens") for chunk in chunks]
+    assert set(found) <= counts and found[-1] == (12 if 12 in counts else None)
+    assert (chunks[-1]["choices"] == []) == (12 in counts)
 
 
 # -- request and answer
@@ -279,21 +281,12 @@ def test_special_tokens_are_added_unless_not_wanted(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a tokenizer that adds a BOS. A chat's template has it already."""
-    encode = server.llm.tokenizer.encode
-    monkeypatch.setattr(
-        server.llm.tokenizer, "encode", lambda t, adds: [0] * adds + encode(t, adds)
-    )
-    for path, sent, by_default in (
-        (f"{COMPLETIONS}/render", {"prompt": "x"}, True),
-        (TOKENIZE, {"prompt": "x"}, True),
-        (TOKENIZE, {"messages": [USER]}, False),
-    ):
-        begins = []
-        for adds in (None, True, False):
-            _, found = server.post(path, sent | {"add_special_tokens": adds})
-            ids = found[0]["token_ids"] if isinstance(found, list) else found["tokens"]
-            begins.append(ids[0] == 0)
-        assert begins == [by_default, True, False], path
+    tokenizer, encode = server.llm.tokenizer, server.llm.tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda t, adds: [0] * adds + encode(t, adds))
+    for sent, by_default in ({"prompt": "x"}, True), ({"messages": [USER]}, False):
+        for adds, expected in (None, by_default), (True, True), (False, False):
+            _, found = server.post(TOKENIZE, sent | {"add_special_tokens": adds})
+            assert (found["tokens"][0] == 0) == expected, (sent, adds)
     sent = {"prompt": ["", "x"], "echo": True, "logprobs": 1, "max_tokens": 1}
     status, answer = server.post(COMPLETIONS, sent)
     assert (status, answer["usage"]["prompt_tokens"]) == (200, 3)
@@ -323,9 +316,12 @@ def test_where_a_request_says_nothing_the_models_makers_do(
 def test_minus_infinity_is_a_number() -> None:
     """In every field. A token that is not valid text by itself is one character. And what is
     written in chunks is the same: trap 87."""
-    assert finite(float("-inf")) == -9999.0
     with pytest.raises(ValueError, match="Out of range"):
         to_json(float("nan"))
+    text = "\x85 \u2028 \u2029 é \ud800"  # nor has it line ends of any kind
+    written = to_json({"a": text})
+    assert b"\\u0085 \\u2028 \\u2029 \xc3\xa9 \\ud800" in written
+    assert json.loads(written) == {"a": text}
     letters: Any = SimpleNamespace(
         token_bytes=lambda i, is_first=False: b"\xff" if i == 255 else chr(i).encode(),
         has_token=lambda i: True,
@@ -369,13 +365,6 @@ def test_minus_infinity_is_a_number() -> None:
     assert json.loads(b"".join(event_chunks({"a": iter([1])}))[6:]) == {"a": [1]}
 
 
-def test_json_has_no_line_ends_of_any_kind_and_stays_text() -> None:
-    text = "\x85 \u2028 \u2029 é \ud800"
-    written = to_json({"a": text})
-    assert b"\\u0085 \\u2028 \\u2029 \xc3\xa9 \\ud800" in written
-    assert json.loads(written) == {"a": text}
-
-
 # -- what is counted
 
 
@@ -395,33 +384,29 @@ def test_metrics_have_vllms_names(server: Running) -> None:
         return value
 
     num_computed = len(IDS) - increment("vllm:prompt_tokens_cached_total")
-    assert increment("vllm:inter_token_latency_seconds_count") == 11
-    for name in (
-        *("time_to_first_token", "e2e_request_latency", "request_queue_time"),
-        *("request_prefill_time", "request_decode_time", "request_inference_time"),
-        "request_time_per_output_token",
-    ):
-        assert increment(f"vllm:{name}_seconds_count") == 1, name
-        assert 0 <= increment(f"vllm:{name}_seconds_sum") < 60, name
-    for name, number, count in (
-        ("request_prompt_tokens", len(IDS), 1),
-        ("request_generation_tokens", 12, 1),
-        ("request_max_num_generation_tokens", 12, 1),
-        ("request_params_max_tokens", 12, 1),
+    times = ("time_to_first_token", "e2e_request_latency", "request_queue_time")
+    times += ("request_prefill_time", "request_decode_time", "request_inference_time")
+    for name, count, number in (
+        *((f"{name}_seconds", 1, None) for name in (*times, "request_time_per_output_token")),
+        ("inter_token_latency_seconds", 11, None),
+        ("request_prompt_tokens", 1, len(IDS)),
+        ("request_generation_tokens", 1, 12),
+        ("request_max_num_generation_tokens", 1, 12),
+        ("request_params_max_tokens", 1, 12),
         ("request_params_n", 1, 1),
-        ("request_prefill_kv_computed_tokens", num_computed, 1),
-        ("iteration_tokens_total", num_computed + 11, 12),
+        ("request_prefill_kv_computed_tokens", 1, num_computed),
+        ("iteration_tokens_total", 12, num_computed + 11),
     ):
-        assert increment(f"vllm:{name}_count") == count and increment(f"vllm:{name}_sum") == number
+        total = increment(f"vllm:{name}_sum")
+        assert increment(f"vllm:{name}_count") == count, name
+        assert 0 <= total < 60 if number is None else total == number, name
     route = 'http_requests_total{handler="/v1/completions",method="POST",status='
     assert (increment(f'{route}"4xx"'), increment(f'{route}"2xx"')) == (1, 1)
     assert not [name for name in increments if 'handler="/metrics"' in name], "as in vLLM"
-    (cache,) = [key for key in increments if key.startswith("vllm:cache_config_info")]
-    assert 'block_size="16"' in cache and 'num_gpu_blocks="399"' in cache
+    assert 'block_size="16"' in str(increments) and 'num_gpu_blocks="399"' in str(increments)
     reasons = {key: n for key, n in increments.items() if key.startswith("vllm:request_success_t")}
     assert len(reasons) == 4, "from the start, for who adds them up"
-    ended = [key for key, number in reasons.items() if number]
-    assert len(ended) == 1 and "length" in ended[0], "what is refused has not begun"
+    assert ["length" in key for key, number in reasons.items() if number] == [True]
 
 
 def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
@@ -462,26 +447,3 @@ def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
         assert f"\n{line}\n" in text, line
     text = metrics_of(stats).text().decode()
     assert "spec_decode" not in text and "lora" not in text, "an engine without them"
-
-
-async def test_the_first_tokens_time_is_known_before_a_request_ends() -> None:
-    """Also for a client that disconnects after it. One without any token has none."""
-    metrics = metrics_of(EngineStats())
-
-    def count() -> float:
-        found = re.search(r"time_to_first_token_seconds_count{.*} (\S+)", metrics.text().decode())
-        assert found is not None
-        return float(found[1])
-
-    async def request(*token_ids: int) -> AsyncIterator[RequestDelta]:
-        yield RequestDelta("x", prompt_token_ids=[5])
-        for i in token_ids:
-            yield RequestDelta("x", {0: CompletionDelta(0, "a", [i])})
-        yield RequestDelta("x", {0: CompletionDelta(0, "", [], None, "error")}, finished=True)
-
-    for num_tokens, num_read, expected in (2, 1, 0), (0, 2, 0), (2, 2, 1), (2, 3, 2):
-        deltas = metrics.counted(request(*range(num_tokens)), SamplingParams())
-        for _ in range(num_read):
-            await anext(deltas)
-        await deltas.aclose()
-        assert count() == expected, (num_tokens, num_read)
