@@ -30,33 +30,26 @@ VLLM |= {"stream_interval", "thinking_token_budget", "truncation_side", "use_bea
 VLLM |= {"vllm_xargs", "watermarking", "chat_template", "media_io_kwargs", "mm_processor_kwargs"}
 VLLM |= {"return_prompt_text"}
 # For each field that can be refused: a value that is, then those that change no answer.
+FLAGS = ("use_beam_search", "watermarking", "return_token_offsets", "return_prompt_text", "echo")
+TEXTS = ("chat_template", "prompt_embeds", "guided_regex", "guided_grammar")
+OBJECTS = ("audio", "prediction", "web_search_options", "guided_json")
 REFUSED: dict[str, list[Any]] = {
+    **{name: [True, False] for name in FLAGS},
+    **{name: ["x"] for name in TEXTS},
+    **{name: [{}] for name in OBJECTS},
     "functions": [[{}], []],
     "function_call": [{"name": "f"}, "none"],
-    "audio": [{}],
     "modalities": [["audio"], ["text"]],
     "verbosity": ["low", "medium"],
-    "prediction": [{}],
-    "web_search_options": [{}],
     "moderation": [{"model": "x"}],
     "suffix": ["x", ""],
     "best_of": [2, 1],
-    "use_beam_search": [True, False],
-    "chat_template": ["x"],
-    "prompt_embeds": ["x"],
     "truncation_side": ["right", "left"],
     "thinking_token_budget": [9, -1],
     "logprob_token_ids": [[5], []],
     "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}, {}],
-    "watermarking": [True, False],
     "vllm_xargs": [{"x": 1}, {}],
-    "return_token_offsets": [True, False],
-    "return_prompt_text": [True, False],
-    "echo": [True, False],
-    "guided_json": [{}],
-    "guided_regex": ["x"],
     "guided_choice": [["x"]],
-    "guided_grammar": ["x"],
 }
 
 
