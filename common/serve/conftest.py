@@ -271,7 +271,8 @@ def forget_routes() -> None:
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Running]:
-    with running() as found:
+    """The one server of the session, where a test needs no other settings."""
+    with running(ServeConfig(MODEL, chat_template=TEMPLATE)) as found:
         yield found
         assert found.is_idle()
 
@@ -302,10 +303,3 @@ def alone() -> Iterator[LLM]:
     llm = LLM(**SMALL)
     yield llm
     llm.close()
-
-
-@pytest.fixture(scope="package")
-def template_server() -> Iterator[Running]:
-    with running(ServeConfig(MODEL, chat_template=TEMPLATE), max_model_len=200) as found:
-        yield found
-        assert found.is_idle()

@@ -1,5 +1,6 @@
 """`AsyncLLM` without HTTP: its outputs are those of `generate`, and a disconnect leaves no
-state."""
+state. Then its parts: deltas, mailboxes, the engine's thread with an engine that does what it is
+told, and the threads of texts."""
 
 from __future__ import annotations
 
@@ -7,15 +8,21 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from queue import Queue, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineStats
 from common.features.adapters import adapter_slots
+from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.llm import LLM, SamplingParams
+from common.requests.output_processor import CompletionOutput, RequestMetrics
+from common.sampling.runner_plugin import NO_TOKEN
 from common.serve import async_llm
 from common.serve.async_llm import (
     COUNTED_BYTES,
@@ -26,9 +33,22 @@ from common.serve.async_llm import (
     PromptTooLong,
     QueueFull,
 )
-from common.serve.conftest import SMALL, fail_next, is_idle
-from common.serve.deltas import CompletionDelta, EngineUpdate, RequestDelta
-from common.serve.engine_loop import EngineStopped
+from common.serve.conftest import SMALL, fail_next, is_idle, wait_for
+from common.serve.deltas import CompletionDelta, DeltaSource, EngineUpdate, RequestDelta
+from common.serve.engine_loop import (
+    MAX_ADD_S,
+    MAX_FAILURES,
+    UNCOMPILED,
+    EngineLoop,
+    EngineStopped,
+)
+from common.serve.streams import (
+    HEARTBEAT,
+    EventStream,
+    accepted,
+    gathered,
+    within,
+)
 
 PROMPT = "def fibonacci(n):\n    if n"
 FEW, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -42,15 +62,14 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 async def whole(
-    llm: AsyncLLM, prompt: str | list[int], params: SamplingParams = FEW
+    llm: AsyncLLM, prompt: str | list[int], params: SamplingParams = FEW, **options: Any
 ) -> RequestDelta:
     total = None
-    async for delta in llm.generate(prompt, params):
+    async for delta in llm.generate(prompt, params, **options):
+        assert (delta.prompt_token_ids is not None) == (total is None), "the first has the prompt"
         if total is None:
-            assert delta.prompt_token_ids is not None, "the first has the prompt"
             total = delta
         else:
-            assert delta.prompt_token_ids is None
             total.extend(delta)
     assert total is not None
     return total
@@ -71,105 +90,93 @@ async def is_clean(llm: AsyncLLM) -> bool:
     return False
 
 
-async def test_a_request_without_parameters_takes_the_models(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    monkeypatch.setattr(llm, "default_sampling_params", params)
-    deltas = [delta async for delta in llm.generate(PROMPT)]
-    assert sum(len(c.token_ids) for delta in deltas for c in delta.completions.values()) == 3
+# -- callers
+
+EACH = [
+    SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+    SamplingParams(n=3, seed=5, max_tokens=12),
+    SamplingParams(temperature=0, max_tokens=40, stop=["return", "n -"]),
+    SamplingParams(temperature=0, max_tokens=9, detokenize=False),
+    SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[*range(300, 600)]),
+    SamplingParams(max_tokens=20, seed=1, temperature=2.0, min_p=0.01),
+]
 
 
-async def test_joined_deltas_equal_generate(llm: AsyncLLM, alone: LLM) -> None:
-    each = [
-        SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
-        SamplingParams(n=3, seed=5, max_tokens=12),
-        SamplingParams(temperature=0, max_tokens=40, stop=["return", "n -"]),
-        SamplingParams(temperature=0, max_tokens=9, detokenize=False),
-        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[*range(300, 600)]),
-        SamplingParams(max_tokens=20, seed=1, temperature=2.0, min_p=0.01),
-    ]
-    expected = alone.generate([PROMPT] * len(each), each, use_tqdm=False)
-    totals = await asyncio.gather(*(whole(llm, PROMPT, params) for params in each))
-    for total, output in zip(totals, expected, strict=True):
-        assert total.finished and total.metrics is not None
-        assert total.prompt_token_ids == output.prompt_token_ids
-        assert total.num_cached_tokens <= len(output.prompt_token_ids)
-        assert (total.prompt_logprobs is None) == (output.prompt_logprobs is None)
-        if output.prompt_logprobs is not None and total.prompt_logprobs is not None:
-            assert total.prompt_logprobs[0] is None and len(total.prompt_logprobs) == len(
-                output.prompt_logprobs
-            )
-        for completion in output.outputs:
-            part = total.completions[completion.index]
-            for name in ("text", "token_ids", "finish_reason", "stop_reason"):
-                assert getattr(part, name) == getattr(completion, name), name
-            if completion.logprobs is not None:
-                assert part.logprobs is not None
-                token_logprobs = [entry.logprob for entry in part.logprobs]
-                assert token_logprobs == pytest.approx(
-                    [entry.logprob for entry in completion.logprobs]
-                )
+def check_equal(total: RequestDelta, output: Any) -> None:
+    assert total.finished and total.metrics is not None
+    assert total.prompt_token_ids == output.prompt_token_ids
+    scores = total.prompt_logprobs, output.prompt_logprobs
+    assert [one and len(one) for one in scores] == [scores[1] and len(scores[1])] * 2
+    for completion in output.outputs:
+        part = total.completions[completion.index]
+        for name in ("text", "token_ids", "finish_reason", "stop_reason"):
+            assert getattr(part, name) == getattr(completion, name), name
+        found, expected = (
+            [entry.logprob for entry in one.logprobs or ()] for one in (part, completion)
+        )
+        assert found == pytest.approx(expected)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         dict(overlap_scheduling=True),
         dict(speculative={"method": "ngram"}, prefix_cache="radix", preempt_every=4),
         pytest.param(dict(tensor_parallel_size=2), marks=pytest.mark.slow),
     ],
-    ids=["overlap", "guesses", "ranks"],
+    ids=["plain", "overlap", "guesses", "ranks"],
 )
-async def test_engines_of_every_kind_live_in_a_thread(settings: dict, alone: LLM) -> None:
-    prompts = [f"{PROMPT} == {i}" for i in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=12)
-    expected = [o.outputs[0].token_ids for o in alone.generate(prompts, params, use_tqdm=False)]
+async def test_whoever_stays_gets_the_answer_of_generate_and_who_leaves_leaves_no_state(
+    settings: dict, alone: LLM
+) -> None:
+    """Cancelled at random moments, aborted, left early, with names that come again at once."""
+    outputs = alone.generate([PROMPT] * len(EACH), EACH, use_tqdm=False)
     llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
+    rng, names = random.Random(3), set[str]()
+
+    async def stays(i: int, name: str) -> None:
+        check_equal(await whole(llm, PROMPT, EACH[i], request_id=name), outputs[i])
+
+    async def left_early(i: int, name: str) -> None:
+        request = llm.generate(PROMPT, LONG, request_id=name)
+        for _ in range(i):
+            assert (await anext(request)).request_id == name
+        await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def aborted(i: int, name: str) -> None:
+        with pytest.raises(EngineError, match="aborted"):
+            async for delta in llm.generate(PROMPT, LONG, request_id=name):
+                if delta.completions:
+                    await llm.abort(name)
+
+    async def cancelled(i: int, name: str) -> None:
+        task = asyncio.ensure_future(whole(llm, PROMPT, LONG, request_id=name))
+        await asyncio.sleep(rng.random() * 0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def caller() -> None:
+        for _ in range(5):
+            way = rng.choice([stays, left_early, aborted, cancelled])
+            name, i = rng.choice("abcdefghijkl"), rng.randrange(len(EACH))
+            if name in names:
+                with pytest.raises(ValueError, match=f"{name}"):
+                    await whole(llm, [5], request_id=name)
+                continue
+            names.add(name)
+            await way(i, name)
+            names.remove(name)
+
     try:
-        leaving = await begun(llm, "x")
-        totals = await asyncio.gather(*(whole(llm, p, params) for p in prompts))
-        await leaving.aclose()
+        await asyncio.gather(
+            *(stays(i, f"kept {i}") for i in range(6)), *(caller() for _ in "12345")
+        )
         assert await is_clean(llm)
     finally:
         await asyncio.to_thread(llm.close)
-    assert [total.completions[0].token_ids for total in totals] == expected
-
-
-async def test_a_step_hands_over_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    received, receive = list[object](), llm._receive
-    recording = lambda engine_update: received.append(engine_update) or receive(engine_update)  # noqa: E731
-    monkeypatch.setattr(llm, "_receive", recording)
-    steps = (await llm.call(LLMEngine.stats)).num_steps
-    received.clear()
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
-    await asyncio.gather(*(whole(llm, [5 + i, 6], params) for i in range(20)))
-    num_handed_over = len(received)
-    num_steps = (await llm.call(LLMEngine.stats)).num_steps - steps
-    assert num_handed_over <= num_steps + 1 < 20 * 10  # the call's own answer may be one
-
-
-async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
-    bad = SamplingParams(stop="x", detokenize=False)
-    refused: list[tuple[Any, SamplingParams, str]] = [
-        ([1] * 5000, FEW, "max_model_len"),
-        ([10**9], FEW, "prompt must be token ids"),
-        ([], FEW, "at least one token"),
-        ("\ud800", FEW, "surrogate"),
-        ("x", bad, "detokenize"),
-    ]
-    for prompt, params, says in refused:
-        with pytest.raises(ValueError, match=says):
-            await asyncio.wait_for(whole(llm, prompt, params), 10)
-    assert await is_clean(llm)
-
-
-async def test_queue_time_includes_the_wait_for_the_step_that_runs(llm: AsyncLLM) -> None:
-    step = asyncio.ensure_future(llm.call(lambda _: time.sleep(0.2)))
-    await asyncio.sleep(0)
-    metrics = (await whole(llm, PROMPT)).metrics
-    await step
-    assert metrics is not None and metrics.queue_time is not None and metrics.queue_time > 0.15
 
 
 async def test_nobody_is_computed_for_who_has_left(llm: AsyncLLM) -> None:
@@ -184,65 +191,23 @@ async def test_nobody_is_computed_for_who_has_left(llm: AsyncLLM) -> None:
     assert llm.stats.num_running == llm.stats.kv_blocks_in_use == 0
 
 
-async def test_a_disconnect_leaves_no_state(llm: AsyncLLM) -> None:
-    """Cancelled at random moments, aborted, left early; others are not touched."""
-    rng = random.Random(3)
-
-    async def left_early() -> None:
-        async for delta in llm.generate(PROMPT, LONG):
-            if delta.completions:
-                return
-
-    async def aborted(name: str) -> None:
-        with pytest.raises(EngineError, match="aborted"):
-            async for delta in llm.generate(PROMPT, LONG, request_id=name):
-                if delta.completions:
-                    await llm.abort(name)
-
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(whole(llm, PROMPT, LONG))
-        await asyncio.sleep(rng.random() * 0.3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    kept = asyncio.ensure_future(whole(llm, PROMPT, SamplingParams(temperature=0, max_tokens=30)))
-    leaving = [left_early() for _ in range(5)] + [aborted(f"a{i}") for i in range(5)]
-    await asyncio.gather(*leaving, *(cancelled() for _ in range(10)))
-    assert len((await kept).completions[0].token_ids) == 30
-    assert await is_clean(llm)
-
-
-async def test_a_name_may_come_again_at_once(llm: AsyncLLM) -> None:
-    """A result in flight of the aborted request does not go to the next one."""
-    first = await begun(llm, [7] * 9, request_id="mine")
-    with pytest.raises(ValueError, match="mine"):
-        await anext(llm.generate("x", request_id="mine"))
-    await first.aclose()
-    total = RequestDelta("mine")
-    async for delta in llm.generate([5, 6], SamplingParams(max_tokens=3), request_id="mine"):
-        total.extend(delta)
-    assert total.request_id == "mine" and len(total.completions[0].token_ids) <= 3
-
-
-async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """Deltas are given out in batches, in order. A mailbox joins unread ones."""
-    other = AsyncLLM.__new__(AsyncLLM)
-    other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
-    other._given, other._mailboxes = type(llm._given)(), {}
-    for i in range(1000):
-        other._mailboxes[str(i)] = Mailbox()
-    for k in (0, 1):
-        parts = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
-        deltas = [RequestDelta(str(i), {0: part}) for i, part in enumerate(parts)]
-        other._receive(EngineUpdate(deltas, EngineStats()))
-    num_turns = 0
-    while other._given:
-        num_turns += 1
-        await asyncio.sleep(0)
-    for box in other._mailboxes.values():
-        assert (await box.take()).completions[0] == CompletionDelta(0, "01", [0, 1])
-    assert num_turns >= 2000 // MAX_DELTAS_PER_TURN - 1
+async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
+    bad = SamplingParams(stop="x", detokenize=False)
+    refused: list[tuple[Any, SamplingParams, str]] = [
+        ([1] * 5000, FEW, "max_model_len"),
+        ([10**9], FEW, "prompt must be token ids"),
+        ([], FEW, "at least one token"),
+        ("\ud800", FEW, "surrogate"),
+        ("x", bad, "detokenize"),
+    ]
+    for prompt, params, says in refused:
+        with pytest.raises(ValueError, match=says):
+            await asyncio.wait_for(whole(llm, prompt, params), 10)
+    with pytest.raises(ValueError, match="cannot use adapters"):
+        await llm.load_adapter("x", "nowhere")
+    with pytest.raises(FileNotFoundError):
+        AsyncLLM("/nowhere/at/all")
+    assert await is_clean(llm) and llm.adapters == []
 
 
 async def test_a_long_prompt_delays_no_other_request(llm: AsyncLLM) -> None:
@@ -260,11 +225,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
 ) -> None:
     """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
     tokenized, max_chars = list[int](), int(llm._max_token_bytes) * (llm.max_model_len - 1)
-
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
-        tokenized.append(len(text))
-        return [5]
-
+    encode = lambda text, adds: tokenized.append(len(text)) or [5]  # noqa: E731
     monkeypatch.setattr(llm.tokenizer, "encode", encode)
     monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
     cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
@@ -283,31 +244,15 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     assert tokenized == [max_chars, COUNTED_BYTES, COUNTED_BYTES]
 
 
-def test_it_belongs_to_one_loop(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_until_complete(llm.call(LLMEngine.stats))
-    with pytest.raises(RuntimeError, match="another event loop"):
-        asyncio.run(whole(llm, "x"))
-
-
-async def test_a_call_raises_what_it_raises(llm: AsyncLLM) -> None:
-    with pytest.raises(ValueError, match="cannot use adapters"):
-        await llm.load_adapter("x", "nowhere")
-    assert llm.adapters == []
-
-
 async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no caller waits for it any more."""
     goes_on, read = threading.Event(), adapter_slots.read_adapter
-
-    def wait_and_read(*arguments: Any) -> adapter_slots.Adapter:
-        assert goes_on.wait(60)
-        return read(*arguments)
-
-    monkeypatch.setattr(adapter_slots, "read_adapter", wait_and_read)
+    monkeypatch.setattr(
+        adapter_slots, "read_adapter", lambda *args: goes_on.wait(60) and read(*args)
+    )
     llm = AsyncLLM(**SMALL, max_loras=1)
     left, load = (asyncio.ensure_future(llm.load_adapter(n, SHIPPED_ADAPTER)) for n in "xy")
-    params = SamplingParams(temperature=0, max_tokens=9)
-    before = await whole(llm, PROMPT, params)
+    before = await whole(llm, PROMPT, EACH[3])
     assert not left.done() and not load.done() and llm.adapters == []
     left.cancel()
     goes_on.set()
@@ -315,15 +260,12 @@ async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPa
     for _ in range(2000):
         await asyncio.sleep(0.005 * (len(llm.adapters) < 2))
     assert sorted(llm.adapters) == ["x", "y"]
-    delta = [d async for d in llm.generate(PROMPT, params, adapter="x")][-1]
-    assert delta.finished and delta.error is None
-    assert (await whole(llm, PROMPT, params)).completions == before.completions
+    assert (await whole(llm, PROMPT, EACH[3], adapter="x")).error is None
+    assert (await whole(llm, PROMPT, EACH[3])).completions == before.completions
     llm.close()
 
 
-def test_a_model_that_is_not_there_is_said() -> None:
-    with pytest.raises(FileNotFoundError):
-        AsyncLLM("/nowhere/at/all")
+# -- its end
 
 
 async def test_a_full_queue_and_an_end() -> None:
@@ -340,50 +282,18 @@ async def test_a_full_queue_and_an_end() -> None:
         await begun(llm)
 
 
-async def test_an_end_is_the_end() -> None:
-    """The result of the step in flight does not revive an aborted request, and an abort after its
-    end does not lose its outputs."""
-
-    async def read(first: RequestDelta, second: RequestDelta) -> RequestDelta:
-        box = Mailbox()
-        box.put(first)
-        box.put(second)
-        return await box.take()
-
-    aborted = RequestDelta("x", finished=True, error=EngineError("aborted"))
-    late = RequestDelta("x", {0: CompletionDelta(0, "a", [1])})
-    assert (await read(aborted, late)).error is not None
-    whole = RequestDelta("x", {0: CompletionDelta(0, "a", [1], None, "stop")}, finished=True)
-    assert (await read(whole, aborted)).error is None
-
-
-async def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
-    name = f"request-{llm._num_requests + 2}"
-    first = llm.generate([5], LONG, request_id=name)
-    assert (await anext(first)).request_id == name
-    assert (await whole(llm, [5])).request_id != name
-    await first.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-async def test_a_call_may_raise_anything(llm: AsyncLLM) -> None:
-    """A future takes no `StopIteration`; the others of the same hand-over get theirs."""
-
-    def ends(engine: LLMEngine) -> None:
-        raise StopIteration
-
-    calls = llm.call(ends), llm.call(lambda engine: engine.adapters), whole(llm, [5])
-    found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-    error, adapters, total = found
-    assert isinstance(error, RuntimeError) and adapters == [] and isinstance(total, RequestDelta)
-
-
-def test_another_loop_after_one_that_ended_in_the_middle() -> None:
+def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> None:
     """Deltas that the first loop did not deliver do not delay those of the second."""
     llm = AsyncLLM(**SMALL)
-    asyncio.run(whole(llm, [5]))
+
+    async def other_thread() -> None:
+        await whole(llm, [5])
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, whole(llm, "x"))
+
+    asyncio.run(other_thread())
     llm._given.append(RequestDelta("of the first loop"))
-    total = asyncio.run(asyncio.wait_for(whole(llm, [5]), 20))
-    assert total.finished
+    assert asyncio.run(asyncio.wait_for(whole(llm, [5]), 20)).finished
     llm.close()
 
 
@@ -398,34 +308,24 @@ async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch
         await may_go.wait()
         return [5]
 
-    monkeypatch.setattr(llm, "encode", encode)
-    engine = await llm.call(lambda engine: engine)
-    closed = []
-
     def close() -> None:
-        closed.append(engine)
         raise OSError("the workers are gone")
 
-    monkeypatch.setattr(engine, "close", close)
+    monkeypatch.setattr(llm, "encode", encode)
+    monkeypatch.setattr(await llm.call(lambda engine: engine), "close", close)
     one = asyncio.ensure_future(whole(llm, "x"))
     await asyncio.wait_for(is_begun.wait(), 20)
-    await asyncio.to_thread(llm.close)
-    may_go.set()
-    with pytest.raises(EngineError, match="closed"):
-        await asyncio.wait_for(one, 20)
-    assert closed and not llm._engine_loop._thread.is_alive()
-    assert llm.death_reason == "the engine is closed"
-
-
-async def test_a_submit_while_the_engine_ends_gets_an_error() -> None:
-    """In the inbox after the thread has looked for the last time, and before the loop knows."""
-    llm = AsyncLLM(**SMALL)
-    await llm.call(LLMEngine.stats)  # bound
+    # In the inbox after the thread has looked for the last time, and before the loop knows.
     late = anext(llm.generate([5], FEW))
     calls = asyncio.gather(late, llm.call(LLMEngine.stats), return_exceptions=True)
     llm._engine_loop.close()
     found = await asyncio.wait_for(calls, 20)
     assert [type(error) for error in found] == [EngineStopped] * 2
+    await asyncio.to_thread(llm.close)
+    may_go.set()
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(one, 20)
+    assert llm.death_reason == "the engine is closed"
 
 
 async def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:
@@ -442,12 +342,338 @@ async def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() 
     with pytest.raises(EngineError, match="was ended"):  # by no step that failed
         await anext(other), await anext(other)
     await llm.call(fail_next, MemoryError, 9)
-    await llm.call(lambda engine: setattr(engine, "abort_request", None))
     stopped = ("has stopped", "6 more")
     for says, cause in (("failed", "8 more"), ("failed", "7 more"), *[stopped] * 3):
         with pytest.raises(EngineError, match=says) as found:
             await whole(llm, [5], few)
         assert str(found.value.__cause__) == cause
-        llm._engine_loop.abort(f"request-{llm._num_requests}")  # it has ended
     assert "has stopped" in (llm.death_reason or "")
     await asyncio.to_thread(llm.close)
+
+
+# -- deltas
+
+
+class Growing:
+    """A request of two continuations, and what the engine makes of it."""
+
+    def __init__(self, prompt_logprobs: Any = None) -> None:
+        self.own = [CompletionOutput(i, "", [], []) for i in range(2)]
+        members = [SimpleNamespace(completion=one, take_delta=lambda: "a") for one in self.own]
+        self.group: Any = SimpleNamespace(
+            request_id="x",
+            sequences=members,
+            prompt_token_ids=[7, 8, 9],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=2,
+            finished=False,
+            metrics=RequestMetrics(1.0),
+        )
+        self.source = DeltaSource(self.group)
+
+    def grow(self, i: int, token_id: int, reason: str | None = None) -> None:
+        self.own[i].token_ids.append(token_id)
+        self.own[i].finish_reason = reason
+
+
+def test_a_continuation_waits_for_the_prompts_scores() -> None:
+    """The first one computes them for all. Another, found in the cache, has a token before that."""
+    request = Growing(prompt_logprobs=[None, 1.0])
+    request.grow(1, 6)
+    assert request.source.take().completions == {}
+    request.group.prompt_logprobs.append(2.0)
+    request.grow(0, 5)
+    delta = request.source.take()
+    assert set(delta.completions) == {0, 1} and delta.prompt_logprobs == [None, 1.0, 2.0]
+    request = Growing(prompt_logprobs=[None])
+    request.grow(0, 5, "abort")
+    request.group.finished = True
+    assert request.source.take().completions[0].finish_reason == "abort", "however it ends"
+
+
+async def test_an_end_is_the_end() -> None:
+    """The result of the step in flight does not revive an aborted request, and an abort after its
+    end does not lose its outputs."""
+    aborted = RequestDelta("x", finished=True, error=EngineError("aborted"))
+    late = RequestDelta("x", {0: CompletionDelta(0, "a", [1])})
+    done = RequestDelta("x", {0: CompletionDelta(0, "a", [1], None, "stop")}, finished=True)
+    for first, second, has_error in (aborted, late, True), (done, aborted, False):
+        box = Mailbox()
+        box.put(first)
+        box.put(second)
+        assert ((await box.take()).error is not None) == has_error
+
+
+async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
+    """They are given out in batches, in order."""
+    other = AsyncLLM.__new__(AsyncLLM)
+    other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
+    other._given, other._mailboxes = type(llm._given)(), {str(i): Mailbox() for i in range(1000)}
+    for k in (0, 1):
+        parts = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
+        deltas = [RequestDelta(str(i), {0: part}) for i, part in enumerate(parts)]
+        other._receive(EngineUpdate(deltas, EngineStats()))
+    num_turns = 0
+    while other._given:
+        num_turns += 1
+        await asyncio.sleep(0)
+    for box in other._mailboxes.values():
+        assert (await box.take()).completions[0] == CompletionDelta(0, "01", [0, 1])
+    assert num_turns >= 2000 // MAX_DELTAS_PER_TURN - 1
+
+
+# -- the engine's thread
+
+
+class Engine:
+    """`steps`: what each does with the one request; it runs until there are no more."""
+
+    def __init__(self, *steps: Callable[[Growing], None]) -> None:
+        self.steps, self.request, self.num_steps = [*steps], Growing(), 0
+        self.config, self.is_asked = SimpleNamespace(max_num_seqs=1), False
+        self.handed_over = Queue[EngineUpdate]()
+        self.stats, self.close = EngineStats, lambda: None
+        self.loop = EngineLoop(lambda: self, self.handed_over.put)  # pyright: ignore[reportArgumentType]
+
+    def add_request(self, *_: Any) -> Any:
+        self.is_asked = True
+        return self.request.group
+
+    def has_unfinished_requests(self) -> bool:
+        return self.is_asked and bool(self.steps)
+
+    def step(self) -> list[Any]:
+        self.num_steps += 1
+        self.steps.pop(0)(self.request)
+        return [self.request.group, SimpleNamespace(request_id="of nobody here")]
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.loop.add(name, [7, 8, 9], SamplingParams(), {})
+
+    def ended(self, num: int) -> list[RequestDelta]:
+        """Wait until so many deltas have said the end of theirs."""
+        found: list[RequestDelta] = []
+        while len(found) < num:
+            found += [d for d in self.handed_over.get(timeout=20).deltas if d.finished]
+        return found
+
+
+AMBIGUOUS = f"grammar ({TOO_MANY_WAYS})"
+GONE, FULL = RuntimeError("a rank is gone"), MemoryError("no memory left")
+FINAL = RuntimeError("a rank is gone")
+FINAL.is_final = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def ends(reason: str, detail: str | None = None) -> Callable[[Growing], None]:
+    def step(request: Growing) -> None:
+        for i in range(2):
+            request.grow(i, 5, reason)
+        request.group.finished, request.group.metrics.finish_detail = True, detail
+
+    return step
+
+
+def fails(error: Exception) -> Callable[[Growing], None]:
+    def step(request: Growing) -> None:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind", "says", "num_steps"),
+    [
+        ([ends("stop")], None, "None", 1),
+        ([ends("error", f"{UNCOMPILED}: (x")], ValueError, f"{UNCOMPILED}: (x", 1),
+        ([ends("error", f"{AMBIGUOUS}: {NO_TOKEN}")], ValueError, f"{AMBIGUOUS}: {NO_TOKEN}", 1),
+        ([ends("error", "logits hold nan")], EngineError, "logits hold nan", 1),
+        ([ends("abort")], EngineError, "the request was ended", 1),
+        # trap 86: the text of an exception may quote one request, and each of the step gets it
+        (
+            [fails(FULL), fails(FULL), ends("abort")],
+            EngineError,
+            "a step with this request has failed: MemoryError",
+            3,
+        ),
+        ([fails(FINAL)] * 5, EngineStopped, "the engine has stopped: RuntimeError", 1),
+        ([fails(GONE)] * 5, EngineStopped, "the engine has stopped: RuntimeError", MAX_FAILURES),
+    ],
+)
+def test_how_it_ended_is_said(steps: Any, kind: type | None, says: str, num_steps: int) -> None:
+    engine = Engine(*steps)
+    engine.add("x")
+    (last,) = engine.ended(1)
+    engine.loop.close()
+    assert type(last.error) is (kind or type(None)) and says in str(last.error)
+    assert engine.num_steps == num_steps
+    if kind is EngineStopped:
+        assert last.error is not None and last.error.__cause__ in (GONE, FINAL)
+        assert engine.loop.death_reason == says, "and not that it was closed"
+    elif num_steps == 1:
+        assert set(last.completions) == {0, 1}
+
+
+def test_a_crowd_is_taken_in_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
+    is_full, order = threading.Event(), list[str]()
+    engine = Engine(*[lambda request: is_full.wait(20)] * 200, ends("stop"))
+    add, step = engine.add_request, engine.step
+
+    def add_slowly(*arguments: Any) -> Any:
+        order.append("a")
+        time.sleep(MAX_ADD_S / 4)
+        return add(*arguments)
+
+    monkeypatch.setattr(engine, "add_request", add_slowly)
+    monkeypatch.setattr(engine, "step", lambda: order.append(" ") or step())
+    engine.add(*map(str, range(40)))
+    is_full.set()
+    wait_for(lambda: order.count("a") == 40)
+    engine.loop.close()
+    assert max(map(len, "".join(order).split())) <= 12, order
+
+
+def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 96: in CPython 3.11 `SimpleQueue.get(timeout=...)` waits forever if its thread loses the
+    processor for longer than the timeout before the wait. Here it always does."""
+
+    class Late(SimpleQueue):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            return super().get()
+
+    monkeypatch.setattr("common.serve.engine_loop.SimpleQueue", Late)
+    engine = Engine(ends("stop"))
+    engine.loop.made.result()
+    engine.loop._step_s = 20.0  # so it gathers for up to five seconds
+    engine.add("x")
+    assert engine.ended(1)
+    engine.loop.close()
+
+
+# -- streams: a disconnect at any point of an answer
+
+
+class Source:
+    """A request of which one delta comes at once, and the next when `go` is set."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_open, self.go, self.error = False, asyncio.Event(), error
+        self.deltas = self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[RequestDelta]:
+        self.is_open = True
+        try:
+            yield RequestDelta("x", prompt_token_ids=[1])
+            if self.error is not None:
+                raise self.error
+            await self.go.wait()
+            yield RequestDelta("x", {0: CompletionDelta(0, "a", [1])}, finished=True)
+        finally:
+            await asyncio.sleep(0)
+            self.is_open = False
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def leaves() -> Message:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
+async def cancelled(awaitable: Any) -> None:
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_one_that_fails_or_is_cancelled_ends_the_others() -> None:
+    for fails in True, False:
+        pair = [Source(), Source(EngineError("broken") if fails else None)]
+        requests = [source.deltas for source in pair]
+        first_outputs = await accepted(requests)
+        if fails:
+            pair[0].go.set()
+            with pytest.raises(EngineError, match="broken"):
+                await gathered(first_outputs, requests)
+        else:
+            await cancelled(gathered(first_outputs, requests))
+        assert not any(source.is_open for source in pair)
+
+
+@pytest.mark.parametrize("heartbeat_s", [None, 0.001])
+@pytest.mark.parametrize("ending", ["leaves", "cancelled", "head", "at once"])
+async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, ending: str) -> None:
+    """Its reader reads nothing: it waits in the middle of sending."""
+    source, is_closed = Source(), False
+    await anext(source.deltas)
+
+    async def events() -> AsyncIterator[bytes]:
+        nonlocal is_closed
+        try:
+            yield b"first"
+            async for _ in source.deltas:
+                yield b"more"
+        finally:
+            await asyncio.sleep(0)
+            is_closed = True
+
+    async def send(message: Message) -> None:
+        is_head = message["type"] == "http.response.start"
+        if is_head and ending == "head":
+            raise OSError
+        if not is_head and (heartbeat_s is None or message["body"] != b"first"):
+            await asyncio.Event().wait()
+
+    async def at_once() -> Message:
+        return {"type": "http.disconnect"}
+
+    receive = {"leaves": leaves, "at once": at_once}.get(ending, never)
+    call = EventStream(events(), heartbeat_s, [source.deltas])({}, receive, send)
+    if ending == "cancelled":
+        await cancelled(call)
+    elif ending == "head":
+        with pytest.raises(OSError):
+            await call
+    else:
+        await call
+    assert not source.is_open and (is_closed or ending == "head")
+
+
+async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
+    source, sent = Source(), list[bytes | None]()
+    await anext(source.deltas)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for _ in source.deltas:
+            yield b"late"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body"))
+        if sent.count(HEARTBEAT) == 2:
+            source.go.set()
+
+    stream = EventStream(events(), 0.001, [source.deltas])
+    await asyncio.wait_for(stream({}, never, send), 20)
+    assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_cancellation_that_comes_with_the_result_is_not_ignored(num_turns: int) -> None:
+    """Otherwise a viewer that leaves as an update arrives is never forgotten."""
+    has_result = asyncio.Event()
+    task = asyncio.ensure_future(within(60, has_result.wait()))
+    await asyncio.sleep(0.01)
+    has_result.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if task.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task is True and num_turns > 2

@@ -1,18 +1,34 @@
-"""Chats and templates: the form of a content that a template reads, where a thought begins, and
-which parser reads an answer. The oracle for a content is `apply_chat_template`."""
+"""Chats: the form of a content that a template reads, where a thought begins, what a chat may ask,
+and the marks of a text wherever a stream is cut."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
+import openai
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from common.engine_config import SHIPPED_CHECKPOINT
+from common.requests.output_processor import RequestMetrics
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.serve.__main__ import parse_args
+from common.serve.answers import Answer
 from common.serve.chat import ChatPrompts
+from common.serve.conftest import MODEL, Running
+from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError
-from common.serve.tool_calls import Reader, ToolUse, tool_use
+from common.serve.tool_calls import Reader, Reply, ToolUse, tool_use
+from common.serve.wire import GenerateBody
+from request import SamplingParams
 
 LOOP = "{% for m in messages %}[{{ m.role }}]"
 CALLS = "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}"
@@ -43,7 +59,7 @@ def thought(kind: str = "thinking") -> dict[str, Any]:
     return text([{"type": kind, kind: "why"}, {"type": "text", "text": "so"}], "assistant")
 
 
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +79,8 @@ def tokenizer() -> Tokenizer:
         (STRICT, [text("a"), text("b", "assistant")], "[user]a[assistant]b"),
         (USER_ONLY, [parts("a", "b", role="system"), parts("c", "d")], "[system]a\nb[user]cd"),
         (USER_ONLY, [parts("a", "b", role="developer")], "[developer]a\nb"),
-        (USER_ONLY, [CALL, parts("b", "c", role="tool")], "[assistant]<f>[tool]b\nc"),
-        (LOOP + PART + END, [text("a"), CALL, text("b", "tool")], "[user]a[assistant]<f>[tool]b"),
+        (USER_ONLY, [CALLED, parts("b", "c", role="tool")], "[assistant]<f>[tool]b\nc"),
+        (LOOP + PART + END, [text("a"), CALLED, text("b", "tool")], "[user]a[assistant]<f>[tool]b"),
         (LOOP + PART + END, [parts("a", role="critic")], "[critic]a"),
         (THINKS, [text("a"), thought()], "[user]a[assistant]<why>so"),
         (THINKS, [text("a"), thought("refusal")], "[user]a[assistant]whyso"),
@@ -87,32 +103,31 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(
         assert plain == expected
 
 
-@pytest.mark.parametrize(
-    "content", [[{"type": "image_url", "image_url": {"url": "x"}, "text": "x"}], [5], [None]]
-)
-def test_parts_that_are_no_text_are_refused(tokenizer: Tokenizer, content: Any) -> None:
-    with pytest.raises(ApiError, match=r"messages\[0\]\.content must have parts of the types text"):
-        ChatPrompts(tokenizer, LOOP + BOTH + END).text([text(content)])
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}, "text": "x"}
+NO_TEXT = "messages[0].content must have parts of the types text"
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "content", "words"),
     [
-        (LOOP + "\n{{ 'a' + m.why }}" + END, "line 2 of the chat template needs m.why, which"),
-        ("{{ 'a' + messages[0]['name'] }}", "chat template needs messages[0]['name'], which"),
-        ("{{ messages[0].content.a.b.items() }}", "needs messages[0].content.a, which"),
-        ("{{ nothing.at.all }}", "chat template needs nothing, which is missing"),
-        ("{{ raise_exception('no, please') }}", "messages: no, please"),
-        ("{{ 'a' + 1 }}", "line 1 of the chat template: can only concatenate"),
-        ("{{ x", "unexpected end of template"),
+        *((LOOP + BOTH + END, [part], NO_TEXT) for part in (IMAGE, 5, None)),
+        # the variable of the template
+        (LOOP + "\n{{ 'a' + m.why }}" + END, "x", "line 2 of the chat template needs m.why, which"),
+        ("{{ 'a' + messages[0]['name'] }}", "x", "chat template needs messages[0]['name'], which"),
+        ("{{ messages[0].content.a.b.items() }}", "x", "needs messages[0].content.a, which"),
+        ("{{ nothing.at.all }}", "x", "chat template needs nothing, which is missing"),
+        ("{{ raise_exception('no, please') }}", "x", "messages: no, please"),
+        ("{{ 'a' + 1 }}", "x", "line 1 of the chat template: can only concatenate"),
+        ("{{ x", "x", "unexpected end of template"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_templates_variable(
-    tokenizer: Tokenizer, template: str, words: str
+def test_an_error_names_what_is_wrong(
+    tokenizer: Tokenizer, template: str, content: Any, words: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        ChatPrompts(tokenizer, template).text([text("x") | {"name": None}])
-    assert words in caught.value.message and caught.value.param == "messages"
+        ChatPrompts(tokenizer, template).text([text(content) | {"name": None}])
+    assert words in caught.value.message
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +158,11 @@ def test_where_in_the_prompt_the_answer_begins(
 def test_a_parser_that_is_named_decides(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture
 ) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    tools = tool_use([tool], "auto", None)
-    with pytest.raises(ApiError, match="--tool-call-parser"):
-        ChatPrompts(tokenizer, LOOP + TEXT + END).reader(tools, has_grammar=False)
+    tools = tool_use([{"type": "function", "function": {"name": "f"}}], "auto", None)
+    coder = "{% for t in tools %}<tool_call><function={{ t.function.name }}>{% endfor %}"
+    for template in LOOP + TEXT + END, coder + LOOP + TEXT + END:  # Qwen3-Coder's form
+        with pytest.raises(ApiError, match="--tool-call-parser"):
+            ChatPrompts(tokenizer, template).reader(tools, has_grammar=False)
     for template, parsers, has_reasoning in (
         (LOOP + TEXT + END, ("hermes", None), False),
         (LOOP + TEXT + END, ("hermes", "qwen3"), True),
@@ -157,9 +173,396 @@ def test_a_parser_that_is_named_decides(
         assert found == Reader(ToolUse({}, "auto"), has_reasoning)
         forced = chat.reader(tools, has_grammar=True)
         assert forced is not None and not forced.has_reasoning
-    assert parse_args(["--reasoning-parser=deepseek_r1"]).reasoning_parser == "deepseek_r1"
-    for flag, names in ("reasoning", ("deepseek_r1", "olmo3")), ("tool-call", ("hermes",)):
+    flags = ["--enable-auto-tool-choice", "--reasoning-parser=deepseek_r1"]
+    assert parse_args(flags).reasoning_parser == "deepseek_r1", "as at vLLM"
+    for flag, name in ("reasoning", "olmo3"), ("tool-call", "hermes"):
         with pytest.raises(SystemExit):
             parse_args([f"--{flag}-parser=mistral"])
         printed = capsys.readouterr().err
-        assert "mistral" in printed and all(name in printed for name in names)
+        assert "mistral" in printed and name in printed
+
+
+def test_a_models_own_template_is_used_unless_there_is_another() -> None:
+    apply = lambda messages, *, chat_template, **_: f"{chat_template} of {messages}"  # noqa: E731
+    source = SimpleNamespace(chat_template="own", apply_chat_template=apply)
+    tokenizer: Any = SimpleNamespace(source=source)
+    assert ChatPrompts(tokenizer).text([text("x")]).startswith("None of ")
+    config = {"role": "assistant", "content": None, "name": "x"}  # messages as they are
+    assert ChatPrompts(tokenizer, "a").text([config]) == f"a of {[config | {'content': ''}]}"
+    source.chat_template = None
+    with pytest.raises(ApiError, match="has no chat template") as caught:
+        ChatPrompts(tokenizer).text([text("x")])
+    assert (Path(__file__).parents[2] / caught.value.message.split()[-1]).is_file()
+
+
+# -- tools and reasoning, with the `openai` package
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/Unit"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"enum": ["C", "F"]}},
+}
+SWITCH = {  # its `Unit` is another one
+    "type": "object",
+    "properties": {"is_on": {"$ref": "#/$defs/Unit"}},
+    "required": ["is_on"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"type": "boolean"}},
+}
+SCHEMAS = {"weather": WEATHER, "home.switch": SWITCH}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+PATH = "/v1/chat/completions"
+NAMED: Any = {"function": {"name": "home.switch", "strict": True}, "x": 1}  # no type, more keys
+FORMAT: Any = {"type": "json_object"}
+MESSAGES: Any = [{"role": "user", "content": "x"}]
+# As Qwen3's is made: tools and their form, calls of earlier answers, thinking that can be off.
+HERMES = """
+{%- if tools %}{{ tools | tojson }} as <tool_call>
+{"name": <name>, "arguments": <arguments>}
+</tool_call>
+{% endif %}
+{%- for message in messages %}{{ message.role }}:
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}
+{%- endfor %}
+{% endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>{% endif %}
+"""
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "}\\"<\\\\"}}\n</tool_call>'
+AUTO = ToolUse({}, "auto")
+
+
+@pytest.fixture
+def hermes(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """The same server, with a template that has tools."""
+    chat = ChatPrompts(server.llm.tokenizer, HERMES)
+    monkeypatch.setattr(server.app.state.server, "chat", chat)
+    return server
+
+
+def client(server: Running) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).chat.completions
+
+
+def says(
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    reason: str = "stop",
+    requested_params: list[SamplingParams] | None = None,
+) -> None:
+    """From now on the engine says this, one character at a time; `asked` gets the parameters."""
+
+    async def generate(
+        ids: list[int], params: SamplingParams, **_: Any
+    ) -> AsyncIterator[RequestDelta]:
+        if requested_params is not None:
+            requested_params.append(params)
+        yield RequestDelta("x", prompt_token_ids=ids)
+        for character in text:
+            yield RequestDelta("x", {0: CompletionDelta(0, character, [5])})
+        end = {0: CompletionDelta(0, "", [], None, reason)}
+        yield RequestDelta("x", end, finished=True, metrics=RequestMetrics(1.0))
+
+    monkeypatch.setattr(server.llm, "generate", generate)
+
+
+# -- the text
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """A stream as a whole message, without ids."""
+    found: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                found[name] = found.get(name, "") + value
+        for call in delta.get("tool_calls", ()):
+            calls = found.setdefault("tool_calls", [])
+            if "id" in call:
+                calls.append(call["function"])
+            else:
+                calls[-1]["arguments"] += call["function"]["arguments"]
+            assert call["index"] == len(calls) - 1
+    return {"content": None if found else ""} | found
+
+
+def whole(reader: Reader, text: str, prompt_end: str = "") -> dict[str, Any]:
+    found = Reply(reader, prompt_end).message(text)
+    if "tool_calls" in found:
+        assert len({call["id"] for call in found["tool_calls"]}) == len(found["tool_calls"])
+        found["tool_calls"] = [call["function"] for call in found["tool_calls"]]
+    return found
+
+
+PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "a", "<", "}", CALL, "{"]
+PARTS += ['{"name": "f", "arguments": {', '{"arguments": {}, "name": "g"}', '"', "\\", "</tool"]
+PARTS += ['{"id": "</tool_call>", "name": "f", "parameters": {}}', ', "id": "}"', "[", "]"]
+ARRAY = '[{"name": "f", "parameters": {"x": [1, "]"]}}, {"name": "g", "parameters": {}}]'
+
+
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12).map("".join),
+    st.sets(st.integers(0, 150)),
+    st.sampled_from(["auto", "none", "required", "named"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "<think>\n", "<think>\na"]),
+)
+@example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", {*range(150)}, "auto", True, True, "")
+@example(f"ab</think>{CALL}", {*range(150)}, "auto", False, True, "<think>\n")
+@example(f"<think>a{CALL}\n</think>\n\nhi", {*range(150)}, "auto", True, True, "")
+@example(ARRAY, {*range(150)}, "required", True, False, "")
+@example(ARRAY, {*range(150)}, "required", False, False, "")
+def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
+    text: str, cuts: set[int], choice: str, is_parallel: bool, has_reasoning: bool, end: str
+) -> None:
+    name = "f" if choice == "named" else ""
+    reader = Reader(ToolUse({}, choice, name, is_parallel), has_reasoning)
+    reply, places = Reply(reader, end), [0, *sorted(c for c in cuts if c < len(text)), len(text)]
+    parts = [text[i:j] for i, j in pairwise(places)]
+    deltas = [reply.delta(part, False) for part in parts] + [reply.delta("", True)]
+    assert joined(deltas) == whole(reader, text, end)
+
+
+F = {"name": "f", "arguments": '{"x": "}\\"<\\\\"}'}
+G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"x": 1'))
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        (f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}\n", "hi", "ab", [F, F]),
+        (f"\n<think>\n\n</think>\n\n{CALL}", None, None, [F]),
+        ("<think>never ends", None, "never ends", []),
+        ("a <think>b</think>\n", "a <think>b</think>\n", None, []),  # not at the beginning
+        ("<thin", "<thin", None, []),
+        # a call within the reasoning ends it, a mark alone does not
+        (f"<think>ab\n{CALL}", None, "ab", [F]),
+        (f"<think>ab{CALL}\n</think>\nhi", "hi", "ab", [F]),
+        ("<think>a\n<tool_call> b\n</think>\nhi", "hi", "a\n<tool_call> b", []),
+        # other forms of a call
+        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', None, None, [G]),
+        ('<tool_call>{"name": "g"}', None, None, [G]),
+        ('<tool_call>{"id": 1, "name": "g", "parameters": {"x": 1}}</tool_call>', None, None, [X]),
+        ('<tool_call>{"parameters": {"x": 1}, "name": "g"}</tool_call>\na', "a", None, [X]),
+        ('<tool_call>{"name": "g", "parameters": "{\\"x\\": 1}"}</tool_call>', None, None, [X]),
+        ('<tool_call>{"name": "g", "arguments": null}</tool_call>', None, None, [G]),
+        ('<tool_call>{"name": "g", "arguments": [5]}', None, None, [G | {"arguments": "[5]"}]),
+        ('<tool_call>{"id": "</tool_call>", "name": "g"}</tool_call>a', "a", None, [G]),
+        # after the arguments: other keys, a bracket too many or too few, another call
+        ('<tool_call>{"name": "g", "arguments": {}, "x": ["}"]}</tool_call>\na', "a", None, [G]),
+        ('<tool_call>{"name": "g", "arguments": {}}}</tool_call>a', "a", None, [G]),
+        ('<tool_call>{"name": "g", "arguments": {"x": 1</tool_call>a', "a", None, [CUT]),
+        ('<tool_call>{"name": "g", "parameters": {"x": 1}\n' + CALL, None, None, [X, F]),
+        ('<tool_call>{"name": "g"}\n{"name": "g"}\n</tool_call>a', "a", None, [G, G]),
+        ('<tool_call>{"name": "g"}<tool_call>{"id": 1, "name": "g"}', None, None, [G, G]),
+        ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}</tool_call>", "a", [G]),
+        # a call that is cut
+        ('<tool_call>{"name": "g", "arguments": {"x": 1', None, None, [CUT]),
+        *((f"hi\n<tool_call>{text}", "hi", None, []) for text in ("", "\n", '{"name": "f", "a')),
+        ('<tool_call>{"parameters": {"x": "}"}, "na', "", None, []),
+        ("<think>a<tool_call>{", None, "a", []),
+        # no calls
+        ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),
+        ('a<tool_call>{"b</tool_call>', 'a<tool_call>{"b</tool_call>', None, []),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', None, []),
+        (f"{CALL} and more", " and more", None, [F]),
+        ("", "", None, []),
+    ],
+)
+def test_tool_calls_of_a_text(
+    text: str, content: str | None, reasoning: str | None, calls: list[dict[str, str]]
+) -> None:
+    found = whole(Reader(AUTO, True), text)
+    assert (found["content"], found.get("reasoning_content")) == (content, reasoning)
+    assert found.get("reasoning") == reasoning and found.get("tool_calls", []) == calls
+    only_first = whole(Reader(ToolUse({}, "auto", is_parallel=False), True), text)
+    assert only_first.get("tool_calls", []) == calls[:1]
+    reply = Reply(Reader(AUTO, True))
+    assert joined([*(reply.delta(c, False) for c in text), reply.delta("", True)]) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "has_reasoning", "expected"),
+    [
+        ("a\n</think>\n\nb", "<think>\n", True, ("a", "b")),
+        ("\n<think>\na</think>b", "<think>\n", True, ("a", "b")),  # written again
+        ("\na <think></think>b", "<think>so", True, ("\na <think>", "b")),  # within a thought
+        ("a\n", "<think>\n", False, (None, "a\n")),
+        ("a\n", "</think>\n\n", True, (None, "a\n")),
+    ],
+)
+def test_of_some_templates_the_prompt_opens_the_reasoning(
+    text: str, end: str, has_reasoning: bool, expected: tuple[str | None, str]
+) -> None:
+    found = whole(Reader(AUTO, has_reasoning), text, end)
+    assert (found.get("reasoning"), found["content"]) == expected
+    hidden = whole(Reader(AUTO, has_reasoning, False), text, end)
+    assert hidden == {"content": expected[1]}
+
+
+# -- over HTTP
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_forced_call_has_the_schema_of_its_function(
+    server: Running, choice: Any, is_parallel: bool
+) -> None:
+    """The model and its template know nothing of tools: the grammar alone forces the calls."""
+    chat = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+    chat |= {"tool_choice": choice, "parallel_tool_calls": is_parallel, "temperature": 1.0}
+    # As agents send: a stop string that does not occur, and a format, which the tools replace.
+    chat |= {"stop": ["\nObservation:"], "response_format": FORMAT}
+    names, reason = set(), "stop" if choice == NAMED else "tool_calls"
+    for seed in range(2):
+        whole = client(server).create(**chat, seed=seed)
+        assert whole.ignored_fields == ["response_format"]
+        message = whole.choices[0].message
+        assert whole.choices[0].finish_reason == reason and message.content is None
+        assert len(message.tool_calls) == 1 or is_parallel
+        for call in message.tool_calls:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+            names.add(call.function.name)
+        with client(server).stream(**chat, seed=seed) as events:
+            final = events.get_final_completion().choices[0]
+        assert final.finish_reason == reason
+        streamed = [
+            (call.function.name, call.function.arguments) for call in final.message.tool_calls
+        ]
+        assert streamed == [(c.function.name, c.function.arguments) for c in message.tool_calls]
+    assert names <= ({"home.switch"} if choice == NAMED else SCHEMAS.keys())
+    # A stop string cuts the arguments, which are then not valid JSON, as in vLLM.
+    chat |= {"stop": ["is_on"], "temperature": 0, "tools": TOOLS[1:]}
+    cut = client(server).create(**chat).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == (reason, "is_on")
+    assert cut.message.tool_calls[0].function.arguments == '{"'
+
+
+def test_a_reference_in_a_value_is_no_reference() -> None:
+    value = {"$ref": "#/$defs/Unit"}
+    names = {"const": value, "enum": value, "$ref": {"const": value}}
+    schema = {"$defs": {"Unit": {"default": value, "enum": [value]}}, "properties": names}
+    grammar = ToolUse({"f": schema}, "required").grammar()
+    assert grammar is not None and isinstance(grammar.schema, dict)
+    moved = {"$ref": "#/$defs/0/$defs/Unit"}
+    names = {"const": moved, "enum": moved, "$ref": {"const": value}}
+    assert grammar.schema["$defs"]["0"] == {**schema, "properties": names}
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_calls_are_found_in_a_text(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
+    chat: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    chat |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
+    whole = client(hermes).create(**chat)
+    assert whole.ignored_fields == ["structured_outputs"]
+    ((message, end),) = [(choice.message, choice.finish_reason) for choice in whole.choices]
+    assert end == ("tool_calls" if reason == "stop" else "length")
+    assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
+    assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
+    assert all(re.fullmatch("[0-9A-Za-z]{9}", call.id) for call in message.tool_calls), "Mistral's"
+    with client(hermes).stream(**chat) as events:
+        chunks = [event.chunk for event in events if event.type == "chunk"]
+    assert chunks[0].ignored_fields == ["structured_outputs"]
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [end]
+    first, *later = [c for one in choices for c in one.delta.tool_calls or () if c.index == 1]
+    assert (first.type, first.function.name) == ("function", "f")
+    assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
+    assert len(later) > 3, "as they come"
+    for fields in {"tool_choice": "none"}, {"tools": None}:
+        whole = client(hermes).create(model=MODEL, messages=MESSAGES, **fields)
+        assert not hasattr(whole, "ignored_fields")
+        message = whole.choices[0].message
+        assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
+    _, answer = hermes.post(PATH, {"messages": MESSAGES, "include_reasoning": False})
+    assert answer["choices"][0]["message"].keys() == {"role", "refusal", "content"}
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+
+
+def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
+    """Trap 98: what is no JSON of an object is {}, as in vLLM."""
+    wrong: list[Any] = ["", " ", "null", "[]", "[1]", '"x"', "5", "true", "None", "{}", "'", "{"]
+    wrong += ['{"x": "half', '{"x": 1}{"y": 2}', '{"x": 1 "y": 2}', '{"x": "a "b""}']
+    wrong += ['{"x": "a\nb"}', '{"x": "\\ud800"}', "[" * 9999, '{"x":' * 9999]
+    wrong += [f'{{"x": {"9" * 9999}}}', None, {}, [], [{"x": 1}], 0, 5, 1.5, True, False]
+    for arguments, shown in (
+        *(('{"x": 1, "y": "z"}', " x=1 y=z"), ({"x": 1}, " x=1")),
+        *((one, "") for one in wrong),
+    ):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}
+        messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "9"}]
+        chat = {"messages": messages, "tools": TOOLS, "enable_thinking": False}
+        for path, name in ("/tokenize", "tokens"), (f"{PATH}/render", "token_ids"):
+            text = hermes.llm.tokenizer.decode(hermes.post(path, chat)[1][name])
+            tools, _, call_text = text.partition(" as <tool_call>")
+            assert json.loads(tools) == TOOLS
+            answer = f"assistant:<think>why</think><tool_call>f{shown}"
+            assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>"), arguments
+
+
+def test_a_template_that_ignores_tools(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    chat: Any = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 1}
+    server.app.state.server.chat.__dict__.pop("_shown_tool", None)
+    for choice in {}, {"tool_choice": "auto"}:
+        status, answer = server.post(PATH, chat | choice)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "required" in answer["error"]["message"]
+        assert server.post(PATH, chat | {"tool_choice": "required"})[0] == 200
+    assert caplog.text.count("ignores tools") == 1
+
+
+def test_marks_that_are_special_tokens_are_not_skipped(
+    hermes: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, requested_params = hermes.llm.tokenizer, []
+    ids = SimpleNamespace(token_to_id={"<tool_call>": 7}.get)
+    for special_ids, is_skipped in (frozenset(), True), (frozenset({7}), False):
+        other: Any = SimpleNamespace(source=tokenizer.source, backend=ids, special_ids=special_ids)
+        monkeypatch.setattr(hermes.app.state.server, "chat", ChatPrompts(other, HERMES))
+        says(hermes, monkeypatch, "x", requested_params=requested_params)
+        client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+        assert requested_params[-1].skip_special_tokens is is_skipped
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "num"),
+    [
+        ("<think>\nab\n</think>c", "", 4),  # line breaks are tokens, marks do not count
+        ("ab</think>c</think>", "<think>", 2),
+        ("ab</thin", "<think>", 8),
+        ("ab</think>c", "", 0),
+        ('ab<tool_call>{"name": "f", "arguments": {}}</tool_call></think>c', "<think>", 2),
+        ("ab<tool_call>x</think>c", "<think>", len("ab<tool_call>x")),
+    ],
+)
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_tokens_of_a_thought_are_counted(text: str, end: str, num: int, shows: bool) -> None:
+    """Whether or not they are shown, and wherever a stream is cut."""
+    letters: Any = SimpleNamespace(token_bytes=lambda i: chr(i).encode(), special_ids=())
+    for size in (1, 3, 100):
+        one = Answer("chat", "m", letters, GenerateBody(), SamplingParams(), reader=None)
+        one.reader, one.prompt_end = Reader(AUTO, True, shows), end
+        sent = one.chunks(0, RequestDelta("x", prompt_token_ids=[5]))
+        for i in range(0, len(text), size):
+            new, reason = text[i : i + size], "stop" if i + size >= len(text) else None
+            delta = CompletionDelta(0, new, [*map(ord, new)], None, reason)
+            sent += one.chunks(0, RequestDelta("x", {0: delta}))
+        details = one.usage_chunk()["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": num}
+        assert any("reasoning" in c["choices"][0]["delta"] for c in sent) == (shows and num > 0)

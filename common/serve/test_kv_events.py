@@ -1,23 +1,55 @@
-"""A reader of the stream knows which blocks are cached and where, from any start on."""
+"""A reader of the stream knows which blocks are cached and where, from any start on; its bytes are
+vLLM's, and a reader that misses messages recovers their contents."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
-from block_pool import Block, BlockPool
-from common.serve.kv_events import CacheChanges
-from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, pack_batch, wire_hash
-from common.tests.engine_oracle import Oracle, serve, serve_a_crowd
-from common.tests.kv_stream import Index, check, engine_of, prefixes_of, take, tiers_of
+from block_pool import BlockPool
+from common.engine import LLMEngine
+from common.engine_config import SHIPPED_ADAPTER, EngineConfig
+from common.serve.conftest import wait_for
+from common.serve.kv_events import CacheChanges, KVEvents
+from common.serve.kv_publisher import EventPublisher
+from common.serve.kv_wire import (
+    CLEARED,
+    CPU,
+    GPU,
+    STORAGE,
+    Event,
+    pack_batch,
+)
+from common.tests.engine_oracle import Oracle, greedy_params, serve, serve_a_crowd
+from common.tests.kv_stream import (
+    LIMIT_S,
+    Index,
+    Reader,
+    check,
+    engine_of,
+    prefixes_of,
+    take,
+    tiers_of,
+)
 from kv_slots import PREFIX_CACHES
 from kv_tiers import ignore_change
 from prefix_cache import PrefixCache
 from tiered_cache import KVTierConfig, TieredCache
+
+HERE = Path(__file__).parent
+RECORD = json.loads((HERE / "vllm_kv_events.json").read_text())
+LOOPBACK = "tcp://127.0.0.1:*"
+CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
 
 
 def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
@@ -25,9 +57,6 @@ def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
     changes = CacheChanges(cache, **options)
     changes.put_in()
     return changes, Index()
-
-
-CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
 
 
 # -- the cache alone
@@ -57,12 +86,13 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
                 cache.pool.free([block])
 
 
+@pytest.mark.net
 @CACHES
 @pytest.mark.parametrize("max_pending_changes", [4, 100_000])
 def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_changes: int) -> None:
     """From the middle on, and with a thread that comes late."""
     max_cached = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         cache = PREFIX_CACHES[kind](BlockPool(24), 2)
         for _ in range(rng.randint(0, 20)):
@@ -82,44 +112,24 @@ def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_ch
     assert max_cached == 23
 
 
-def test_a_chain_is_one_event_and_so_is_its_end() -> None:
-    cache = PREFIX_CACHES["radix"](BlockPool(40), 2)
+def test_a_chain_is_one_event_behind_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is its end; but no batch is too large for its reader."""
+    cache = PREFIX_CACHES["hash"](BlockPool(80), 2)
     changes, index = observed(cache)
     cache.cache_computed_blocks(list(range(20)))
-    assert changes.has_news
     _, stored = check(changes, index, cache)
-    assert not changes.has_news
     assert len(stored["block_hashes"]) == 10 and stored["parent_block_hash"] is None
-    cache.cache_computed_blocks([*range(10), 77, 78])
-    assert changes.has_news
-    (stored,) = check(changes, index, cache)
-    assert len(stored["block_hashes"]) == 1 and stored["parent_block_hash"] is not None
+    for _ in range(2):  # a parent may have gone, and come again, while a tier kept its child
+        changes._held = dict(reversed(changes._held.items()))
+        changes.restart_stream()
+        assert len(check(changes, index, cache)) == 2, "and a path is one event"
     cache.evict(3)
     (removed,) = check(changes, index, cache)
-    assert len(removed["block_hashes"]) == 3
-
-
-def test_parents_are_published_before_their_children() -> None:
-    """A parent may have gone, and come again, while a tier kept its child."""
-    cache = PREFIX_CACHES["hash"](BlockPool(40), 2)
-    changes, index = observed(cache)
-    cache.cache_computed_blocks(list(range(20)))
-    check(changes, index, cache)
-    changes._held = dict(reversed(changes._held.items()))
-    changes.restart_stream()
-    assert len(check(changes, index, cache)) == 2
-    changes._held = dict(reversed(changes._held.items()))
-    changes.restart_stream()
-    assert len(check(changes, index, cache)) == 2, "and a path is one event"
-
-
-def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(removed["block_hashes"]) == 3 and not changes.has_news
     monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 2)
     monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
-    cache = PREFIX_CACHES["hash"](BlockPool(80), 2)
     for first in range(12):
-        cache.cache_computed_blocks([first, 0] * (1 + first % 5))
-    changes, index = observed(cache)
+        cache.cache_computed_blocks([first + 30, 0] * (1 + first % 5))
     batches = list(changes.take())
     assert len(batches) > 3
     for batch in batches:
@@ -129,41 +139,10 @@ def test_a_batch_is_never_too_large_for_its_reader(monkeypatch: pytest.MonkeyPat
     assert index.prefixes() == prefixes_of(cache)
 
 
-class Failing:
-    """Another listener, whose disk is full."""
-
-    def block_cached(self, *_: object) -> None:
-        """Hears it."""
-
-    def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        raise OSError("no space left on device")
-
-    blocks_invalidated = blocks_evicted
+# -- an engine's
 
 
-def test_an_error_of_another_listener_reaches_the_stream() -> None:
-    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
-    cache.listener = Failing()
-    changes, index = observed(cache)
-    cache.cache_computed_blocks(list(range(10)))
-    check(changes, index, cache)
-    with pytest.raises(OSError):
-        cache.evict(2)
-    check(changes, index, cache)
-    with pytest.raises(OSError):
-        cache.invalidate(
-            next(iter(cache.cached_prefixes())).block
-        )  # not taken when it is taken out
-    other, _ = observed(cache)
-    changes.take_out()
-    other.take_out()
-    assert isinstance(cache.listener, Failing)
-    assert take(changes, index) == [CLEARED]
-
-
-# -- the engine
-
-
+@pytest.mark.net
 @pytest.mark.sample
 @CACHES
 @pytest.mark.parametrize("write_policy", [None, "write_back", "write_through"])
@@ -200,57 +179,242 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     assert not index.places.get(GPU)
     serve(engine, oracle, [0], 2)
     seen.clear()
+    if config:  # a block that goes down is never nowhere
+        engine.prefix_cache.evict(1)
+        *stored, removed = check(changes, index, engine.prefix_cache)
+        assert removed["type"] == "BlockRemoved" and removed["medium"] == GPU
+        assert write_policy == "write_through" or stored
     engine.kv_manager.clear()
     look(None)
     assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
-    engine.close()
-
-
-def test_a_block_that_goes_down_is_never_nowhere(oracle: Oracle, loaded, one_thread) -> None:
-    engine = engine_of(loaded, "hash", KVTierConfig(40))
-    serve(engine, oracle, [0, 1], 2)
-    changes, index = observed(engine.prefix_cache)
-    check(changes, index, engine.prefix_cache)
-    engine.prefix_cache.evict(2)
-    events = [
-        (event["type"], event["medium"]) for event in check(changes, index, engine.prefix_cache)
-    ]
-    *stored, removed = events
-    assert stored and set(stored) == {("BlockStored", CPU)} and removed == ("BlockRemoved", GPU)
     changes.take_out()
-    assert engine.prefix_cache.listener.host.on_change is ignore_change
+    if isinstance(tiers, TieredCache):
+        assert tiers.host.on_change is ignore_change
     engine.close()
 
 
-def test_a_tier_s_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
+def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     oracle: Oracle, loaded, tmp_path: Path, one_thread
 ) -> None:
-    tiers = KVTierConfig(2, 40, disk_path=tmp_path / "disk")
+    tiers = KVTierConfig(0, 40, disk_path=tmp_path / "disk")
     first = engine_of(loaded, "hash", tiers)
     serve(first, oracle, [0, 1], 2)
     assert first.reset_prefix_cache()
     first.close()
     engine = engine_of(loaded, "hash", tiers)
     changes, index = observed(engine.prefix_cache)
-    assert take(changes, index) == [CLEARED] and len(changes._below[STORAGE]) > 4
+    assert take(changes, index) == [CLEARED]
     (output,) = serve(engine, oracle, [0], 2)
-    assert output.num_cached_tokens
     check(changes, index, engine.prefix_cache)
-    assert len(index.places[STORAGE]) >= output.num_cached_tokens // 4
+    assert len(index.places[STORAGE]) >= output.num_cached_tokens // 4 > 0
     engine.close()
 
 
-def test_a_corrupt_record_is_published_as_removed(oracle: Oracle, loaded, one_thread) -> None:
-    """By the thread that reads."""
-    engine = engine_of(loaded, "hash", KVTierConfig(0, 40))
-    changes, index = observed(engine.prefix_cache)
-    serve(engine, oracle, [0], 2)
-    assert engine.reset_prefix_cache()
-    check(changes, index, engine.prefix_cache)
-    before, disk = set(index.places[STORAGE]), changes._below[STORAGE]
-    disk._map[-disk._record_nbytes * 40 :] = bytes(disk._record_nbytes * 40)
-    serve(engine, oracle, [0], 2)
-    check(changes, index, engine.prefix_cache)
-    assert before - index.places[STORAGE] and disk.num_corrupt
-    assert index.places[STORAGE] == set(map(wire_hash, disk._slots))
-    engine.close()
+# -- the bytes
+
+
+@pytest.mark.parametrize("batch", RECORD["batches"], ids=lambda batch: batch["name"])
+def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
+    """But for the length of a map, which msgspec writes in three bytes where one is enough."""
+    (now, events, rank), theirs = batch["content"], bytes.fromhex(batch["bytes"])
+    shorter = theirs
+    for length in {len(event) for event in events}:
+        shorter = shorter.replace(bytes([0xDE, 0, length]), bytes([0x80 + length]))
+    assert rank == 0 and pack_batch(events, now) == shorter
+    assert msgpack.unpackb(theirs) == batch["content"]
+
+
+def test_events_are_as_vllm_makes_them_and_as_the_page_shows_them() -> None:
+    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
+    changes, index = observed(cache, adapter_names={"d1": ["sql"]})
+    assert take(changes, index) == [CLEARED]
+    cache.cache_computed_blocks([1, 2, 3, 4], [("lora", "d1"), ("salt", "tenant a")])
+    cache.cache_computed_blocks([1, 2])
+    cache.evict(2)
+    events = take(changes, index)
+    by_vllm = {batch["name"]: batch["content"][1] for batch in RECORD["batches"]}
+    for ours, name, number in zip(
+        events, ("an adapter and a salt", "a first block", "down to the host"), (0, 0, 1)
+    ):
+        assert list(ours) == list(by_vllm[name][number]), "fields in vLLM's order"
+    assert events[0]["extra_keys"] == [["sql", "tenant a"], ["sql"]]
+    changes, index = observed(cache := PREFIX_CACHES["hash"](BlockPool(9), 4))
+    take(changes, index)
+    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 300, 9])
+    ((event,),) = changes.take()
+    for name in ("KV_EVENTS.md", "KV_EVENTS.zh.md"):
+        page = (HERE / name).read_text(encoding="utf-8")
+        (decoded,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+        assert json.loads(decoded) == event
+        dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
+        assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
+
+
+# -- a publisher
+
+
+class Scripted:
+    """Says what it is told to, once."""
+
+    def __init__(self, batches: list[list[Event]]) -> None:
+        self.batches, self.num_anew, self.num_taken = batches, 0, 0
+
+    def take(self) -> Iterator[list[Event]]:
+        self.num_taken += 1
+        while self.batches:
+            yield self.batches.pop(0)
+
+    def restart_stream(self) -> None:
+        self.num_anew += 1
+
+
+Publish = Callable[..., tuple[EventPublisher, Reader]]
+
+
+@pytest.fixture
+def publish() -> Iterator[Publish]:
+    """Return a function that makes a publisher, not started yet, and a reader of it."""
+    with ExitStack() as stack:
+
+        def _publish(source: Scripted, **options: Any) -> tuple[EventPublisher, Reader]:
+            publisher = EventPublisher(source, LOOPBACK, LOOPBACK, **options)
+            reader = stack.enter_context(closing(Reader(publisher)))
+            return stack.enter_context(closing(publisher)), reader
+
+        yield _publish
+
+
+def frames(socket: Any) -> list[bytes]:
+    assert socket.poll(LIMIT_S * 1e3)
+    return socket.recv_multipart()
+
+
+def test_the_frames_are_those_that_vllm_s_publisher_sent(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An invalid replay request is not answered."""
+    contents = [batch["content"] for batch in RECORD["batches"]]
+    times = iter([now for now, *_ in contents])
+    clock = SimpleNamespace(time=lambda: next(times))
+    monkeypatch.setattr("common.serve.kv_publisher.time", clock)
+    source = Scripted([events for _, events, _ in contents])
+    publisher, reader = publish(source, topic="kv")
+    publisher.start()
+    for expected, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
+        *heads, payload = frames(reader.socket)
+        assert [part.hex() for part in heads] == expected
+        assert msgpack.unpackb(payload) == batch["content"]
+    for wrong in [b"nonsense"], [b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", b"", bytes(8)]:
+        reader.replays.send_multipart(wrong)
+    reader.replays.send_multipart([b"", (6).to_bytes(8, "big")])
+    for expected in RECORD["replay"]:
+        *heads, payload = frames(reader.replays)
+        assert [part.hex() for part in heads] == expected[:-1]
+        theirs = bytes.fromhex(expected[-1])
+        assert payload == theirs or msgpack.unpackb(payload) == msgpack.unpackb(theirs)
+    publisher.close()
+    assert source.num_anew == 0 and not reader.replays.poll(0)
+    assert [record.getMessage()[:31] for record in caplog.records] == (
+        ["ignoring a replay request that "] * 5
+    )
+
+
+def test_a_reader_that_pauses_misses_nothing(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends when it is woken, and not when it would have looked, and ends on close."""
+    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
+    source = Scripted([[{"type": object()}], *[[CLEARED]] * 5000])
+    publisher, reader = publish(source, buffer_steps=5000)
+    publisher.start()
+    publisher.wake()
+    wait_for(lambda: source.num_anew == 1)  # a batch that cannot be packed ends nothing
+    publisher.wake()
+    wait_for(lambda: not source.batches)
+    reader.replays.send_multipart([b"", bytes(8)])
+    publisher.wake()
+    for socket, at in (reader.socket, 1), (reader.replays, 2):
+        numbers = [int.from_bytes(frames(socket)[at], "big") for _ in range(5000)]
+        assert numbers == [*range(numbers[0], numbers[0] + 5000)] and numbers[0] <= 1
+    assert source.num_taken < 9, "nor does it ask without end"
+    source.batches.append([CLEARED])
+    publisher.close()
+    assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
+    assert len(publisher._kept) == 5000, "and no more"
+    assert not publisher._thread.is_alive() and not source.batches
+
+
+# -- an engine's publisher
+
+
+@pytest.fixture
+def engine(oracle: Oracle, loaded, one_thread) -> Iterator[LLMEngine]:
+    with closing(engine_of(loaded, "hash")) as engine:
+        yield engine
+
+
+@contextmanager
+def heard(engine: LLMEngine) -> Iterator[Reader]:
+    """A reader; when it ends, the engine is as it was."""
+    parts = engine.scheduler.plugins, engine.prefix_cache.listener
+    events = KVEvents(engine, LOOPBACK, LOOPBACK)
+    with closing(Reader(events.publisher)) as reader:
+        yield reader
+        events.take_out(engine)
+        reader.read_until(lambda: not reader.index.prefixes())
+    assert (engine.scheduler.plugins, engine.prefix_cache.listener) == parts
+    assert not events.publisher._thread.is_alive()
+
+
+def has_all_blocks(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
+    return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
+
+
+def test_a_late_reader_gets_every_block(engine: LLMEngine, oracle: Oracle, tmp_path: Path) -> None:
+    """Also with a watching reader, who leaves before."""
+    rng = random.Random(3)
+    with heard(engine) as reader:
+        engine.watch(tmp_path / "run.jsonl")
+        serve(engine, oracle, [0, 1, 2], 4)
+        reader.loses = lambda: rng.random() < 0.6
+        for index in range(3, 12):
+            serve(engine, oracle, [index], 4)
+            reader.read()
+        reader.loses = lambda: False
+        engine.unwatch()
+        serve(engine, oracle, [12], 4)  # a lost last message is learned from the next
+        reader.read_until(has_all_blocks(reader, engine))
+        assert reader.num_anew == 1, "all was kept"
+        assert engine.reset_prefix_cache()
+        reader.read_until(lambda: not reader.index.prefixes())
+
+
+def test_an_address_that_cannot_be_had_changes_nothing(
+    engine: LLMEngine, publish: Publish, loaded
+) -> None:
+    taken, plugins = publish(Scripted([]))[0].endpoint, engine.scheduler.plugins
+    for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
+        name = "kv_events_replay" if wrong[1] else "kv_events"
+        with pytest.raises(ValueError, match=rf"^{name} must .*'tcp://\*:5557', got '"):
+            KVEvents(engine, *wrong)
+    assert engine.scheduler.plugins == plugins
+    with pytest.raises(ValueError, match="kv_events needs a prefix cache"):
+        KVEvents(engine_of(loaded, None), LOOPBACK)
+
+
+def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, one_thread) -> None:
+    """By each of several: vLLM hashes the name, so a router looks for its blocks under both."""
+    config = EngineConfig(block_size=4, num_blocks=60, adapters={"tests": SHIPPED_ADAPTER})
+    with closing(LLMEngine(config, loaded=shipped_loaded)) as engine, heard(engine) as reader:
+        engine.generate_batch([list(range(9))] * 2, greedy_params(2), adapter=[None, "tests"])
+        for change, expected in (
+            (lambda: None, {None, "tests"}),
+            (partial(engine.load_adapter, "again", SHIPPED_ADAPTER), {None, "tests", "again"}),
+            (partial(engine.unload_adapter, "tests"), {None, "again"}),
+            (partial(engine.prefix_cache.evict, 60), set[str | None]()),
+        ):
+            change()
+            engine.generate_batch([[7]], greedy_params(1))  # a step, and no block
+            reader.read_until(lambda e=expected: {a for a, *_ in reader.index.prefixes()} == e)
+            by_name = {a: {t for b, *_, t in reader.index.prefixes() if b == a} for a in expected}
+            assert len({frozenset(tokens) for tokens in by_name.values()}) <= 1, "same prefixes"

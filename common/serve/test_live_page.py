@@ -1,40 +1,349 @@
-"""The server's page in a real browser: what it says is what the engine did."""
+"""`GET /events` and the page of it: recording starts and ends with its viewers, and costs the other
+clients nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import http.client
 import json
 import re
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.requests import Request
 
-from bounded_loops import as_long_as
-from common.engine import LLMEngine
+from common.events.frame_recorder import FrameRecorder
+from common.events.frames import Frame
+from common.events.hidden_frames import HIDDEN
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
 from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
+from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
-from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER
-from common.serve.test_events_route import (
-    EIGHT,
-    PROMPTS,
-    Onlooker,
-    in_background,
-    watch_of,
-)
+from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER, server_sent
+from common.serve.streams import EventStream, close_all
 from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
+from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import ASKED, SAID, words
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from scheduler_interface import SchedulerOutput
+STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+PROMPTS = [f"{STACK}    def {name}(self" for name in ("pop", "peek", "size", "clear")]
+PROMPTS += ["def is_prime(n):\n    for", "import os\nimport", "def mean(values):", "with open("]
+EIGHT = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 14, "temperature": 0, "ignore_eos": True}
+
+
+class Onlooker:
+    """A reader of `/events` in a thread, which reads nothing while not `is_awake`."""
+
+    def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
+        self.is_awake, self.lines = threading.Event(), list[str]()
+        self.is_awake.set()
+        self._socket = server.connect(timeout=600, receive_buffer=receive_buffer)
+        connection = server.http()
+        connection.sock = self._socket
+        connection.request("GET", "/events", headers=headers)
+        self.answer = connection.getresponse()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
+            for line in self.answer:
+                self.is_awake.wait()
+                if line.startswith(b"data: "):
+                    self.lines.append(line.removeprefix(b"data: ").decode())
+
+    def films(self) -> list[list[str]]:
+        """The lines of each, from its `run` line on."""
+        films: list[list[str]] = []
+        for line in list(self.lines):
+            if line.startswith('{"kind":"run"'):
+                films.append([])
+            films[-1].append(line)
+        return films
+
+    def film(self) -> Film | None:
+        """The last film, as far as it has come."""
+        films = self.films()
+        return Film(f"{line}\n" for line in films[-1]) if films else None
+
+    def state(self) -> Frame | None:
+        film = self.film()
+        return None if film is None else film.last_state()
+
+    def close(self) -> None:
+        self.is_awake.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._socket.close()
+
+
+def present(state: Frame | None) -> Any:
+    """The part of a frame that does not depend on where a recorded run began."""
+    if state is None:
+        return None
+    aside = {"requests", "pieces", "loaded", "result", "cached"}  # who published a block, say
+    rows = state["requests"]
+    found = {name: state[name] for name in state.keys() - aside}
+    for name in ("computed", "outputs"):  # an ended request stays for one frame
+        found[name] = {n: value for n, value in state[name].items() if not rows[n].get("finish")}
+    return found | {"cached": {b: row["tokens"] for b, row in state["cached"].items()}}
+
+
+@pytest.fixture
+def unwatched(tight: Running) -> Iterator[None]:
+    """All leave when the test ends, and the engine is as it was."""
+    yield
+    wait_for(lambda: watch_of(tight) is None)
+
+
+@pytest.fixture
+def look(tight: Running, unwatched: None) -> Iterator[Callable[..., Onlooker]]:
+    """`look()`: another one."""
+    with ExitStack() as stack:
+
+        def _look(**headers_of: Any) -> Onlooker:
+            onlooker = stack.enter_context(closing(Onlooker(tight, **headers_of)))
+            wait_for(lambda: onlooker.lines)
+            return onlooker
+
+        yield _look
+
+
+def watch_of(server: Running) -> FrameRecorder | None:
+    return server.call(lambda engine: engine._plugins.get("watch"))
+
+
+def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: server.post("/v1/completions", body), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    parts = tight.call(lambda engine: (engine.kv_manager.pool, engine.recorder.scheduler))
+    assert watch_of(tight) is None
+    first = look()
+    watch = watch_of(tight)
+    second = look()
+    assert watch is not None and watch_of(tight) is watch
+    first.close()
+    wait_for(lambda: len(tight.app.state.server.live.viewers) == 1)
+    assert watch_of(tight) is watch
+    second.close()
+    wait_for(lambda: watch_of(tight) is None)
+    assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
+
+
+def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    first, others = look(), []
+    thread = in_background(tight, EIGHT)
+    for _ in range(4):
+        others.append(look())
+    thread.join(60)
+    others.append(look())
+    wait_for(lambda: all(present(o.state()) == present(first.state()) for o in others))
+    assert [len(o.films()) for o in (first, *others)] == [1] * 6
+    assert all(o.films()[0][1].startswith('{"at":"start"') for o in others)
+    film = first.film()
+    assert film is not None
+    found = [happened for step in film.steps() for happened in step.happened]
+    for name in ("preempted", "shared", "evicted"):
+        assert any(happened[name] for happened in found), "nothing happened that could go wrong"
+    assert sum(map(len, others[1].films())) < len(first.lines)
+
+
+def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is asked for nothing meanwhile, and no text is kept."""
+    monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
+    beginnings, beginning = list[float](), FrameRecorder.beginning
+    counted = lambda watch: beginnings.append(time.monotonic()) or beginning(watch)  # noqa: E731
+    monkeypatch.setattr(FrameRecorder, "beginning", counted)
+    awake, viewers = look(), tight.app.state.server.live.viewers
+    before = set(viewers)
+    sleeper = look(receive_buffer=4096)
+    (viewer,) = viewers - before
+    sleeper.is_awake.clear()
+    for i in range(20):
+        tight.post("/v1/completions", EIGHT | {"prompt": [f"# {i}\n{p}" for p in PROMPTS]})
+        if viewer.lags:
+            break
+    num_before = len(beginnings)
+    tight.post("/v1/completions", EIGHT)
+    assert viewer.lags and viewer._texts == [] and len(beginnings) == num_before
+    assert len(sleeper.films()) == 1
+    sleeper.is_awake.set()
+    wait_for(lambda: len(sleeper.films()) == 2)
+    wait_for(lambda: present(sleeper.state()) == present(awake.state()))
+    assert len(awake.films()) == 1 and len(beginnings) == num_before + 1
+    viewer.lags = True
+    wait_for(lambda: len(beginnings) == num_before + 2)
+    assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
+
+
+@pytest.mark.parametrize("place", ["core", "books"])
+def test_an_engine_that_recovers_is_recorded_again(
+    place: str, tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    """If state is inconsistent, watching ends by itself. Otherwise the same recorded run goes
+    on."""
+    onlookers = [look(), look()]
+    tight.post("/v1/completions", EIGHT)
+    tight.call(fail_next, ZeroDivisionError, 1, place)
+    status, received = tight.post("/v1/completions", EIGHT)
+    assert status == 500 and received["error"]["message"].endswith("has failed: ZeroDivisionError")
+    num_films = 2 if place == "books" else 1
+    wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
+    assert tight.post("/v1/completions", EIGHT)[0] == 200
+    later = look()
+    for onlooker in onlookers:
+        assert sum('"at":"failed"' in line for line in onlooker.lines) == 1
+        wait_for(lambda one=onlooker: present(one.state()) == present(later.state()))
+    assert [len(o.films()) for o in onlookers] == [num_films] * 2
+
+
+def test_an_event_is_one_write() -> None:
+    assert (
+        server_sent('{"a":1}\n{"b":"\u2028"}\n')
+        == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
+    )
+    assert server_sent('{"a":"\ud800"}\n') == b'data: {"a":"\\ud800"}\n\n'
+    assert server_sent("") == b""
+
+
+# -- who may read
+
+MINE, YOURS = ({"X-Watch-Token": letter * 32} for letter in "my")
+
+
+def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
+    tight: Running, look: Callable[..., Onlooker]
+) -> None:
+    """Trap 86: who came first, in the middle and after the end; with a token, another, or none."""
+    tight.call(lambda engine: engine.reset_prefix_cache())
+    words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
+    headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
+    prompts = {name: f"{STACK}    # {text}" for name, text in words.items()}
+    ids = {name: tight.llm.tokenizer.encode(prompt) for name, prompt in prompts.items()}
+    look_all = lambda: {name: look(**headers[name]) for name in words}  # noqa: E731
+    first = look_all()
+    with tight.slowed(), ThreadPoolExecutor(3) as pool:  # they run when the next ones come to look
+        for name, prompt in prompts.items():
+            body = EIGHT | {"prompt": [prompt, prompt], "n": 2, "max_tokens": 40}
+            pool.submit(tight.post, "/v1/completions", body, **headers[name])
+        wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
+        late = look_all()
+    after = look_all()
+    assert '"prompt":' in late["mine"].lines[1], "it came too late"
+    free = lambda viewer: (viewer.state() or {})["free"]  # noqa: E731
+    for viewers in (first, late, after):
+        for viewer_id, viewer in viewers.items():
+            wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
+            received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
+            assert film is not None
+            for other in words.keys() - {viewer_id}:
+                assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
+            for row in film.requests().values():
+                is_mine = viewer_id != "" and row["prompt"] == ids[viewer_id]
+                assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
+                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_id)) == is_mine
+                num_mine += is_mine
+            assert viewers is not first or num_mine == (4 if viewer_id else 0)
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+def test_with_the_key_and_no_token_everything_is_read_until_the_end() -> None:
+    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
+        onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
+        wait_for(lambda: all(o.lines for o in onlookers))
+        server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
+        wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
+        films = [onlooker.film() for onlooker in onlookers]
+        rows = [row for film in films if film for row in film.requests().values()]
+        assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
+        status, _, page = server.request("GET", "/")
+        assert status == 200 and b"said by" not in page and b"secret" not in page
+        for headers, expected in (
+            (KEY | {TOKEN_HEADER: "short"}, 400),
+            ({}, 401),
+            (KEY | {"Origin": "http://evil.example"}, 403),
+        ):
+            assert server.request("GET", "/events", headers=headers)[0] == expected
+        live, long = server.app.state.server.live, EIGHT | {"max_tokens": 500}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(server.request, "POST", "/v1/completions", long, KEY)
+            wait_for(lambda: server.llm.num_unfinished)
+            live.gate.is_draining = True
+            assert not live._is_over(), "what still runs is shown"
+            server.loop.call_soon_threadsafe(server.llm.abort_all, "enough")
+        for onlooker in onlookers:
+            onlooker._thread.join(10)
+            assert not onlooker._thread.is_alive(), "the stream ends when the server is shut down"
+
+
+def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) -> None:
+    status, headers, content = tight.request("GET", "/")
+    page, policy = content.decode(), headers["content-security-policy"]
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert policy.startswith("default-src 'none'") and "connect-src 'self'" in policy
+    assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert not any(name.lower().startswith("access-control") for name in headers)
+
+
+def test_only_so_many_may_look(
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that come at the same time two."""
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 3)
+    look()
+    nothing = Request({"type": "http", "headers": []})
+
+    async def three() -> list[Any]:
+        each = (tight.app.state.server.live.events(nothing) for _ in range(3))
+        found = await asyncio.gather(*each, return_exceptions=True)
+        await close_all([answer.events for answer in found if isinstance(answer, EventStream)])
+        return [type(answer) for answer in found]
+
+    found = asyncio.run_coroutine_threadsafe(three(), tight.loop).result(20)
+    assert found == [EventStream, EventStream, ApiError]
+
+
+def test_the_run_of_another_recorder_is_kept(
+    tight: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))
+    status, _, content = tight.request("GET", "/events")
+    assert status == 409 and "elsewhere" in json.loads(content)["error"]["message"]
+
+
+# -- the page in a real browser: what it says is what the engine did
+
 
 browser = pytest.fixture(scope="module")(browser_for_tests)
 NOW = "JSON.stringify(Watch.store.films[0].now)"
@@ -42,7 +351,7 @@ RESULT = ".run:not([disabled])"
 
 
 @pytest.fixture
-def open_tab(tight: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Callable[..., Page]]:
     """`open_tab()`: another one, when its film has begun. What goes wrong in it fails the test."""
     contexts, complaints = [], list[str]()
 
@@ -58,6 +367,8 @@ def open_tab(tight: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
         context.set_default_timeout(LIMIT_MS)
         contexts.append(context)
         page = context.new_page()
+        if may_be_refused:
+            page.clock.install()
         page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
         if not may_be_refused:  # a browser complains of each answer that is an error
             page.on("console", lambda message: _note_console(message, complaints))
@@ -70,21 +381,6 @@ def open_tab(tight: Running, browser: Browser) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert complaints == []
-    wait_for(lambda: watch_of(tight) is None)
-
-
-@pytest.fixture
-def look(tight: Running, open_tab: Callable[..., Page]) -> Iterator[Callable[..., Onlooker]]:
-    """The same events, read by Python."""
-    del open_tab  # whose tabs are closed after these
-    with ExitStack() as stack:
-
-        def _look(**headers: str) -> Onlooker:
-            onlooker = stack.enter_context(closing(Onlooker(tight, **headers)))
-            wait_for(lambda: onlooker.lines)
-            return onlooker
-
-        yield _look
 
 
 def until(page: Page, expression: str) -> None:
@@ -140,70 +436,28 @@ def test_eight_concurrent_prompts_equal_the_engines_recorded_run(
     preempted = """Watch.store.films[0].steps.flatMap(({frames}) =>
         frames.flatMap(({preempted}) => preempted ?? [])).length"""
     assert page.evaluate(preempted) > 0
-
-
-def test_a_card_leads_to_its_request_and_the_film_may_be_wound_back(
-    open_tab: Callable[..., Page],
-) -> None:
-    page = open_tab()
-    assert page.get_by_text("Open a run").count() == 0, "what is over is for `make watch`"
-    page.wait_for_selector(".model option", state="attached")
-    write(page, PROMPTS[:2])
-    run_all(page)
-    page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
+    # A card leads to its request, and a new run leaves the step and the request that are looked at.
     page.click(".answers li:nth-child(2) .chip")
     name = page.evaluate("Watch.store.request")
     chosen = "new Watch.View(Watch.store.films[0], 0).request(Watch.store.request)"
-    prompt = page.evaluate(f"{chosen}.prompt_pieces")
-    assert "".join(prompt) == PROMPTS[1]
+    assert "".join(page.evaluate(f"{chosen}.prompt_pieces")) == PROMPTS[1]
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
-    num_steps = page.evaluate("Watch.numSteps()")
     run_all(page)
-    until(page, f"Watch.numSteps() > {num_steps}")
     assert page.evaluate("[Watch.store.step, Watch.store.request]") == [0, name]
-    page.click("button.live")
-    page.wait_for_selector(".answers li:nth-child(2) .chip:not([disabled])")
-    page.click(".answers li:nth-child(2) .chip")
-    assert page.evaluate("Watch.store.request") not in (None, name), "the new one of two alike"
-    last = page.evaluate("Watch.numSteps()") - 1
-    assert page.evaluate("Watch.store.step") == last and last >= num_steps
-
-
-def test_a_reload_in_mid_run_shows_the_present_state(
-    tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
-) -> None:
-    page = open_tab()
-    thread = in_background(tight, EIGHT | {"max_tokens": 30})
-    until(page, "Watch.numSteps() > 2")
-    page.reload()
-    until(page, "Watch.store.films[0]?.requests.length > 0")
-    first = "Watch.store.films[0].lines[0]"
-    assert page.evaluate(f"{first}.at === 'start' && Boolean({first}.changes.requests)")
-    boxes = "Watch.cacheBoxes(new Watch.View(Watch.store.films[0], 0))"
-    cached = "Object.keys(Watch.store.films[0].now.cached)"
-    seen = f"[{boxes}.filter(({{isGone}}) => !isGone).length, {cached}.length]"
-    num_boxes, num_cached = page.evaluate(seen)
-    assert num_boxes == num_cached > 0
-    thread.join(60)
-    shows_the_present(page, look())
 
 
 def test_two_tabs_see_one_engine_and_each_its_own_answers(
     tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
 ) -> None:
+    """And a reload in mid run shows the present state."""
     one, other = open_tab(), open_tab(path="/?lang=zh")
     write(one, [PROMPTS[0], *PROMPTS[:2]])
     write(other, PROMPTS[3:])
     run_all(one, other)
     for page, num in ((one, 3), (other, 5)):
         assert page.locator(".answers li").count() == num
-    onlooker = look()
-    shows_the_present(one, onlooker)
-    shows_the_present(other, onlooker)
     wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
-    ids = [page.evaluate("[...Watch.store.films[0].byId.keys()]") for page in (one, other)]
-    assert ids[0] == ids[1] and len(ids[0]) == 8
     # Trap 86: each reads its own requests; of the others it sees how long they are.
     prompts = """Watch.store.films[0].requests.map(({id}) =>
         Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
@@ -213,102 +467,70 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     assert one.evaluate("Watch.pieceOf(Watch.store.films[0], -1)") == "▒"
     assert "结束：" in other.locator(".answers .chip").first.inner_text()
     assert other.evaluate("document.documentElement.lang") == "zh-CN"
-    other.evaluate("Watch.set({language: 'en'})")
-    until(other, "location.search === '?lang=en'")
-
-
-def test_a_sleeping_tab_delays_no_other_and_wakes_in_the_present(
-    tight: Running,
-    open_tab: Callable[..., Page],
-    look: Callable[..., Onlooker],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A connection that takes nothing is held here, and not a browser: how much a browser and the
-    system keep for a page that is stopped differs (`test_events_route.py` fills a real socket)."""
-    monkeypatch.setattr(live_page, "MAX_BEHIND", 10_000)
-    page = open_tab()
-    (viewer,) = tight.app.state.server.live.viewers
-    take, awake = viewer.take, threading.Event()
-
-    async def take_when_awake() -> list[str]:
-        while not awake.is_set():
-            await asyncio.sleep(0.01)
-        return await take()
-
-    monkeypatch.setattr(viewer, "take", take_when_awake)
-    for _ in as_long_as(lambda: not viewer.lags, max_rounds=20):
-        assert tight.post("/v1/completions", EIGHT)[0] == 200
-    assert viewer._texts == []
-    monkeypatch.setattr(live_page, "MAX_BEHIND", 1 << 20)
-    awake.set()
+    thread = in_background(tight, EIGHT | {"max_tokens": 30})
+    one.reload()
+    until(one, "Watch.store.films[0]?.requests.length > 0")
+    assert one.evaluate("Watch.store.films[0].lines[0].at") == "start"
+    thread.join(60)
     onlooker = look()
-    shows_the_present(page, onlooker)
-    assert page.evaluate("Watch.store.films[0].lines[0].at") == "start"
+    shows_the_present(one, onlooker)
+    shows_the_present(other, onlooker)
 
 
 def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
     tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A viewer of a finished run keeps it, and requests the next one."""
-    live, begun = tight.app.state.server.live, list[Any]()
-    begin, page_text = live._begin, live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
-    monkeypatch.setattr(live, "_begin", lambda *args: begun.append(args) or begin(*args))
+    live = tight.app.state.server.live
+    page_text = live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
     monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
     page = open_tab()
-    notice, button = page.locator(".notice"), page.locator("button.live")
+    notice, is_new = page.locator(".notice"), "Watch.numSteps() < 30"
     write(page, PROMPTS[:1])
     page.fill("[name=max_tokens]", "60")
-    assert len(begun) == 1 and not notice.is_visible()
     run_all(page)
-    wait_for(lambda: len(begun) > 1)
-    until(page, "Watch.store.films[0].lines[0]?.at === 'start' && Watch.numSteps() < 30")
+    until(page, f"Watch.store.films[0].lines[0]?.at === 'start' && {is_new}")
     page.wait_for_selector("button.live[aria-pressed=true]")
     assert not notice.is_visible()
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
-    num_begun = len(begun)
     run_all(page)
     wait_for(lambda: notice.is_visible() and not live.viewers)
-    num_steps = page.evaluate("Watch.numSteps()")
-    assert num_steps >= 30 and f"{num_steps} steps and ends here" in notice.inner_text()
-    assert page.evaluate("Watch.store.step") == 0 and len(begun) == num_begun
-    assert button.get_attribute("aria-pressed") == "false"
-    button.click()
-    wait_for(lambda: len(begun) > num_begun)
-    until(page, "Watch.numSteps() < 30")
-    page.wait_for_selector("button.live[aria-pressed=true]")
+    assert f"{page.evaluate('Watch.numSteps()')} steps and ends here" in notice.inner_text()
+    assert page.evaluate("Watch.store.step") == 0
+    page.click("button.live[aria-pressed=false]")
+    until(page, is_new)
     assert not notice.is_visible()
+
+
+def asks_nothing_more(page: Page) -> None:
+    """Nor every second."""
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.clock.fast_forward(30_000)
+    page.evaluate("new Promise(requestAnimationFrame)")
+    assert not requested
 
 
 def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('wants an API key')")
-        assert page.inner_text(".key-form label") == "API key"
-        page.fill(".key-form input", "wrong")
-        page.click(".key-form button")
-        page.wait_for_selector(".notice:has-text('This API key is wrong')")
-        page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
+        for key in "wrong", "wrong, too":
+            page.fill(".key-form input", key)
+            page.click(".key-form button")
+            page.wait_for_selector(".notice:has-text('This API key is wrong')")
+            page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
         assert page.evaluate("Watch.store.films.length") == 0
-        page.evaluate("document.querySelector('.key-form').hidden = true")
-        page.evaluate("Watch.setKey('wrong, too')")
-        page.wait_for_selector(".key-form:visible")
-        requested: list[str] = []
-        page.on("request", lambda request: requested.append(request.url))
-        page.wait_for_timeout(1200)
-        assert not requested, "nor every second"
+        asks_nothing_more(page)
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
-        until(page, "Watch.store.films.length === 1")
         page.wait_for_selector(".model option", state="attached")
         assert page.locator(".model option").all_inner_texts() == [MODEL]
-        write(page, PROMPTS[:1])
-        run_all(page)
-        assert page.locator(".answers .text").text_content()
-        assert not page.locator(".key-form").is_visible()
-        page.reload()
-        until(page, "Watch.store.films.length === 1")
-        assert not page.locator(".key-form").is_visible()
+        for _ in range(2):
+            until(page, "Watch.store.films.length === 1")
+            assert not page.locator(".key-form").is_visible()
+            page.reload()
         page.context.close()
 
 
@@ -319,48 +541,38 @@ def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page
         gate.config = replace(gate.config, host="0.0.0.0")
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('does not show its engine')")
-        requested: list[str] = []
-        page.on("request", lambda request: requested.append(request.url))
-        page.wait_for_timeout(1200)
-        assert not requested
+        asks_nothing_more(page)
         write(page, PROMPTS[:1])
         run_all(page)
         assert page.locator(".answers .text").text_content()
         page.context.close()
 
 
-def test_an_error_is_shown_a_schema_kept(tight: Running, open_tab: Callable[..., Page]) -> None:
+def test_an_error_is_shown_and_input_is_kept(tight: Running, open_tab: Callable[..., Page]) -> None:
+    """Ctrl+Enter sends; a reload keeps."""
     page = open_tab(may_be_refused=True)
     write(page, ["", *PROMPTS[:1], ""])
     until(page, "document.querySelector('.prompts .quiet').textContent.startsWith('1 prompt.')")
     page.click("summary")
     page.fill(".schema", "{")
-    page.click(".run")
+    page.press("textarea >> nth=0", "Control+Enter")
     assert "no JSON" in page.locator(".problem").inner_text()
     page.fill(".schema", '{"type": "array", "items": {"const": 7}, "minItems": 2, "maxItems": 2}')
-    page.fill("[name=temperature]", "-1")
-    page.click(".run")
-    page.wait_for_selector(".problem:has-text('temperature')")
+    for wrong, says in ("0,5", "must be a number, got “0,5”"), ("-1", "temperature"):
+        page.fill("[name=temperature]", wrong)
+        page.press("textarea >> nth=0", "Control+Enter")
+        page.wait_for_selector(f".problem:has-text('{says}')")
     page.fill("[name=temperature]", "0")
-    run_all(page)
+    page.reload()
+    page.wait_for_selector(".model option", state="attached")
+    assert page.input_value("[name=temperature]") == "0"
+    page.press("textarea >> nth=0", "Control+Enter")
+    wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
     assert not page.locator(".problem").is_visible()
     tight.call(fail_next, ZeroDivisionError)
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
-
-
-def test_an_event_may_come_in_parts(open_tab: Callable[..., Page]) -> None:
-    read = """async () => {
-        const found = [], parts = ["data: a", "b\\n\\nda", "ta: c\\n"];
-        const pieces = new ReadableStream({start(to) {
-            for (const part of parts) to.enqueue(new TextEncoder().encode(part));
-            to.close();
-        }});
-        for await (const lines of Watch.dataOf({body: pieces})) found.push(...lines);
-        return found;
-    }"""
-    assert open_tab().evaluate(read) == ["ab", "c"]
 
 
 def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) -> None:
@@ -384,65 +596,23 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     page.wait_for_selector(".run:disabled")
 
 
-def test_a_card_shows_the_blocks_and_the_wait_reason_of_its_request(
-    tight: Running, open_tab: Callable[..., Page]
-) -> None:
-    page, may_go = open_tab(), threading.Event()
-    write(page)
-
-    def hold(engine: LLMEngine) -> None:
-        """In the sixth step. All have come before the first."""
-        runner, loop = engine.core.runner, tight.llm._engine_loop
-        whole, num_steps = runner.execute, 0
-
-        def gather() -> None:
-            """However slowly the page sends them: else the first may end before the last comes."""
-            del loop._gather
-            while len(loop._sources) < len(PROMPTS):
-                if not loop._new_requests:  # those that came together are added in 20 ms each time
-                    do, args = loop._inbox.get(timeout=30)
-                    do(*args)
-                loop._add_some()
-
-        def execute(plan: SchedulerOutput) -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == 6:
-                runner.execute = whole
-                may_go.wait(120)
-            return whole(plan)
-
-        loop._gather, runner.execute = gather, execute
-
-    tight.call(hold)
-    page.click(".run")
-    notes = page.locator(".answers .chip .quiet")
-    words = (r"\d+ blocks", r"\d+ shared", "waits: ")
-    try:
-        wait_for(lambda: all(re.search(word, " ".join(notes.all_inner_texts())) for word in words))
-    finally:  # the next test has the same engine
-        may_go.set()
-    page.wait_for_selector(RESULT)
-
-
 def test_a_chat_and_a_tool_call_can_be_tried(
-    template_server: Running, open_tab: Callable[..., Page]
+    server: Running, open_tab: Callable[..., Page]
 ) -> None:
     """The page shows what the API answers to the same messages."""
-    page = open_tab(template_server)
+    page = open_tab(server)
     page.wait_for_selector(".model option", state="attached")
     page.fill("[name=max_tokens]", "90")
     fields = {"model": MODEL, "max_tokens": 90, "temperature": 0}
     user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
     turns = [user, {"role": "assistant", "content": "total"}, {"role": "user", "content": "and?"}]
     page.click("[data-example=chat]")
-    for messages in [user], turns:
-        page.fill("[name=prompts]", "\n---\n".join(turn["content"] for turn in messages))
-        run_all(page)
-        _, answer = template_server.post("/v1/chat/completions", fields | {"messages": messages})
-        expected = answer["choices"][0]["message"]["content"]
-        assert page.locator(".answers .text").all_text_contents() == [expected] != [""]
-        page.wait_for_selector(".answers .chip:not([disabled])")
+    page.fill("[name=prompts]", "\n---\n".join(turn["content"] for turn in turns))
+    run_all(page)
+    _, answer = server.post("/v1/chat/completions", fields | {"messages": turns})
+    expected = answer["choices"][0]["message"]["content"]
+    assert page.locator(".answers .text").all_text_contents() == [expected] != [""]
+    page.wait_for_selector(".answers .chip:not([disabled])")
     page.click("[data-example=tool]")
     run_all(page)
     name, arguments = page.inner_text(".answers .text").split(" ", 1)
@@ -451,27 +621,6 @@ def test_a_chat_and_a_tool_call_can_be_tried(
     page.click("[data-example=one]")
     kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
     assert kept == ["text", ""], "the tool's schema is no one else's"
-
-
-def test_no_element_is_outside_of_the_page(open_tab: Callable[..., Page]) -> None:
-    page = open_tab(language="zh", width=390)
-    write(page)
-    run_all(page)
-    # On a phone the engine comes soon after the question, and each answer shows its beginning.
-    gap = """document.querySelector(".head").getBoundingClientRect().top
-        - document.querySelector(".go").getBoundingClientRect().bottom"""
-    assert 60 < page.evaluate(gap) < 160 and page.locator(".answers li").count() == 8
-    cut = """[...document.querySelectorAll(".answers pre")].filter((e) =>
-        e.firstChild.getBoundingClientRect().top < e.getBoundingClientRect().top)"""
-    assert page.evaluate(f"{cut}.length") == 0
-    wide = """[...document.querySelectorAll(".playground > *, form *, .transport *, .head *")]
-        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML)"""
-    for _ in range(2):
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert page.evaluate(wide) == []
-        page.evaluate("Watch.set({language: 'en'})")
-        page.set_viewport_size({"width": 1280, "height": 800})
-        until(page, "document.documentElement.lang === 'en' && innerWidth === 1280")
 
 
 @pytest.fixture(scope="module")
@@ -486,14 +635,10 @@ def test_the_page_invites_and_then_says_where_to_look(
 ) -> None:
     """With little memory, sharing and preemption are seen in the first try; an engine that is idle
     runs nothing."""
-    page = open_tab(with_little)
+    page, room = open_tab(with_little), "4,999 blocks of 16 tokens: room for 79,984 tokens"
     until(page, "Watch.store.films.length === 1")
     page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
-    legend = page.inner_text(".grid-legend")
-    assert all(word in legend for word in ("prompt", "decode", "recomputed", "preempted"))
-    assert page.inner_text(".head .about") == "4,999 blocks of 16 tokens: room for 79,984 tokens"
-    about = page.locator(".pool-about")
-    assert "4,999 blocks of 16 tokens: room for 79,984 tokens" in about.inner_text()
+    assert page.inner_text(".head .about") == room in page.inner_text(".pool-about")
     page.check("[name=little]")
     until(page, "Watch.store.films[0].run.num_blocks === 28")
     page.click("[data-example=eight]")
@@ -501,7 +646,6 @@ def test_the_page_invites_and_then_says_where_to_look(
     preempted = page.locator(".film-caption .look:has-text('was preempted')")
     wait_for(lambda: "The engine is idle" in page.inner_text(".film-caption .text"))
     assert page.inner_text(".pool-counts").startswith("0 in use")
-    assert "Running: 0 of" in page.inner_text(".queue-lists")
     assert page.locator(".queue-list .chip").count() == 0
     looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
     assert "found 32 tokens in the cache" in looks and "came back" in looks
@@ -512,41 +656,6 @@ def test_the_page_invites_and_then_says_where_to_look(
     assert with_little.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
     page.uncheck("[name=little]")
     until(page, "Watch.store.films[0].run.num_blocks === 5000")
-
-
-def test_input_is_kept_and_checked(tight: Running, open_tab: Callable[..., Page]) -> None:
-    """Ctrl+Enter sends; a reload keeps."""
-    page, before = open_tab(), tight.llm._num_requests
-    write(page, ["1, 2, 3,"])
-    page.fill("[name=max_tokens]", "5")
-    page.fill("[name=temperature]", "0,5")
-    page.press("textarea >> nth=0", "Control+Enter")
-    page.wait_for_selector(".problem:has-text('temperature must be a number, got “0,5”')")
-    assert tight.llm._num_requests == before
-    page.fill("[name=temperature]", "0")
-    page.reload()
-    until(page, "Watch.store.films.length === 1")
-    names = ("prompts", "max_tokens", "temperature")
-    assert [page.input_value(f"[name={name}]") for name in names] == ["1, 2, 3,", "5", "0"]
-    page.wait_for_selector(".model option", state="attached")
-    page.press("textarea >> nth=0", "Control+Enter")
-    wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
-    assert page.input_value("textarea >> nth=0") == "1, 2, 3,"
-
-
-def test_eight_concurrent_prompts_have_the_cache_hits_of_the_course(
-    server: Running, open_tab: Callable[..., Page]
-) -> None:
-    fields = {"prompt": open_tab(server).evaluate("Watch.examples.eight"), "max_tokens": 2}
-    server.call(lambda engine: engine.reset_prefix_cache())
-    stats, found = [server.call(lambda engine: engine.stats())], list[tuple[int, int]]()
-    for _ in range(2):
-        assert server.post("/v1/completions", fields)[0] == 200
-        stats.append(server.call(lambda engine: engine.stats()))
-        (old, new) = stats[-2:]
-        looked_up = new.looked_up_tokens - old.looked_up_tokens
-        found.append((new.cached_tokens - old.cached_tokens, looked_up))
-    assert found == [(96, 207), (128, 207)]
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:

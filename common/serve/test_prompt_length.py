@@ -37,23 +37,29 @@ def fallback(vocab: dict[str, int], **options: Any) -> models.BPE:
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁the": 257}
 
 
+METASPACE = pre_tokenizers.Metaspace()
+NO_BOUND = [
+    tokenizer(model=models.BPE({"a": 0}, [])),  # a byte without a token
+    tokenizer(SPACES, METASPACE, fallback({"<unk>": 0})),
+    tokenizer(SPACES, METASPACE, models.BPE(FALLBACK, [])),
+    tokenizer(normalizers.Strip()),
+    tokenizer(normalizers.Replace(Regex(" +"), " ")),
+    tokenizer(splitter=pre_tokenizers.Whitespace()),
+    tokenizer(splitter=pre_tokenizers.Split(" ", "removed")),
+    tokenizer(model=models.WordLevel(BYTES, "a")),
+    tokenizer(rstrip=True),
+    tokenizer(lstrip=True),
+]
+
+
 @pytest.mark.parametrize(
     ("one", "longest"),
     [
         (tokenizer(), 5),
         (tokenizer(normalizers.NFC()), 5 * NFC_SHRINKS),
         (tokenizer(normalizers.Sequence([normalizers.Prepend("▁"), SPACES])), 5),
-        (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback(FALLBACK)), 6),
-        (tokenizer(model=models.BPE({"a": 0}, [])), math.inf),  # a byte without a token
-        (tokenizer(SPACES, pre_tokenizers.Metaspace(), fallback({"<unk>": 0})), math.inf),
-        (tokenizer(SPACES, pre_tokenizers.Metaspace(), models.BPE(FALLBACK, [])), math.inf),
-        (tokenizer(normalizers.Strip()), math.inf),
-        (tokenizer(normalizers.Replace(Regex(" +"), " ")), math.inf),
-        (tokenizer(splitter=pre_tokenizers.Whitespace()), math.inf),
-        (tokenizer(splitter=pre_tokenizers.Split(" ", "removed")), math.inf),
-        (tokenizer(model=models.WordLevel(BYTES, "a")), math.inf),
-        (tokenizer(rstrip=True), math.inf),
-        (tokenizer(lstrip=True), math.inf),
+        (tokenizer(SPACES, METASPACE, fallback(FALLBACK)), 6),
+        *((one, math.inf) for one in NO_BOUND),
     ],
 )
 def test_a_bound_where_each_byte_goes_to_some_token(one: Tokenizer, longest: float) -> None:

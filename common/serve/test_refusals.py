@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.specs.openapi import checks as openapi_checks
 from transformers import PreTrainedTokenizerBase
 
 from common.serve.conftest import Running
@@ -196,9 +200,6 @@ MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer (in a list[int"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.1: Input should be a valid string (in a list[str"),
     (COMPLETIONS, {"prompt": [[1], [2, -1]]}, "prompt.1.1: Input should be greater than or equal"),
-    (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
-    (COMPLETIONS, {"stop": ["a", None]}, "stop.1: Input should be a valid string"),
-    (COMPLETIONS, {"stop": ["x"] * 1025}, "stop: List should have at most 1024 items"),
     (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs: choice must be"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs: cannot compile"),
     (
@@ -207,7 +208,6 @@ MESSAGES: list[tuple[str, dict[str, Any], str]] = [
         "tools: can",
     ),
     (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens must be"),
-    (CHAT, {"messages": [USER | {"content": "\ud800"}]}, "messages contains an unpaired surrogate"),
     *(
         (CHAT, {"chat_template_kwargs": {name: 1}}, "chat_template_kwargs: must have variables of")
         for name in ("tokenize", "conversation", "messages", "add_generation_prompt")
@@ -217,9 +217,9 @@ MESSAGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "message"), MESSAGES)
 def test_an_error_blames_what_is_wrong(
-    template_server: Running, path: str, fields: dict[str, Any], message: str
+    short: Running, path: str, fields: dict[str, Any], message: str
 ) -> None:
-    status, answer = template_server.post(path, VALID[path] | fields)
+    status, answer = short.post(path, VALID[path] | fields)
     assert status == 400 and answer["error"]["message"].startswith(message)
     assert answer["error"]["param"] == re.split("[ :.]", message)[0]
 
@@ -229,15 +229,13 @@ def test_no_argument_of_the_renderer_is_a_variable_of_templates() -> None:
     assert arguments - NO_VARIABLES == {"documents", "tools", "kwargs"}
 
 
-def test_errors_that_name_no_field(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the server itself names no file of the server either."""
-    status, answer = server.post(CHAT, VALID[CHAT])
-    assert (status, answer["error"]["param"]) == (400, None), "there is no template"
-    for sentence in ("2 are too many", "the prompt has 5"):
-        assert api_error(ValueError(sentence), {"prompt"}).param is None, "no field's name"
+def test_an_error_of_the_server_names_no_field_and_no_file(
+    short: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api_error(ValueError("the prompt has 5"), {"prompt"}).param is None
     text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
-    monkeypatch.setattr(server.app.state.server.metrics, "text", text)
-    status, _, content = server.request("GET", "/metrics")
+    monkeypatch.setattr(short.app.state.server.metrics, "text", text)
+    status, _, content = short.request("GET", "/metrics")
     message = json.loads(content)["error"]["message"]
     assert status == 500 and message == "the server has failed: FileNotFoundError"
 
@@ -255,3 +253,38 @@ def test_no_error_names_a_folder_of_the_server(short: Running) -> None:
             assert status == {"./other": 400, "other": 400, "nowhere": 404}.get(path, 403)
             assert error["param"] == "lora_path" and str(root.parent) not in error["message"]
             assert status != 400 or path in error["message"], error
+
+
+# -- requests of the schema that the server shows: it never says 500, and answers as that says
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+]
+MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+LARGE = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("number", "num"), [(0, 30), *(pytest.param(i, 500, marks=LARGE) for i in range(1, 5))]
+)
+def test_requests_of_the_schema(short: Running, number: int, num: int) -> None:
+    paths = json.loads(short.request("GET", "/openapi.json")[2])["paths"]
+    answers = paths["/v1/completions"]["post"]["responses"]
+    assert "text/event-stream" in answers["200"]["content"] and {"4XX", "5XX"} < answers.keys()
+    assert "/events" not in paths and {"/v1/completions", "/health", "/metrics"} <= paths.keys()
+    schema = schemathesis.openapi.from_url(f"{short.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    cases = st.one_of(*(o.as_strategy(generation_mode=m) for o in operations for m in MODES))
+    checks = list(HealthCheck)
+
+    @seed(number)
+    @settings(max_examples=num, deadline=None, database=None, suppress_health_check=checks)
+    @given(cases)
+    def answers_well(case: Any) -> None:
+        case.call_and_validate(base_url=short.url, checks=CHECKS, timeout=60)
+
+    answers_well()
+    assert short.is_idle()

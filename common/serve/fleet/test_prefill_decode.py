@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.llm import LLM, SamplingParams
-from common.serve.conftest import Running, events_of, in_thread, posted
+from common.serve.conftest import Running, in_thread, posted
 from common.serve.fleet.pd_proxy import ASK, make_proxy
 from common.serve.fleet.programs import (
     Program,
@@ -76,7 +76,7 @@ class Asked:
 def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
     first, second = Asked({"kv_transfer_params": {"where": 7}}), Asked({"text": "y"})
     places = [stack.enter_context(served(one.app())) for one in (first, second)]
-    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=1.5)))
+    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=0.5)))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
 
     def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
@@ -95,17 +95,16 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
         assert first.body() == BODY | only
         assert second.body() == BODY | NOT_FOR_ONE | {"kv_transfer_params": {"where": 7}}
 
-    def is_passed_on(content: bytes = json.dumps(BODY).encode()) -> bool:
-        assert post(content).json() == {"text": "y"}
-        return second.seen.pop()[2] == content
-
-    first.answer = {}
-    assert is_passed_on() and first.seen.pop()
-    first.status = 500
-    assert is_passed_on() and first.seen.pop()
-    first.status, first.seconds = 200, 3.0
-    assert is_passed_on() and first.seen.pop()
-    assert is_passed_on(b"{") and is_passed_on(b"[1]")
+    for answer, status, seconds, content in (
+        ({}, 200, 0.0, json.dumps(BODY).encode()),
+        (first.answer, 500, 0.0, json.dumps(BODY).encode()),
+        (first.answer, 200, 1.0, json.dumps(BODY).encode()),
+        (first.answer, 200, 0.0, b"{"),
+        (first.answer, 200, 0.0, b"[1]"),
+    ):
+        first.answer, first.status, first.seconds = answer, status, seconds
+        assert post(content).json() == {"text": "y"} and second.seen.pop()[2] == content
+        assert len(first.seen) == (len(content) > 3) and not first.seen.clear()
     second.status = 418
     assert post(b"{}", "/tokenize").status_code == 418
     assert httpx.get(f"{proxy}/v1/models", timeout=30).status_code == 418 and not first.seen
@@ -156,18 +155,18 @@ def expected() -> list[str]:
     return texts
 
 
-def post(url: str, prompt: list[int]) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-    assert answer.is_success, answer.text
-    return answer.json()
-
-
 def post_all(url: str, prompts: list[list[int]]) -> tuple[list[str], list[int]]:
     """Texts, and the number of prompt tokens that the answering server did not compute."""
-    answers = [post(url, prompt) for prompt in prompts]
-    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
-    return [a["choices"][0]["text"] for a in answers], cached
+    body = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    texts, cached = list[str](), list[int]()
+    for prompt in prompts:
+        sent = body | {"prompt": prompt}
+        answer = (
+            httpx.post(f"{url}/v1/completions", json=sent, timeout=60).raise_for_status().json()
+        )
+        texts.append(answer["choices"][0]["text"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return texts, cached
 
 
 def computed(server: Program) -> int:
@@ -186,17 +185,8 @@ def test_the_decode_server_loads_kv_of_the_prefill_server_and_works_without_it(
     flags = ("--prefill", prefill.url, "--decode", decode.url)
     proxy = stack.enter_context(start_server(*flags, module="common.serve.fleet.pd_proxy"))
     proxy.wait_until_ready()
-
-    assert post_all(proxy.url, PROMPTS[:2]) == (expected[:2], [FULL] * 2)
-    assert computed(prefill) == 2 * 100 and computed(decode) == 2 * (100 - FULL)
-
-    body = {"prompt": PROMPTS[2], "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=60) as stream:
-        *chunks, usage, done = events_of(stream.read())
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[2]
-    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL and done is None
-
+    assert post_all(proxy.url, PROMPTS[:3]) == (expected[:3], [FULL] * 3)
+    assert computed(prefill) == 3 * 100 and computed(decode) == 3 * (100 - FULL)
     prefill.kill()
     assert post_all(proxy.url, PROMPTS[3:]) == (expected[3:], [0])
 
