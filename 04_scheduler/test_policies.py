@@ -217,16 +217,6 @@ def test_the_worked_example_of_the_walk():
     assert ids(LongestPrefixMatch(find).order(requests)) == ["r2", "r4", "r0", "r1", "r3"]
 
 
-@pytest.mark.parametrize(
-    ("field", "lowest"),
-    [("block_size", 1), ("max_requests_to_sort", 0), ("min_cached", 0), ("min_shared", 1)],
-)
-def test_sizes_that_are_too_small_are_errors(field, lowest):
-    with pytest.raises(ValueError, match=f"{field} must be >= {lowest}, got {lowest - 1}"):
-        DFSWeight(list, **{field: lowest - 1})
-    DFSWeight(list, **{field: lowest})
-
-
 class CountingList(list):
     num_read = 0
 

@@ -14,9 +14,10 @@ from base_scheduler import SchedulerPlugin
 from fake_model import continuation
 from forced_preemption import ForcedPreemption
 from kv_memory import NotReady
+from pipeline_plugin import PipelinePlugin
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import MAX_SKIPPED, Request, RequestStatus, Scheduler, make_kv_memory
+from scheduler import MAX_SKIPPED, Request, RequestStatus, Scheduler
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     ChunksOf,
@@ -26,7 +27,6 @@ from scheduler_steps import (
     preempted_ids,
     scheduled_tokens,
 )
-from sglang_policies import policy_over
 from unchunked import Unchunked
 
 KINDS = (Scheduler, PrefillFirstScheduler)
@@ -96,6 +96,7 @@ def test_options_that_make_no_sense_are_named(kinds, field, values):
     ("call", "message"),
     [
         (lambda: MaxLoRAs(0), "max_loras"),
+        (lambda: PipelinePlugin(0), r"num_micro_batches must be .*>= 1, got 0"),
         (lambda: Request("a", [1], 10), r"sampling_params must .*Request\.from_tokens\("),
         (lambda: Scheduler().add_request("a"), "request must be a Request, got 'a'"),
     ],
@@ -163,55 +164,6 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
     assert len(set(orders)) == 4 and admitted(3) == orders[3]
 
 
-def test_a_full_batch_does_not_ask_the_policy():
-    """A cache-aware order costs milliseconds, and the batch is full."""
-    memory = make_kv_memory(101, 4)
-    policy = policy_over(memory, "lpm")
-    loop = SchedulerLoop(Scheduler(max_num_seqs=1, policy=policy, kv_memory=memory))
-    loop.add("a", 4, 5)
-    loop.step()
-    loop.add("b", 4, 5)
-    policy.find_cached_blocks = lambda request: pytest.fail("it was asked")
-    loop.schedule()
-
-
-class HoldsBack(SchedulerPlugin):
-    """Rejects requests whose names begin with "held"."""
-
-    num_queries = 0
-
-    def can_start(self, request: Request) -> bool:
-        is_held = request.request_id.startswith("held")
-        self.num_queries += is_held
-        return not is_held
-
-
-@BOTH
-def test_a_step_tries_so_many_requests_and_no_more(kind, monkeypatch):
-    plugin, max_tried = HoldsBack(), 2 * MAX_SKIPPED + 10
-    for module in ("scheduler", "prefill_first_scheduler"):
-        monkeypatch.setattr(f"{module}.MAX_TRIED", max_tried)
-    held = [(f"held {i}", 9, 8) for i in range(max_tried - 1)]
-    loop = loop_with(*held, ("a", 3, 1), kind=kind, plugins=[plugin], max_overtakes=None)
-    assert scheduled_tokens(loop.step()) == {"a": 3}
-    loop.add("held too", 12)
-    loop.add("b", 12)
-    plugin.num_queries = 0
-    assert scheduled_tokens(loop.step()) == {} and plugin.num_queries == max_tried
-
-
-@BOTH
-def test_a_step_looks_up_so_many_requests_that_wait_for_a_prefix(kind, monkeypatch):
-    num_equals = 2 * MAX_SKIPPED + 10
-    loop = make_loop(kind, num_blocks=2000, cache="hash", max_num_seqs=num_equals)
-    for i in range(num_equals):
-        loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
-    lookups = Mock(wraps=loop.scheduler.get_computed_blocks)
-    monkeypatch.setattr(loop.scheduler, "get_computed_blocks", lookups)
-    assert scheduled_tokens(loop.step()) == {"s0": 10}
-    assert lookups.call_count == 1 + 2 * MAX_SKIPPED
-
-
 @BOTH
 def test_requests_after_many_loads_are_reached_and_no_load_is_forgotten(kind, monkeypatch):
     names = [f"load {i}" for i in range(2 * MAX_SKIPPED)]
@@ -266,15 +218,6 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
     loop.scheduler.abort_request("a")
     loop.scheduler.check_invariants()
     assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
-
-
-@BOTH
-def test_a_queue_that_an_interrupt_has_torn_is_one_again(kind):
-    scheduler = loop_with(("a", 3, 2), ("b", 3, 2), kind=kind).scheduler
-    del scheduler.waiting._entries["a"]
-    scheduler.clear()
-    scheduler.waiting.check_invariants()
-    assert [request.request_id for request in scheduler.waiting] == ["b"]
 
 
 # -- chunk policies; chapter 6 has those that chunk

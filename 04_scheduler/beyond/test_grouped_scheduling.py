@@ -16,7 +16,6 @@ from kv_memory import ComputedBlocks, SharingRunnerState
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from scheduler_steps import ChunksOf
 from unchunked import ChunkToBudget
 
 
@@ -168,41 +167,6 @@ def test_the_example_of_the_page():
     memory.clear()
     assert not memory.pop_table_updates()
     assert (max_window_blocks(1024, 16, 1), max_window_blocks(1024, 16, 2048)) == (65, 193)
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 8])
-def test_reserved_blocks_are_never_allocated_to_others(window: int):
-    """Another one asks for all there is, before each step."""
-    step, length, size = 4, 50, 3
-    whole = max_blocks(length, size, [None, window], step)
-    memory = GroupedKVMemory(BlockPool(whole + 1), size, [None, window], step)
-    one, other = Request.from_tokens("a", [0] * length, 1), Request.from_tokens("b", [0] * 99, 1)
-    assert memory.allocate_slots(one, 3, length - 3)
-    for start in range(3, length, step):
-        while memory.allocate_slots(other, 1):
-            other.num_computed_tokens += 1
-        if len(memory.get_tables("a")[1]) * size < length:
-            assert other.num_computed_tokens == 0, "it has got what was given up"
-        one.num_computed_tokens = start
-        assert memory.allocate_slots(one, min(step, length - start))
-        memory.check_invariants([one, other])
-    memory.free(one)
-    one.num_computed_tokens = 0
-    assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
-
-
-@pytest.mark.parametrize("num_missing", [0, 1])
-def test_blocks_for_the_rest_of_a_chunked_prompt_are_kept_free_in_every_group(num_missing: int):
-    """4 of 12 tokens have blocks, 2 in each group; the other 8 need 4 blocks in each. A new request
-    needs 1 in each."""
-    memory = GroupedKVMemory(BlockPool(1 + 4 + 8 + 2 - num_missing), 2, [None, 3], 8)
-    scheduler = Scheduler(8, 8, kv_memory=memory, chunk_policy=ChunksOf(4), watermark=0.0)
-    for name, length in (("cut", 12), ("new", 2)):
-        scheduler.add_request(Request.from_tokens(name, [0] * length, 4))
-    plan = scheduler.schedule()
-    assert plan.num_scheduled_tokens == ({"cut": 4} if num_missing else {"cut": 4, "new": 2})
-    tables = plan.scheduled_new_reqs[0].block_ids
-    assert tables == tuple(map(list, memory.get_tables("cut"))) and len(tables) == 2
 
 
 def test_capacity_is_the_longest_that_fits_alone():

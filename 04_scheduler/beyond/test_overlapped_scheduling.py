@@ -6,7 +6,6 @@ comes too early, or a double free shows as a wrong token or a broken invariant."
 
 from __future__ import annotations
 
-import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +36,6 @@ class DelayedRunner:
     def __init__(self, runner: FakeModelRunner) -> None:
         self.runner, self.state = runner, runner.state
         self._sampled: dict[str, list[int]] = {}  # by the last step
-        self.num_pending = 0  # pending tokens that plans referred to, over all steps
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         cached, new_token_ids = plan.scheduled_cached_reqs, []
@@ -45,7 +43,6 @@ class DelayedRunner:
             assert PENDING not in tokens[:-1], f"{req_id!r}: only the last token can be unknown"
             if tokens and tokens[-1] == PENDING:
                 tokens = [*tokens[:-1], *self._sampled[req_id]]
-                self.num_pending += 1
             new_token_ids.append(tokens)
         known = replace(cached, new_token_ids=new_token_ids, pending_req_ids=[])
         step = self.runner.execute(replace(plan, scheduled_cached_reqs=known))
@@ -151,20 +148,31 @@ EACH = pytest.mark.parametrize("kind", runs.SCHEDULERS)
 # -- any order of calls
 
 
+WORLDS_OF_ALL = runs.SMALL_WORLDS | {"kind": st.sampled_from(runs.SCHEDULERS)}
+
+
 class OverlappedMachine(runs.SchedulerMachine):
     world_type = OverlappedWorld
 
-
-class PipelinedMachine(runs.SchedulerMachine):
-    world_type = PipelinedWorld
-
-    @initialize(**runs.SMALL_WORLDS, num_stages=st.sampled_from([2, 3]))
+    @initialize(**WORLDS_OF_ALL)
     def start(self, **options):
         super().start(**options)
 
 
-OverlappedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
-PipelinedMachine.TestCase.settings = runs.SchedulerMachine.TestCase.settings
+class PipelinedMachine(runs.SchedulerMachine):
+    """Trap 51."""
+
+    world_type = PipelinedWorld
+
+    @initialize(**WORLDS_OF_ALL, num_stages=st.integers(1, 4), num_more=st.integers(0, 1))
+    def start(self, kind, num_stages, num_more, **options):
+        options |= {"num_stages": num_stages, "num_in_flight": num_stages + num_more}
+        if kind is Scheduler and options["seed"] % 2:
+            options["chunk_policy"] = ChunkToBudget()
+        super().start(kind=kind, **options)
+
+
+OverlappedMachine.TestCase.settings = PipelinedMachine.TestCase.settings = runs.SETTINGS
 TestOverlappedMachine = pytest.mark.net(OverlappedMachine.TestCase)
 TestPipelinedMachine = pytest.mark.net(PipelinedMachine.TestCase)
 
@@ -184,21 +192,15 @@ THREE_STEPS = (PipelinedWorld, 3)
         *(
             pytest.param(*parameters, 1, marks=pytest.mark.slow)
             for parameters in [
-                (OVERLAP, Scheduler, "fcfs", None, 5, runs.PROMPTS),
                 (OVERLAP, Scheduler, "priority", None, 5, runs.PROMPTS),
                 (OVERLAP, PrefillFirstScheduler, "fcfs", None, 5, runs.PROMPTS),
                 (OVERLAP, CachingFCFSScheduler, None, None, 5, runs.PROMPTS),
                 (OVERLAP, Scheduler, "fcfs", "hash", 5, runs.PROMPTS),
-                (TWO_STEPS, Scheduler, "fcfs", None, 5, THREE),
-                (TWO_STEPS, PrefillFirstScheduler, "fcfs", None, 5, THREE),
                 (THREE_STEPS, Scheduler, "fcfs", None, 2, TWO),  # prompts in two chunks
                 (THREE_STEPS, Scheduler, "fcfs", None, 5, runs.PROMPTS),
-                (THREE_STEPS, Scheduler, "priority", None, 5, THREE),
                 (THREE_STEPS, Scheduler, "priority", None, 2, TWO),
                 (THREE_STEPS, Scheduler, "fcfs", "hash", 5, THREE),
-                (THREE_STEPS, PrefillFirstScheduler, "fcfs", None, 5, THREE),
                 (THREE_STEPS, PrefillFirstScheduler, "fcfs", None, 2, TWO),
-                (THREE_STEPS, CachingFCFSScheduler, None, None, 5, THREE),
                 (THREE_STEPS, CachingFCFSScheduler, None, None, 5, runs.PROMPTS),
             ]
         ),
@@ -218,32 +220,6 @@ def test_every_interleaving_of_requests_with_steps_in_flight(
             options["chunk_policy"] = ChunkToBudget()
     memory = runs.make_memory(cache, num_blocks, 2)
     runs.explore(world_type(memory, kind, **options), prompts, share)
-
-
-@pytest.mark.net
-@pytest.mark.sample
-@pytest.mark.parametrize("cache", runs.CACHES)
-@EACH
-@BOTH
-@pytest.mark.parametrize("seed", range(20))
-def test_a_random_run_has_the_tokens_of_an_uninterrupted_one(seed, world_type, kind, cache):
-    """Traps 31, 34, 40, 51. Trickling arrivals, every policy, chunks, pools of hardly more than one
-    request, forced preemption, stop tokens, aborts while steps are in flight, up to four stages."""
-    rng = random.Random(f"{seed} {world_type} {kind} {cache}")
-    memory, to_come = runs.random_load(rng, cache, spare_blocks=(0, 1))
-    options = runs.random_options(rng, kind)
-    if world_type is PipelinedWorld:
-        if kind is CachingFCFSScheduler:
-            options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 16)
-        elif rng.random() < 0.5:
-            num_tokens = rng.choice([3, 5, 9])
-            options |= {"chunk_policy": ChunkToBudget(), "max_num_batched_tokens": num_tokens}
-        num_stages = rng.randint(1, 4)
-        options |= {"num_stages": num_stages, "num_in_flight": num_stages + rng.randint(0, 1)}
-    world = world_type(memory, kind, **options)
-    runs.run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
-    if world_type is OverlappedWorld:
-        assert world.runner.num_pending > 0 or world.is_forced
 
 
 # -- case by case
@@ -274,24 +250,6 @@ def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> N
     assert all(plan == {} for plan in plans[max_tokens:]), plans
     world.run()
     assert world.plugin.num_discarded_tokens == 0
-
-
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_a_stop_token_shows_one_step_late_and_nobody_publishes_what_was_discarded(kind) -> None:
-    """Traps 31, 34, 40."""
-    right = runs.continuation(make_request().prompt_token_ids, 6, runs.VOCAB)
-    stop = next(token for i, token in enumerate(right) if i >= 2 and token not in right[:i])
-    world = make_world(kind, cache="hash", block_size=1)
-    world.add(request := make_request(stop_token_ids=[stop]))
-    for _ in as_long_as(lambda: not request.is_finished, 20):
-        world.step()
-    assert [list(p.num_scheduled_tokens) for p in world.plans] == [["a"]], "one step too many"
-    memory = world.scheduler.kv_memory
-    assert memory.num_blocks_in_use == 0, "it has given up its memory already"
-    num_fed = request.num_tokens - 1  # the stop token not
-    assert memory.cache.num_cached_blocks == num_fed
-    world.run()
-    assert memory.cache.num_cached_blocks == num_fed and world.plugin.num_discarded_tokens == 1
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
@@ -356,29 +314,24 @@ def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
 
 
 class TakesBack(Scheduler):
-    """Roll back the last computed position, as chapter 5's scheduler does after a rejected
-    draft."""
+    """Rolls back a position, as chapter 5's scheduler does after a rejected draft."""
 
     def append_sampled_tokens(self, request, start, end, output):
         result = super().append_sampled_tokens(request, start, end, output)
-        if not request.is_finished:
-            self.rollback_computed_tokens(request, 1)
+        self.rollback_computed_tokens(request, 1)
         return result
 
 
 def test_rolled_back_positions_of_a_preempted_request_are_not_counted_as_lost() -> None:
-    """A preempted request has no KV; two of the three positions that it had computed count as
-    lost."""
     world = make_world(TakesBack, world_type=PipelinedWorld, max_num_batched_tokens=3)
-    world.add(request := make_request(max_tokens=3))
+    world.add(make_request(max_tokens=3))
     world.schedule()
     with preempting(world.scheduler):
         world.schedule()
     world.update()
-    assert request.num_computed_tokens == 0
     world.update()
     world.schedule()
-    assert world.scheduler.get_stats().total_recomputed_tokens == 2
+    assert world.scheduler.get_stats().total_recomputed_tokens == 2, "of three"
 
 
 def test_a_step_in_flight_does_not_publish_the_new_block_of_a_preempted_request() -> None:
@@ -431,8 +384,3 @@ def test_a_step_of_another_request_of_the_same_name_keeps_nothing_back() -> None
     ended.num_output_placeholders = 0
     ended.num_preemptions = preempted.num_preemptions = 1
     assert plugin.can_start(preempted) and not plugin.can_start(ended)
-
-
-def test_num_micro_batches_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"num_micro_batches must be .*>= 1, got 0"):
-        PipelinePlugin(0)

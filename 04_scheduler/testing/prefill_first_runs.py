@@ -6,16 +6,14 @@ compares them with the page, and `workshop/book/test_drawn_states.py` with a pic
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bounded_loops import as_long_as
 from prefill_adder import PrefillAdder, num_expected_outputs
 from prefill_first_scheduler import ForwardMode, PrefillFirstScheduler
 from request import Request
-from scheduler_steps import SchedulerLoop, make_memory, preempted_ids
+from scheduler_steps import SchedulerLoop, make_memory
 
 PAGE_SIZE = 4
 
@@ -86,7 +84,6 @@ def parts() -> dict[str, str]:
         "mixed": iterations_table(mixing=True),
         "running": running,
         "budget": "\n".join([first, worked_budget(0.1)[1].split("\n", 2)[2]]),
-        "ratio": ratio_run(),
     }
 
 
@@ -140,39 +137,4 @@ def worked_budget(ratio: float) -> tuple[str, str]:
     return (
         _table(head, "| --- | ---: | ---: | ---: | ---: |", running),
         _table(heads, "| --- | --- | ---: | ---: | ---: | ---: | --- |", tried),
-    )
-
-
-def ratio_run(num_requests: int = 30, seed: int = 1) -> str:
-    """Run requests most of which stop early, while some continue to their `max_tokens`, so the
-    expected share is too small now and then. The token that ends an answer comes by chance: the
-    model has 50 tokens, and a request stops at a few of them or at none."""
-    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
-    loop, scheduler = make_loop(120, **limits, new_token_ratio_decay_steps=100)
-    rng = random.Random(seed)
-    ratios: list[float] = []
-    jumps: list[str] = []
-    requests: list[Request] = []
-
-    def has_work() -> bool:
-        return len(requests) < num_requests or scheduler.has_unfinished_requests()
-
-    for number in as_long_as(has_work, 2000):
-        if len(requests) < num_requests and number % 6 == 0:
-            stops = frozenset(range(rng.choice((0, 1, 2, 4))))
-            requests.append(loop.add(f"r{len(requests)}", rng.randint(6, 14), 120))
-            requests[-1].end_ids = stops
-        plan = loop.step()
-        ratios.append(scheduler.new_token_ratio)
-        rose = len(ratios) > 1 and ratios[-1] > ratios[-2]
-        assert rose == bool(plan.preempted_requests), "it only falls but for retractions"
-        for name in preempted_ids(plan):
-            jumps.append(f"{name} was retracted and the share rose to {ratios[-1]:.2f}")
-    assert len(jumps) == 2
-    share = sum(r.num_output_tokens / r.max_tokens for r in requests) / len(requests)
-    return (
-        f"This is a run of {num_requests} requests on 120 pages with the fake model. Each may "
-        f"generate 120 tokens; on average they generate {share:.0%} of that. The share falls from "
-        f"{ratios[0]:.2f} to {min(ratios):.2f} in 100 decode batches. Twice in {len(ratios)} steps "
-        f"it was too small: {', '.join(jumps)}. Each time it falls again."
     )
