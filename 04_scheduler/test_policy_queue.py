@@ -252,6 +252,15 @@ def test_looking_changes_nothing_and_two_queues_share_nothing():
     assert ids(other) == ids(queue), "a draw depends on the id alone"
 
 
+def test_of_as_many_as_can_be_sorted_all_are_and_of_more_none():
+    queue = PolicyQueue(policy := LivePolicy(sorts_all_or_none=True))
+    policy.ranks = {name: -rank for rank, name in enumerate("abcdefg")}
+    fill(queue, "abcdef")
+    assert ids(queue) == [*"fedcba"]
+    fill(queue, "g")
+    assert ids(queue) == [*"abcdefg"]
+
+
 # the price
 
 
