@@ -1,9 +1,11 @@
-"""What a row of `plans.txt` cannot say about the two-phase scheduler: names, errors, plugins,
-calls. Whole runs are in test_scheduler_runs.py."""
+"""What a row of `plans.txt` cannot say about both schedulers: names, errors, plugins, calls. Whole
+runs are in test_scheduler_runs.py."""
 
 from __future__ import annotations
 
-from unittest.mock import DEFAULT, Mock
+from collections.abc import Callable, Collection
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,21 +14,23 @@ from base_scheduler import SchedulerPlugin
 from fake_model import continuation
 from forced_preemption import ForcedPreemption
 from kv_memory import NotReady
+from pipeline_plugin import PipelinePlugin
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import MAX_SKIPPED, Request, RequestStatus, Scheduler, make_kv_memory
+from scheduler import MAX_SKIPPED, Request, RequestStatus, Scheduler
 from scheduler_interface import StepOutput
 from scheduler_steps import (
+    ChunksOf,
     SchedulerLoop,
     make_loop,
     make_scheduler,
     preempted_ids,
     scheduled_tokens,
 )
-from sglang_policies import policy_over
-from step_plan import StepPlan
+from unchunked import Unchunked
 
-BOTH = pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+KINDS = (Scheduler, PrefillFirstScheduler)
+BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
 def loop_with(*sizes: tuple[str, int, int], kind: type = Scheduler, **options) -> SchedulerLoop:
@@ -55,43 +59,44 @@ def test_the_names_of_the_reading_material_work_as_typed():
     scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert (request.seq_len, request.remaining_tokens) == (21, 1)
     output = scheduler.schedule()
-    assert output.num_scheduled_tokens == {"a": 1, "b": 1}
     scheduler.abort_request("b")
     scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
     assert request.is_finished and not scheduler.has_requests()
     stats = scheduler.get_stats()
     assert (stats.total_scheduled, stats.total_finished, stats.total_preempted) == (4, 1, 0)
     assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)
-    assert stats.kv_cache_usage == 0.0
-    assert scheduler.kv_memory.reset_prefix_cache()
+    assert stats.kv_cache_usage == 0.0 and scheduler.kv_memory.reset_prefix_cache()
 
 
-@BOTH
 @pytest.mark.parametrize(
-    "options",
+    ("kinds", "field", "values"),
     [
-        {"preempt_every": 0},
-        {"max_num_seqs": 0},
-        {"max_num_seqs": 2.5},
-        {"max_num_batched_tokens": 0},
-        {"max_preemptions": 0},
-        {"max_model_len": 0},
-        {"policy": "fastest"},
+        (KINDS, "preempt_every", [0]),
+        (KINDS, "max_num_seqs", [0, 2.5]),
+        (KINDS, "max_num_batched_tokens", [0]),
+        (KINDS, "max_preemptions", [0]),
+        (KINDS, "max_model_len", [0]),
+        (KINDS, "policy", ["fastest"]),
+        (KINDS[:1], "watermark", [1.0, -0.1]),
+        (KINDS[:1], "reserve_for_chunks", ["all"]),
+        (KINDS[1:], "chunked_prefill_size", [0, 2.5]),
+        (KINDS[1:], "max_consecutive_prefills", [0]),
+        (KINDS[1:], "new_token_ratio_decay_steps", [0, 2.5]),
+        (KINDS[1:], "init_new_token_ratio", [1.5, -0.1]),
+        (KINDS[1:], "min_new_token_ratio", [0.8, -0.1]),
     ],
 )
-def test_options_that_make_no_sense_are_named(kind, options):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
-        make_scheduler(kind, **options)
+def test_options_that_make_no_sense_are_named(kinds, field, values):
+    for kind, value in product(kinds, values):
+        with pytest.raises(ValueError, match=f"{field} .*{value}"):
+            make_scheduler(kind, **{field: value})
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Scheduler(watermark=1.0), "watermark"),
-        (lambda: Scheduler(watermark=-0.1), "watermark"),
-        (lambda: Scheduler(reserve_for_chunks="all"), r"reserve_for_chunks must .*'all'"),
         (lambda: MaxLoRAs(0), "max_loras"),
+        (lambda: PipelinePlugin(0), r"num_micro_batches must be .*>= 1, got 0"),
         (lambda: Request("a", [1], 10), r"sampling_params must .*Request\.from_tokens\("),
         (lambda: Scheduler().add_request("a"), "request must be a Request, got 'a'"),
     ],
@@ -121,10 +126,8 @@ def test_a_plugin_is_told_of_a_preemption_while_the_request_has_its_memory():
     for _ in range(3):
         output = loop.step()
     assert preempted_ids(output) == ["b"] and plugin.preempted == [("b", 2)]
-    second = loop.requests["b"]
-    assert second.status == RequestStatus.PREEMPTED and second.num_computed_tokens == 0
-    assert second.num_preemptions == 1 and second.num_output_tokens == 2
-    stats = loop.scheduler.get_stats()
+    second, stats = loop.requests["b"], loop.scheduler.get_stats()
+    assert second.status == RequestStatus.PREEMPTED and second.num_preemptions == 1
     assert (stats.num_preempted, stats.total_preempted, output.num_kv_blocks_in_use) == (1, 1, 3)
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (1, 1, 0.75)
 
@@ -134,50 +137,15 @@ def test_a_request_that_outgrows_the_pool_ends_with_a_reason(kind):
     """Trap 16: with 16 positions there are 4 tokens after a prompt of 13, and the last of them
     needs no slot."""
     loop = loop_with(("a", 13, 50), kind=kind, num_blocks=4)
-    plans = [loop.schedule()]
     for _ in range(3):
-        loop.update(plans[-1])
-        plans.append(loop.schedule())
-    (last,) = loop.scheduler.update_from_output(plans[-1], loop.execute(plans[-1]))
-    assert loop.requests["a"].num_output_tokens == 4
-    assert last.finish_reason == "length"
+        loop.step()
+    plan = loop.schedule()
+    (last,) = loop.scheduler.update_from_output(plan, loop.execute(plan))
+    assert (last.finish_reason, loop.requests["a"].num_output_tokens) == ("length", 4)
     assert last.finish_detail == "the KV memory holds 16 positions"
     assert loop.add("b", 13, 4).length_limit is None
     bounded = make_loop(kind, num_blocks=4, max_model_len=15).add("c", 13, 50)
     assert (bounded.max_tokens, bounded.length_limit) == (2, "max_model_len=15")
-
-
-def test_optional_tokens_preempt_no_request():
-    """a has two blocks of four slots, each of the others one, and there are five."""
-    sizes = [(name, 7 if name == "a" else 3, 20) for name in "abcd"]
-    loop = loop_with(*sizes, num_blocks=5)
-    loop.step()
-    step, request = StepPlan(6, lambda one: 6), loop.requests["a"]
-    assert loop.scheduler._allocate_or_preempt(request, 1, 9, step) == 1
-    assert len(loop.memory.get_block_ids("a")) == 2 and list(loop.scheduler.running) == [*"abcd"]
-
-
-class SlotsUpToTen(PreemptionPlugin):
-    def num_optional_slots(self, request: Request, end: int) -> int:
-        return 10 - end
-
-
-def test_a_plugin_may_ask_for_slots_alone():
-    loop = loop_with(("a", 6, 8), plugins=[SlotsUpToTen()])
-    loop.step()
-    loop.step()
-    assert len(loop.memory.get_block_ids("a")) == 3, "7 tokens in 2 blocks of 4, and 3 slots more"
-
-
-def test_the_memory_is_asked_once_a_block(monkeypatch):
-    loop = loop_with(("a", 8, 30), block_size=8)
-    loop.step()
-    asked = Mock(wraps=loop.memory.allocate_slots)
-    starts = []
-    asked.side_effect = lambda request, *_: starts.append(request.num_computed_tokens) or DEFAULT
-    monkeypatch.setattr(loop.memory, "allocate_slots", asked)
-    loop.run()
-    assert starts == [8, 16, 24, 32]
 
 
 # -- the queue
@@ -196,77 +164,20 @@ def test_a_shuffled_queue_is_asked_in_another_order(kind):
     assert len(set(orders)) == 4 and admitted(3) == orders[3]
 
 
-def test_a_full_batch_does_not_ask_the_policy():
-    """A cache-aware order costs milliseconds, and the batch is full."""
-    memory = make_kv_memory(101, 4)
-    policy = policy_over(memory, "lpm")
-    loop = SchedulerLoop(Scheduler(max_num_seqs=1, policy=policy, kv_memory=memory))
-    for name in "ab":
-        loop.add(name, 4, 5)
-    loop.step()
-    policy.find_cached_blocks = lambda request: pytest.fail("it was asked")
-    loop.schedule()
-
-
-class HoldsBack(SchedulerPlugin):
-    """Rejects requests whose names begin with "held"."""
-
-    num_queries = 0
-
-    def can_start(self, request: Request) -> bool:
-        is_held = request.request_id.startswith("held")
-        self.num_queries += is_held
-        return not is_held
-
-
-@BOTH
-def test_a_step_tries_so_many_requests_and_no_more(kind, monkeypatch):
-    plugin, max_tried = HoldsBack(), 2 * MAX_SKIPPED + 10
-    for module in ("scheduler", "prefill_first_scheduler"):
-        monkeypatch.setattr(f"{module}.MAX_TRIED", max_tried)
-    held = [(f"held {i}", 9, 8) for i in range(max_tried - 1)]
-    loop = loop_with(*held, ("a", 3, 8), kind=kind, plugins=[plugin], max_overtakes=None)
-    assert scheduled_tokens(loop.step()) == {"a": 3}
-    for name in ("held too", "b"):
-        loop.add(name, 12)
-    plugin.num_queries = 0
-    loop.scheduler.abort_request("a")
-    assert scheduled_tokens(loop.step()) == {} and plugin.num_queries == max_tried
-
-
-@BOTH
-def test_a_step_looks_up_so_many_requests_that_wait_for_a_prefix(kind, monkeypatch):
-    num_equals = 2 * MAX_SKIPPED + 10
-    loop = make_loop(kind, num_blocks=2000, cache="hash", max_num_seqs=num_equals)
-    for i in range(num_equals):
-        loop.take(Request.from_tokens(f"s{i}", list(range(10)), 2))
-    lookups = Mock(wraps=loop.scheduler.get_computed_blocks)
-    monkeypatch.setattr(loop.scheduler, "get_computed_blocks", lookups)
-    assert scheduled_tokens(loop.step()) == {"s0": 10}
-    assert lookups.call_count == 1 + 2 * MAX_SKIPPED
-    loop.run()
-
-
 @BOTH
 def test_requests_after_many_loads_are_reached_and_no_load_is_forgotten(kind, monkeypatch):
-    loop, lookups = make_loop(kind), []
-    get_computed_blocks = loop.memory.get_computed_blocks
-
-    def find(request, wait_for_others):
-        lookups.append(request.request_id)
-        is_loading = request.request_id in loading
-        return NotReady.LOADING if is_loading else get_computed_blocks(request, wait_for_others)
-
-    monkeypatch.setattr(loop.memory, "get_computed_blocks", find)
     names = [f"load {i}" for i in range(2 * MAX_SKIPPED)]
     loading = set(names)
-    for name in names:
-        loop.add(name, 9, 1)
-    loop.add("a", 3)
+    loop = loop_with(*((name, 9, 1) for name in names), ("a", 3, 8), kind=kind)
+    find = loop.memory.get_computed_blocks
+    lookups = Mock(
+        side_effect=lambda r, w: NotReady.LOADING if r.request_id in loading else find(r, w)
+    )
+    monkeypatch.setattr(loop.memory, "get_computed_blocks", lookups)
     for plan in ({}, {"a": 3}):
-        lookups.clear()
+        lookups.reset_mock()
         assert scheduled_tokens(loop.step()) == plan
-    assert len(lookups) == MAX_SKIPPED + 1
+    assert lookups.call_count == MAX_SKIPPED + 1
     loading.clear()
     loop.run()
     assert loop.reasons.keys() == {"a", *names}
@@ -296,15 +207,6 @@ def test_a_request_that_skips_a_step_is_not_planned_even_on_the_fast_path():
         assert loop.outputs[name] == continuation(request.prompt_token_ids, 7)
 
 
-def test_plugins_keep_nothing_of_finished_requests():
-    adapters = MaxLoRAs(2)
-    loop = make_loop(Scheduler, plugins=[adapters], preempt_every=1)
-    loop.add("a", 4, 3, extra_keys=(("lora", "x"),))
-    loop.run()
-    adapters.begin_step()
-    assert adapters._adapters == {} and loop.scheduler.plugins[1]._num_outputs_then == {}
-
-
 @pytest.mark.parametrize("name", ["free", "on_finish", "remove_request"])
 def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
     loop = loop_with(("a", 6, 8), plugins=[plugin := ForcedPreemption(100)])
@@ -318,10 +220,67 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
     assert not loop.scheduler.requests and loop.memory.num_blocks_in_use == 0
 
 
-@BOTH
-def test_a_queue_that_an_interrupt_has_torn_is_one_again(kind):
-    scheduler = loop_with(("a", 3, 2), ("b", 3, 2), kind=kind).scheduler
-    del scheduler.waiting._entries["a"]
-    scheduler.clear()
-    scheduler.waiting.check_invariants()
-    assert [request.request_id for request in scheduler.waiting] == ["b"]
+# -- chunk policies; chapter 6 has those that chunk
+
+
+def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough():
+    policy, request = Unchunked(), Request.from_tokens("a", [0] * 30, 5)
+    for num_uncomputed, budget, num_computed in product((1, 7, 8, 9, 20), (1, 7, 8), (0, 1)):
+        request.num_computed_tokens = num_computed
+        given = policy.num_tokens_to_schedule(request, num_uncomputed, budget, max_step_tokens=8)
+        expected = budget if num_computed or num_uncomputed > 8 else 0
+        if num_uncomputed <= budget:
+            expected = num_uncomputed
+        assert given == expected, (num_uncomputed, budget, num_computed)
+    assert policy.max_prompt_len(8) == 8 and policy.can_start(request, 1000)
+
+
+class Holding(ChunksOf):
+    """Holds x back until it is released, and notes who can share each step."""
+
+    is_released, beside = False, ()
+
+    def begin_step(
+        self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
+    ) -> None:
+        assert all(num_uncomputed_tokens(request) == 1 for request in running)
+        self.beside = [request.request_id for request in running]
+
+    def can_start(self, request: Request, num_uncomputed_tokens: int) -> bool:
+        assert request.request_id != "x" or num_uncomputed_tokens == 2, "the rest is cached"
+        return self.is_released or request.request_id != "x"
+
+
+@pytest.mark.parametrize("options", [{}, {"mixing": True}, {"mixing": False}])
+def test_a_request_that_a_policy_holds_back_keeps_nothing_and_stops_admission_when_aged(options):
+    policy, kind = Holding(50), PrefillFirstScheduler if options else Scheduler
+    options = options | {"chunk_policy": policy, "cache": "hash", "max_overtakes": 2}
+    loop = loop_with(("a", 12, 9), kind=kind, **options)
+    loop.step()
+    loop.take(Request.from_tokens("x", [*loop.requests["a"].prompt_token_ids, 1, 2], 2))
+    for name in ("y", "z"):
+        loop.add(name, 5, 1)
+        assert scheduled_tokens(loop.step())[name] == 5
+        assert not loop.memory.get_block_ids("x")
+    # In a prefill, nobody decodes.
+    assert policy.beside == ([] if options.get("mixing") is False else ["a"])
+    loop.add("late", 5, 1)
+    assert scheduled_tokens(loop.step()) == {"a": 1}
+    policy.is_released = True
+    plan = scheduled_tokens(loop.step())
+    assert (plan["x"], plan["late"]) == (2, 5)
+
+
+def test_chunks_leave_a_token_for_each_decode_after_them_and_the_first_always_goes_on():
+    policy = ChunksOf(2)
+    loop = loop_with(
+        *(("k", 40, 5), ("l", 40, 5), ("a", 1, 30), ("b", 1, 30), ("c", 1, 30)),
+        **{"chunk_policy": policy, "max_num_batched_tokens": 7},
+    )
+    assert scheduled_tokens(loop.step()) == {"k": 2, "l": 2, "a": 1, "b": 1, "c": 1}
+    policy.size = 100
+    assert scheduled_tokens(loop.step()) == {"k": 4, "a": 1, "b": 1, "c": 1}
+    loop.scheduler.abort_request("a")
+    assert scheduled_tokens(loop.step()) == {"k": 5, "b": 1, "c": 1}
+    loop.scheduler.max_num_batched_tokens = 2  # fewer than there are requests
+    assert scheduled_tokens(loop.step()) == {"k": 1, "b": 1}

@@ -3,33 +3,30 @@ looks at what it reads in each group."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
-from typing import ClassVar
 
 import pytest
 
+import test_scheduler_runs as runs
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory, max_blocks, max_window_blocks
 from kv_memory import ComputedBlocks, SharingRunnerState
-from request import Request, SamplingParams
+from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from test_scheduler_runs import VOCAB, AnswersAreChecked, World, _explore
 from unchunked import ChunkToBudget
 
 
-class Checked(AnswersAreChecked, GroupedKVMemory):
+class Checked(runs.AnswersAreChecked, GroupedKVMemory):
     checks_all = True
 
 
-class CheckedCache(AnswersAreChecked, CachedGroupedMemory):
+class CheckedCache(runs.AnswersAreChecked, CachedGroupedMemory):
     """And every hit is the longest that brute force finds."""
 
     checks_all = True
-    hits: ClassVar[Counter[str]] = Counter()  # of all copies
 
     def get_computed_blocks(self, request, wait_for_others=True):
         found = super().get_computed_blocks(request, wait_for_others)
@@ -47,7 +44,6 @@ class CheckedCache(AnswersAreChecked, CachedGroupedMemory):
                 )
             ]
             assert found.num_tokens == holding[-1], (request, found)
-            self.hits[f"{found.num_tokens} tokens"] += 1
         return found
 
 
@@ -56,55 +52,48 @@ class GroupedModelRunner(FakeModelRunner):
     the slots of its window, what was written for these very positions of its own request."""
 
     def __init__(self, block_size: int, windows: list[int | None]) -> None:
-        super().__init__(block_size, VOCAB, SharingRunnerState(4, 64, len(windows)))
+        super().__init__(block_size, runs.VOCAB, SharingRunnerState(4, 64, len(windows)))
         self.windows = windows
 
     def _compute(self, req_id, tokens, start, stop, written):
         predicted = super()._compute(req_id, tokens, start, stop, written)
         size = self.block_size
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.windows[1:], 1):
             block_ids = self.state.block_ids(req_id, group=group)
             slots = [block_ids[p // size] * size + p % size for p in range(stop)]
-            if group:
-                assert written.isdisjoint(slots[start:])
-                written.update(slots[start:])
-                for position in range(start, stop):
-                    self._kv[slots[position]] = hash((group, *tokens[: position + 1]))
-                for query in range(start, stop):
-                    for seen in range(max(0, query - window + 1), query + 1):
-                        expected = hash((group, *tokens[: seen + 1]))
-                        assert self._kv.get(slots[seen]) == expected, (req_id, query, seen)
+            assert written.isdisjoint(slots[start:])
+            written.update(slots[start:])
+            for position in range(start, stop):
+                self._kv[slots[position]] = hash((group, *tokens[: position + 1]))
+            for query in range(start, stop):
+                for seen in range(max(0, query - window + 1), query + 1):
+                    expected = hash((group, *tokens[: seen + 1]))
+                    assert self._kv.get(slots[seen]) == expected, (req_id, query, seen)
         return predicted
 
 
-@pytest.mark.parametrize(
-    ("windows", "num_blocks", "share"),
-    [
-        ([None, 3], 9, 1),
-        pytest.param([None, 3], 11, 1, marks=pytest.mark.slow),
-        pytest.param([None, 2, 4], 14, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_every_interleaving_of_three_requests(windows, num_blocks, share):
-    memory = Checked(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
-    _explore(make_world(memory), [([0, 1, 1], 4, 1), ([0, 1, 2, 3], 3, 0), ([0, 1], 5, 1)], share)
+SHARING = [([0, 1, 1, 0, 2], 4, 1), ([0, 1, 1, 3], 4, 0), ([2, 1], 5, 1)]
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
-    ("windows", "num_blocks", "share"),
+    ("kind", "windows", "num_blocks", "share"),
     [
-        ([None, 4], 10, 0.85),
-        pytest.param([None, 4], 10, 1, marks=pytest.mark.slow),
-        pytest.param([None, 3], 13, 1, marks=pytest.mark.slow),
-        pytest.param([None, 2, 4], 16, 1, marks=pytest.mark.slow),
+        (Checked, [None, 3], 9, 1),
+        (CheckedCache, [None, 4], 10, 0.85),
+        pytest.param(Checked, [None, 3], 11, 1, marks=pytest.mark.slow),
+        pytest.param(Checked, [None, 2, 4], 14, 1, marks=pytest.mark.slow),
+        pytest.param(CheckedCache, [None, 4], 10, 1, marks=pytest.mark.slow),
+        pytest.param(CheckedCache, [None, 3], 13, 1, marks=pytest.mark.slow),
+        pytest.param(CheckedCache, [None, 2, 4], 16, 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_with_a_prefix_cache(windows, num_blocks, share):
-    memory = CheckedCache(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
-    CheckedCache.hits.clear()
-    prompts = [([0, 1, 1, 0, 2], 4, 1), ([0, 1, 1, 3], 4, 0), ([2, 1], 5, 1)]
-    _explore(make_world(memory), prompts, share)
-    assert min(CheckedCache.hits[f"{n} tokens"] for n in (0, 2, 4, 6)) > 20, CheckedCache.hits
+def test_every_interleaving_of_three_requests(kind, windows, num_blocks, share):
+    memory = kind(BlockPool(num_blocks + 1), 2, windows, max_step_tokens=5)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "max_preemptions": 2}
+    world = runs.World(memory, policy="fcfs", **limits)
+    world.runner = GroupedModelRunner(memory.block_size, memory.windows)
+    runs.explore(world, SHARING if kind is CheckedCache else runs.PROMPTS, share)
 
 
 @pytest.mark.parametrize(
@@ -118,32 +107,25 @@ def test_a_request_that_cannot_be_preempted_again_shares_no_window(windows, num_
     memory = CachedGroupedMemory(BlockPool(num_blocks + 1), 4, windows, 4)
     limits = {"max_num_batched_tokens": 4, "max_preemptions": 1, "max_model_len": 64}
     scheduler = Scheduler(kv_memory=memory, max_num_seqs=8, chunk_policy=ChunkToBudget(), **limits)
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    requests = {name: Request(name, list(range(length)), params) for name in "ab"}
-    for request in requests.values():
+    requests = [Request.from_tokens(name, list(range(length)), 20) for name in "ab"]
+    for request in requests:
         scheduler.add_request(request)
     for _ in range(200):
-        for name, request in requests.items():
-            if request.num_preemptions == 0 and name in scheduler.running:
+        for request in requests:
+            if request.num_preemptions == 0 and request.request_id in scheduler.running:
                 scheduler.preempt(request)
         plan = scheduler.schedule()
-        sampled = {}
-        for request, start in zip(plan.scheduled_requests, plan.start_positions):
-            name = request.request_id
-            if start + plan.num_scheduled_tokens[name] == request.num_tokens:
-                sampled[name] = [request.num_tokens + {"a": 1000, "b": 5000}[name]]
+        sampled = {
+            request.request_id: [request.num_tokens + {"a": 1000, "b": 5000}[request.request_id]]
+            for request in plan.scheduled_requests
+            if request.num_computed_tokens == request.num_tokens
+        }
         scheduler.update_from_output(plan, StepOutput(token_ids=sampled))
         memory.check_invariants(scheduler.running.values())
-        if not scheduler.has_unfinished_requests():
-            break
     assert not scheduler.has_unfinished_requests() and memory.num_blocks_in_use == 0
 
 
-def make_world(memory: GroupedKVMemory) -> World:
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "max_preemptions": 2}
-    world = World(memory, policy="fcfs", **limits)
-    world.runner = GroupedModelRunner(memory.block_size, memory.windows)
-    return world
+# -- memory by itself
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
@@ -157,17 +139,14 @@ def test_a_request_of_any_length_holds_only_the_blocks_of_its_window(window: int
     highest = 0
     for first in range(1, step + 1):
         request = Request.from_tokens("a", [0] * length, 1)
-        starts = [0, *range(first, length, step), length]
-        for start, stop in pairwise(starts):
+        for start, stop in pairwise([0, *range(first, length, step), length]):
             request.num_computed_tokens = start
             assert memory.allocate_slots(request, stop - start)
             memory.check_invariants([request])
-            held = memory.num_blocks_in_use
             seen = stop - max(0, start - window + 1)
-            assert held >= -(-seen // block_size)
-            highest = max(highest, held)
+            assert memory.num_blocks_in_use >= -(-seen // block_size)
+            highest = max(highest, memory.num_blocks_in_use)
         memory.free(request)
-        memory.check_invariants()
         assert memory.pool.num_free_blocks == num_blocks and not memory.pop_table_updates()
     assert num_blocks - 1 <= highest <= num_blocks
 
@@ -181,52 +160,13 @@ def test_the_example_of_the_page():
         assert memory.allocate_slots(request, stop - start)
         held.append([i for i, block_id in enumerate(memory.get_block_ids("a")) if block_id])
     assert held == [[0], [0, 1], [0, 1, 2], [1, 2], [1, 2], [1, 2, 3], [2, 3]]
-    assert [(m.block_index, m.block_id) for m in memory.pop_table_updates()] == [(0, 0), (1, 0)]
-    assert not memory.pop_table_updates()
+    moves = [(m.block_index, m.block_id) for m in memory.pop_table_updates()]
+    assert moves == [(0, 0), (1, 0)] and not memory.pop_table_updates()
     request.num_computed_tokens = 14
     assert memory.allocate_slots(request, 4)  # it gives up the third
     memory.clear()
     assert not memory.pop_table_updates()
     assert (max_window_blocks(1024, 16, 1), max_window_blocks(1024, 16, 2048)) == (65, 193)
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 8])
-def test_reserved_blocks_are_never_allocated_to_others(window: int):
-    """Another one asks for all there is, before each step."""
-    step, length, size = 4, 50, 3
-    whole = max_blocks(length, size, [None, window], step)
-    memory = GroupedKVMemory(BlockPool(whole + 1), size, [None, window], step)
-    one, other = Request.from_tokens("a", [0] * length, 1), Request.from_tokens("b", [0] * 99, 1)
-    assert memory.allocate_slots(one, 3, length - 3)
-    for start in range(3, length, step):
-        while memory.allocate_slots(other, 1):
-            other.num_computed_tokens += 1
-        if len(memory.get_tables("a")[1]) * size < length:
-            assert other.num_computed_tokens == 0, "it has got what was given up"
-        one.num_computed_tokens = start
-        assert memory.allocate_slots(one, min(step, length - start))
-        memory.check_invariants([one, other])
-    memory.free(one)
-    one.num_computed_tokens = 0
-    assert memory.allocate_slots(one, 1) and list(map(len, memory.get_tables("a"))) == [1, 1]
-
-
-class InFours(ChunkToBudget):
-    def num_tokens_to_schedule(self, request, num_uncomputed_tokens, budget, max_step_tokens):
-        return min(num_uncomputed_tokens, budget, 4)
-
-
-@pytest.mark.parametrize("num_missing", [0, 1])
-def test_blocks_for_the_rest_of_a_chunked_prompt_are_kept_free_in_every_group(num_missing: int):
-    """4 of 12 tokens have blocks, 2 in each group; the other 8 need 4 blocks in each. A new request
-    needs 1 in each."""
-    memory = GroupedKVMemory(BlockPool(1 + 4 + 8 + 2 - num_missing), 2, [None, 3], 8)
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "watermark": 0.0}
-    scheduler = Scheduler(kv_memory=memory, chunk_policy=InFours(), **limits)
-    for name, length in (("cut", 12), ("new", 2)):
-        scheduler.add_request(Request.from_tokens(name, [0] * length, 4))
-    planned = scheduler.schedule().num_scheduled_tokens
-    assert planned == ({"cut": 4} if num_missing else {"cut": 4, "new": 2})
 
 
 def test_capacity_is_the_longest_that_fits_alone():
@@ -236,43 +176,3 @@ def test_capacity_is_the_longest_that_fits_alone():
             n = memory.capacity
             assert memory.num_blocks_needed(n + 1) > num_blocks or n > 10**6
             assert n == 0 or memory.num_blocks_needed(n) <= num_blocks
-
-
-def test_a_refusal_gives_up_nothing_that_is_seen():
-    memory = GroupedKVMemory(BlockPool(8), 2, [None, 3], 4)
-    one, other = Request.from_tokens("a", [0] * 9, 1), Request.from_tokens("b", [0] * 9, 1)
-    assert memory.allocate_slots(one, 4) and memory.allocate_slots(other, 2)
-    before = memory.get_tables("a"), [*memory.pool.free_order()]
-    one.num_computed_tokens = 3
-    assert not memory.allocate_slots(one, 2)
-    assert (memory.get_tables("a"), [*memory.pool.free_order()]) == before
-    one.num_computed_tokens = 4
-    assert memory.allocate_slots(one, 1), "its first block of the window is no longer seen"
-    ((move,), tables) = memory.pop_table_updates(), memory.get_tables("a")
-    assert (move.req_id, move.block_index, move.block_id, move.group) == ("a", 0, 0, 1)
-    assert list(map(len, tables)) == [3, 3] and tables[1][0] == 0 and all(tables[0])
-    memory.clear()
-    memory.check_invariants()
-    assert memory.pool.num_free_blocks == 7 and memory.get_tables("a") == ((), ())
-
-
-def test_a_scheduler_sends_all_tables():
-    memory = GroupedKVMemory(BlockPool(30), 2, [None, 3], 8)
-    scheduler = Scheduler(2, 8, kv_memory=memory, watermark=0.0)
-    scheduler.add_request(Request.from_tokens("a", [0] * 5, 3))
-    (new,) = scheduler.schedule().scheduled_new_reqs
-    assert new.block_ids == tuple(map(list, memory.get_tables("a"))) and len(new.block_ids) == 2
-
-
-def test_can_allocate_counts_the_blocks_that_will_be_held():
-    """A request of 20 tokens holds at most three blocks of 2, and a victim frees the blocks it
-    holds."""
-    memory = GroupedKVMemory(BlockPool(6), 2, [3], 2)
-    one, victim = Request.from_tokens("a", [0] * 20, 1), Request.from_tokens("b", [0] * 20, 1)
-    assert memory.can_allocate(one, 20, ComputedBlocks())
-    for start in range(0, 6, 2):
-        victim.num_computed_tokens = start
-        assert memory.allocate_slots(victim, 2)
-    assert list(map(bool, memory.get_block_ids("b"))) == [False, True, True]
-    assert memory.can_allocate(one, 20, ComputedBlocks(), 2, victim)
-    assert not memory.can_allocate(one, 20, ComputedBlocks(), 3, victim)

@@ -16,9 +16,3 @@ from step_log import Case, cases_of
 def test_tenants_take_turns(case: Case, policy: TakeTurns | str):
     """Neither names decide, nor adapters, nor lengths. Without a tenant: one tenant."""
     SchedulerLog(make_loop(Scheduler, **case.options | {"policy": policy})).perform(case)
-
-
-def test_it_is_as_short_as_it_says():
-    source = (Path(__file__).parent / "own_policy.py").read_text(encoding="utf-8")
-    body = source[source.index('"""\n\nfrom') + 5 :]
-    assert len([line for line in body.splitlines() if line.strip()]) <= 20
