@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from queue import SimpleQueue
 
 import pytest
 
@@ -18,8 +17,8 @@ from worker_thread import ThreadJob, WorkerThread
 
 
 def interrupted_at(line: int, call: Callable[[], object]) -> bool:
-    """Call it, and raise `KeyboardInterrupt` at the `line`-th line that this thread executes in it,
-    wherever that is. False: it has fewer lines."""
+    """Call it, and raise `KeyboardInterrupt` at the `line`-th line that this thread executes in it.
+    False: it has fewer lines."""
     left = line
 
     def at_line(frame: object, event: str, _: object):
@@ -98,23 +97,17 @@ def test_an_interrupt_while_it_waits_is_one_and_the_result_comes_later() -> None
 
 
 def test_errors_and_ends_are_those_of_a_future() -> None:
-    worker = WorkerThread("worker", finishes=False)
-    goes_on = threading.Event()
-    begun, waiting = worker.submit(goes_on.wait, 60), worker.submit(int)
+    worker, goes_on = WorkerThread("worker", finishes=False), threading.Barrier(2, timeout=60)
+    begun, waiting = worker.submit(lambda: (goes_on.wait(), goes_on.wait())), worker.submit(int)
+    goes_on.wait()
     with pytest.raises(TimeoutError):
         waiting.result(0.001)
-    while not begun._taken_by:
-        time.sleep(0.001)
     worker.close()
-    assert waiting.cancelled() and waiting.done() and not begun.cancel()
-    goes_on.set()
-    assert begun.result(60)
+    assert waiting.cancelled() and waiting.done()
+    goes_on.wait()
+    assert len(begun.result(60)) == 2
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(int)
-    job, waits = ThreadJob[int](), SimpleQueue[bool]()
-    threading.Thread(target=lambda: waits.put(job.wait()), daemon=True).start()
-    job.cancel()
-    assert waits.get(timeout=60), "also for a wait that had begun"
     failing = WorkerThread("worker").submit(int, "x")
     for _ in range(2):
         with pytest.raises(ValueError, match="invalid literal"):
