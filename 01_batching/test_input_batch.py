@@ -56,7 +56,7 @@ def test_the_worked_example():
     assert (plan.scheduled_cached_reqs.num_reqs, plan.is_empty) == (2, False)
 
 
-BATCHES = {  # rows and start positions; `deterministic` mode fills what is not initialised (Trap 33)
+BATCHES = {  # rows and start positions
     "worked example": ([[1, 2, 3, 4, 5], [6, 7, 8], [12], [17]], [0, 0, 3, 4]),
     "the longest is not the first, and a prompt has the token that pads": ([[9], [60, 8]], [4, 0]),
     "empty": ([], []),
@@ -66,6 +66,7 @@ BATCHES = {  # rows and start positions; `deterministic` mode fills what is not 
 @pytest.mark.net
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_become_tensors_as_often_as_they_are_asked_for(name):
+    """Trap 33: in deterministic mode PyTorch fills memory that it does not initialise."""
     rows, starts = BATCHES[name]
     batch = InputBatch([*map(str, starts)], [*map(list, rows)], starts, [True] * len(rows), [])
     longest = max(map(len, rows), default=0)

@@ -68,34 +68,32 @@ def test_what_is_allowed_and_what_becomes_of_it(params, kept):
 
 
 EOS = [40, 41, 42]  # Trap 49: every one of them stops
-ENDINGS = {
-    "max_tokens caps": ({"max_tokens": 3}, [7] * 9, 3, "length", None),
-    "the first eos": ({}, [7, 40, 7], 2, "stop", None),
-    "the last eos": ({}, [7, 42, 7], 2, "stop", None),
-    "a stop token is named": ({"stop_token_ids": [8, 9]}, [7, 9, 7], 2, "stop", 9),
-    "eos ignored": ({"ignore_eos": True, "max_tokens": 4}, [40, 41, 7, 40, 41], 4, "length", None),
-    "a stop token that is eos": (
-        {"ignore_eos": True, "stop_token_ids": [40]}, [7, 40, 7], 2, "stop", 40,
-    ),
-    "before min_tokens": ({"min_tokens": 3, "stop_token_ids": [9]}, [40, 9, 40], 3, "stop", None),
-    "at min_tokens": ({"min_tokens": 1}, [41, 7], 1, "stop", None),
-    "after min_tokens": ({"min_tokens": 2, "max_tokens": 4}, [40, 7, 7, 7], 4, "length", None),
-    "it ends below min_tokens": ({"min_tokens": 4, "max_tokens": 2}, [40, 7], 2, "length", None),
-    "eos at the last place": ({"max_tokens": 2}, [7, 40], 2, "stop", None),
-}  # fmt: skip
+ENDINGS = {  # parameters, the tokens that it takes, why it ends
+    "max_tokens caps": ({"max_tokens": 3}, [7, 7, 7], "length", None),
+    "the first eos": ({}, [7, 40], "stop", None),
+    "the last eos": ({}, [7, 42], "stop", None),
+    "a stop token is named": ({"stop_token_ids": [8, 9]}, [7, 9], "stop", 9),
+    "eos ignored": ({"ignore_eos": True, "max_tokens": 4}, [40, 41, 7, 40], "length", None),
+    "stops at eos": ({"ignore_eos": True, "stop_token_ids": [40]}, [41, 7, 40], "stop", 40),
+    "before min_tokens": ({"min_tokens": 3, "stop_token_ids": [9]}, [40, 9, 40], "stop", None),
+    "at min_tokens": ({"min_tokens": 1}, [41], "stop", None),
+    "after min_tokens": ({"min_tokens": 2, "max_tokens": 4}, [40, 7, 7, 7], "length", None),
+    "it ends below min_tokens": ({"min_tokens": 4, "max_tokens": 2}, [40, 7], "length", None),
+    "eos at the last place": ({"max_tokens": 2}, [7, 40], "stop", None),
+}
 
 
 @pytest.mark.net
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_when_a_request_ends(ending):
-    params, tokens, num_taken, reason, stop_reason = ending
+    params, tokens, reason, stop_reason = ending
     request = make(eos=EOS, **{**params, "max_tokens": 16})
     request.max_tokens = params.get("max_tokens", 16)  # as a scheduler lowers it
-    for token in tokens[:num_taken]:
+    for token in tokens:
         assert not request.is_finished
         request.append_output_token(token)
         request.check_invariants()
-    assert request.all_token_ids == [1, 2, 3, *tokens[:num_taken]]
+    assert request.all_token_ids == [1, 2, 3, *tokens]
     assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
     with pytest.raises(AssertionError, match="finished"):
         request.append_output_token(7)
