@@ -39,25 +39,19 @@ def snapshot(manager: KVCacheManager) -> tuple:
 @pytest.mark.parametrize(
     ("block_size", "table", "start", "slots"),
     [
-        pytest.param(4, [7, 2, 5], 6, [10], id="of the docstring"),
-        pytest.param(4, [7, 2, 5], 0, [28, 29, 30, 31, 8, 9, 10, 11, 20, 21, 22, 23], id="all"),
-        pytest.param(4, [7, 2, 5], 3, [], id="none"),
+        (4, [7, 2, 5], 6, [10]),  # of the docstring
+        (4, [7, 2, 5], 0, [28, 29, 30, 31, 8, 9, 10, 11, 20, 21, 22, 23]),
+        (4, [7, 2, 5], 3, []),
         # Lengths 7, 3 and 5: the fed tokens are at 6, 2 and 4 (the reading material prints 7).
         # Its blocks begin at 0 and ours at 1, hence the 16 more.
-        pytest.param(16, [1, 2], 7 - 1, [6 + 16], id="reading material, seq0"),
-        pytest.param(16, [3], 3 - 1, [34 + 16], id="reading material, seq1"),
-        pytest.param(16, [4, 5], 5 - 1, [52 + 16], id="reading material, seq2"),
+        (16, [1, 2], 7 - 1, [6 + 16]),
+        (16, [3], 3 - 1, [34 + 16]),
+        (16, [4, 5], 5 - 1, [52 + 16]),
     ],
 )
-def test_positions_become_slots(block_size, table, start, slots):
+def test_positions_become_slots(block_size, table, start, slots, monkeypatch):
     manager = make(8, block_size)
-    blocks = [manager.pool.blocks[block_id] for block_id in table]
-    manager.pool.reclaim(blocks)  # now these are the next to be allocated
-    others = manager.pool.allocate(manager.pool.num_free_blocks)
-    manager.pool.free(blocks)
-    assert manager.allocate_slots(make_request("a"), block_size * len(table))
-    manager.pool.free(others)
-    assert list(manager.get_block_ids("a")) == table
+    monkeypatch.setattr(manager, "get_block_ids", {"a": table}.get)
     assert manager.slot_mapping("a", start, start + len(slots)) == slots
 
 
@@ -99,12 +93,10 @@ def test_what_is_refused_is_named_and_changes_nothing(name, arguments, match):
 
 
 class World:
-    """A manager, and a memory in which each request finds, or does not find, what it wrote.
-
-    A step is any number of calls of the manager, then `step`: planned positions are written. Every
-    write is unique, so a block given to two requests shows. Trap 27: a block is taken for a
-    position that is written, not for a token that is known.
-    """
+    """A manager, and a memory in which each request finds, or does not find, what it wrote. A step
+    is any number of calls of the manager, then `step`: planned positions are written. Every write
+    is unique, so a block given to two requests shows. Trap 27: a block is taken for a position that
+    is written, not for a token that is known."""
 
     def __init__(self, num_usable_blocks: int, block_size: int) -> None:
         self.manager = make(num_usable_blocks, block_size)
@@ -134,11 +126,8 @@ class World:
         old_table = tables.get(request_id, [])
         start = request.num_computed_tokens
         positions = range(start, start + num_new + num_reserved)
-        to_take = {
-            index
-            for index in {position // self.manager.block_size for position in positions}
-            if index >= len(old_table)
-        }
+        to_take = {position // self.manager.block_size for position in positions}
+        to_take -= set(range(len(old_table)))
         num_free = self.manager.pool.num_usable_blocks - sum(map(len, tables.values()))
         before = snapshot(self.manager)
         accepted = self.manager.allocate_slots(request, num_new, num_reserved)
@@ -205,20 +194,14 @@ class World:
     def key(self) -> tuple:
         """The state but for names: requests in order of their counters, blocks in the order in
         which tables name them."""
-        counters = [
+        names: dict[int, int] = {}
+        ordered = sorted(
             (request.num_computed_tokens, len(self.contents[request_id]), request_id)
             for request_id, request in self.requests.items()
-        ]
-        names: dict[int, int] = {}
+        )
         return tuple(
-            (
-                *numbers,
-                tuple(
-                    names.setdefault(block_id, len(names))
-                    for block_id in self.manager.get_block_ids(request_id)
-                ),
-            )
-            for *numbers, request_id in sorted(counters)
+            (*counters, *(names.setdefault(i, len(names)) for i in self.tables()[request_id]))
+            for *counters, request_id in ordered
         )
 
 
@@ -287,33 +270,3 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = pytest.mark.net(ManagerMachine.TestCase)
 TestManagerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize(
-    "damage", ["ref_cnt", "foreign_table", "ids", "too_short", "empty", "pool"]
-)
-def test_check_invariants_notices_damage(damage):
-    manager = make(8, block_size=4)
-    a, b = make_request("a"), make_request("b")
-    manager.allocate_slots(a, 6)
-    manager.allocate_slots(b, 3)
-    a.num_computed_tokens, b.num_computed_tokens = 6, 3
-    manager.check_invariants([a, b])
-    table = manager._tables["b"]
-    if damage == "ref_cnt":
-        table.blocks[0].ref_cnt += 1
-    elif damage == "foreign_table":
-        stolen = manager._tables["a"].blocks[1]
-        stolen.ref_cnt += 1
-        table.append([stolen])
-    elif damage == "ids":
-        table.block_ids[0] = 7
-    elif damage == "too_short":
-        b.num_computed_tokens = 5
-    elif damage == "empty":
-        manager.pool.free(table.blocks)
-        table.blocks.clear(), table.block_ids.clear()
-    elif damage == "pool":
-        manager.pool._free.popitem()
-    with pytest.raises(AssertionError):
-        manager.check_invariants([a, b])

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 
-from block_delta import PagedRunnerState
+from block_delta import BlockDeltaEncoder, PagedRunnerState
 from block_pool import BlockPool
 from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request
-from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import NewRequestData, SchedulerOutput
 from step_log import Case, StepLog, StepLoop, cases_of
 from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make
 
@@ -138,26 +138,16 @@ def test_columns_hold_what_was_sent(seed):
             assert row.prompt_token_ids + row.output_token_ids == tokens[name]
 
 
-class Grows(KVCacheManager):
-    """Reserves nothing."""
-
-    def allocate_slots(self, request, num_new_tokens, num_reserved_tokens=0):
-        return super().allocate_slots(request, num_new_tokens)
-
-
 def test_blocks_that_come_later_are_sent_when_they_come_each_once():
-    """Chapter 4's schedulers take a block when a token needs it. The delta is the same. Trap 9:
-    what was sent is a copy."""
-    memory = Grows(BlockPool(9), 2)
-    scheduler = PagedFCFSScheduler(memory)
-    scheduler.add_request(make("a", 3, 9))
-    first = plan = scheduler.schedule()
-    sent = []
-    for _ in range(5):
-        scheduler.update_from_output(plan, StepOutput({"a": [7]}))
-        assert memory.allocate_slots(scheduler.requests["a"], 1)
-        plan = scheduler.schedule()
-        sent.append(plan.scheduled_cached_reqs.new_block_ids)
-    #    position  3      4       5      6       7
-    assert sent == [[()], [([3],)], [()], [([4],)], [()]]
-    assert first.scheduled_new_reqs[0].block_ids == ([1, 2],)
+    """Chapter 4's schedulers take a block when a token needs it. Trap 9: what was sent is a
+    copy."""
+    memory = memory_of(8, 2)
+    delta, request, plans = BlockDeltaEncoder(memory), make("a", 3, 9), []
+    for num_tokens in (3, 1, 1, 1, 1):
+        assert memory.allocate_slots(request, num_tokens)
+        request.num_computed_tokens += num_tokens
+        plans.append(SchedulerOutput(scheduled_requests=[request]))
+        delta.encode(plans[-1])
+    sent = [plan.scheduled_cached_reqs.new_block_ids for plan in plans[1:]]
+    assert sent == [[()], [([3],)], [()], [([4],)]]
+    assert plans[0].scheduled_new_reqs[0].block_ids == ([1, 2],)
