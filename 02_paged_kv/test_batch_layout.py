@@ -49,11 +49,14 @@ def steps(draw) -> tuple[int, list[Query]]:
     return draw(st.integers(1, 5)), queries
 
 
-def make_state(num_rows: int, block_size: int) -> PagedRunnerState:
+def make_state(num_rows: int, block_size: int, num_groups: int = 1) -> PagedRunnerState:
     """Rows in which every token and every block id is another one."""
-    state, rng = PagedRunnerState(num_rows, -(-30 // block_size)), np.random.default_rng(0)
-    state.widen(30)
-    for column in (state.token_ids, state.groups[0].block_tables):
+    state, rng = (
+        PagedRunnerState(num_rows, -(-50 // block_size), num_groups),
+        np.random.default_rng(0),
+    )
+    state.widen(50)
+    for column in (state.token_ids, *(group.block_tables for group in state.groups)):
         column[:] = rng.permutation(column.size).reshape(column.shape) + 1
     return state
 

@@ -75,7 +75,7 @@ def test_short_queries_go_to_the_function_and_all_others_the_usual_way(lengths, 
     assert not plan.groups and len(plan.long_queries) == sum(is_long)
 
 
-OTHERS: list[dict[str, Any]] = [{"num_kv_heads": 1, "num_shared": 4}, {"num_shared": 4}]
+OTHERS: list[dict[str, Any]] = [{"num_kv_heads": 1, "num_shared": 4}, {"num_shared": 4}, {}]
 OTHERS += [{"head_dim": 6}, {"dtype": torch.float32}, {"block_size": 8}]
 
 
@@ -84,30 +84,22 @@ def test_another_model_is_attended_to_the_usual_way(other, attention):
     """A draft model shares backend and metadata, and the function is not made for it."""
     others = Counting()
     backend = attention.make_backend(in_head_major(make_case(MIXED, 4)), others)
-    for make in (make_case, attention.make_case):
+    for make in (make_case, attention.make_case) if other else (make_case,):
         case = make(MIXED, **{"block_size": 4} | other)
         others.num_groups = 0
         case.check(case.attend(case.plan(backend)))
         assert others.num_groups == len(case.plan(backend).groups) > 0
-    case = make_case(MIXED, 4)
-    case.check(case.attend(case.plan(backend)))
     assert attention.num_rows == [], "memory of the other order is not for it either"
 
 
 def test_memory_is_head_major_without_a_visible_difference():
     arguments = 3, 5, 4, 2, 8, torch.float32
     cache, plain = HeadMajorKVCache(*arguments), PagedKVCache(*arguments)
-    assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
-    assert (cache.num_blocks, cache.block_size) == (5, 4)
-    assert len(cache.key_cache) == len(cache.value_cache) == 3
+    for name in ("kv_bytes_per_block", "num_blocks", "block_size"):
+        assert getattr(cache, name) == getattr(plain, name)
     for tensor in (*cache.key_cache, *cache.value_cache):
         assert torch.equal(tensor, plain.key_cache[0])
         assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
-
-
-def test_without_a_compiler_there_is_no_backend(monkeypatch):
-    monkeypatch.setattr(module, "compile_rows", lambda *arguments: None)
-    assert CompiledAttentionBackend.compiled_for(4, HeadMajorKVCache(1, 3, 4, 2, 8)) is None
 
 
 # -- long queries by tiles
@@ -132,25 +124,21 @@ def tiles(monkeypatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_long_queries_are_attended_in_tiles(block_size, dtype, tiles, attention, monkeypatch):
+    """In one dtype, without a window, and if they have not too many keys."""
     monkeypatch.setattr(tiled_attention, "DTYPE", dtype)
     attention.check(TILED, block_size, dtype=dtype)
     assert sorted(tiles) == sorted(2 * [pair for pair in TILED if pair[0] > 16])
-    tiles.clear()
-    attention.check(TILED, block_size, dtype=torch.float32)
-    attention.check(TILED, block_size, dtype=dtype, window=5)
-    query = torch.zeros(2, 2, 20, 8, dtype=dtype)
-    limit = tiled_attention.MAX_KEYS
-    assert not tiles and is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
+    for options in ({"dtype": torch.float32}, {"dtype": dtype, "window": 5}):
+        attention.check(TILED, block_size, **options)
+    assert len(tiles) == 2 * 5
+    query, limit = torch.zeros(2, 2, 20, 8, dtype=dtype), tiled_attention.MAX_KEYS
+    assert is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
 
 
 def test_in_bfloat16_it_is_as_exact_as_its_inputs():
     """Against float64 on the same bfloat16 numbers: an error of the size of bfloat16's steps."""
     torch.manual_seed(0)
-    query = torch.randn(2, 2, 300, 64).bfloat16()
-    keys, values = torch.randn(2, 333, 2, 64).bfloat16()
-    exact = [t.double() for t in (query, keys, values)]
-    expected = attend_in_tiles(*exact, 64**-0.5)
-    found = attend_in_tiles(query, keys, values, 64**-0.5)
-    error = (found.double() - expected).abs()
-    assert found.dtype == torch.bfloat16
+    inputs = torch.randn(2, 2, 300, 64).bfloat16(), *torch.randn(2, 333, 2, 64).bfloat16()
+    expected = attend_in_tiles(*(t.double() for t in inputs), 64**-0.5)
+    error = (attend_in_tiles(*inputs, 64**-0.5).double() - expected).abs()
     assert error.max() < 0.04 and error.mean() < 0.0015
