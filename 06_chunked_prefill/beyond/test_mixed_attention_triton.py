@@ -18,17 +18,15 @@ from mixed_attention_triton import MixedTritonAttentionBackend
 from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, Lengths, make_case
 from test_split_attention_triton import (
-    LaunchSpy,
     Triton,
     check_refusals,
     clear_launches,
     poisoned_scratch,
     set_tiles,
-    spies,
 )
 from test_window_attention import give_up_blocks
 
-__all__ = ["poisoned_scratch", "spies"]
+__all__ = ["poisoned_scratch"]
 
 TILE = 16  # the smallest that a kernel can multiply
 LENGTHS = [(1, 1), (1, 70), (0, 5), (1, 33), (3, 18), (9, 40), (40, 40)]
@@ -117,56 +115,28 @@ def test_batches_without_tokens(device):
     MixedTriton(device).check([(0, 9), (0, 7)], 4)
 
 
-class Recorder(LaunchSpy):
-    """And with which constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.constants: list[dict] = []
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        self.grids.append(grid)
-        return lambda *_, **constants: self.constants.append(constants)
-
-
 def test_each_side_has_its_own_tile_and_no_item_too_many(monkeypatch):
-    """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64."""
-    kernel = Recorder()
-    monkeypatch.setattr(version_2, "_split_attention_kernel", kernel)
-    monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 1)
-    case = make_case([(1, 100)] * 64 + [(512, 512)], 256, torch.bfloat16, num_kv_heads=3)
-    case.attend(mix(case).plan(MixedTritonAttentionBackend()))
-    assert kernel.grids == [(64 * 3,), (16 * 3,)]
-    assert [c["BLOCK_M"] for c in kernel.constants] == [16, 64]
-    assert [c["TILE_TOKENS"] for c in kernel.constants] == [8, 32]
-
-
-def test_items_are_counted_exactly_and_a_side_without_tokens_is_not_launched(spies):
-    """Where version 2 has a bound, sequences times splits of the longest."""
-    lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
-    case = mix(make_case(lengths, 256, torch.float32))
-    case.attend(case.plan(MixedTritonAttentionBackend()))
-    assert spies[0].grids == [(48 * 2,)] and spies[1].grids == [(9, 4)]
-    case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
-    case.attend(case.plan(MixedTritonAttentionBackend()))
-    assert len(spies[0].grids) == 2
-
-
-def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies, monkeypatch):
-    """Without the last one there are tiles enough, and no sequence's keys are split."""
+    """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64. Where
+    version 2 has a bound, sequences times splits of the longest, items are counted exactly."""
     monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 8)
-    for lengths, sizes in (
-        ([(64, 600)] * 8, [2] * 8),
-        ([(64, 600)] * 8 + [(64, 30_000)], [2] * 8 + [4]),  # of 15,000 keys: a share is 17,400
+    for lengths, tiles, sizes in (
+        ([(1, 100)] * 64 + [(512, 512)], [16, 64], [[1] * 64, [16]]),
+        ([(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4, [16], [[1] * 4 + [40] + [1] * 4]),
+        ([(0, 5), (0, 9), (4, 8)], [16], [[1]]),  # a side without tokens is not launched
+        # A short chunk with a long history does not keep one program busy: without it there are
+        # tiles enough, and no sequence's keys are split.
+        ([(64, 600)] * 8, [64], [[2] * 8]),
+        ([(64, 600)] * 8 + [(64, 30_000)], [64], [[2] * 8 + [4]]),
     ):
         case = mix(make_case(lengths, 256, torch.bfloat16))
-        (items,) = case.plan(MixedTritonAttentionBackend()).items
-        assert items.first_item.diff().tolist() == sizes and items.num_items == sum(sizes)
+        plan = case.plan(MixedTritonAttentionBackend())
+        assert [items.launch.constants["BLOCK_M"] for items in plan.items] == tiles
+        assert [items.first_item.diff().tolist() for items in plan.items] == sizes
+        assert [items.num_items for items in plan.items] == [sum(each) for each in sizes]
 
 
 def test_unsupported_settings_are_refused_as_in_chapter_2(device):
     check_refusals(MixedTritonAttentionBackend(), device)
-    assert module.MixedSplitPlan is MixedTritonAttentionBackend.plan_type
 
 
 def test_importing_works_without_triton_and_selecting_it_is_explained():
