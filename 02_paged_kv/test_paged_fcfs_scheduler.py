@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 
-from block_delta import BlockDeltaEncoder, PagedRunnerState
+from block_delta import PagedRunnerState
 from block_pool import BlockPool
 from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager
@@ -136,18 +136,3 @@ def test_columns_hold_what_was_sent(seed):
         assert {name: columns.block_ids(name) for name in columns.requests} == tables
         for name, row in columns.requests.items():
             assert row.prompt_token_ids + row.output_token_ids == tokens[name]
-
-
-def test_blocks_that_come_later_are_sent_when_they_come_each_once():
-    """Chapter 4's schedulers take a block when a token needs it. Trap 9: what was sent is a
-    copy."""
-    memory = memory_of(8, 2)
-    delta, request, plans = BlockDeltaEncoder(memory), make("a", 3, 9), []
-    for num_tokens in (3, 1, 1, 1, 1):
-        assert memory.allocate_slots(request, num_tokens)
-        request.num_computed_tokens += num_tokens
-        plans.append(SchedulerOutput(scheduled_requests=[request]))
-        delta.encode(plans[-1])
-    sent = [plan.scheduled_cached_reqs.new_block_ids for plan in plans[1:]]
-    assert sent == [[()], [([3],)], [()], [([4],)]]
-    assert plans[0].scheduled_new_reqs[0].block_ids == ([1, 2],)

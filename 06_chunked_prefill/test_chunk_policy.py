@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 
 from adaptive_chunks import AdaptiveChunks
-from bounded_loops import as_long_as
 from chunk_policy import ChunkedPrefill
 from draft_plugin import DraftPlugin
 from fake_model import continuation
@@ -32,7 +31,6 @@ from scheduler_steps import (
     scheduled_tokens,
 )
 from sglang_policies import POLICIES, policy_over
-from step_cost import count_work
 from step_log import Case, cases_of
 from step_plan import PreemptiveSchedulerOutput
 
@@ -198,39 +196,6 @@ def test_drafts_never_keep_a_prompt_out(kind, options):
     for _ in range(30):
         run.step()
     assert run.outputs["long"], "40 tokens did not get through in 30 steps"
-
-
-@pytest.mark.net
-@pytest.mark.parametrize(("num_decodes", "num_drafts"), [(12, 0), (12, 8)])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_the_promise_is_kept_and_used_beside_decodes(kind, num_decodes, num_drafts):
-    policy = AdaptiveChunks(20.0)
-    options = {"chunked_prefill_size": 4000} if kind is not Scheduler else {}
-    memory = make_memory(None, 4000, 4)
-    options |= {"chunk_policy": policy, "max_num_batched_tokens": 4000}
-    scheduler = kind(kv_memory=memory, plugins=[DraftPlugin()], **options)
-    decodes = [make_request(f"s{i}", 2, 2000) for i in range(num_decodes)]
-    for request in decodes:
-        scheduler.add_request(request)
-    times = []
-    for name in ("long0", "long1", "long2"):
-        scheduler.add_request(make_request(name, 1500, 1))
-        for _ in as_long_as(lambda name=name: name in scheduler.requests, 200):
-            output = scheduler.schedule()
-            starts, lens = output.start_positions, [*output.num_scheduled_tokens.values()]
-            work = count_work(starts, lens)
-            pairs = work.num_decode_pairs + work.num_chunk_pairs
-            step_ms = 2.0 + 0.05 * work.num_tokens + 0.0002 * pairs
-            ended = [r for r in output.scheduled_requests if r.num_computed_tokens >= r.num_tokens]
-            drafts = {r.request_id: [0] * num_drafts for r in decodes}
-            answer = StepOutput({r.request_id: [1] for r in ended}, draft_token_ids=drafts)
-            scheduler.update_from_output(output, answer)
-            policy.observe_step(starts, lens, step_ms)
-            if name in output.num_scheduled_tokens and name in scheduler.requests:
-                times.append(step_ms)  # the last chunk may be small
-    kept = times[len(times) // 3 :]  # the first round is for learning
-    assert max(kept) <= 1.05 * 20
-    assert min(kept) > 0.8 * 20
 
 
 # -- random runs

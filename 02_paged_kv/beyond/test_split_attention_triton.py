@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,9 +19,6 @@ from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
     SequenceRange,
     SplitTritonAttentionBackend,
-    bound_items,
-    bound_tiles,
-    choose_split_len,
 )
 from test_decode_attention import TOLERANCE as PRECISE
 from test_decode_attention import head_major
@@ -301,33 +297,6 @@ def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
         assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
         assert torch.equal(found[1][:num_items], right[1][:num_items])
     module.plan_launch.cache_clear()
-
-
-def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
-    rng = random.Random(0)
-    for _ in range(200):
-        lens = [(q := rng.randrange(0, 40), q + rng.randrange(1, 900)) for _ in range(9)]
-        query_lens, seq_lens = zip(*lens, strict=True)
-        given = 0, 9, 0, sum(query_lens), max(query_lens), max(seq_lens)
-        tiles = sum(-(-q // 8) for q in query_lens)
-        items = sum(-(-q // 8) * -(-n // 256) for q, n in lens)
-        known = SequenceRange(*given, query_lens, seq_lens)
-        assert bound_tiles(known, 8) == tiles
-        assert bound_items(known, tiles, 8, 256) == items
-        bound = bound_tiles(SequenceRange(*given), 8)
-        assert tiles <= bound and items <= bound_items(SequenceRange(*given), bound, 8, 256)
-
-
-def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
-    monkeypatch.setattr(module, "NUM_MULTIPROCESSORS", 132)
-    choose = partial(choose_split_len, shortest=256)
-    assert choose(132 * 10**6, 10**6) == 10**6
-    assert choose(131 * 10**6, 10**6) == 500_000
-    assert choose(8 * 17_000, 17_000) == 1000
-    assert choose(8 * 100, 100) == choose(8 * 300, 300) == 256
-    # Two tiles with 132,000 keys among 264 tiles with 1,000, which alone would not be split.
-    assert choose(264 * 1000, 1000) == 1000
-    assert choose(264 * 1000 + 2 * 132_000, 132_000) == 4000
 
 
 @BOTH

@@ -1,76 +1,30 @@
-"""Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a
-sequence is chunked and whatever else is in the batch. Slots that are not, or not yet, its own are
-NaN."""
+"""Invariant attention is the same to the last bit, however a sequence is chunked and whatever else
+is in the batch. Slots that are not, or not yet, its own are NaN. That it is right:
+`test_every_attention.py`."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import invariant_attention as module
-from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
-from mixed_attention import MixedAttentionBackend
+from invariant_attention import KEY_TILE, InvariantAttentionBackend
 from paged_attention import AttentionMetadata, PagedKVCache
-from test_every_attention import Invariant
-from test_mixed_attention import every_length, mixed_metadata
 from test_paged_attention import make_case
 from test_window_attention import give_up_blocks, skip_blocks
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-# -- right
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
-    """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
-    after it. Trap 30: chunks that end where a block ends."""
-    monkeypatch.setattr(module, "KEY_TILE", 4)
-    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    Invariant().check(every_length(4, block_size), block_size, num_kv_heads=1)
-
-
-@pytest.mark.net
-@pytest.mark.parametrize(
-    ("dtype", "num_kv_heads", "num_shared"),
-    [(torch.float64, 2, 7), (torch.float32, 1, 8), (torch.bfloat16, 2, 3)],
-    ids=str,
-)
-def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
-    """In spans of their normal size."""
-    lengths = [(1, 1), (1, 130), (5, 128), (40, 40), (2, 257), (300, 300), (0, 7), (1, 90)]
-    case = make_case(lengths, 7, dtype, num_kv_heads, num_shared, head_dim=16)
-    output = case.attend(case.plan(InvariantAttentionBackend()))
-    case.check(output)
-    if dtype == torch.bfloat16:  # sums are float32: what is rounded is the result
-        torch.testing.assert_close(output.double(), case.expected(), rtol=2**-8, atol=1e-5)
-    any_order = replace(case, query_lens=[1] * len(case.query_lens))
-    case.metadata = mixed_metadata(any_order, is_readable=True)
-    assert torch.equal(case.attend(case.plan(InvariantAttentionBackend())), output)
-
-
 def test_spans_in_front_of_a_window_are_not_read():
     case = make_case([(1, 4096), (64, 4096)], 16, torch.float32, window=200)
     plan = give_up_blocks(case).plan(InvariantAttentionBackend())
     assert [len(group.spans) for group in plan.chunk_groups] == [2, 3]
-
-
-def test_a_query_is_split_into_spans_that_cover_it():
-    for num_shared, query_len in product([1, 3, 8, 600], [1, 2, 63, 64, 65, 1200]):
-        chunks = list(split_query(4, 10, query_len, query_len + 50, 0, num_shared, None))
-        tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
-        assert tokens == list(range(10, 10 + query_len))
-        assert all(p.first_position - p.first_token == 40 for p in chunks)
-        assert all(p.num_tokens == 1 or p.num_tokens * num_shared <= 512 for p in chunks)
 
 
 # -- the same
@@ -96,7 +50,7 @@ class World:
         return cls([3 * query for query in queries], keys, values, window)
 
     def attend(
-        self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random, backend=None
+        self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random
     ) -> list[torch.Tensor]:
         """Positions start to stop of a sequence, for each of the parts (sequence, start, stop) of
         one batch. Positions after `stop` are not yet known and hold NaN, as does every other slot
@@ -125,15 +79,13 @@ class World:
         metadata = AttentionMetadata(starts, stops, tables, slots, *lengths, self.window)
         if self.window is not None:
             metadata = skip_blocks(metadata, block_size)
-        backend = backend or InvariantAttentionBackend()
-        plan = backend.plan(metadata, query.shape[1], caches[0])
+        plan = InvariantAttentionBackend().plan(metadata, query.shape[1], caches[0])
         return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
 
-    def whole(self, block_size: int = 16, backend=None) -> list[torch.Tensor]:
+    def whole(self) -> list[torch.Tensor]:
         """Each sequence alone and unchunked."""
-        rng = random.Random(0)
         parts = [(i, 0, len(query)) for i, query in enumerate(self.queries)]
-        return [self.attend([part], block_size, rng, backend)[0] for part in parts]
+        return [self.attend([part], 16, random.Random(0))[0] for part in parts]
 
 
 def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, int, int]]]:
@@ -154,12 +106,12 @@ def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, in
     return batches
 
 
-def num_different(world: World, lengths: list[int], rng: random.Random, backend=None) -> int:
+def num_different(world: World, lengths: list[int], rng: random.Random) -> int:
     """Tokens with other bits than alone and unchunked, over all batches."""
-    whole, num = world.whole(backend=backend), 0
+    whole, num = world.whole(), 0
     block_size = rng.choice([1, 3, 16, 33])
     for batch in pieces_of(lengths, rng):
-        outputs = world.attend(batch, block_size, rng, backend)
+        outputs = world.attend(batch, block_size, rng)
         for (i, start, stop), output in zip(batch, outputs, strict=True):
             num += int((output != whole[i][start:stop]).flatten(1).any(1).sum())
     return num
@@ -195,11 +147,3 @@ def test_every_number_of_rows_and_every_place_in_a_batch(dtype):
         parts = [(0, p, p + 1) for p in range(95, 164)]
         parts.insert(place, (0, 150, 151))
         assert torch.equal(world.attend(parts, 16, rng)[place], whole[150:151]), place
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_attention_of_the_chapter_would_not_pass(dtype):
-    """Or the test would prove nothing."""
-    lengths, rng = [260, 129, 40], random.Random(2)
-    world = World.make(lengths, dtype, 2, 2, 64, seed=2)
-    assert num_different(world, lengths, rng, MixedAttentionBackend()) > 0
