@@ -27,14 +27,15 @@ from step_log import VOCAB_SIZE, Case, StepLog, StepLoop, cases_of, next_token
 EOS, STOP = 0, 1
 
 
-def continuation(prompt: list[int], params: SamplingParams, max_tokens: int) -> list[int]:
+def continuation(request: Request) -> list[int]:
     """The fake model's output for a request that runs alone."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
+    tokens = list(request.prompt_token_ids)
+    ends = {*request.sampling_params.stop_token_ids, *([EOS] * (EOS in request.end_ids))}
+    for _ in range(request.max_tokens):
         tokens.append(next_token(tokens))
-        if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
+        if tokens[-1] in ends:
             break
-    return tokens[len(prompt) :]
+    return tokens[request.num_prompt_tokens :]
 
 
 class MirrorRunner:
@@ -80,14 +81,10 @@ class MirrorRunner:
             assert self.num_computed[request.request_id] == request.num_computed_tokens
 
 
-def snapshot(scheduler: FCFSScheduler) -> tuple:
-    return (
-        [r.request_id for r in scheduler.waiting],
-        list(scheduler.running),
-        set(scheduler.delta._finished_req_ids),
-        dict(scheduler.delta._num_sent),
-        [(repr(r), r.max_tokens, list(r.all_token_ids)) for r in scheduler.requests.values()],
-    )
+def snapshot(scheduler: FCFSScheduler) -> str:
+    delta, known = scheduler.delta, scheduler.requests.values()
+    state = [*scheduler.waiting], [*scheduler.running], delta._finished_req_ids, delta._num_sent
+    return repr((state, [(request.max_tokens, request.all_token_ids) for request in known]))
 
 
 def refused(scheduler: FCFSScheduler, request: Request, match: str) -> None:
@@ -111,7 +108,6 @@ class FCFSMachine(RuleBasedStateMachine):
     def start(self, max_num_seqs, budget, max_model_len, data):
         self.make(max_num_seqs, budget, max_model_len, data)
         self.requests: dict[str, Request] = {}  # all that were ever accepted
-        self.num_scheduled: dict[str, int] = {}
         self.to_be_reported: set[str] = set()  # ended, and the runner has not been told
         self.queue: list[str] = []  # arrival order of those that wait
         self.plan: SchedulerOutput | None = None
@@ -148,7 +144,6 @@ class FCFSMachine(RuleBasedStateMachine):
             self.scheduler.add_request(request)
             assert request.max_tokens == min(max_tokens, room)
             self.requests[request.request_id] = request
-            self.num_scheduled[request.request_id] = 0
             self.queue.append(request.request_id)
 
     @precondition(lambda self: self.scheduler.requests)
@@ -162,24 +157,21 @@ class FCFSMachine(RuleBasedStateMachine):
     def abort(self, data):
         """At any moment; of any request, also one that has finished."""
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
-        if request.is_finished:
-            before = snapshot(self.scheduler)
-            self.scheduler.abort_request(request.request_id)
-            assert snapshot(self.scheduler) == before
-            return
+        before = snapshot(self.scheduler) if request.is_finished else ""
         self.scheduler.abort_request(request.request_id)
-        assert request.status == RequestStatus.FINISHED_ABORTED
-        self.on_finished(request)
+        if before:
+            assert snapshot(self.scheduler) == before
+        else:
+            assert request.status == RequestStatus.FINISHED_ABORTED
+            self.on_finished(request)
 
     def on_finished(self, request: Request) -> None:
         if request.request_id in self.queue:
             self.queue.remove(request.request_id)
         if request.request_id in self.runner.num_computed:
             self.to_be_reported.add(request.request_id)
-        computed = request.num_computed_tokens
-        assert self.num_scheduled[request.request_id] == computed
         if request.finish_reason in ("stop", "length"):  # scheduled = prompt + outputs - 1
-            assert computed == request.num_prompt_tokens + request.num_output_tokens - 1
+            assert request.num_computed_tokens == request.num_tokens - 1
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -188,9 +180,6 @@ class FCFSMachine(RuleBasedStateMachine):
         plan = self.plan = self.scheduler.schedule()
         self.runner.take(plan)
         self.runner.must_equal(plan)
-        for req_id, num_tokens in plan.num_scheduled_tokens.items():
-            self.num_scheduled[req_id] += num_tokens
-
         assert plan.finished_req_ids == self.to_be_reported
         self.to_be_reported = set()
         assert plan.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
@@ -201,14 +190,11 @@ class FCFSMachine(RuleBasedStateMachine):
         assert list(plan.num_scheduled_tokens) == admitted + was_running
         assert all(plan.num_scheduled_tokens[req_id] == 1 for req_id in was_running)
         assert plan.is_empty == (not self.scheduler.running)
-        if self.queue:
-            self.head_must_not_fit(plan)
-
-    def head_must_not_fit(self, plan: SchedulerOutput) -> None:
-        head = self.requests[self.queue[0]]
+        head = self.requests[self.queue[0]] if self.queue else None
         budget_left = self.scheduler.max_num_batched_tokens - plan.total_num_scheduled_tokens
         assert (
-            len(self.scheduler.running) == self.scheduler.max_num_seqs
+            head is None
+            or len(self.scheduler.running) == self.scheduler.max_num_seqs
             or head.num_prompt_tokens > budget_left
             or not self.can_admit(head)
         ), "a request waits although there is room for it"
@@ -246,20 +232,17 @@ class FCFSMachine(RuleBasedStateMachine):
     @invariant()
     def outputs_are_those_of_the_request_alone(self):
         for request in self.requests.values():
-            alone = continuation(
-                request.prompt_token_ids, request.sampling_params, request.max_tokens
-            )
+            alone = continuation(request)
             assert request.output_token_ids == alone[: request.num_output_tokens]
-            on_finished = request.finish_reason in ("stop", "length")
-            assert not on_finished or request.num_output_tokens == len(alone)
+            is_whole = request.finish_reason in ("stop", "length")
+            assert not is_whole or request.num_output_tokens == len(alone)
 
     @invariant()
     def counts_agree(self):
         unfinished = {i for i, request in self.requests.items() if not request.is_finished}
-        running = unfinished - set(self.queue)
-        scheduler = self.scheduler
+        scheduler, num_running = self.scheduler, len(unfinished - set(self.queue))
         assert set(scheduler.requests) == unfinished
-        assert scheduler.get_request_counts() == (len(running), len(self.queue))
+        assert scheduler.get_request_counts() == (num_running, len(self.queue))
         assert scheduler.get_num_unfinished_requests() == len(unfinished)
         assert scheduler.has_unfinished_requests() == bool(unfinished)
 
@@ -289,10 +272,6 @@ TestFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 class MirrorLoop(StepLoop):
     """A loop whose runner knows only what it is told."""
 
-    def __init__(self, scheduler: FCFSScheduler) -> None:
-        super().__init__(scheduler)
-        self.runner = MirrorRunner()
-
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         self.runner.take(plan)
         self.runner.must_equal(plan)
@@ -302,20 +281,13 @@ class MirrorLoop(StepLoop):
 @pytest.mark.net
 @cases_of(Path(__file__).with_name("fcfs_plans.txt"))
 def test_fcfs_plans(case: Case):
-    StepLog(MirrorLoop(FCFSScheduler(**case.options))).perform(case)
+    loop = MirrorLoop(FCFSScheduler(**case.options))
+    loop.runner = MirrorRunner()
+    StepLog(loop).perform(case)
 
 
 def make(request_id: str, num_prompt: int, max_tokens: int = 4) -> Request:
     return Request.from_tokens(request_id, list(range(10, 10 + num_prompt)), max_tokens)
-
-
-def step(scheduler: FCFSScheduler) -> dict[str, int]:
-    """Run one step in which every request samples token 7. Returns the plan's token counts."""
-    plan = scheduler.schedule()
-    sampled = {req_id: [7] for req_id in plan.num_scheduled_tokens}
-    scheduler.update_from_output(plan, StepOutput(sampled))
-    scheduler.check_invariants()
-    return plan.num_scheduled_tokens
 
 
 class HoldsBack(SchedulerPlugin):
@@ -343,11 +315,11 @@ def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
     for scheduler, taken in ((budget, ["a"]), (held, ["a"]), (narrow, ["a", "held"])):
         for request in (make("a", 1), make("held", 2), make("b", 1)):
             scheduler.add_request(request)
-        assert step(scheduler) == {"a": 1}
+        assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
         assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
         assert scheduler.taken == taken
     plugin.held = ""
-    assert step(held) == {"held": 2, "b": 1, "a": 1}
+    assert list(held.schedule().num_scheduled_tokens) == ["held", "b", "a"]
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it

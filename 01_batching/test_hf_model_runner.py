@@ -6,13 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from bounded_loops import as_long_as
 from engine_core import EngineCore
@@ -26,16 +20,6 @@ from test_engine_core import run
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
-SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.6,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -45,13 +29,9 @@ def model(request):
 
 def batch_of(rows: dict[str, tuple[list[int], int]]) -> InputBatch:
     """`{req_id: (all its tokens, the position where this step starts)}`."""
-    return InputBatch(
-        list(rows),
-        [tokens[start:] for tokens, start in rows.values()],
-        [start for _, start in rows.values()],
-        [start == 0 for _, start in rows.values()],
-        [len(tokens) for tokens, _ in rows.values()],
-    )
+    starts = [start for _, start in rows.values()]
+    computed = [tokens[start:] for tokens, start in rows.values()]
+    return InputBatch(list(rows), computed, starts, [], [])
 
 
 @torch.inference_mode()
@@ -201,24 +181,15 @@ def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
     assert runner.cached_req_ids == {"a"}
 
 
-def sliding() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=4, **SMALL))
-
-
-def convolving() -> PreTrainedModel:
+def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle):
     """Between attention layers, one that keeps its last few inputs and no keys."""
-    kinds = ["full_attention", "conv", "full_attention"]
-    return Lfm2ForCausalLM(Lfm2Config(num_hidden_layers=3, layer_types=kinds, **SMALL))
-
-
-@pytest.mark.parametrize(
-    ("make_model", "layer"),
-    [(sliding, "DynamicSlidingWindowLayer"), (convolving, "LinearAttentionLayer")],
-)
-def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, make_model, layer):
     torch.manual_seed(2)
-    model = make_model().to(torch.float64).eval()
-    with pytest.raises(ValueError, match=rf"batched must be False.*{layer}"):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": VOCAB_SIZE, "intermediate_size": 16, "eos_token_id": None}
+    kinds = ["full_attention", "conv", "full_attention"]
+    config = Lfm2Config(**sizes, num_hidden_layers=3, layer_types=kinds, initializer_range=0.6)
+    model = Lfm2ForCausalLM(config).to(torch.float64).eval()
+    with pytest.raises(ValueError, match=r"batched must be False.*LinearAttentionLayer"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
     run(EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False)), *requests)

@@ -42,18 +42,3 @@ def test_a_pending_token_is_counted_planned_on_and_sent_when_it_is_known() -> No
     assert scheduler.schedule().finished_req_ids == {"a"}
     assert list(scheduler.update_from_output(plans[3], sampled(plans[3], 5))) == []
     assert request.output_token_ids == [11, 12, STOP] and plugin.num_discarded_tokens == 1
-
-
-def test_an_id_can_be_reused_while_its_last_step_is_in_flight() -> None:
-    scheduler = FCFSScheduler(plugins=[OverlapPlugin()])
-    scheduler.add_request(old := make("a"))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.abort_request("a")
-    scheduler.add_request(new := make("a"))
-    scheduler.update_from_output(first, sampled(first, 5))
-    third = scheduler.schedule()
-    assert third.finished_req_ids == {"a"} and new.num_output_placeholders == 1
-    scheduler.update_from_output(second, sampled(second, 6))
-    assert new.output_token_ids == [] == old.output_token_ids
-    scheduler.update_from_output(third, sampled(third, 8))
-    assert new.output_token_ids == [8]
