@@ -1,6 +1,5 @@
-"""Mixed attention, by chapter 2's contract: against a loop over queries in float64 that has no
-blocks. Every slot that no test sequence owns is NaN, the null block and the tables' spare entries
-too."""
+"""Mixed attention by chapter 2's contract, and a composed batch against the plainest way to say it:
+one token after the other."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 import attention_plan
 import mixed_attention as module
 from mixed_attention import MixedAttentionBackend, Partial
-from mixed_batch import MixedMetadata, short_first
+from mixed_batch import MixedMetadata, compose, short_first
 from paged_attention import HostMetadata
+from test_batch_layout import check_layout, in_columns, make_state, steps
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     Attention,
     Case,
@@ -185,3 +185,28 @@ def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(mon
     monkeypatch.setattr(module, "QUERY_TILE", 16)
     case.check(case.attend(plan))
     assert gathered == [2, 2, 1, 1, 1, 1] and len(plan.key_buffer) == 2
+
+
+# -- the batch
+
+
+@pytest.mark.net
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.integers(1, 4))
+def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step, threshold):
+    """Each request has positions of its own, not one counter for the batch (Trap 32)."""
+    block_size, queries = step
+    state = make_state(len(queries), block_size)
+    layout = compose(state, in_columns(queries), block_size, threshold)
+    short = [i for i in range(len(queries)) if queries[i].num_tokens <= threshold]
+    long = [i for i in range(len(queries)) if queries[i].num_tokens > threshold]
+    assert layout.order.tolist() == short + long  # each side in the order it was given
+    (meta,) = check_layout(layout, state, queries, block_size).attention
+    assert list(meta.query_starts) == meta.query_start_loc.tolist()
+    assert list(meta.host_seq_lens) == meta.seq_lens.tolist()
+    assert meta.num_short == len(short)
+
+
+def test_the_short_ones_in_front_keep_their_order_in_a_large_batch():
+    order, num_short = short_first([9, 1] * 50)  # a sort that is stable for small batches only
+    assert order.tolist() == [*range(1, 100, 2), *range(0, 100, 2)] and num_short == 50

@@ -20,8 +20,8 @@ from split_attention_triton import (
     SequenceRange,
     SplitTritonAttentionBackend,
 )
-from test_decode_attention import TOLERANCE as PRECISE
-from test_decode_attention import head_major
+from test_compiled_attention import TOLERANCE as PRECISE
+from test_compiled_attention import head_major
 from test_paged_attention import (  # noqa: F401  of the contract
     Attention,
     Case,
