@@ -74,11 +74,8 @@ def apply(pool: BlockPool, model: NaivePool, name: str, argument) -> None:
         assert (None if blocks is None else ids(blocks)) == model.allocate(argument)
     else:
         blocks = [pool.blocks[block_id] for block_id in argument]
-        wants_free = name == "reclaim"
-        allowed = len(set(argument)) == len(argument) and all(
-            block_id != 0 and (model.ref_cnt[block_id] == 0) == wants_free for block_id in argument
-        )
-        if allowed:
+        are_right = [i and (model.ref_cnt[i] == 0) == (name == "reclaim") for i in argument]
+        if all(are_right) and len(set(argument)) == len(argument):
             getattr(pool, name)(blocks)
             getattr(model, name)(argument)
         else:
@@ -91,11 +88,10 @@ def restored(state: tuple) -> tuple[BlockPool, NaivePool]:
     """A pool and a model in a given state: free ids in order, reference counts."""
     free_ids, ref_cnt = state
     pool, model = BlockPool(len(ref_cnt)), NaivePool(len(ref_cnt))
-    pool._free.clear()
     for block, count in zip(pool.blocks, ref_cnt, strict=True):
         block.ref_cnt = count
-    for block_id in free_ids:
-        pool._free[block_id] = pool.blocks[block_id]
+    pool._free.clear()
+    pool._free.update((block_id, pool.blocks[block_id]) for block_id in free_ids)
     model.free_ids, model.ref_cnt = list(free_ids), list(ref_cnt)
     return pool, model
 
