@@ -374,7 +374,10 @@ def test_what_is_refused_is_named(value):
 
 @pytest.mark.parametrize(("max_tokens", "detail"), [(10, "max_model_len=6"), (1, None)])
 def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends(max_tokens, detail):
-    (scheduler := FCFSScheduler(max_model_len=6)).add_request(make("r", 5, max_tokens))
+    scheduler = FCFSScheduler(max_num_batched_tokens=5, max_model_len=6)
+    refused(scheduler, make("long", 6, max_tokens), "max_model_len")
+    refused(FCFSScheduler(1, 4, 6), make("r", 5, max_tokens), "must fit in one step")
+    scheduler.add_request(make("r", 5, max_tokens))
     (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
     assert (result.finish_reason, result.finish_detail) == ("length", detail)
 
