@@ -416,14 +416,3 @@ def test_what_a_lost_plan_said_is_said_again(lost_in):
     runner.apply(plan := scheduler.schedule())
     assert plan.finished_req_ids == {"ended", "new"}
     assert [(name, row.num_tokens) for name, row in runner.requests.items()] == [("new", 4)]
-
-
-def test_a_delivered_plan_is_not_sent_again():
-    delta = DeltaEncoder()
-    plans = [SchedulerOutput(scheduled_requests=[make(name, 3)]) for name in "abc"]
-    for plan in plans:
-        delta.encode(plan)
-    delta.ack(plans[1])
-    assert [request.request_id for request in delta.rollback_unacked()] == ["c"]
-    delta.encode(plan := SchedulerOutput())
-    assert plan.finished_req_ids == {"c"}

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import batch_invariance as module
 from batch_invariance import (
     CALL_TILES,
     ROW_TILES,
     check_attention,
     choose_tile,
     gelu_tanh,
-    make_batch_invariant,
     silu,
 )
 from common.models.linear import Linear, reason_not_packed
@@ -197,25 +194,6 @@ def test_the_smallest_tile_and_the_cheapest_call_that_keep_the_bits_are_taken(
 
 
 # -- looking, when an engine is made
-
-
-def test_matrices_and_mlps_are_changed_and_looked_at_once_for_each_shape(monkeypatch):
-    looked_at: list = []
-    monkeypatch.setattr(module, "check_attention", lambda *arguments: looked_at.append(arguments))
-
-    def choose(linear: Linear, dtype: torch.dtype, is_added: bool) -> None:
-        looked_at.append((linear, is_added))
-        linear.row_tile, linear.one_tile_a_call = 16, True
-
-    shapes = [(64, 32), (32, 64), (64, 32), (89, 32)]  # the last one's product is added to nothing
-    matrices = [matrix(shape, torch.float32) for shape in shapes]
-    monkeypatch.setattr(module, "choose_tile", choose)
-    for name, expected in (("silu", silu), ("gelu_pytorch_tanh", gelu_tanh)):
-        make_batch_invariant(matrices, [mlp := SimpleNamespace()], name, torch.float32, 16)
-        assert mlp.activation is expected
-    assert [(m.row_tile, m.one_tile_a_call) for m in matrices] == [(16, True)] * 4
-    arguments = zip((matrices[0], matrices[1], matrices[3]), (True, True, False), strict=True)
-    assert looked_at[:4] == [*arguments, (torch.float32, 16)]
 
 
 def test_a_processor_with_variant_products_is_refused():

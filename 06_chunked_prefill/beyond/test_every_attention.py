@@ -15,12 +15,10 @@ import paged_attention
 from invariant_attention import InvariantAttentionBackend
 from mixed_attention import MixedAttentionBackend
 from paged_attention import TorchAttentionBackend
-from test_compiled_attention import TILED, Compiled, tiles
+from test_compiled_attention import Compiled
 from test_mixed_attention import Mixed, mixed_metadata
 from test_paged_attention import BATCHES, WINDOWS, Attention, Case
 from test_window_attention import GivesUp
-
-__all__ = ["tiles"]
 
 
 class PlainAttention(TorchAttentionBackend):
@@ -95,9 +93,3 @@ def test_short_queries_go_to_the_function_and_chunks_stay_with_the_others(
     monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
     plan = case.check_backend(compiled.make_backend(case, MixedAttentionBackend()))
     assert len(plan.rows.tokens) == num_rows and not plan.groups
-
-
-def test_long_queries_in_bfloat16_are_attended_in_tiles(tiles, monkeypatch):
-    monkeypatch.setattr("tiled_attention.DTYPE", torch.float64)
-    CompiledMixed().check(TILED, 16)
-    assert len(tiles) == 2 * 5

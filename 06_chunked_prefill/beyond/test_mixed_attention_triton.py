@@ -4,7 +4,6 @@ interpreter (`conftest.py` switches it on)."""
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from typing import Any
 from unittest import mock
@@ -57,18 +56,6 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.net
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_decodes_and_chunks_around_tile_split_and_block_borders(device):
-    """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
-    nothing after it. Trap 30: chunks that end where a block, a tile or a split ends."""
-    histories = (0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1)
-    decodes = [(1, 1 + h) for h in histories]
-    chunks = [(q, q + h) for q in (2, TILE - 1, TILE, TILE + 1) for h in histories[::2]]
-    random.Random(0).shuffle(chunks)
-    MixedTriton(device).check(decodes[::-1] + chunks, 3, num_kv_heads=1)
-
-
-@pytest.mark.net
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
@@ -76,21 +63,14 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(device):
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     """All on one side, draft tokens to be verified among the decodes (chapter 5), sequences without
-    tokens on either side. Plain metadata has no border (None)."""
+    tokens on either side. Plain metadata has no border (None). Traps 28, 30 and 35: more borders of
+    tiles, splits and blocks, of the same kernel: `test_split_attention_triton.py`."""
     at = decode_threshold or 0
     lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
     triton = MixedTriton(device, decode_threshold)
     triton.check(lengths, 4, num_kv_heads=1, num_shared=num_shared)
     triton.check([(0, 9), (0, 7)], 4)
     triton.check([], 4, num_padding_tokens=0)
-
-
-@pytest.mark.net
-@pytest.mark.sample(every=3, first=1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tiles_of_their_normal_size_against_float64(dtype, device):
-    lengths = [(1, 20), (1, 300), (70, 70), (33, 290)]
-    MixedTriton(device).check(lengths, 16, dtype=dtype, num_kv_heads=1, head_dim=16)
 
 
 @pytest.mark.net
