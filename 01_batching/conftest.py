@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -54,14 +55,11 @@ def llama() -> PreTrainedModel:
 def oracle():
     """`oracle(model, prompt, num_tokens)`: the greedy continuation by transformers' own `generate`,
     ignoring end of text. Greedy output is prefix-consistent, so one run answers for all lengths."""
-    known: dict[tuple, list[int]] = {}
     longest = 24
+    known = cache(lambda model, prompt: greedy(model, list(prompt), longest))
 
     def continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
         assert num_tokens <= longest
-        key = (id(model), tuple(prompt))
-        if key not in known:
-            known[key] = greedy(model, list(prompt), longest)
-        return known[key][:num_tokens]
+        return known(model, tuple(prompt))[:num_tokens]
 
     return continuation

@@ -1,12 +1,8 @@
-"""The scheduler under a runner that knows only what it is told.
-
-`MirrorRunner` rebuilds every request from the deltas in the plans, as a runner in another process
-would; `RunnerState`, which the runners of this book keep, must agree with it. A state machine adds,
-aborts and steps at random, and compares them after every plan. Chapter 2 runs it over blocks."""
+"""The scheduler under a runner that knows only what it is told: a state machine adds, aborts and
+steps at random, and compares the two after every plan. Chapter 2 runs it over blocks."""
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,29 +21,28 @@ from base_scheduler import DeltaEncoder, SchedulerPlugin
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
-from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 from step_log import VOCAB_SIZE, Case, StepLog, StepLoop, cases_of, next_token
 
 EOS, STOP = 0, 1
 
 
-def continuation(prompt: list[int], params: SamplingParams, max_tokens: int) -> list[int]:
+def continuation(request: Request) -> list[int]:
     """The fake model's output for a request that runs alone."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
+    tokens = list(request.prompt_token_ids)
+    ends = {*request.sampling_params.stop_token_ids, *([EOS] * (EOS in request.end_ids))}
+    for _ in range(request.max_tokens):
         tokens.append(next_token(tokens))
-        if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
+        if tokens[-1] in ends:
             break
-    return tokens[len(prompt) :]
+    return tokens[request.num_prompt_tokens :]
 
 
 class MirrorRunner:
-    """Knows requests only from `NewRequestData` and `CachedRequestData`."""
+    """Knows requests only from the messages of the plans."""
 
     def __init__(self) -> None:
-        self.token_ids: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
-        self.num_prompt: dict[str, int] = {}
         self.state = self.make_state()
 
     def make_state(self) -> RunnerState:
@@ -55,56 +50,41 @@ class MirrorRunner:
 
     def take(self, plan: SchedulerOutput) -> None:
         for req_id in plan.finished_req_ids:
-            for known in (self.token_ids, self.num_computed, self.num_prompt):
-                del known[req_id]  # KeyError: finished twice, or never sent
-        order = []
+            del self.num_computed[req_id]  # KeyError: finished twice, or never sent
         for new in plan.scheduled_new_reqs:
-            assert new.req_id not in self.token_ids, "sent as new twice"
-            self.token_ids[new.req_id] = list(new.prompt_token_ids)
+            assert new.req_id not in self.num_computed, "sent as new twice"
             self.num_computed[new.req_id] = new.num_computed_tokens
-            self.num_prompt[new.req_id] = len(new.prompt_token_ids)
-            order.append(new.req_id)
-        cached = plan.scheduled_cached_reqs
-        assert not cached.resumed_req_ids, "chapter 1 does not preempt"
-        for i, req_id in enumerate(cached.req_ids):
-            self.token_ids[req_id] += cached.new_token_ids[i]
-            assert cached.num_computed_tokens[i] == self.num_computed[req_id]
-            num_outputs = len(self.token_ids[req_id]) - self.num_prompt[req_id]
-            assert cached.num_output_tokens[i] == num_outputs
-            order.append(req_id)
-        assert order == list(plan.num_scheduled_tokens)
-        assert order == [request.request_id for request in plan.scheduled_requests]
-        assert plan.start_positions == [self.num_computed[req_id] for req_id in order]
+        assert not plan.scheduled_cached_reqs.resumed_req_ids, "chapter 1 does not preempt"
+        starts, counts = plan.starts(), plan.num_scheduled_tokens
+        assert list(starts) == list(counts) == [r.request_id for r in plan.scheduled_requests]
+        assert list(starts.values()) == plan.start_positions
+        assert starts.items() <= self.num_computed.items()
         self.state.apply(plan)
-        for req_id, num_tokens in plan.num_scheduled_tokens.items():
+        for req_id, num_tokens in counts.items():
             assert num_tokens >= 1
             self.num_computed[req_id] += num_tokens
 
     def sample(self, plan: SchedulerOutput) -> StepOutput:
         output = StepOutput()
         for req_id in plan.num_scheduled_tokens:
-            assert self.num_computed[req_id] == len(self.token_ids[req_id]), "not caught up"
-            output.token_ids[req_id] = [next_token(self.token_ids[req_id])]
+            tokens = self.state.requests[req_id].tokens(0, 99)
+            assert self.num_computed[req_id] == len(tokens), "not caught up"
+            output.token_ids[req_id] = [next_token(tokens)]
         return output
 
     def must_equal(self, plan: SchedulerOutput) -> None:
-        assert self.state.requests.keys() == self.token_ids.keys()
+        assert self.state.requests.keys() == self.num_computed.keys()
         for request in plan.scheduled_requests:
             known = self.state.requests[request.request_id]
             assert known.tokens(0, request.num_tokens + 1) == request.all_token_ids
             assert known.params is request.sampling_params
-            assert self.token_ids[request.request_id] == request.all_token_ids
             assert self.num_computed[request.request_id] == request.num_computed_tokens
 
 
-def snapshot(scheduler: FCFSScheduler) -> tuple:
-    return (
-        [r.request_id for r in scheduler.waiting],
-        list(scheduler.running),
-        set(scheduler.delta._finished_req_ids),
-        dict(scheduler.delta._num_sent),
-        [(repr(r), r.max_tokens, list(r.all_token_ids)) for r in scheduler.requests.values()],
-    )
+def snapshot(scheduler: FCFSScheduler) -> str:
+    delta, known = scheduler.delta, scheduler.requests.values()
+    state = [*scheduler.waiting], [*scheduler.running], delta._finished_req_ids, delta._num_sent
+    return repr((state, [(request.max_tokens, request.all_token_ids) for request in known]))
 
 
 def refused(scheduler: FCFSScheduler, request: Request, match: str) -> None:
@@ -128,7 +108,6 @@ class FCFSMachine(RuleBasedStateMachine):
     def start(self, max_num_seqs, budget, max_model_len, data):
         self.make(max_num_seqs, budget, max_model_len, data)
         self.requests: dict[str, Request] = {}  # all that were ever accepted
-        self.num_scheduled: dict[str, int] = {}
         self.to_be_reported: set[str] = set()  # ended, and the runner has not been told
         self.queue: list[str] = []  # arrival order of those that wait
         self.plan: SchedulerOutput | None = None
@@ -165,7 +144,6 @@ class FCFSMachine(RuleBasedStateMachine):
             self.scheduler.add_request(request)
             assert request.max_tokens == min(max_tokens, room)
             self.requests[request.request_id] = request
-            self.num_scheduled[request.request_id] = 0
             self.queue.append(request.request_id)
 
     @precondition(lambda self: self.scheduler.requests)
@@ -177,33 +155,23 @@ class FCFSMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
-        """At any moment, between `schedule` and `update_from_output` too; of any request, also one
-        that has finished."""
+        """At any moment; of any request, also one that has finished."""
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
-        if request.is_finished:
-            before = snapshot(self.scheduler)
-            self.scheduler.abort_request(request.request_id)
-            assert snapshot(self.scheduler) == before
-            return
+        before = snapshot(self.scheduler) if request.is_finished else ""
         self.scheduler.abort_request(request.request_id)
-        assert request.status == RequestStatus.FINISHED_ABORTED
-        self.on_finished(request)
-
-    @rule()
-    def an_unknown_id_is_ignored(self):
-        before = snapshot(self.scheduler)
-        self.scheduler.finish_requests(["nobody", "?"], RequestStatus.FINISHED_ABORTED)
-        assert snapshot(self.scheduler) == before
+        if before:
+            assert snapshot(self.scheduler) == before
+        else:
+            assert request.status == RequestStatus.FINISHED_ABORTED
+            self.on_finished(request)
 
     def on_finished(self, request: Request) -> None:
         if request.request_id in self.queue:
             self.queue.remove(request.request_id)
-        if request.request_id in self.runner.token_ids:
+        if request.request_id in self.runner.num_computed:
             self.to_be_reported.add(request.request_id)
-        computed = request.num_computed_tokens
-        assert self.num_scheduled[request.request_id] == computed
         if request.finish_reason in ("stop", "length"):  # scheduled = prompt + outputs - 1
-            assert computed == request.num_prompt_tokens + request.num_output_tokens - 1
+            assert request.num_computed_tokens == request.num_tokens - 1
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -212,9 +180,6 @@ class FCFSMachine(RuleBasedStateMachine):
         plan = self.plan = self.scheduler.schedule()
         self.runner.take(plan)
         self.runner.must_equal(plan)
-        for req_id, num_tokens in plan.num_scheduled_tokens.items():
-            self.num_scheduled[req_id] += num_tokens
-
         assert plan.finished_req_ids == self.to_be_reported
         self.to_be_reported = set()
         assert plan.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
@@ -225,14 +190,11 @@ class FCFSMachine(RuleBasedStateMachine):
         assert list(plan.num_scheduled_tokens) == admitted + was_running
         assert all(plan.num_scheduled_tokens[req_id] == 1 for req_id in was_running)
         assert plan.is_empty == (not self.scheduler.running)
-        if self.queue:
-            self.head_must_not_fit(plan)
-
-    def head_must_not_fit(self, plan: SchedulerOutput) -> None:
-        head = self.requests[self.queue[0]]
+        head = self.requests[self.queue[0]] if self.queue else None
         budget_left = self.scheduler.max_num_batched_tokens - plan.total_num_scheduled_tokens
         assert (
-            len(self.scheduler.running) == self.scheduler.max_num_seqs
+            head is None
+            or len(self.scheduler.running) == self.scheduler.max_num_seqs
             or head.num_prompt_tokens > budget_left
             or not self.can_admit(head)
         ), "a request waits although there is room for it"
@@ -253,12 +215,9 @@ class FCFSMachine(RuleBasedStateMachine):
 
     def answer(self, output: StepOutput) -> None:
         plan, self.plan = self.plan, None
-        alive = [request for request in plan.scheduled_requests if not request.is_finished]
-        frozen = {
-            request.request_id: repr(request)
-            for request in plan.scheduled_requests
-            if request.is_finished
-        }
+        scheduled = plan.scheduled_requests
+        alive = [request for request in scheduled if not request.is_finished]
+        frozen = {r.request_id: repr(r) for r in scheduled if r.is_finished}
         results = self.scheduler.update_from_output(plan, output)
         assert [result.request_id for result in results] == [r.request_id for r in alive]
         for result, request in zip(results, alive):
@@ -273,20 +232,17 @@ class FCFSMachine(RuleBasedStateMachine):
     @invariant()
     def outputs_are_those_of_the_request_alone(self):
         for request in self.requests.values():
-            alone = continuation(
-                request.prompt_token_ids, request.sampling_params, request.max_tokens
-            )
+            alone = continuation(request)
             assert request.output_token_ids == alone[: request.num_output_tokens]
-            on_finished = request.finish_reason in ("stop", "length")
-            assert not on_finished or request.num_output_tokens == len(alone)
+            is_whole = request.finish_reason in ("stop", "length")
+            assert not is_whole or request.num_output_tokens == len(alone)
 
     @invariant()
     def counts_agree(self):
         unfinished = {i for i, request in self.requests.items() if not request.is_finished}
-        running = unfinished - set(self.queue)
-        scheduler = self.scheduler
+        scheduler, num_running = self.scheduler, len(unfinished - set(self.queue))
         assert set(scheduler.requests) == unfinished
-        assert scheduler.get_request_counts() == (len(running), len(self.queue))
+        assert scheduler.get_request_counts() == (num_running, len(self.queue))
         assert scheduler.get_num_unfinished_requests() == len(unfinished)
         assert scheduler.has_unfinished_requests() == bool(unfinished)
 
@@ -302,7 +258,7 @@ class FCFSMachine(RuleBasedStateMachine):
             self.update()
         assert not self.scheduler.has_unfinished_requests()
         self.schedule()
-        assert not self.runner.token_ids, "the runner was not told of everybody's end"
+        assert not self.runner.num_computed, "the runner was not told of everybody's end"
         assert not self.runner.state.requests and not self.scheduler.delta._num_sent
 
 
@@ -316,10 +272,6 @@ TestFCFSMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 class MirrorLoop(StepLoop):
     """A loop whose runner knows only what it is told."""
 
-    def __init__(self, scheduler: FCFSScheduler) -> None:
-        super().__init__(scheduler)
-        self.runner = MirrorRunner()
-
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         self.runner.take(plan)
         self.runner.must_equal(plan)
@@ -329,27 +281,13 @@ class MirrorLoop(StepLoop):
 @pytest.mark.net
 @cases_of(Path(__file__).with_name("fcfs_plans.txt"))
 def test_fcfs_plans(case: Case):
-    StepLog(MirrorLoop(FCFSScheduler(**case.options))).perform(case)
+    loop = MirrorLoop(FCFSScheduler(**case.options))
+    loop.runner = MirrorRunner()
+    StepLog(loop).perform(case)
 
 
 def make(request_id: str, num_prompt: int, max_tokens: int = 4) -> Request:
     return Request.from_tokens(request_id, list(range(10, 10 + num_prompt)), max_tokens)
-
-
-def scheduler_with(*requests: Request, **limits) -> FCFSScheduler:
-    scheduler = FCFSScheduler(**limits)
-    for request in requests:
-        scheduler.add_request(request)
-    return scheduler
-
-
-def step(scheduler: FCFSScheduler) -> dict[str, int]:
-    """Run one step in which every request samples token 7. Returns the plan's token counts."""
-    plan = scheduler.schedule()
-    sampled = {req_id: [7] for req_id in plan.num_scheduled_tokens}
-    scheduler.update_from_output(plan, StepOutput(sampled))
-    scheduler.check_invariants()
-    return plan.num_scheduled_tokens
 
 
 class HoldsBack(SchedulerPlugin):
@@ -359,46 +297,29 @@ class HoldsBack(SchedulerPlugin):
         return request.request_id != self.held
 
 
-class NarrowScheduler(FCFSScheduler):
-    """Has room for prompts of one token."""
+class Takes(FCFSScheduler):
+    """Has room for prompts of up to `room` tokens, and sets it aside when it says yes."""
+
+    room = 9
 
     def _allocate(self, request: Request) -> bool:
-        return request.num_prompt_tokens == 1
-
-
-class TakingScheduler(FCFSScheduler):
-    """Sets the room aside when it says yes."""
-
-    def __init__(self, **options) -> None:
-        super().__init__(**options)
-        self.has_taken: list[str] = []
-
-    def _allocate(self, request: Request) -> bool:
-        self.has_taken.append(request.request_id)
-        return True
-
-
-def test_room_is_asked_for_last_since_who_says_yes_may_have_taken_it():
-    scheduler = TakingScheduler(plugins=[HoldsBack()], max_num_batched_tokens=10)
-    for request in (make("a", 8), make("b", 8)):
-        scheduler.add_request(request)
-    assert step(scheduler) == {"a": 8} and scheduler.has_taken == ["a"], "b is beyond the budget"
-    other = TakingScheduler(plugins=[HoldsBack()])
-    other.add_request(make("held", 2))
-    assert step(other) == {} and other.has_taken == []
+        self.taken = [*getattr(self, "taken", []), request.request_id]
+        return request.num_prompt_tokens <= self.room
 
 
 def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
-    plugin = HoldsBack()
-    for scheduler in (FCFSScheduler(plugins=[plugin]), NarrowScheduler()):
+    """And room is asked for last, since who says yes may have taken it."""
+    budget = Takes(plugins=[HoldsBack()], max_num_batched_tokens=2)
+    held, narrow = Takes(plugins=[plugin := HoldsBack()]), Takes()
+    narrow.room = 1
+    for scheduler, taken in ((budget, ["a"]), (held, ["a"]), (narrow, ["a", "held"])):
         for request in (make("a", 1), make("held", 2), make("b", 1)):
             scheduler.add_request(request)
-        assert step(scheduler) == {"a": 1}
+        assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
         assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
+        assert scheduler.taken == taken
     plugin.held = ""
-    scheduler = FCFSScheduler(plugins=[plugin])
-    scheduler.add_request(make("held", 2))
-    assert step(scheduler) == {"held": 2}
+    assert list(held.schedule().num_scheduled_tokens) == ["held", "b", "a"]
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
@@ -407,111 +328,58 @@ def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
     request.num_computed_tokens = 2  # not what the runner knows
     for _ in range(num_outputs):
         request.append_output_token(6)
-
-    def lacked() -> list[list[int]]:
-        delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
-        cached = plan.scheduled_cached_reqs
-        assert cached.num_computed_tokens == [2] * len(cached.req_ids)
-        return cached.new_token_ids
-
-    assert lacked() == []  # it is new: all of it is sent
+    delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
+    assert plan.scheduled_cached_reqs.req_ids == []  # it is new: all of it is sent
     for tokens in ([], [7], [8, 9], []):
         for token in tokens:
             request.append_output_token(token)
-        assert lacked() == [tokens]
-
-
-def test_a_request_that_never_ran_is_not_reported_as_finished():
-    scheduler = scheduler_with(make("a", 2), make("b", 2), max_num_seqs=1)
-    step(scheduler)
-    scheduler.abort_request("b")
-    assert scheduler.schedule().finished_req_ids == set()
+        delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
+        cached = plan.scheduled_cached_reqs
+        assert (cached.new_token_ids, cached.num_computed_tokens) == ([tokens], [2])
 
 
 def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
-    scheduler = scheduler_with(make("a", 2))
-    plan = scheduler.schedule()
+    scheduler, runner = FCFSScheduler(), MirrorRunner()
+    scheduler.add_request(make("a", 2))
+    runner.take(plan := scheduler.schedule())
     scheduler.abort_request("a")
-    again = make("a", 3)
+    scheduler.add_request(again := make("a", 3))
     again.features = {"colour": "red"}
-    scheduler.add_request(again)
     assert scheduler.update_from_output(plan, StepOutput({"a": [7]})) == []
     assert again.output_token_ids == []
-    plan = scheduler.schedule()
+    runner.take(plan := scheduler.schedule())
     assert plan.finished_req_ids == {"a"}  # a runner forgets first, and then takes the new one
-    received = [(new.prompt_token_ids, new.features) for new in plan.scheduled_new_reqs]
-    assert received == [(again.prompt_token_ids, {"colour": "red"})]
-    runner = MirrorRunner()
-    runner.token_ids = {"a": [1]}
-    runner.num_computed, runner.num_prompt = {"a": 1}, {"a": 1}
-    runner.state.apply(SchedulerOutput([NewRequestData("a", [1], SamplingParams())]))
-    runner.take(plan)
+    assert [new.features for new in plan.scheduled_new_reqs] == [{"colour": "red"}]
     runner.must_equal(plan)
 
 
 def test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes():
     """Trap 38, the scheduler's half: what follows the end is not taken."""
-    params = SamplingParams(max_tokens=9, stop_token_ids=[5])
-    request = Request("r", [2, 3], params)
-    scheduler = scheduler_with(request)
-    plan = scheduler.schedule()
-    (result,) = scheduler.update_from_output(plan, StepOutput({"r": [8, 5, 8, 8]}))
+    request = Request("r", [2, 3], SamplingParams(max_tokens=9, stop_token_ids=[5]))
+    (scheduler := FCFSScheduler()).add_request(request)
+    output = StepOutput({"r": [8, 5, 8, 8]})
+    (result,) = scheduler.update_from_output(scheduler.schedule(), output)
     assert result.new_token_ids == [8, 5] == request.output_token_ids
     assert (result.finish_reason, result.stop_reason) == ("stop", 5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_computed_tokens", 1), ("prompt_token_ids", [])])
-def test_the_invariants_notice_a_request_that_lags_or_is_damaged(name, value):
-    scheduler = scheduler_with(make("a", 2), make("b", 2))
-    step(scheduler)
-    setattr(scheduler.running["a"], name, value)
-    with pytest.raises(AssertionError):
-        scheduler.check_invariants()
-
-
-def test_positions_come_from_the_plan_and_not_from_counters_that_moved_on():
-    """A plan can be answered after the next one was made (overlap), so each plan stores its start
-    positions."""
-    seen = []
-
-    class Watching(FCFSScheduler):
-        def append_sampled_tokens(self, request, start, end, output):
-            seen.append((request.request_id, start, end))
-            return super().append_sampled_tokens(request, start, end, output)
-
-    scheduler = Watching()
-    scheduler.add_request(make("a", 3))
-    plan = scheduler.schedule()
-    scheduler.requests["a"].num_computed_tokens += 1
-    scheduler.update_from_output(plan, StepOutput({"a": [7]}))
-    assert seen == [("a", 0, 3)]
-
-
-def test_an_argument_that_is_not_a_request_is_refused():
-    with pytest.raises(ValueError, match=r"request must be a Request, got \[1, 2\]"):
-        FCFSScheduler().add_request([1, 2])
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
-def test_limits_are_integers_from_one_on(value):
+def test_what_is_refused_is_named(value):
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-        message = f"{name} must"
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=f"{name} must"):
             FCFSScheduler(**{name: value})
-    assert FCFSScheduler(1, 1, 1).max_model_len == 1
+    with pytest.raises(ValueError, match=f"request must be a Request, got {value!r}"):
+        FCFSScheduler(1, 1, 1).add_request(value)
 
 
-def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends():
-    request = make("r", 5, max_tokens=10)
-    scheduler = scheduler_with(request, max_model_len=7)
-    step(scheduler)
-    assert not request.is_finished
+@pytest.mark.parametrize(("max_tokens", "detail"), [(10, "max_model_len=6"), (1, None)])
+def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends(max_tokens, detail):
+    scheduler = FCFSScheduler(max_num_batched_tokens=5, max_model_len=6)
+    refused(scheduler, make("long", 6, max_tokens), "max_model_len")
+    refused(FCFSScheduler(1, 4, 6), make("r", 5, max_tokens), "must fit in one step")
+    scheduler.add_request(make("r", 5, max_tokens))
     (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
-    assert (result.finish_reason, result.finish_detail) == ("length", "max_model_len=7")
-    assert request.num_tokens == 7
-    scheduler = scheduler_with(make("r", 5, max_tokens=1), max_model_len=6)
-    (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
-    assert (result.finish_reason, result.finish_detail) == ("length", None)
+    assert (result.finish_reason, result.finish_detail) == ("length", detail)
 
 
 class Fails(SchedulerPlugin):
@@ -527,42 +395,24 @@ class Fails(SchedulerPlugin):
 @pytest.mark.parametrize("lost_in", ["in a plugin", "on its way"])
 def test_what_a_lost_plan_said_is_said_again(lost_in):
     """A request that has finished keeps its row in the runner if the plan that said so was lost."""
-    scheduler, runner = FCFSScheduler(plugins=[plugin := Fails()]), RunnerState()
+    plugin, runner = Fails(), RunnerState()
+    scheduler = FCFSScheduler(max_num_seqs=1, plugins=[plugin])
     scheduler.add_request(make("ended", 3))
     plan = scheduler.schedule()
     runner.apply(plan)
     scheduler.update_from_output(plan, StepOutput({"ended": [7]}))
     scheduler.abort_request("ended")
-    scheduler.add_request(make("new", 3))
+    for name in ("new", "waits"):
+        scheduler.add_request(make(name, 3))
     plugin.is_on = lost_in == "in a plugin"
     with pytest.raises(MemoryError) if plugin.is_on else nullcontext():
         scheduler.schedule()
     plugin.is_on = False
     scheduler.clear()
     scheduler.check_invariants()
-    assert not scheduler.requests
+    assert list(scheduler.requests) == ["waits"]
+    scheduler.abort_request("waits")
     scheduler.add_request(make("new", 4))  # another one of this name
     runner.apply(plan := scheduler.schedule())
     assert plan.finished_req_ids == {"ended", "new"}
     assert [(name, row.num_tokens) for name, row in runner.requests.items()] == [("new", 4)]
-
-
-def test_a_delivered_plan_is_not_sent_again():
-    delta = DeltaEncoder()
-    plans = [SchedulerOutput(scheduled_requests=[make(name, 3)]) for name in "abc"]
-    for plan in plans:
-        delta.encode(plan)
-    delta.ack(plans[1])
-    assert [request.request_id for request in delta.rollback_unacked()] == ["c"]
-    delta.encode(plan := SchedulerOutput())
-    assert plan.finished_req_ids == {"c"}
-
-
-def test_clear_keeps_waiting_requests():
-    scheduler = FCFSScheduler(max_num_seqs=1)
-    for name in "ab":
-        scheduler.add_request(make(name, 3))
-    scheduler.schedule()
-    scheduler.clear()
-    scheduler.check_invariants()
-    assert list(scheduler.requests) == ["b"] and scheduler.get_request_counts() == (0, 1)

@@ -6,42 +6,20 @@ import random
 
 import pytest
 import torch
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from bounded_loops import as_long_as
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
-from hf_model_runner import GreedySampler, HFModelRunner, make_mask
+from hf_model_runner import GreedySampler, HFModelRunner
 from input_batch import InputBatch
 from request import Request, SamplingParams
-from scheduler_interface import (
-    NO_FINITE_LOGITS,
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-    StepOutput,
-)
+from scheduler_interface import NO_FINITE_LOGITS
 from step_record import RecordedScheduler
 from test_engine_core import run
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 VOCAB_SIZE = 61
-SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.6,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -51,13 +29,9 @@ def model(request):
 
 def batch_of(rows: dict[str, tuple[list[int], int]]) -> InputBatch:
     """`{req_id: (all its tokens, the position where this step starts)}`."""
-    return InputBatch(
-        list(rows),
-        [tokens[start:] for tokens, start in rows.values()],
-        [start for _, start in rows.values()],
-        [start == 0 for _, start in rows.values()],
-        [len(tokens) for tokens, _ in rows.values()],
-    )
+    starts = [start for _, start in rows.values()]
+    computed = [tokens[start:] for tokens, start in rows.values()]
+    return InputBatch(list(rows), computed, starts, [], [])
 
 
 @torch.inference_mode()
@@ -70,9 +44,10 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @BOTH_WAYS
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_logits_equal_those_of_full_recomputation(model, batched, seed):
     """Traps 29 and 32, and every mix: rows come and go, and each computes between 1 and 6 tokens
     from its own position on, prompts and single tokens side by side."""
@@ -102,12 +77,13 @@ def test_logits_equal_those_of_full_recomputation(model, batched, seed):
 PROMPTS = [random_tokens(random.Random(length), length) for length in (1, 2, 3, 5, 8, 12)]
 
 
+@pytest.mark.net
 @pytest.mark.sample
 @BOTH_WAYS
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, batched, seed):
-    """Every stop condition, every small limit, aborts at random steps: an aborted request has a
-    prefix of its tokens. Traps 19, 29 and 49."""
+    """Every stop condition, every small limit, ids that are used again, aborts at random steps: an
+    aborted request has a prefix of its tokens. Traps 19, 29 and 49."""
     rng = random.Random(seed)
     requests: list[Request] = []
     expected: list[list[int]] = []
@@ -117,107 +93,66 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
         ends = [k + 1 for k, token in enumerate(tokens) if token in eos]
         expected.append(tokens[: ends[0]] if ends else tokens)
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        requests.append(Request(str(i), prompt, params, eos_token_ids=eos))
+        requests.append(Request(str(i % 4), prompt, params, eos_token_ids=eos))
     runner = HFModelRunner(model, batched)
     scheduler = FCFSScheduler(
         max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
     )
     engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
-    waiting, aborted = list(requests), set()
+    waiting = list(requests)
     for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
-        for _ in range(min(len(waiting), rng.randint(0, 3))):
-            engine.add_request(waiting.pop(0))
+        for _ in range(rng.randint(0, 3)):
+            if waiting and waiting[0].request_id not in scheduler.requests:
+                engine.add_request(waiting.pop(0))
         if rng.random() < 0.1 and scheduler.requests:
-            aborted.add(hung_up := rng.choice(sorted(scheduler.requests)))
-            engine.abort_request(hung_up)
+            engine.abort_request(rng.choice(sorted(scheduler.requests)))
         engine.step()
         held = {i: runner.num_computed_tokens(i) for i in scheduler.running}
         assert held == {i: r.num_computed_tokens for i, r in scheduler.running.items()}
     for request, tokens in zip(requests, expected, strict=True):
-        if request.request_id in aborted:
-            assert request.finish_reason == "abort", f"seed {seed}"
+        if request.finish_reason == "abort":
             tokens = tokens[: request.num_output_tokens]
         assert request.output_token_ids == tokens, f"seed {seed}, request {request.request_id}"
     assert engine.step() == []
     assert not runner.cached_req_ids, "KV of finished requests is still held"
 
 
-def test_one_call_of_the_model_per_step_or_one_per_request(qwen3):
-    for batched, num_calls in [(True, 2), (False, 5)]:
-        runner = HFModelRunner(qwen3, batched)
-        runner.execute_model_batch(batch_of({"a": ([1, 2], 0), "b": ([3], 0)}))
-        rows = {"a": ([1, 2, 4], 2), "b": ([3, 5], 1), "c": ([6, 7, 8], 0)}
-        runner.execute_model_batch(batch_of(rows))
-        assert runner.num_model_calls == num_calls
+@pytest.mark.parametrize(("batched", "num_calls", "num_copied"), [(True, 2, 26), (False, 4, 14)])
+def test_one_call_of_the_model_per_step_or_one_per_request(qwen3, batched, num_calls, num_copied):
+    """And the bytes copied, by hand. A token's KV: 2 layers x 2 (K and V) x 2 heads x 8 values x 8
+    bytes = 512 bytes. Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes
+    one each: appending writes 6 and 2 positions again, and 2 rows x (5 + 1) columns are stacked."""
+    runner = HFModelRunner(qwen3, batched)
+    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
+    assert runner.num_bytes_copied == runner.num_bytes_new == 512 * 6
+    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+    assert runner.num_model_calls == num_calls
+    assert (runner.num_bytes_new, runner.num_bytes_copied) == (512 * 8, 512 * num_copied)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_yields_no_nan_and_touches_nobody(qwen3, attention):
     """Trap 35: the rows next to a long prompt are mostly padding. All their logits stay finite, and
-    a row does not depend on the other rows. (Eager attention computes its softmax in float32.)"""
-    tolerance = 1e-9 if attention == "sdpa" else 1e-5
-    plain = qwen3.config._attn_implementation
+    a row does not depend on the other rows; and in this mode PyTorch fills memory that it does not
+    initialise with NaN. (Eager attention computes its softmax in float32.)"""
+    plain, seen = qwen3.config._attn_implementation, []
     qwen3.set_attn_implementation(attention)
-    try:
-        runner = HFModelRunner(qwen3)
-        runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
-        seen = []
-        hook = qwen3.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-        rows = {"a": ([1, 2, 3, 4, 5, 7], 5), "b": ([6, 8], 1), "c": ([9] * 11, 0)}
-        logits = runner.execute_model_batch(batch_of(rows))
-        hook.remove()
-        assert seen[0].shape[0] == 3 and seen[0].isfinite().all()
-        for req_id, (tokens, _) in rows.items():
-            expected = recompute(qwen3, tokens)
-            torch.testing.assert_close(logits[req_id], expected, atol=tolerance, rtol=0)
-    finally:
-        qwen3.set_attn_implementation(plain)
-
-
-def test_stacked_padding_is_zero_and_not_uninitialized_memory(qwen3):
-    """Trap 35: in this mode PyTorch fills memory that it does not initialise with NaN, and a NaN
-    that is masked out is still a NaN."""
+    hook = qwen3.register_forward_hook(lambda module, args, output: seen.append(output.logits))
     torch.use_deterministic_algorithms(True)
     try:
         runner = HFModelRunner(qwen3)
         runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
-        logits = runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
+        rows = {"a": ([1, 2, 3, 4, 5, 7], 5), "b": ([6, 8], 1), "c": ([9] * 11, 0)}
+        logits = runner.execute_model_batch(batch_of(rows))
+        assert seen[-1].shape[0] == 3 and seen[-1].isfinite().all()
+        for req_id, (tokens, _) in rows.items():
+            tolerance = 1e-9 if attention == "sdpa" else 1e-5
+            expected = recompute(qwen3, tokens)
+            torch.testing.assert_close(logits[req_id], expected, atol=tolerance, rtol=0)
     finally:
+        hook.remove()
         torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(logits["b"], recompute(qwen3, [6, 8]), atol=1e-9, rtol=0)
-
-
-def test_the_mask_of_a_mixed_batch():
-    """Pasts of 0, 2 and 1 positions, up to 3 new tokens: `x` is what a token sees."""
-    mask = make_mask([0, 2, 1], 3, torch.float64, torch.device("cpu"))
-    assert mask.shape == (3, 1, 3, 5)
-    lowest = torch.finfo(torch.float64).min
-    assert set(mask.unique().tolist()) == {0.0, lowest}
-    drawn = [["".join(".x"[v == 0] for v in row) for row in m[0].tolist()] for m in mask]
-    assert drawn == [
-        ["..x..", "..xx.", "..xxx"],
-        ["xxx..", "xxxx.", "xxxxx"],
-        ["x.x..", "x.xx.", "x.xxx"],
-    ]
-
-
-def test_the_bytes_copied_by_hand(qwen3):
-    """A token's KV: 2 layers x 2 (K and V) x 2 heads x 8 values x 8 bytes = 512 bytes.
-
-    Step 1 computes 5 and 1 tokens: 6 written, nothing to stack. Step 2 computes one each: 2 rows x
-    (5 + 1) columns are stacked, and appending writes 6 and 2 positions again."""
-    runner = HFModelRunner(qwen3, batched=True)
-    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
-    assert runner.num_bytes_copied == runner.num_bytes_new == 512 * 6
-    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
-    assert runner.num_bytes_new == 512 * 8
-    assert runner.num_bytes_copied == 512 * (6 + 2 * (5 + 1) + 6 + 2)
-
-    runner = HFModelRunner(qwen3, batched=False)  # no stacking, but appending copies here too
-    runner.execute_model_batch(batch_of({"a": ([1, 2, 3, 4, 5], 0), "b": ([6], 0)}))
-    runner.execute_model_batch(batch_of({"a": ([1] * 6, 5), "b": ([6, 8], 1)}))
-    assert runner.num_bytes_new == 512 * 8
-    assert runner.num_bytes_copied == 512 * (6 + 6 + 2)
+        qwen3.set_attn_implementation(plain)
 
 
 @BOTH_WAYS
@@ -233,7 +168,8 @@ def test_kv_that_is_kept_is_no_view_of_the_batch(qwen3, batched):
 
 @BOTH_WAYS
 def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
-    """Trap 29: one off, and the text would be fluent and wrong. Nothing has been computed then."""
+    """Trap 29: one off, and the text would be fluent and wrong. Traps 19 and 24: nor may a request
+    start again, for this runner knows no preemption. Nothing has been computed then."""
     runner = HFModelRunner(qwen3, batched)
     runner.execute_model_batch(batch_of({"a": ([1, 2, 3], 0)}))
     calls = runner.num_model_calls
@@ -243,73 +179,17 @@ def test_a_row_that_does_not_follow_its_kv_is_refused(qwen3, batched):
             runner.execute_model_batch(batch_of(rows))
     assert runner.num_model_calls == calls
     assert runner.cached_req_ids == {"a"}
-    assert runner.num_computed_tokens("a") == 3
 
 
-@BOTH_WAYS
-def test_a_plan_is_taken_over_in_the_right_order(qwen3, batched):
-    """First who has finished, then who is new, also under the same id, then who goes on."""
-    runner = HFModelRunner(qwen3, batched)
-    prompts = {"a": [1, 2], "b": [3, 4, 5], "c": [6]}
-    params = SamplingParams()
-    new = [NewRequestData(req_id, prompt, params) for req_id, prompt in prompts.items()]
-    counts = {req_id: len(prompt) for req_id, prompt in prompts.items()}
-    runner.execute(SchedulerOutput(new, num_scheduled_tokens=counts))
-    plan = SchedulerOutput(
-        [NewRequestData("a", [9, 8, 7], params)],
-        CachedRequestData(["b"], [[11]], [3], [1]),
-        {"a": 3, "b": 1},
-        finished_req_ids={"a", "c"},
-    )
-    batch = runner.prepare(plan)
-    assert runner.cached_req_ids == {"b"}
-    assert runner.state.requests.keys() == {"a", "b"}
-    logits = runner.forward(batch)
-    assert batch.req_ids == ["a", "b"]
-    for row, tokens in zip(logits, ([9, 8, 7], [3, 4, 5, 11])):
-        torch.testing.assert_close(row, recompute(qwen3, tokens), atol=1e-9, rtol=0)
-
-
-@BOTH_WAYS
-def test_a_request_that_starts_again_is_refused_and_not_answered_from_its_old_kv(qwen3, batched):
-    """Traps 19 and 24: this runner does not support preemption, so it must refuse."""
-    runner = HFModelRunner(qwen3, batched)
-    new = NewRequestData("b", [3, 4, 5], SamplingParams())
-    runner.execute(SchedulerOutput([new], num_scheduled_tokens={"b": 3}))
-    resumed = CachedRequestData(["b"], [[3, 4, 5, 11]], [0], [1], [()], {"b"})
-    with pytest.raises(ValueError, match=r"'b'.*position 0.*held for 3"):
-        runner.execute(
-            SchedulerOutput(scheduled_cached_reqs=resumed, num_scheduled_tokens={"b": 4})
-        )
-
-
-def test_two_runners_of_one_model_share_nothing(qwen3):
-    """Trap 50."""
-    one, other = HFModelRunner(qwen3), HFModelRunner(qwen3)
-    one.execute_model_batch(batch_of({"a": ([1, 2], 0)}))
-    assert other.cached_req_ids == set()
-    logits = other.execute_model_batch(batch_of({"a": ([5], 0)}))
-    torch.testing.assert_close(logits["a"], recompute(qwen3, [5]), atol=1e-9, rtol=0)
-
-
-def sliding() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=4, **SMALL))
-
-
-def convolving() -> PreTrainedModel:
+def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle):
     """Between attention layers, one that keeps its last few inputs and no keys."""
-    kinds = ["full_attention", "conv", "full_attention"]
-    return Lfm2ForCausalLM(Lfm2Config(num_hidden_layers=3, layer_types=kinds, **SMALL))
-
-
-@pytest.mark.parametrize(
-    ("make_model", "layer"),
-    [(sliding, "DynamicSlidingWindowLayer"), (convolving, "LinearAttentionLayer")],
-)
-def test_a_past_of_another_kind_is_refused_batched_and_right_one_by_one(oracle, make_model, layer):
     torch.manual_seed(2)
-    model = make_model().to(torch.float64).eval()
-    with pytest.raises(ValueError, match=rf"batched must be False.*{layer}"):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": VOCAB_SIZE, "intermediate_size": 16, "eos_token_id": None}
+    kinds = ["full_attention", "conv", "full_attention"]
+    config = Lfm2Config(**sizes, num_hidden_layers=3, layer_types=kinds, initializer_range=0.6)
+    model = Lfm2ForCausalLM(config).to(torch.float64).eval()
+    with pytest.raises(ValueError, match=r"batched must be False.*LinearAttentionLayer"):
         HFModelRunner(model)
     requests = [Request.from_tokens("a", [1, 2, 3], 12), Request.from_tokens("b", [4] * 7, 12)]
     run(EngineCore(FCFSScheduler(), HFModelRunner(model, batched=False)), *requests)
@@ -330,30 +210,3 @@ def test_the_greedy_sampler_samples_no_token_from_a_row_without_a_finite_maximum
     output = GreedySampler().sample(logits, ["b", "a"])
     assert output.token_ids == {"a": [0]}
     assert output.errors == {"b": NO_FINITE_LOGITS}
-
-
-class Elevens:
-    """Says eleven, and writes down whom it was asked for."""
-
-    def __init__(self) -> None:
-        self.sampled_ids: list[list[str]] = []
-
-    def sample(self, logits, req_ids):
-        assert logits.shape == (len(req_ids), VOCAB_SIZE)
-        self.sampled_ids.append(list(req_ids))
-        return StepOutput({req_id: [11] for req_id in req_ids}, {"a": ["a logprob"]})
-
-
-@BOTH_WAYS
-def test_the_sampler_is_asked_for_every_row_and_its_answer_is_that_of_the_step(qwen3, batched):
-    sampler = Elevens()
-    runner = HFModelRunner(qwen3, batched, sampler)
-    new = [NewRequestData(name, [1, 2], SamplingParams()) for name in "ab"]
-    output = runner.execute(SchedulerOutput(new, num_scheduled_tokens={"a": 2, "b": 2})).wait()
-    assert output.token_ids == {"a": [11], "b": [11]}
-    assert output.logprobs == {"a": ["a logprob"]}
-    assert set(output.times) == {"prepare_ms", "forward_ms", "sample_ms"}
-    nothing = runner.execute(SchedulerOutput(finished_req_ids={"a", "b"})).wait()
-    assert (nothing.token_ids, set(nothing.times)) == ({}, {"prepare_ms"})
-    assert sampler.sampled_ids == [["a", "b"]], "an empty step samples nothing"
-    assert not runner.cached_req_ids and not runner.state.requests

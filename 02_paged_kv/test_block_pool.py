@@ -46,8 +46,7 @@ class NaivePool:
     def free(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             self.ref_cnt[block_id] -= 1
-            if self.ref_cnt[block_id] == 0:
-                self.free_ids.append(block_id)
+        self.free_ids += [i for i in block_ids if self.ref_cnt[i] == 0]
 
     def touch(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
@@ -75,11 +74,8 @@ def apply(pool: BlockPool, model: NaivePool, name: str, argument) -> None:
         assert (None if blocks is None else ids(blocks)) == model.allocate(argument)
     else:
         blocks = [pool.blocks[block_id] for block_id in argument]
-        wants_free = name == "reclaim"
-        allowed = len(set(argument)) == len(argument) and all(
-            block_id != 0 and (model.ref_cnt[block_id] == 0) == wants_free for block_id in argument
-        )
-        if allowed:
+        are_right = [i and (model.ref_cnt[i] == 0) == (name == "reclaim") for i in argument]
+        if all(are_right) and len(set(argument)) == len(argument):
             getattr(pool, name)(blocks)
             getattr(model, name)(argument)
         else:
@@ -92,20 +88,19 @@ def restored(state: tuple) -> tuple[BlockPool, NaivePool]:
     """A pool and a model in a given state: free ids in order, reference counts."""
     free_ids, ref_cnt = state
     pool, model = BlockPool(len(ref_cnt)), NaivePool(len(ref_cnt))
-    pool._free.clear()
     for block, count in zip(pool.blocks, ref_cnt, strict=True):
         block.ref_cnt = count
-    for block_id in free_ids:
-        pool._free[block_id] = pool.blocks[block_id]
+    pool._free.clear()
+    pool._free.update((block_id, pool.blocks[block_id]) for block_id in free_ids)
     model.free_ids, model.ref_cnt = list(free_ids), list(ref_cnt)
     return pool, model
 
 
 @pytest.mark.net
 def test_every_reachable_state_of_a_small_pool():
-    """All operations on up to two blocks, in any order, in all states of a pool of 5
-    with at most 2 references a block: 4 usable blocks, each free (in any order) or held once or
-    twice. Trap 10: a block is not freed twice. Trap 11: freed first, reused first."""
+    """All operations on up to two blocks, in all states of a pool of 5 with at most 2 references a
+    block: 4 usable blocks, each free (in any order) or held once or twice. Trap 10: a block is not
+    freed twice. Trap 11: freed first, reused first."""
     arguments = [[]] + [[a] for a in range(5)] + [*product(range(5), repeat=2)]
     operations = [("allocate", n) for n in range(-1, 6)] + [("clear", None)]
     operations += [(name, ids) for name in ("free", "touch", "reclaim") for ids in arguments]
@@ -125,19 +120,6 @@ def test_every_reachable_state_of_a_small_pool():
     assert len(seen) == 24 + 24 * 2 + 12 * 4 + 4 * 8 + 16
 
 
-def test_blocks_are_reused_in_the_order_in_which_they_were_freed():
-    """Trap 11: the deepest block, named first, goes first; the head of the prefix lives longest.
-    A block that is held twice is free when both have freed it."""
-    pool = BlockPool(6)
-    table = pool.allocate(4)  # 1 2 3 4; 5 was never used
-    pool.touch(table[:1])
-    pool.free(table[::-1])
-    assert ids(pool.free_order()) == [5, 4, 3, 2]
-    pool.free(table[:1])
-    assert ids(pool.free_order()) == [5, 4, 3, 2, 1]
-    assert ids(pool.allocate(3)) == [5, 4, 3]
-
-
 OTHER = BlockPool(9)  # Trap 50: two engines in one process do not mix their blocks
 REFUSALS = {  # in a pool of 5, whose blocks 1 and 2 are held: the call, its blocks, what is said
     "free-twice-in-one-call": ("free", [1, 1], r"free blocks \[1, 1\]: .*unique"),
@@ -146,7 +128,6 @@ REFUSALS = {  # in a pool of 5, whose blocks 1 and 2 are held: the call, its blo
     "reclaim-a-held-block": ("reclaim", [3, 2], "cannot reclaim block 2: the block is held"),
     "free-the-null-block": ("free", [0], "cannot free block 0: the null block"),
     "free-a-foreign-block": ("free", [OTHER.blocks[1]], "not a block of this pool"),
-    "touch-a-foreign-block": ("touch", [OTHER.blocks[8]], "not a block of this pool"),
 }
 
 
@@ -161,32 +142,3 @@ def test_what_is_refused_is_named(name, blocks, match):
 def test_a_pool_without_a_usable_block_is_an_error():
     with pytest.raises(ValueError, match=r"num_blocks must be >= 2 .*, got 1"):
         BlockPool(1)
-    assert BlockPool(2).num_usable_blocks == 1
-
-
-def test_removal_from_either_end_and_the_middle_does_not_scan():
-    """Cost an operation does not grow with the pool. A scan of 200,000 blocks for each of 20,000
-    operations would be 4 * 10 ** 9 steps: minutes."""
-    pool = BlockPool(200_000)
-    for block in pool.blocks[1:20_001]:  # leaves a hole at the front, the plain dict's weak spot
-        pool.reclaim([block])
-        pool.free([block])
-    for _ in range(20_000):
-        pool.allocate(1)
-
-
-@pytest.mark.parametrize(
-    ("block_id", "ref_cnt"),
-    [(1, 0), (4, 1), (0, 1), (1, -1), (4, None)],
-    ids=["leak", "free_and_held", "null", "negative", "duplicate"],
-)
-def test_check_invariants_notices_damage(block_id, ref_cnt):
-    pool = BlockPool(5)
-    pool.allocate(2)
-    pool.check_invariants()
-    if ref_cnt is None:
-        pool._free[block_id] = pool.blocks[3]
-    else:
-        pool.blocks[block_id].ref_cnt = ref_cnt
-    with pytest.raises(AssertionError):
-        pool.check_invariants()

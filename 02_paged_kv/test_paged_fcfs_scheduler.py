@@ -16,7 +16,7 @@ from input_batch import RunnerState
 from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request
-from scheduler_interface import NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import NewRequestData, SchedulerOutput
 from step_log import Case, StepLog, StepLoop, cases_of
 from test_fcfs_scheduler import FCFSMachine, MirrorRunner, make
 
@@ -102,6 +102,10 @@ def test_columns_hold_what_was_sent(seed):
     states = RunnerState(), PagedRunnerState(max_num_seqs=2, max_blocks_per_request=40)
     tokens: dict[str, list[int]] = {}
     tables: dict[str, list[int]] = {}
+
+    def numbers(below: int) -> list[int]:
+        return [rng.randrange(10**6) for _ in range(rng.randrange(below))]
+
     for number in range(60):
         plan = SchedulerOutput()
         changes = plan.scheduled_cached_reqs
@@ -111,10 +115,9 @@ def test_columns_hold_what_was_sent(seed):
                 del tokens[name], tables[name]
             elif rng.random() < 0.6:
                 start = rng.randint(0, len(tokens[name]))  # of what is sent, no gap before it
-                sent = tokens[name][start:3]  # a prompt is sent as it was
-                sent += [rng.randrange(10**6) for _ in range(rng.randrange(4))]
-                blocks = [rng.randrange(10**6) for _ in range(rng.randrange(3))]
-                if is_whole := rng.random() < 0.2:
+                sent = tokens[name][start:3] + numbers(4)  # a prompt is sent as it was
+                blocks, is_whole = numbers(3), rng.random() < 0.2
+                if is_whole:
                     changes.resumed_req_ids.add(name)
                 tokens[name] = tokens[name][:start] + sent
                 tables[name] = tables[name] * (not is_whole) + blocks
@@ -125,7 +128,7 @@ def test_columns_hold_what_was_sent(seed):
                 changes.new_block_ids.append((blocks,) if blocks or is_whole else ())
         if len(tokens) < 7:
             name = str(rng.choice([i for i in range(9) if str(i) not in tokens]))
-            tokens[name], tables[name] = [number, 1, 2], [rng.randrange(10**6)] * rng.randrange(2)
+            tokens[name], tables[name] = [number, 1, 2], numbers(2)
             params = make(name, 1).sampling_params
             new = NewRequestData(name, list(tokens[name]), params, 0, (list(tables[name]),))
             plan.scheduled_new_reqs.append(new)
@@ -134,30 +137,3 @@ def test_columns_hold_what_was_sent(seed):
             assert {name: r.tokens(0, 99) for name, r in state.requests.items()} == tokens
         (_, columns) = states
         assert {name: columns.block_ids(name) for name in columns.requests} == tables
-        for name, row in columns.requests.items():
-            assert row.prompt_token_ids + row.output_token_ids == tokens[name]
-
-
-class Grows(KVCacheManager):
-    """Reserves nothing."""
-
-    def allocate_slots(self, request, num_new_tokens, num_reserved_tokens=0):
-        return super().allocate_slots(request, num_new_tokens)
-
-
-def test_blocks_that_come_later_are_sent_when_they_come_each_once():
-    """Chapter 4's schedulers take a block when a token needs it. The delta is the same. Trap 9:
-    what was sent is a copy."""
-    memory = Grows(BlockPool(9), 2)
-    scheduler = PagedFCFSScheduler(memory)
-    scheduler.add_request(make("a", 3, 9))
-    first = plan = scheduler.schedule()
-    sent = []
-    for _ in range(5):
-        scheduler.update_from_output(plan, StepOutput({"a": [7]}))
-        assert memory.allocate_slots(scheduler.requests["a"], 1)
-        plan = scheduler.schedule()
-        sent.append(plan.scheduled_cached_reqs.new_block_ids)
-    #    position  3      4       5      6       7
-    assert sent == [[()], [([3],)], [()], [([4],)], [()]]
-    assert first.scheduled_new_reqs[0].block_ids == ([1, 2],)

@@ -1,11 +1,8 @@
-"""Mixed attention, by chapter 2's contract: against a loop over queries in float64 that has no
-blocks. Every slot that no test sequence owns is NaN, the null block and the tables' spare entries
-too."""
+"""Mixed attention by chapter 2's contract, and a composed batch against the plainest way to say it:
+one token after the other."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
@@ -17,8 +14,9 @@ from hypothesis import strategies as st
 import attention_plan
 import mixed_attention as module
 from mixed_attention import MixedAttentionBackend, Partial
-from mixed_batch import MixedMetadata, short_first
+from mixed_batch import MixedMetadata, compose, short_first
 from paged_attention import HostMetadata
+from test_batch_layout import check_layout, in_columns, make_state, steps
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     Attention,
     Case,
@@ -87,69 +85,57 @@ def tile_attention(request, monkeypatch):
         pytest.skip("this PyTorch has no fused attention that tells the log-sum-exp")
 
 
-def every_length(tile: int, block_size: int) -> list[tuple[int, int]]:
-    """(query_len, seq_len) around the borders of tiles and blocks, in a random order."""
-    query_lens = {0, 1, 2, 3, tile - 1, tile, tile + 1}
-    borders = (0, block_size, tile, 2 * tile)
-    histories = {max(b + d, 0) for b in borders for d in (-1, 0, 1)}
-    ends = [(q, q + h) for q in query_lens for h in histories]
-    ends += [(q, 2 * block_size) for q in query_lens if 0 < q <= 2 * block_size]  # Trap 30
-    return random.Random(block_size).sample(ends, len(ends))
-
-
 @pytest.mark.net
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.usefixtures("small_tiles", "tile_attention")
-def test_every_query_length_and_history_around_tile_and_block_borders(block_size):
-    """Trap 35: NaN in every unused slot reaches no output. Trap 28: a chunk sees its own end and
-    nothing after it. Trap 30: chunks that end where a block ends. In any order."""
-    Mixed().check(every_length(TILE, block_size), block_size, num_kv_heads=1)
-
-
-@pytest.mark.parametrize("decode_threshold", [0, 3])
-@pytest.mark.usefixtures("small_tiles", "tile_attention")
-def test_mixed_metadata_is_attended_without_asking_the_device(decode_threshold, monkeypatch):
-    """The lengths on the device are nonsense here, and reading a tensor's values is an error."""
-    lengths = every_length(TILE, 3)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40)), min_size=1, max_size=7),
+    block_size=st.integers(1, 9),
+    key_tile=st.integers(1, 17),
+    query_tile=st.integers(1, 9),
+    budget=st.sampled_from([1, 2**11, 2**20]),
+    decode_threshold=st.integers(0, 12),
+    is_fused=st.booleans(),
+)
+def test_any_batch_in_any_tiles(
+    lengths, block_size, key_tile, query_tile, budget, decode_threshold, is_fused
+):
+    """Traps 28, 30 and 35: chunks that end where a block or a tile ends see their own end, nothing
+    after it, and no unused slot. Without asking the device: its lengths are nonsense here."""
     order, _ = short_first([query_len for query_len, _ in lengths], decode_threshold)
-    case = make_case([lengths[i] for i in order], 3, num_padding_tokens=2, num_kv_heads=1)
-    case.metadata = mixed_metadata(case, decode_threshold)
+    lengths = [(q, q + history) for q, history in (lengths[i] for i in order)]
+    case = make_case(lengths, block_size, num_padding_tokens=1, num_kv_heads=1)
 
     def forbidden(tensor, *_):
         raise AssertionError("a tensor was read on the host")
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KEY_TILE", key_tile)
+        patch.setattr(module, "QUERY_TILE", query_tile)
+        patch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
+        if not is_fused:
+            patch.setattr(module, "FUSED_ATTENTION", None)
+        case.check(case.attend(case.plan(MixedAttentionBackend())))
+        case.metadata = mixed_metadata(case, decode_threshold)
         for name in ("tolist", "item", "numpy", "cpu", "__int__", "__index__", "__float__"):
             patch.setattr(torch.Tensor, name, forbidden)
         output = case.attend(case.plan(MixedAttentionBackend()))
     case.check(output)
 
 
-def test_many_short_queries_are_attended_together(monkeypatch):
-    """Up to the threshold in groups, whatever comes after it alone."""
-    groups = []
-    real = attention_plan.DecodeGroup.attend
-
-    def spy(group, *rest):
-        groups.append(group.num_seqs)
-        return real(group, *rest)
-
-    monkeypatch.setattr(attention_plan.DecodeGroup, "attend", spy)
-    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], 16)
-    output = case.attend(case.plan(MixedAttentionBackend()))
-    assert groups == [3], "plain metadata: decodes are those of one token, wherever they stand"
-    case.check(output)
-    groups.clear()
-    case = make_case([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 16)
-    case.metadata = mixed_metadata(case, 3)
-    output = case.attend(case.plan(MixedAttentionBackend()))
-    assert sorted(groups) == [2, 3], "one token and up to eight are two groups"
-    case.check(output)
+def test_many_short_queries_are_attended_together():
+    """Up to the threshold in groups, whatever comes after it alone. Plain metadata: decodes are
+    those of one token, wherever they stand."""
+    for lengths, threshold, expected in (
+        ([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], None, [3]),
+        ([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 3, [2, 3]),  # 1; and up to eight
+    ):
+        case = Mixed(threshold).make_case(lengths, 16)
+        plan = case.check_backend(Mixed(threshold).make_backend(case))
+        assert sorted(group.num_seqs for group in plan.groups) == expected
     tables, keys = torch.tensor([[1, 2], [3, 0]]), torch.zeros(4, 4, 1, 2)
     rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
     group = attention_plan.DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
     assert group.tokens.tolist() == [0, 1, 2, 3, 3, 3], "the one token of the second is repeated"
-    assert group.mask is not None
     num_seen = (group.mask[:, 0] == 0).sum(dim=-1)
     assert num_seen.tolist() == [[4, 5, 6], [4, 4, 4]]
 
@@ -174,8 +160,8 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
     monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
     lengths = [(1, n) for n in (3, 100, 8, 60, 5, 1, 49, 32, 50, 100)]
     case = make_case([*lengths, (2, 60), (3, 3)], 4)
-    case.check(case.attend(case.plan(MixedAttentionBackend())))
-    plan = replace(case, metadata=mixed_metadata(case, 3)).plan(MixedAttentionBackend())
+    case.metadata = mixed_metadata(case, 3)
+    plan = case.plan(MixedAttentionBackend())
     case.check(case.attend(plan))
     slot_bytes = case.key_cache[0, 0].nbytes
     for group in plan.groups:
@@ -184,66 +170,43 @@ def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, mo
 
 
 def test_each_key_is_gathered_once_in_tiles_and_only_for_queries_that_see_it(monkeypatch):
-    """The memory of a chunk depends on the tiles alone, its work on what is seen."""
-    attended, gathered = [], []
+    """The memory of a chunk depends on the tiles alone."""
+    gathered = []
     case = make_case([(40, 120)], 16)
     plan = case.plan(MixedAttentionBackend())
-    real_tile, real_gather = module._attend_tile, plan.gather
+    real = plan.gather
 
-    def tile_spy(query, keys, values, scale, is_causal):
-        attended.append((query.shape[2], keys.shape[2], is_causal))
-        return real_tile(query, keys, values, scale, is_causal)
-
-    def gather_spy(key_cache, value_cache, block_ids):
+    def gather(key_cache, value_cache, block_ids):
         gathered.append(len(block_ids))
-        return real_gather(key_cache, value_cache, block_ids)
+        return real(key_cache, value_cache, block_ids)
 
-    monkeypatch.setattr(module, "_attend_tile", tile_spy)
-    monkeypatch.setattr(plan, "gather", gather_spy)
+    monkeypatch.setattr(plan, "gather", gather)
     monkeypatch.setattr(module, "KEY_TILE", 32)
     monkeypatch.setattr(module, "QUERY_TILE", 16)
     case.check(case.attend(plan))
-    history = [(n, keys, False) for keys in (32, 32, 16) for n in (16, 16, 8)]
-    assert attended == [
-        *history,
-        (16, 16, True),
-        (16, 16, False),
-        (8, 16, False),
-        (16, 16, True),
-        (8, 16, False),
-        (8, 8, True),
-    ]
-    assert gathered == [2, 2, 1, 1, 1, 1]
-    assert len(plan.key_buffer) == 2
-    attended.clear()
-    case = make_case([(16, 16)], 16)
-    case.check(case.attend(case.plan(MixedAttentionBackend())))
-    assert attended == [(16, 16, True)], "a chunk without history is one causal tile"
+    assert gathered == [2, 2, 1, 1, 1, 1] and len(plan.key_buffer) == 2
+
+
+# -- the batch
 
 
 @pytest.mark.net
-@settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40)), min_size=1, max_size=7),
-    block_size=st.integers(1, 9),
-    key_tile=st.integers(1, 17),
-    query_tile=st.integers(1, 9),
-    budget=st.sampled_from([1, 2**11, 2**20]),
-    decode_threshold=st.integers(0, 12),
-    is_fused=st.booleans(),
-)
-def test_any_batch_in_any_tiles(
-    lengths, block_size, key_tile, query_tile, budget, decode_threshold, is_fused
-):
-    order, _ = short_first([query_len for query_len, _ in lengths], decode_threshold)
-    lengths = [(q, q + history) for q, history in (lengths[i] for i in order)]
-    case = make_case(lengths, block_size, num_padding_tokens=1, num_kv_heads=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "KEY_TILE", key_tile)
-        patch.setattr(module, "QUERY_TILE", query_tile)
-        patch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
-        if not is_fused:
-            patch.setattr(module, "FUSED_ATTENTION", None)
-        case.check(case.attend(case.plan(MixedAttentionBackend())))
-        case.metadata = mixed_metadata(case, decode_threshold)
-        case.check(case.attend(case.plan(MixedAttentionBackend())))
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.integers(1, 4))
+def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step, threshold):
+    """Each request has positions of its own, not one counter for the batch (Trap 32)."""
+    block_size, queries = step
+    state = make_state(len(queries), block_size)
+    layout = compose(state, in_columns(queries), block_size, threshold)
+    short = [i for i in range(len(queries)) if queries[i].num_tokens <= threshold]
+    long = [i for i in range(len(queries)) if queries[i].num_tokens > threshold]
+    assert layout.order.tolist() == short + long  # each side in the order it was given
+    (meta,) = check_layout(layout, state, queries, block_size).attention
+    assert list(meta.query_starts) == meta.query_start_loc.tolist()
+    assert list(meta.host_seq_lens) == meta.seq_lens.tolist()
+    assert meta.num_short == len(short)
+
+
+def test_the_short_ones_in_front_keep_their_order_in_a_large_batch():
+    order, num_short = short_first([9, 1] * 50)  # a sort that is stable for small batches only
+    assert order.tolist() == [*range(1, 100, 2), *range(0, 100, 2)] and num_short == 50

@@ -2,118 +2,69 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
-from scheduler_interface import SchedulerOutput, StepOutput
+from scheduler_interface import StepOutput
 from step_plan import PreemptiveSchedulerOutput
 from step_record import RecordedScheduler, StepRecord
-from test_engine_core import SCRIPT, Answers, ScriptedRunner, make, run
+from test_engine_core import Answers, ScriptedRunner, make, run
 
 
 def test_the_record_of_a_run_by_hand():
     """Two slots and three requests: c takes the slot of b in the step after b's last."""
     records: list[StepRecord] = []
-    runner = ScriptedRunner(SCRIPT)
-    engine = EngineCore(RecordedScheduler(FCFSScheduler(max_num_seqs=2), [records.append]), runner)
-    run(
-        engine,
-        make("a", [1, 2, 3], max_tokens=3),
-        make("b", [4], max_tokens=1),
-        make("c", [5, 6], max_tokens=2),
-    )
+    scheduler = RecordedScheduler(FCFSScheduler(max_num_seqs=2), [records.append])
+    requests = [make(*args, max_tokens=n) for *args, n in (("a", [1, 2], 3), ("b", [4], 1))]
+    run(EngineCore(scheduler, ScriptedRunner()), *requests, make("c", [5, 6], max_tokens=2))
     facts = [(r.num_scheduled_tokens, r.start_positions, r.admitted, r.finished) for r in records]
     assert facts == [
-        ({"a": 3, "b": 1}, {"a": 0, "b": 0}, ["a", "b"], {"b": "length"}),
-        ({"c": 2, "a": 1}, {"c": 0, "a": 3}, ["c"], {}),
-        ({"a": 1, "c": 1}, {"a": 4, "c": 2}, [], {"a": "length", "c": "length"}),
+        ({"a": 2, "b": 1}, {"a": 0, "b": 0}, ["a", "b"], {"b": "length"}),
+        ({"c": 2, "a": 1}, {"c": 0, "a": 2}, ["c"], {}),
+        ({"a": 1, "c": 1}, {"a": 3, "c": 2}, [], {"a": "length", "c": "length"}),
     ]
-    assert [r.new_token_ids for r in records] == [
-        {"a": [20], "b": [20]},
-        {"c": [20], "a": [30]},
-        {"a": [21], "c": [30]},
-    ]
+    tokens = [r.new_token_ids for r in records]
+    assert tokens == [{"a": [20], "b": [20]}, {"c": [20], "a": [30]}, {"a": [21], "c": [30]}]
     assert [(r.num_running, r.num_waiting) for r in records] == [(1, 1), (2, 0), (0, 0)]
-    assert [r.step for r in records] == [0, 1, 2] and engine.scheduler.num_steps == 3
-    assert [r.kv_tokens_written for r in records] == [3 + 1, 2 + 4, 5 + 3]
-    assert all(r.preempted == [] for r in records)
+    assert [r.step for r in records] == [0, 1, 2] and scheduler.num_steps == 3
+    assert [r.kv_tokens_written for r in records] == [2 + 1, 2 + 3, 4 + 3]
 
 
 def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
-    """On a clock that only the five collaborators move, each by its own time, in seconds."""
-    now = 100.0
-    monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: now)
-
-    def slow(owner: object, name: str, seconds: float) -> None:
-        plain = getattr(owner, name)
-
-        def method(*args):
-            nonlocal now
-            now += seconds
-            return plain(*args)
-
-        setattr(owner, name, method)
-
+    """On a clock of seconds that only goes on when it is read."""
+    clock = count(100)
+    monkeypatch.setattr("scheduler_interface.time.monotonic", lambda: next(clock))
     records: list[StepRecord] = []
-    engine = EngineCore(RecordedScheduler(FCFSScheduler(), [records.append]), HFModelRunner(qwen3))
-    slow(engine.scheduler.scheduler, "schedule", 1)
-    slow(engine.runner, "prepare", 2)
-    slow(engine.runner, "forward", 4)
-    slow(engine.runner.sampler, "sample", 8)
-    slow(engine.scheduler.scheduler, "update_from_output", 16)
+    scheduler = RecordedScheduler(FCFSScheduler(), [records.append])
+    engine = EngineCore(scheduler, HFModelRunner(qwen3))
     engine.add_request(make("a", [1], max_tokens=1))
     engine.step()
     engine.step()  # an empty one
-    times = [
-        (r.start_time, r.schedule_ms, r.prepare_ms, r.forward_ms, r.sample_ms, r.update_ms)
-        for r in records
-    ]
-    assert times == [(100, 1e3, 2e3, 4e3, 8e3, 16e3), (131, 1e3, 2e3, 0, 0, 16e3)]
-    assert [r.step_ms for r in records] == [31e3, 19e3]
+    names = ("start_time", "schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
+    first, second = (record.start_time for record in records)
+    times = [[getattr(record, name) for name in names] for record in records]
+    assert times == [[first, *[1e3] * 5], [second, 1e3, 1e3, 0, 0, 1e3]]
+    assert [r.step_ms for r in records] == [5e3, 3e3]
 
 
-def test_observers_are_called_in_turn_with_the_same_record_after_the_scheduler_is_checked():
-    seen = []
-    scheduler = FCFSScheduler()
-    scheduler.check_invariants = lambda: seen.append("checked")
-    observers = [lambda record: seen.append((1, record)), lambda record: seen.append((2, record))]
-    engine = EngineCore(RecordedScheduler(scheduler, observers, True), ScriptedRunner(SCRIPT))
-    engine.add_request(make("a", [1], max_tokens=1))
-    engine.step()
-    checked, (first, record), (second, same) = seen
-    assert (checked, first, second) == ("checked", 1, 2)
-    assert record is same and record.finished == {"a": "length"}
-
-
-class OnePlan(FCFSScheduler):
-    """Its first plan is `plan`."""
-
-    def __init__(self, plan: SchedulerOutput) -> None:
-        super().__init__()
-        self.plan = plan
-
-    def schedule(self) -> SchedulerOutput:
-        return self.plan
-
-
-def test_what_later_chapters_put_in_a_plan_is_in_the_record():
+def test_what_later_chapters_put_in_a_plan_is_in_the_record(monkeypatch):
     """A run of k + 1 tokens accepts k drafts; a failed row accepts none."""
     plan = PreemptiveSchedulerOutput(
-        num_scheduled_tokens={"a": 4, "b": 3, "c": 2},
-        scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9], "c": [3]},
-        start_positions=[1, 10, 100],
+        num_scheduled_tokens={"a": 4, "b": 3},
+        scheduled_draft_token_ids={"a": [5, 6, 7], "b": [8, 9]},
+        start_positions=[1, 10],
         preempted_requests=[make("c", [1])],
         num_recomputed_tokens=7,
         num_kv_blocks_in_use=4,
     )
+    monkeypatch.setattr(scheduler := FCFSScheduler(), "schedule", lambda: plan)
     records: list[StepRecord] = []
-    output = StepOutput({"a": [5, 6, 1], "b": [4]}, times={"forward_ms": 2.0, "propose_ms": 3.0})
-    engine = EngineCore(RecordedScheduler(OnePlan(plan), [records.append]), Answers(output))
-    engine.step()
+    output = StepOutput({"a": [5, 6, 1]}, times={"forward_ms": 2.0, "propose_ms": 3.0})
+    EngineCore(RecordedScheduler(scheduler, [records.append]), Answers(output)).step()
     (record,) = records
-    assert record.drafts == {"a": (3, 2), "b": (2, 0), "c": (1, 0)}
-    assert record.start_positions == {"a": 1, "b": 10, "c": 100}
-    assert record.kv_tokens_written == (1 + 4) + (10 + 3) + (100 + 2)
-    assert record.preempted == ["c"]
-    assert (record.num_recomputed_tokens, record.kv_blocks_in_use) == (7, 4)
-    assert (record.prepare_ms, record.forward_ms, record.propose_ms) == (0.0, 2.0, 3.0)
+    assert record.drafts == {"a": (3, 2), "b": (2, 0)}
+    assert record.kv_tokens_written == (1 + 4) + (10 + 3)
+    assert (record.preempted, record.num_recomputed_tokens) == (["c"], 7)
+    assert (record.kv_blocks_in_use, record.forward_ms, record.propose_ms) == (4, 2.0, 3.0)

@@ -1,20 +1,26 @@
-"""The backend with compiled rows, by chapter 2's contract. The function is the plain `attend_rows`
-here, which needs no compiler."""
+"""Rows in plain PyTorch and in machine code, against the oracle of `test_paged_attention.py`; and
+the backend with such rows, by its contract."""
 
 from __future__ import annotations
 
+import logging
+import math
+import random
+from functools import cache
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-import compiled_attention as module
+import compiled_attention
+import decode_attention
 import tiled_attention
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
-from decode_attention import attend_rows
+from decode_attention import AttendRows, CompiledRows, QueryRows, attend_rows, compile_rows
 from paged_attention import PagedKVCache, TorchAttentionBackend
-from test_decode_attention import head_major
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     MIXED,
     Attention,
@@ -27,6 +33,159 @@ from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
 )
 from tiled_attention import attend_in_tiles, is_for_tiles
+
+# The largest error against float64 that is allowed; outputs are about 1 in size.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+}
+
+
+def head_major(cache: torch.Tensor) -> torch.Tensor:
+    """The same view of memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def rows_of(case: Case, **options: int) -> QueryRows:
+    """All query tokens of a case, each a row."""
+    metadata = case.metadata
+    starts, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
+    lens = np.diff(starts)
+    sequences, tokens = np.repeat(np.arange(len(lens)), lens), np.arange(starts[-1])
+    num_keys = tokens + 1 + (seq_lens - starts[1:])[sequences]
+    tables = metadata.block_tables
+    return QueryRows(case.key_cache.shape[1], tables, tokens, sequences, num_keys, **options)
+
+
+def run(case: Case, function: AttendRows, rows: QueryRows | None = None) -> torch.Tensor:
+    output = torch.full_like(case.query, 7)
+    caches = head_major(case.key_cache), head_major(case.value_cache)
+    function(case.query, *caches, rows or rows_of(case), case.scale, output)
+    return output
+
+
+def check(case: Case, function: AttendRows) -> None:
+    output, expected = run(case, function), case.expected()
+    assert output.dtype == case.query.dtype
+    torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[output.dtype], rtol=0)
+
+
+def compiled_for(case: Case) -> CompiledRows:
+    return CompiledRows(case.query.shape[1], head_major(case.key_cache))
+
+
+def decodes(*seq_lens: int) -> list[tuple[int, int]]:
+    return [(1, seq_len) for seq_len in seq_lens]
+
+
+# Query and sequence lengths: around the borders of blocks and splits, and rows of one sequence.
+LENGTHS = [*decodes(1, 255, 256, 257, 5), (3, 70), (16, 16), (5, 513), (1, 16), (2, 260)]
+
+
+@pytest.mark.net
+@pytest.mark.needs("C++ compiler")
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "num_kv_heads", "num_shared", "head_dim"),
+    [
+        (16, torch.bfloat16, 2, 8, 64),
+        (4, torch.float32, 2, 12, 128),
+        (3, torch.float64, 2, 3, 24),
+        (1, torch.bfloat16, 1, 1, 80),
+        (33, torch.float32, 1, 7, 1),
+        (2, torch.float16, 4, 5, 40),
+        (32, torch.float64, 2, 1, 256),
+    ],
+)
+def test_machine_code_is_attention(
+    block_size: int, dtype: torch.dtype, num_kv_heads: int, num_shared: int, head_dim: int
+) -> None:
+    """As its specification is, with blocks, heads and head sizes that vectors divide and do not
+    divide; and with windows, for which the specification is the oracle."""
+    sizes = dict(num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=head_dim)
+    case = make_case(LENGTHS, block_size, dtype, seed=block_size, **sizes)
+    compiled = compiled_for(case)
+    for function in (attend_rows, compiled):
+        check(case, function)
+    for window in (1, 16, 300):
+        rows = rows_of(case, window=window)
+        found, right = (run(case, f, rows).double() for f in (compiled, attend_rows))
+        torch.testing.assert_close(found, right, atol=2 * TOLERANCE[dtype], rtol=0)
+        assert not torch.allclose(found, run(case, attend_rows).double(), atol=0.05)
+
+
+# -- both, on small cases of one shape
+
+
+def small_case(*lengths: tuple[int, int], seed: int = 0) -> Case:
+    return make_case(list(lengths), 4, torch.float32, seed=seed)
+
+
+@cache
+def compiled_for_small_cases() -> CompiledRows:
+    return compiled_for(small_case((1, 1)))
+
+
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.needs("C++ compiler"))])
+def function(request: pytest.FixtureRequest) -> AttendRows:
+    return attend_rows if request.param == "plain" else compiled_for_small_cases()
+
+
+def test_only_the_rows_tokens_are_written_and_queries_may_be_a_part_of_something(function) -> None:
+    case = small_case((1, 9), (3, 30), (2, 12))
+    rows, expected, query = rows_of(case), case.expected(), case.query
+    for some, dim in (([1, 4, 5], 1), ([0, 2], 3), ([], 1)):
+        case.query = torch.stack((query, query), dim).select(dim, 0)
+        arrays = (a[some] for a in (rows.tokens, rows.sequences, rows.num_keys))
+        output = run(case, function, QueryRows(4, rows.tables, *arrays))
+        torch.testing.assert_close(output[some].double(), expected[some], atol=1e-5, rtol=0)
+        assert (output[[i for i in range(6) if i not in some]] == 7).all()
+
+
+def test_scores_that_overflow_exp_and_non_finite_values_of_another_sequence(function) -> None:
+    case = small_case(*decodes(3, 290, 40))
+    case.scale = 1e4
+    check(case, function)
+    expected = run(case, function)
+    for memory in (case.key_cache, case.value_cache):
+        memory[case.metadata.block_tables[1, :-1].long()] = math.nan
+        output = run(case, function)
+        assert output[1].isnan().all() and torch.equal(output[[0, 2]], expected[[0, 2]])
+
+
+# -- compiled
+
+
+@pytest.mark.needs("C++ compiler")
+def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
+    """Alone, in any company, in any row, with any number of threads."""
+    compiled, rng, threads = compiled_for_small_cases(), random.Random(0), torch.get_num_threads()
+    for seed in range(10):
+        seq_lens = [rng.choice([1, 5, 33, 64, 300, 700]) for _ in range(rng.randint(2, 12))]
+        case = small_case(*decodes(*seq_lens), seed=seed)
+        together, rows = run(case, compiled), rows_of(case)
+        for row in range(len(seq_lens)):
+            alone = (a[[row]] for a in (rows.tokens, rows.sequences, rows.num_keys))
+            output = run(case, compiled, QueryRows(4, rows.tables, *alone))
+            assert torch.equal(output[row], together[row])
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(run(case, compiled), together)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch, caplog) -> None:
+    missing = mock.Mock(side_effect=RuntimeError("no C++ compiler"))
+    monkeypatch.setattr(decode_attention, "load_library", missing)
+    with caplog.at_level(logging.WARNING):
+        assert compile_rows(4, torch.zeros(2, 4, 2, 8)) is None
+    assert "keys are gathered: no C++ compiler" in caplog.text
+
+
+# -- the backend; its function is the plain one, which needs no compiler
 
 
 def in_head_major(case: Case) -> Case:
@@ -56,58 +215,39 @@ def attention() -> Compiled:
     return Compiled()
 
 
-class Counting(TorchAttentionBackend):
-    num_groups = 0
-
-    def attend_group(self, *arguments, **options):
-        self.num_groups += 1
-        return super().attend_group(*arguments, **options)
-
-
 @pytest.mark.parametrize(
     "lengths", [[*MIXED, (18, 30), (1, 8), (31, 31)], [(25, 25), (1, 9)], [(27, 27)]], ids=str
 )
 def test_short_queries_go_to_the_function_and_all_others_the_usual_way(lengths, attention):
     plan = attention.check(lengths, 4)
-    is_long = [query_len > max(SHORT_QUERIES) for query_len, _ in lengths]
-    num_rows = sum(q for (q, _), long in zip(lengths, is_long, strict=True) if not long)
-    assert attention.num_rows == [num_rows] * 2 * (num_rows > 0)
-    assert not plan.groups and len(plan.long_queries) == sum(is_long)
+    short = [query_len for query_len, _ in lengths if query_len <= max(SHORT_QUERIES)]
+    assert attention.num_rows == [sum(short)] * 2 * bool(short)
+    assert not plan.groups and len(plan.long_queries) == len(lengths) - len(short)
 
 
-OTHERS: list[dict[str, Any]] = [{"num_kv_heads": 1, "num_shared": 4}, {"num_shared": 4}]
+OTHERS: list[dict[str, Any]] = [{"num_kv_heads": 1, "num_shared": 4}, {"num_shared": 4}, {}]
 OTHERS += [{"head_dim": 6}, {"dtype": torch.float32}, {"block_size": 8}]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_another_model_is_attended_to_the_usual_way(other, attention):
-    """A draft model shares backend and metadata, and the function is not made for it."""
-    others = Counting()
-    backend = attention.make_backend(in_head_major(make_case(MIXED, 4)), others)
-    for make in (make_case, attention.make_case):
+    """A draft model shares backend and metadata, and the function is not made for it. Nor for
+    memory of the other order."""
+    backend = attention.make_backend(attention.make_case(MIXED, 4))
+    for make in (make_case, attention.make_case) if other else (make_case,):
         case = make(MIXED, **{"block_size": 4} | other)
-        others.num_groups = 0
-        case.check(case.attend(case.plan(backend)))
-        assert others.num_groups == len(case.plan(backend).groups) > 0
-    case = make_case(MIXED, 4)
-    case.check(case.attend(case.plan(backend)))
-    assert attention.num_rows == [], "memory of the other order is not for it either"
+        assert case.check_backend(backend).groups
+    assert attention.num_rows == []
 
 
 def test_memory_is_head_major_without_a_visible_difference():
     arguments = 3, 5, 4, 2, 8, torch.float32
     cache, plain = HeadMajorKVCache(*arguments), PagedKVCache(*arguments)
-    assert cache.kv_bytes_per_block == plain.kv_bytes_per_block
-    assert (cache.num_blocks, cache.block_size) == (5, 4)
-    assert len(cache.key_cache) == len(cache.value_cache) == 3
+    for name in ("kv_bytes_per_block", "num_blocks", "block_size"):
+        assert getattr(cache, name) == getattr(plain, name)
     for tensor in (*cache.key_cache, *cache.value_cache):
         assert torch.equal(tensor, plain.key_cache[0])
         assert tensor.stride() == (64, 8, 32, 1), "a head's keys of a block are one run"
-
-
-def test_without_a_compiler_there_is_no_backend(monkeypatch):
-    monkeypatch.setattr(module, "compile_rows", lambda *arguments: None)
-    assert CompiledAttentionBackend.compiled_for(4, HeadMajorKVCache(1, 3, 4, 2, 8)) is None
 
 
 # -- long queries by tiles
@@ -124,7 +264,7 @@ def tiles(monkeypatch) -> list[tuple[int, int]]:
         calls.append((query.shape[2], len(keys)))
         return attend_in_tiles(query, keys, values, scale)
 
-    monkeypatch.setattr(module, "attend_in_tiles", spy)
+    monkeypatch.setattr(compiled_attention, "attend_in_tiles", spy)
     monkeypatch.setattr(tiled_attention, "QUERY_TILE", 16)
     return calls
 
@@ -132,25 +272,21 @@ def tiles(monkeypatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_long_queries_are_attended_in_tiles(block_size, dtype, tiles, attention, monkeypatch):
+    """In one dtype, without a window, and if they have not too many keys."""
     monkeypatch.setattr(tiled_attention, "DTYPE", dtype)
     attention.check(TILED, block_size, dtype=dtype)
     assert sorted(tiles) == sorted(2 * [pair for pair in TILED if pair[0] > 16])
-    tiles.clear()
-    attention.check(TILED, block_size, dtype=torch.float32)
-    attention.check(TILED, block_size, dtype=dtype, window=5)
-    query = torch.zeros(2, 2, 20, 8, dtype=dtype)
-    limit = tiled_attention.MAX_KEYS
-    assert not tiles and is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
+    for options in ({"dtype": torch.float32}, {"dtype": dtype, "window": 5}):
+        attention.check(TILED, block_size, **options)
+    assert len(tiles) == 2 * 5
+    query, limit = torch.zeros(2, 2, 20, 8, dtype=dtype), tiled_attention.MAX_KEYS
+    assert is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
 
 
 def test_in_bfloat16_it_is_as_exact_as_its_inputs():
     """Against float64 on the same bfloat16 numbers: an error of the size of bfloat16's steps."""
     torch.manual_seed(0)
-    query = torch.randn(2, 2, 300, 64).bfloat16()
-    keys, values = torch.randn(2, 333, 2, 64).bfloat16()
-    exact = [t.double() for t in (query, keys, values)]
-    expected = attend_in_tiles(*exact, 64**-0.5)
-    found = attend_in_tiles(query, keys, values, 64**-0.5)
-    error = (found.double() - expected).abs()
-    assert found.dtype == torch.bfloat16
+    inputs = torch.randn(2, 2, 300, 64).bfloat16(), *torch.randn(2, 333, 2, 64).bfloat16()
+    expected = attend_in_tiles(*(t.double() for t in inputs), 64**-0.5)
+    error = (attend_in_tiles(*inputs, 64**-0.5).double() - expected).abs()
     assert error.max() < 0.04 and error.mean() < 0.0015

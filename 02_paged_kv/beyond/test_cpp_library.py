@@ -41,19 +41,13 @@ def test_compiled_once_for_a_source_its_constants_and_a_processor(source, monkey
 
 
 @pytest.mark.needs("C++ compiler")
-def test_what_does_not_compile_says_why_and_leaves_nothing(source):
+def test_without_openmp_one_thread_and_without_a_compiler_a_sentence(source, monkeypatch):
+    """What does not compile says why, too, and leaves nothing."""
     with pytest.raises(RuntimeError, match=r"failed: .*answer.cpp.*'?ANSWER"):
         load_library(source, {})
     assert not list(cache_folder().iterdir())
-
-
-@pytest.mark.needs("C++ compiler")
-def test_without_openmp_it_is_compiled_for_one_thread(source, monkeypatch):
     monkeypatch.setattr(module, "THREADS", (("-fno-such-thing",), ("-fopenmp-simd",)))
     assert load_library(source, {"ANSWER": 3}).answer() == 3
-
-
-def test_without_a_compiler_it_says_so(source, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         load_library(source, {"ANSWER": 3})

@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,18 +15,20 @@ import torch
 import paged_attention_triton as version_1
 import split_attention_triton as module
 from kernel_launch import DecodeTuning
-from paged_attention import write_kv
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
     SequenceRange,
     SplitTritonAttentionBackend,
-    bound_items,
-    bound_tiles,
-    choose_split_len,
 )
-from test_decode_attention import TOLERANCE as PRECISE
-from test_decode_attention import head_major
-from test_paged_attention import Attention, Case, Lengths, make_case
+from test_compiled_attention import TOLERANCE as PRECISE
+from test_compiled_attention import head_major
+from test_paged_attention import (  # noqa: F401  of the contract
+    Attention,
+    Case,
+    Lengths,
+    make_case,
+    test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
+)
 
 TILE = 16  # the smallest that a kernel can multiply
 LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
@@ -79,12 +77,7 @@ def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE
 
     clear_launches()
     monkeypatch.setattr(version_1, "choose_tile", choose)
-    tune(monkeypatch, split_keys=2 * keys)
-
-
-def tune(monkeypatch, **settings: Any) -> None:
-    """Change the settings of all Triton backends made from here on."""
-    monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(**settings))
+    monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(split_keys=2 * keys))
 
 
 def clear_launches() -> None:
@@ -130,14 +123,6 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
 
 
 @pytest.mark.net
-@pytest.mark.sample(every=4, first=2)
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 33, 256])
-def test_any_mix_of_query_lengths_in_one_pass(block_size, device):
-    """Version 1. Traps 28, 35."""
-    Triton(TritonAttentionBackend, device).check([(1, 1), (5, 5), (1, 70), (7, 20)], block_size)
-
-
-@pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize(
     "num_kv_heads, num_shared, head_dim",
@@ -162,15 +147,6 @@ def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
         Triton(backend, device).check(lengths, 16, dtype=dtype, **shape)
 
 
-@pytest.mark.net
-@BOTH
-@pytest.mark.usefixtures("small_tiles")
-def test_batches_without_tokens_and_sequences_without_tokens(backend, device):
-    triton = Triton(backend, device)
-    for lengths in ([], [(0, 9), (0, 7)], [(0, 9), (1, 5), (0, 3), (4, 60), (0, 1)]):
-        triton.check(lengths, 4, num_padding_tokens=2 * bool(lengths))
-
-
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_more_splits_than_are_merged_at_once(split):
     """In each of them another one has the highest score."""
@@ -178,23 +154,6 @@ def test_more_splits_than_are_merged_at_once(split):
     case.query *= 4
     plan = split.check_case(case)
     assert plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
-
-
-@pytest.mark.sample(every=3, first=1)
-@pytest.mark.parametrize("num_programs", [1, 3, 7])
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_a_program_may_take_one_item_after_the_other(num_programs, split, monkeypatch):
-    """Where a bound says that there could be many more, as in a graph of a step. The same bits."""
-    case = split.make_case([(1, 20), (1, 130), (0, 9), (1, 1), (1, 71)], 4)
-    case.metadata.max_seq_len = 1024
-    plan = split.check_case(case)
-    assert not plan.items[0].launch.constants["LOOPS"]
-    one_each = case.attend(plan)
-    tune(monkeypatch, split_keys=2 * TILE, num_programs=num_programs * 2)  # of two KV heads
-    plan = split.check_case(case)
-    (items,) = plan.items
-    assert items.launch.constants["LOOPS"] and items.num_programs == num_programs
-    assert torch.equal(case.attend(plan), one_each)
 
 
 @pytest.mark.sample(every=2, first=1)
@@ -208,16 +167,13 @@ def test_a_program_may_take_one_item_after_the_other(num_programs, split, monkey
     ],
 )
 def test_any_tuning_is_correct(tuning, split, monkeypatch):
-    """Splits that are not a multiple of a tile included; decodes whose lengths the host knows, or
-    not, which may loop. A launch is made with what was asked for."""
+    """Splits that are not a multiple of a tile included; programs that take one item after the
+    other, where a bound says that there could be many more, as in a graph of a step."""
     monkeypatch.setattr(TritonAttentionBackend, "tuning", tuning)
-    case = split.make_case([(1, 700), (1, 20), (1, 129), (1, 1)], 16, head_dim=16)
+    case = split.make_case([(1, 700), (0, 9), (1, 20), (1, 129), (1, 1)], 16, head_dim=16)
     case.metadata.max_seq_len = 2048
     (items,) = split.check_case(case).items
     assert items.launch.constants["BLOCK_N"] == tuning.tile_keys
-    assert items.launch.constants["HEADS_FASTEST"] == tuning.heads_fastest
-    assert items.launch.num_stages == tuning.num_stages
-    assert tuning.num_warps in (None, items.launch.num_warps)
     assert items.launch.constants["LOOPS"] == (tuning.num_programs == 6)
 
 
@@ -239,32 +195,19 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, split):
 
 @BOTH
 @pytest.mark.usefixtures("small_tiles")
-def test_memory_may_lie_in_either_order_and_a_query_in_a_fused_projection(backend, device):
+def test_memory_may_lie_in_either_order_and_a_query_in_a_projection(backend, device):
     triton = Triton(backend, device)
     case = triton.make_case([(1, 33), (9, 40), (3, 18)], 4, num_padding_tokens=0)
     expected = triton.attend(case)
     case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
     assert torch.equal(triton.attend(case), expected)
-    fused = torch.full((13, 8, 8), math.nan, device=device)
-    fused[:, :4] = case.query
-    case.query = fused[:, :4]
+    case.query = torch.cat([case.query, case.query * math.nan], 1)[:, :4]
     assert torch.equal(triton.attend(case), expected)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("layout", [torch.clone, head_major], ids=["block major", "head major"])
-def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size, layout, device):
-    torch.manual_seed(block_size)
-    qkv = torch.randn(6, 3, 3, 5, device=device)  # a fused projection: tokens lie apart
-    key, value = qkv[:, 1].contiguous(), qkv[:, 2]
-    slots = torch.randperm(7 * block_size, device=device)[:6]
-    slots[2] = slots[5] = -1
-    expected = [torch.full((7, block_size, 3, 5), 9.0, device=device) for _ in range(2)]
-    caches = [layout(cache) for cache in expected]
-    write_kv_triton(key, value, *caches, slots)
-    write_kv(key, value, *expected, slots)
-    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
-    assert not torch.equal(caches[0], torch.full_like(caches[0], 9.0))
+@pytest.fixture
+def attention(split) -> Triton:  # of the contract's `test_written_tokens_...`
+    return split
 
 
 @BOTH
@@ -274,12 +217,11 @@ def test_offsets_beyond_32_bits(backend):
     memory page by page."""
     triton = Triton(backend, torch.device("cpu"))
     case = triton.make_case([(1, 40), (5, 21)], 16, dtype=torch.float16)
-    small, shape = case.key_cache, case.key_cache.shape[1:]
-    num_blocks = 2**31 // shape.numel() + len(small)
-    first = num_blocks - len(small)
-    expected = triton.attend(case)
+    expected, (num_small, *shape) = triton.attend(case), case.key_cache.shape
+    num_blocks = 2**31 // math.prod(shape) + num_small
+    first = num_blocks - num_small
     for name in ("key_cache", "value_cache"):
-        large = untouched_memory(num_blocks * shape.numel()).view(num_blocks, *shape)
+        large = untouched_memory(num_blocks * math.prod(shape)).view(num_blocks, *shape)
         large[first:] = getattr(case, name)
         setattr(case, name, large)
     case.metadata.block_tables += first
@@ -298,25 +240,7 @@ def untouched_memory(num_elements: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, 2 * num_elements, flags=flags), dtype=torch.float16)
 
 
-class LaunchSpy:
-    """In place of a kernel: what it would be launched with."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *_, **__: self.grids.append(grid)
-
-
-@pytest.fixture
-def spies(monkeypatch):
-    kernel, merge = LaunchSpy(), LaunchSpy()
-    monkeypatch.setattr(module, "_split_attention_kernel", kernel)
-    monkeypatch.setattr(module, "_merge_splits_kernel", merge)
-    return kernel, merge
-
-
-def test_a_plan_does_not_wait_for_the_device_and_divides_a_long_sequence(spies, monkeypatch):
+def test_a_long_sequence_is_divided_without_waiting_for_the_device(monkeypatch):
     """Version 1 has one program a KV head for its 10,000 keys. A sequence in one split is not
     merged."""
     lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
@@ -325,19 +249,13 @@ def test_a_plan_does_not_wait_for_the_device_and_divides_a_long_sequence(spies, 
         for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__index__"):
             patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
         plan = long.plan(SplitTritonAttentionBackend())
-        long.attend(plan)
     (items,) = plan.items
     assert items.first_item.diff().tolist() == [1] * 4 + [40] + [1] * 4
-    # Without lengths on the host the grid is a bound; the rest ends at once.
-    assert spies[0].grids == [(9 * 40 * 2,)] and spies[1].grids == [(9, 4)]
     assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
-    plan = short.plan(SplitTritonAttentionBackend())
-    short.attend(plan)
-    assert spies[0].grids[1:] == [(3 * 2,)] and len(spies[1].grids) == 1
-    assert plan.items[0].partial.numel() == 0
+    assert short.plan(SplitTritonAttentionBackend()).items[0].partial.numel() == 0
 
 
-@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (1, 16), (40, 16), (20, 64)])
+@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (40, 16), (20, 64)])
 def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
     """For all sequences, and for some of them; after the last item stands anything."""
     monkeypatch.setattr(module, "PLANNED_AT_ONCE", at_once)
@@ -345,15 +263,11 @@ def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
     rng = random.Random(num_seqs)
     query_lens = [rng.choice((0, 1, 1, 3, 40)) for _ in range(num_seqs)]
     lengths = [(q, q + rng.choice((0, 1, 30, 32, 900))) for q in query_lens]
-    case = make_case(
-        lengths, 256, torch.float32, num_kv_heads=1, num_padding_tokens=20, device=device
-    )
+    case = make_case(lengths, 256, torch.float32, num_kv_heads=1, device=device)
     starts = [0, *accumulate(query_lens)]
-    num_tokens = len(case.metadata.slot_mapping)
     for first in {0, num_seqs // 3}:
-        rows = SequenceRange(
-            first, num_seqs - first, starts[first], num_tokens - starts[first], 40, 940
-        )
+        num_tokens = starts[-1] - starts[first]
+        rows = SequenceRange(first, num_seqs - first, starts[first], num_tokens, 40, 940)
         sizes = 8, 32, 30 * num_seqs * 5
         found = module.plan_items(rows, case.metadata, *sizes)
         right = module.plan_items_in_torch(rows, case.metadata, *sizes)
@@ -361,33 +275,6 @@ def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
         assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
         assert torch.equal(found[1][:num_items], right[1][:num_items])
     module.plan_launch.cache_clear()
-
-
-def test_counts_are_exact_where_lengths_are_known_and_bounds_elsewhere():
-    rng = random.Random(0)
-    for _ in range(200):
-        lens = [(q := rng.randrange(0, 40), q + rng.randrange(1, 900)) for _ in range(9)]
-        query_lens, seq_lens = zip(*lens, strict=True)
-        given = 0, 9, 0, sum(query_lens), max(query_lens), max(seq_lens)
-        tiles = sum(-(-q // 8) for q in query_lens)
-        items = sum(-(-q // 8) * -(-n // 256) for q, n in lens)
-        known = SequenceRange(*given, query_lens, seq_lens)
-        assert bound_tiles(known, 8) == tiles
-        assert bound_items(known, tiles, 8, 256) == items
-        bound = bound_tiles(SequenceRange(*given), 8)
-        assert tiles <= bound and items <= bound_items(SequenceRange(*given), bound, 8, 256)
-
-
-def test_long_queries_are_split_only_to_keep_the_gpu_busy(monkeypatch):
-    monkeypatch.setattr(module, "NUM_MULTIPROCESSORS", 132)
-    choose = partial(choose_split_len, shortest=256)
-    assert choose(132 * 10**6, 10**6) == 10**6
-    assert choose(131 * 10**6, 10**6) == 500_000
-    assert choose(8 * 17_000, 17_000) == 1000
-    assert choose(8 * 100, 100) == choose(8 * 300, 300) == 256
-    # Two tiles with 132,000 keys among 264 tiles with 1,000, which alone would not be split.
-    assert choose(264 * 1000, 1000) == 1000
-    assert choose(264 * 1000 + 2 * 132_000, 132_000) == 4000
 
 
 @BOTH
@@ -408,24 +295,12 @@ def check_refusals(backend: TritonAttentionBackend, device: str) -> None:
         case.attend(case.plan(backend))
 
 
-ASK = """
-try:
-    import paged_attention_triton as module
-    module.TritonAttentionBackend()
-except RuntimeError as error:
-    print(error)
-"""
-WITHOUT = "import sys, torch; torch.cuda.is_available = lambda: False; sys.modules['triton'] = None"
-WITH = "for name in ('triton', 'triton_or_none', 'paged_attention_triton'): del sys.modules[name]"
-
-
-def test_importing_works_anywhere_and_asking_for_what_is_missing_says_what_to_do():
-    """In a process without the interpreter: without Triton, and then with it, without CUDA."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", f"{WITHOUT}\n{ASK}\n{WITH}\n{ASK}"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    first, second = result.stdout.splitlines()
-    assert "pip install triton" in first and "TRITON_INTERPRET=1" in second
-    assert all("attention_backend='torch'" in error for error in (first, second))
+def test_what_is_missing_is_said_with_what_to_do(monkeypatch):
+    """Without CUDA and the interpreter; and without Triton."""
+    compiled = version_1.triton.runtime.JITFunction(make_case)
+    monkeypatch.setattr(version_1, "_write_kv_kernel", compiled)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for match in ("attention_backend='torch'.*TRITON_INTERPRET=1", "pip install triton.*='torch'"):
+        with pytest.raises(RuntimeError, match=match):
+            TritonAttentionBackend()
+        monkeypatch.setattr(version_1, "HAS_TRITON", False)

@@ -1,69 +1,23 @@
-"""Invariant attention: right, by chapter 2's oracle; and the same to the last bit, however a
-sequence is chunked and whatever else is in the batch. Slots that are not, or not yet, its own are
-NaN."""
+"""Invariant attention is the same to the last bit, however a sequence is chunked and whatever else
+is in the batch. That it is right: `test_every_attention.py`."""
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import invariant_attention as module
-from invariant_attention import KEY_TILE, InvariantAttentionBackend, split_query
-from mixed_attention import MixedAttentionBackend
-from paged_attention import AttentionMetadata, PagedKVCache
-from test_every_attention import Invariant
-from test_mixed_attention import every_length, mixed_metadata
-from test_paged_attention import make_case
+from invariant_attention import KEY_TILE, InvariantAttentionBackend
+from test_paged_attention import Case, make_case
 from test_window_attention import give_up_blocks, skip_blocks
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-# -- right
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_every_query_length_and_history_around_the_borders_of_spans(block_size, monkeypatch):
-    """Trap 35: NaN in unused slots reaches no output. Trap 28: a chunk sees its own end and nothing
-    after it. Trap 30: chunks that end where a block ends."""
-    monkeypatch.setattr(module, "KEY_TILE", 4)
-    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    Invariant().check(every_length(4, block_size), block_size, num_kv_heads=1)
-
-
-@pytest.mark.net
-@pytest.mark.parametrize(
-    ("dtype", "num_kv_heads", "num_shared"),
-    [(torch.float64, 2, 7), (torch.float32, 1, 8), (torch.bfloat16, 2, 3)],
-    ids=str,
-)
-def test_every_dtype_and_number_of_heads(dtype, num_kv_heads, num_shared):
-    """In spans of their normal size."""
-    lengths = [(1, 1), (1, 130), (5, 128), (40, 40), (2, 257), (300, 300), (0, 7), (1, 90)]
-    case = make_case(lengths, 7, dtype, num_kv_heads, num_shared, head_dim=16)
-    output = case.attend(case.plan(InvariantAttentionBackend()))
-    case.check(output)
-    if dtype == torch.bfloat16:  # sums are float32: what is rounded is the result
-        torch.testing.assert_close(output.double(), case.expected(), rtol=2**-8, atol=1e-5)
-    any_order = replace(case, query_lens=[1] * len(case.query_lens))
-    case.metadata = mixed_metadata(any_order, is_readable=True)
-    assert torch.equal(case.attend(case.plan(InvariantAttentionBackend())), output)
-
-
-@pytest.mark.net
-def test_metadata_that_contradicts_itself_is_an_error():
-    case = make_case([(1, 4)], 4)
-    case.metadata.seq_lens = torch.tensor([0])
-    with pytest.raises(ValueError, match="sequence 0: query_len 1, seq_len 0"):
-        case.plan(InvariantAttentionBackend())
+Part = tuple[int, int, int]  # a sequence, its first position, and the one after its last
 
 
 def test_spans_in_front_of_a_window_are_not_read():
@@ -72,107 +26,38 @@ def test_spans_in_front_of_a_window_are_not_read():
     assert [len(group.spans) for group in plan.chunk_groups] == [2, 3]
 
 
-def test_a_query_is_split_into_spans_that_cover_it():
-    for num_shared, query_len in product([1, 3, 8, 600], [1, 2, 63, 64, 65, 1200]):
-        chunks = list(split_query(4, 10, query_len, query_len + 50, 0, num_shared, None))
-        tokens = [p.first_token + i for p in chunks for i in range(p.num_tokens)]
-        assert tokens == list(range(10, 10 + query_len))
-        assert all(p.first_position - p.first_token == 40 for p in chunks)
-        assert all(p.num_tokens == 1 or p.num_tokens * num_shared <= 512 for p in chunks)
+def attend(case: Case, parts: list[Part]) -> list[torch.Tensor]:
+    """Parts of a batch of whole prompts, as a batch of their own."""
+    sequences, starts, stops = (torch.tensor(column) for column in zip(*parts, strict=True))
+    first_rows, whole = case.metadata.query_start_loc.tolist(), case.metadata
+    lens = (stops - starts).tolist()
+    metadata = replace(
+        whole,
+        query_start_loc=torch.tensor([0, *lens]).cumsum(0),
+        seq_lens=stops,
+        block_tables=whole.block_tables[sequences],
+        max_query_len=max(lens),
+        max_seq_len=int(stops.max()),
+    )
+    if whole.window is not None:
+        metadata = skip_blocks(metadata, case.key_cache.shape[1])
+    rows = [torch.arange(first_rows[i] + start, first_rows[i] + stop) for i, start, stop in parts]
+    part = replace(case, query=case.query[torch.cat(rows)], metadata=metadata)
+    return list(part.attend(part.plan(InvariantAttentionBackend())).split(lens))
 
 
-# -- the same
-
-
-@dataclass
-class World:
-    """Sequences, with everything that is known of them in the end."""
-
-    queries: list[torch.Tensor]  # [len, num_heads, head_dim]
-    keys: list[torch.Tensor]  # [len, num_kv_heads, head_dim]
-    values: list[torch.Tensor]
-    window: int | None = None
-
-    @classmethod
-    def make(cls, lengths, dtype, num_kv_heads, num_shared, head_dim, seed) -> World:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(heads: int) -> list[torch.Tensor]:
-            shapes = [(n, heads, head_dim) for n in lengths]
-            return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-        queries = [3 * query for query in normal(num_kv_heads * num_shared)]
-        return cls(queries, normal(num_kv_heads), normal(num_kv_heads))
-
-    def attend(
-        self, parts: list[tuple[int, int, int]], block_size: int, rng: random.Random, backend=None
-    ) -> list[torch.Tensor]:
-        """Positions start to stop of a sequence, for each of the parts (sequence, start, stop) of
-        one batch. Positions after `stop` are not yet known and hold NaN, as does every other slot
-        and every position before the window of `start`."""
-        num_blocks = [-(-stop // block_size) for _, _, stop in parts]
-        ids = list(range(1, sum(num_blocks) + 4))
-        rng.shuffle(ids)
-        dtype, (_, num_kv_heads, head_dim) = self.keys[0].dtype, self.keys[0].shape
-        cache = PagedKVCache(1, len(ids) + 1, block_size, num_kv_heads, head_dim, dtype)
-        caches = cache.key_cache[0].fill_(math.nan), cache.value_cache[0].fill_(math.nan)
-        tables = torch.zeros(len(parts), max(num_blocks) + 1, dtype=torch.int32)
-        for row, (sequence, _, stop) in enumerate(parts):
-            block_ids = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
-            tables[row, : len(block_ids)] = block_ids
-            slots = (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()[:stop]
-            for known, kv in zip((self.keys, self.values), caches, strict=True):
-                kv.view(-1, num_kv_heads, head_dim)[slots] = known[sequence][:stop]
-                if self.window is not None:
-                    num_outside = max(0, parts[row][1] - self.window + 1)
-                    kv.view(-1, num_kv_heads, head_dim)[slots[:num_outside]] = math.nan
-        lens = [stop - start for _, start, stop in parts]
-        stops = torch.tensor([stop for _, _, stop in parts])
-        starts = torch.tensor([0, *lens]).cumsum(0)
-        query = torch.cat([self.queries[i][start:stop] for i, start, stop in parts])
-        slots = torch.zeros(len(query), dtype=torch.int64)
-        lengths = max(lens), int(stops.max())
-        metadata = AttentionMetadata(starts, stops, tables, slots, *lengths, self.window)
-        if self.window is not None:
-            metadata = skip_blocks(metadata, block_size)
-        backend = backend or InvariantAttentionBackend()
-        plan = backend.plan(metadata, query.shape[1], caches[0])
-        return list(plan.attend(query, *caches, head_dim**-0.5).split(lens))
-
-    def whole(self, block_size: int = 16, backend=None) -> list[torch.Tensor]:
-        """Each sequence alone and unchunked."""
-        rng = random.Random(0)
-        parts = [(i, 0, len(query)) for i, query in enumerate(self.queries)]
-        return [self.attend([part], block_size, rng, backend)[0] for part in parts]
-
-
-def pieces_of(lengths: list[int], rng: random.Random) -> list[list[tuple[int, int, int]]]:
+def pieces_of(lengths: list[int], rng: random.Random) -> Iterator[list[Part]]:
     """Batches that compute every sequence from its beginning to its end, chunked anywhere: decodes,
     draft tokens, chunks."""
-    batches, done = [], [0] * len(lengths)
-    while any(n < length for n, length in zip(done, lengths)):
+    done = [0] * len(lengths)
+    while done != lengths:
         batch = []
-        for i, length in enumerate(lengths):
-            if done[i] < length and rng.random() < 0.8:
-                max_chunk = rng.choice([1, 1, 1, 3, 5, 40, 150, length])
-                stop = min(done[i] + max_chunk, length)
-                batch.append((i, done[i], stop))
-                done[i] = stop
-        rng.shuffle(batch)
+        for i in rng.sample(range(len(lengths)), rng.randint(1, len(lengths))):
+            start, done[i] = done[i], min(done[i] + rng.choice([1, 1, 3, 5, 40, 150]), lengths[i])
+            if start < done[i]:
+                batch.append((i, start, done[i]))
         if batch:
-            batches.append(batch)
-    return batches
-
-
-def num_different(world: World, lengths: list[int], rng: random.Random, backend=None) -> int:
-    """Tokens with other bits than alone and unchunked, over all batches."""
-    whole, num = world.whole(backend=backend), 0
-    block_size = rng.choice([1, 3, 16, 33])
-    for batch in pieces_of(lengths, rng):
-        outputs = world.attend(batch, block_size, rng, backend)
-        for (i, start, stop), output in zip(batch, outputs, strict=True):
-            num += int((output != whole[i][start:stop]).flatten(1).any(1).sum())
-    return num
+            yield batch
 
 
 @pytest.mark.net
@@ -189,27 +74,27 @@ def num_different(world: World, lengths: list[int], rng: random.Random, backend=
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_in_any_company(
     dtype, lengths, heads, head_dim, window, seed
 ):
-    world = replace(World.make(lengths, dtype, *heads, head_dim, seed), window=window)
-    assert num_different(world, lengths, random.Random(seed)) == 0
+    """And in blocks of any size, anywhere in memory."""
+    rng, prompts = random.Random(seed), [(n, n) for n in lengths]
+    options = {"head_dim": head_dim, "seed": seed, "window": window, "scale": 3 / head_dim}
+    sizes = 16, rng.choice([1, 3, 33])
+    one, other = (make_case(prompts, n, dtype, *heads, **options) for n in sizes)
+    whole = [attend(one, [(i, 0, n)])[0] for i, n in enumerate(lengths)]
+    for batch in pieces_of(lengths, rng):
+        for (i, start, stop), output in zip(batch, attend(other, batch), strict=True):
+            assert torch.equal(output, whole[i][start:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows_and_every_place_in_a_batch(dtype):
     """Chunks of 1 to 70 tokens of one sequence; and a decode at every place among 70."""
-    world = World.make([KEY_TILE + 70, KEY_TILE + 40], dtype, 2, 2, 64, seed=1)
-    whole, rng = world.whole(), random.Random(1)
+    length = KEY_TILE + 70
+    case = make_case([(length, length)], 16, dtype, head_dim=64)
+    (whole,) = attend(case, [(0, 0, length)])
     for n in range(1, 71):
-        (output,) = world.attend([(0, 100, 100 + n)], 16, rng)
-        assert torch.equal(output, whole[0][100 : 100 + n]), n
+        (output,) = attend(case, [(0, 100, 100 + n)])
+        assert torch.equal(output, whole[100 : 100 + n]), n
     for place in range(0, 70, 3):
-        parts = [(1, p, p + 1) for p in range(95, 164)]
+        parts = [(0, p, p + 1) for p in range(95, 164)]
         parts.insert(place, (0, 150, 151))
-        assert torch.equal(world.attend(parts, 16, rng)[place], whole[0][150:151]), place
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_attention_of_the_chapter_would_not_pass(dtype):
-    """Or the test would prove nothing."""
-    lengths, rng = [260, 129, 40], random.Random(2)
-    world = World.make(lengths, dtype, 2, 2, 64, seed=2)
-    assert num_different(world, lengths, rng, MixedAttentionBackend()) > 0
+        assert torch.equal(attend(case, parts)[place], whole[150:151]), place

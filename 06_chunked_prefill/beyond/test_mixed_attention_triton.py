@@ -4,7 +4,6 @@ interpreter (`conftest.py` switches it on)."""
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from typing import Any
 from unittest import mock
@@ -18,17 +17,15 @@ from mixed_attention_triton import MixedTritonAttentionBackend
 from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, Lengths, make_case
 from test_split_attention_triton import (
-    LaunchSpy,
     Triton,
     check_refusals,
     clear_launches,
     poisoned_scratch,
     set_tiles,
-    spies,
 )
 from test_window_attention import give_up_blocks
 
-__all__ = ["poisoned_scratch", "spies"]
+__all__ = ["poisoned_scratch"]
 
 TILE = 16  # the smallest that a kernel can multiply
 LENGTHS = [(1, 1), (1, 70), (0, 5), (1, 33), (3, 18), (9, 40), (40, 40)]
@@ -59,22 +56,6 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.net
-@pytest.mark.parametrize(
-    "block_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
-)
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, device):
-    """Trap 35: NaN in every unused slot is never read. Trap 28: a chunk sees its own end and
-    nothing after it. Trap 30: chunks that end where a block, a tile or a split ends."""
-    rng = random.Random(block_size)
-    histories = (0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1)
-    decodes = [(1, 1 + h) for h in histories]
-    chunks = [(q, q + h) for q in (2, TILE - 1, TILE, TILE + 1) for h in histories[::2]]
-    rng.shuffle(decodes), rng.shuffle(chunks)
-    MixedTriton(device).check(decodes + chunks, block_size, num_kv_heads=1)
-
-
-@pytest.mark.net
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("decode_threshold", "num_shared"), [(None, 1), (0, 1), (1, 3), (3, 1), (40, 3)]
@@ -82,19 +63,14 @@ def test_decodes_and_chunks_around_tile_split_and_block_borders(block_size, devi
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
 def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     """All on one side, draft tokens to be verified among the decodes (chapter 5), sequences without
-    tokens on either side. Plain metadata has no border (None)."""
+    tokens on either side. Plain metadata has no border (None). Traps 28, 30 and 35: more borders of
+    tiles, splits and blocks, of the same kernel: `test_split_attention_triton.py`."""
     at = decode_threshold or 0
     lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
-    shape = {"num_kv_heads": 1, "num_shared": num_shared}
-    MixedTriton(device, decode_threshold).check(lengths, 4, **shape)
-
-
-@pytest.mark.net
-@pytest.mark.sample(every=3, first=1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tiles_of_their_normal_size_against_float64(dtype, device):
-    lengths = [(1, 20), (1, 300), (70, 70), (33, 290)]
-    MixedTriton(device).check(lengths, 16, dtype=dtype, num_kv_heads=1, head_dim=16)
+    triton = MixedTriton(device, decode_threshold)
+    triton.check(lengths, 4, num_kv_heads=1, num_shared=num_shared)
+    triton.check([(0, 9), (0, 7)], 4)
+    triton.check([], 4, num_padding_tokens=0)
 
 
 @pytest.mark.net
@@ -111,62 +87,28 @@ def test_a_window_hides_its_left_on_either_side(window, device):
     assert [items.rows.num_seqs for items in plan.items] == [5, 2]
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_batches_without_tokens(device):
-    MixedTriton(device).check([], 4, num_padding_tokens=0)
-    MixedTriton(device).check([(0, 9), (0, 7)], 4)
-
-
-class Recorder(LaunchSpy):
-    """And with which constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.constants: list[dict] = []
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        self.grids.append(grid)
-        return lambda *_, **constants: self.constants.append(constants)
-
-
 def test_each_side_has_its_own_tile_and_no_item_too_many(monkeypatch):
-    """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64."""
-    kernel = Recorder()
-    monkeypatch.setattr(version_2, "_split_attention_kernel", kernel)
-    monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 1)
-    case = make_case([(1, 100)] * 64 + [(512, 512)], 256, torch.bfloat16, num_kv_heads=3)
-    case.attend(mix(case).plan(MixedTritonAttentionBackend()))
-    assert kernel.grids == [(64 * 3,), (16 * 3,)]
-    assert [c["BLOCK_M"] for c in kernel.constants] == [16, 64]
-    assert [c["TILE_TOKENS"] for c in kernel.constants] == [8, 32]
-
-
-def test_items_are_counted_exactly_and_a_side_without_tokens_is_not_launched(spies):
-    """Where version 2 has a bound, sequences times splits of the longest."""
-    lengths = [(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4
-    case = mix(make_case(lengths, 256, torch.float32))
-    case.attend(case.plan(MixedTritonAttentionBackend()))
-    assert spies[0].grids == [(48 * 2,)] and spies[1].grids == [(9, 4)]
-    case = mix(make_case([(0, 5), (0, 9), (4, 8)], 4, torch.float32))
-    case.attend(case.plan(MixedTritonAttentionBackend()))
-    assert len(spies[0].grids) == 2
-
-
-def test_a_short_chunk_with_a_long_history_does_not_keep_one_program_busy(spies, monkeypatch):
-    """Without the last one there are tiles enough, and no sequence's keys are split."""
+    """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64. Where
+    version 2 has a bound, sequences times splits of the longest, items are counted exactly."""
     monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 8)
-    for lengths, sizes in (
-        ([(64, 600)] * 8, [2] * 8),
-        ([(64, 600)] * 8 + [(64, 30_000)], [2] * 8 + [4]),  # of 15,000 keys: a share is 17,400
+    for lengths, tiles, sizes in (
+        ([(1, 100)] * 64 + [(512, 512)], [16, 64], [[1] * 64, [16]]),
+        ([(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4, [16], [[1] * 4 + [40] + [1] * 4]),
+        ([(0, 5), (0, 9), (4, 8)], [16], [[1]]),  # a side without tokens is not launched
+        # A short chunk with a long history does not keep one program busy: without it there are
+        # tiles enough, and no sequence's keys are split.
+        ([(64, 600)] * 8, [64], [[2] * 8]),
+        ([(64, 600)] * 8 + [(64, 30_000)], [64], [[2] * 8 + [4]]),
     ):
         case = mix(make_case(lengths, 256, torch.bfloat16))
-        (items,) = case.plan(MixedTritonAttentionBackend()).items
-        assert items.first_item.diff().tolist() == sizes and items.num_items == sum(sizes)
+        plan = case.plan(MixedTritonAttentionBackend())
+        assert [items.launch.constants["BLOCK_M"] for items in plan.items] == tiles
+        assert [items.first_item.diff().tolist() for items in plan.items] == sizes
+        assert [items.num_items for items in plan.items] == [sum(each) for each in sizes]
 
 
 def test_unsupported_settings_are_refused_as_in_chapter_2(device):
     check_refusals(MixedTritonAttentionBackend(), device)
-    assert module.MixedSplitPlan is MixedTritonAttentionBackend.plan_type
 
 
 def test_importing_works_without_triton_and_selecting_it_is_explained():
