@@ -444,7 +444,7 @@ COUNT = """async (step) => {
 def test_a_jump_in_a_run_of_1000_steps_costs_as_much_as_a_step(
     tmp_path: Path, open_page: OpenPage
 ) -> None:
-    """At most 32 lines from the last frame that is kept, three times; and the page does not grow."""
+    """At most 32 lines from the last frame that is kept, three times; the page does not grow."""
     make_big_run(tmp_path / "run.jsonl", num_requests=200, num_steps=1000, seed=3)
     run = RunPage(open_page(shown_run(tmp_path / "run.jsonl").page))
     assert run.page.get_attribute("[data-label]", "data-encoding") == "gzip"
