@@ -18,8 +18,8 @@ from workshop.practice.tasks import mine
 from workshop.watch import film_scripts, films, watch_command
 from workshop.watch.film_facts import NotShown, cells
 from workshop.watch.film_scripts import CONSTRAINED, WINDOWED
-from workshop.watch.films import BEYOND, FILMS, Shot, calmest, page_of
-from workshop.watch.replay.film import Film, FilmStep
+from workshop.watch.films import BEYOND, FILMS, Shot, page_of
+from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, perform
 
 ALL = FILMS | BEYOND
@@ -178,40 +178,14 @@ def test_what_captions_count_over_steps_is_in_the_films(shots: dict[Name, Shot])
     )
 
 
-def test_of_several_takes_each_step_is_the_shortest(tmp_path: Path, cast: Cast) -> None:
-    paths = [tmp_path / name for name in ("1.jsonl", "2.jsonl")]
-    for path in paths:
-        perform(Script(film_scripts.WHOLE.visits[3:], film_scripts.WHOLE.config), path, cast)
-    calm = tmp_path / "calm.jsonl"
-    calm.write_text(calmest(*(path.read_text() for path in paths)))
-    times = [[ms_of(step) for step in Film.read(path).steps()] for path in [*paths, calm]]
-    assert len(times[2]) == 8 and times[0] != times[1]
-    assert times[2] == [min(pair) for pair in zip(*times[:2])]
-
-
-def ms_of(step: FilmStep) -> float:
-    planned = sum(plan["schedule_ms"] for plan in step.plans)
-    return planned + sum(step.result["times"].values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "page"),
-    [([], "out"), (["--film", "2"], "out"), (["--films"], "out/film_6.html")],
-    ids=str,
-)
-def test_pages_know_how_many_functions_were_the_readers(
-    shots: dict[Name, Shot],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    page: str,
+def test_a_page_knows_how_many_functions_were_the_readers(
+    shots: dict[Name, Shot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mine, "installed", lambda bench: nullcontext((17, 24)))
-    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots.get(film.chapter, shots[1]))
-    monkeypatch.setattr(films, "load_cast", lambda: None)
+    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
     for option, sentences in (["--mine"], "[17, 24]"), ([], "null"):
-        assert watch_command.main([*arguments, *option, "--out", str(tmp_path / "out")]) == 0
-        assert f'"mine": {sentences}' in (tmp_path / page).read_text(encoding="utf-8")
+        assert watch_command.main(["--film=2", *option, f"--out={tmp_path / 'out'}"]) == 0
+        assert f'"mine": {sentences}' in (tmp_path / "out").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
