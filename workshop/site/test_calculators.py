@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,56 +30,40 @@ from kv_budget import BytesForKV, MemoryReading, remaining_bytes, size_kv_cache
 from workshop.book.path import ROOT
 from workshop.measure.bench.bench_roofline import kv_bytes_per_token
 from workshop.measure.bench.gpu_lab import REHEARSAL, Lab, attention_cost, decode_cost
-from workshop.watch.conftest import LIMIT_MS, browser_for_tests
+from workshop.watch.conftest import OpenPage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 STATIC = Path(__file__).parent / "static"
 NAMES = ("kv", "step", "speculation")
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}
 NUM_CASES = 30
 
-browser = pytest.fixture(scope="module")(browser_for_tests)
-OpenPage = Callable[[str], "Page"]
+PAGE = """<!doctype html><html lang="{language}"><meta charset="utf-8"><title>t</title>
+<style>{css}</style><script>{script}</script>{divs}"""
+OpenCalculators = Callable[[str], "Page"]
 
 
-@pytest.fixture(scope="module")
-def open_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenPage]:
-    """`open_page("zh-CN")`: a page in that language with all calculators, 390 pixels wide.
-    At the end, no page has complained or asked for anything except itself and two files."""
-    context = browser.new_context(viewport={"width": 390, "height": 800}, offline=True)
-    context.set_default_timeout(LIMIT_MS)
-    complaints: list[str] = []
-    asked_for: list[str] = []
-    expected: list[str] = []
-    context.on("request", lambda request: asked_for.append(request.url))
-    context.on("weberror", lambda error: complaints.append(str(error.error)))
-    context.on("console", lambda message: complaints.append(message.text))
+@pytest.fixture
+def opened(open_page: OpenPage, tmp_path: Path) -> OpenCalculators:
+    """`opened("zh-CN")`: a page in that language with all calculators, 390 pixels wide."""
 
-    def _open(language: str) -> Page:
-        path = tmp_path_factory.mktemp("site") / "page.html"
-        files = [(STATIC / f"calculators.{suffix}").as_uri() for suffix in ("css", "js")]
-        divs = "".join(f'<div class="calculator" data-calculator="{name}"></div>' for name in NAMES)
-        path.write_text(
-            f'<!doctype html><html lang="{language}"><meta charset="utf-8"><title>t</title>'
-            f'<link rel="stylesheet" href="{files[0]}"><script src="{files[1]}"></script>{divs}',
-            encoding="utf-8",
+    def opened(language: str) -> Page:
+        css, script = (
+            (STATIC / f"calculators.{kind}").read_text("utf-8") for kind in ("css", "js")
         )
-        page = context.new_page()
-        page.goto(path.as_uri())
-        expected.extend([path.as_uri(), *files])
-        return page
+        divs = "".join(f'<div class="calculator" data-calculator="{name}"></div>' for name in NAMES)
+        text = PAGE.format(language=language, css=css, script=script, divs=divs)
+        (tmp_path / "page.html").write_text(text, encoding="utf-8")
+        return open_page(tmp_path / "page.html", 390)
 
-    yield _open
-    context.close()
-    assert complaints == []
-    assert sorted(asked_for) == sorted(expected)
+    return opened
 
 
-@pytest.fixture(scope="module")
-def page(open_page: OpenPage) -> Page:
-    return open_page("en")
+@pytest.fixture
+def page(opened: OpenCalculators) -> Page:
+    return opened("en")
 
 
 # -- the arithmetic
@@ -402,10 +386,10 @@ KV_TEXTS = {  # labels, and what is answered
 
 @pytest.mark.parametrize("language", KV_TEXTS)
 def test_a_reader_gets_the_engines_number_for_a_model_and_for_a_file(
-    open_page: OpenPage, language: str
+    opened: OpenCalculators, language: str
 ) -> None:
     """Chapter 2's example: Qwen3-0.6B needs 112 KiB for a token and 224 MiB for 2,048 tokens."""
-    page = open_page(language)
+    page = opened(language)
     kv = page.locator("[data-calculator=kv]")
     model, total, share, weights, others, file, hint, sentence = KV_TEXTS[language]
     answer, formulas = kv.locator("output"), kv.locator("dl")
@@ -443,9 +427,9 @@ def requests_in_4_gib(fields: dict[str, Any]) -> int:
     return (num_blocks - 1) // per_request
 
 
-def test_a_model_that_needs_more_gpus_says_how_many(open_page: OpenPage) -> None:
+def test_a_model_that_needs_more_gpus_says_how_many(opened: OpenCalculators) -> None:
     """Llama 70B: 141.1 GB of weights, and 20.1 GiB are left on each GPU of 24 GiB."""
-    kv = open_page("en").locator("[data-calculator=kv]")
+    kv = opened("en").locator("[data-calculator=kv]")
     gpus, kv_bytes = kv.get_by_label("GPUs"), 8 * (0.9 * 24 - 1.5) - 70_550_290_432 * 2 / 2**30
     kv.get_by_label("Model", exact=True).select_option("Llama 3.1 70B")
     for number, texts in (
