@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from workshop.book.quoted import (
     ROOT,
     Share,
@@ -13,7 +11,6 @@ from workshop.book.quoted import (
     filled,
     find_quote,
     shares,
-    symbol_source,
     unfilled,
     with_lines,
 )
@@ -60,17 +57,6 @@ QUOTES = {
 def test_a_quotation_is_contiguous_but_for_docstrings() -> None:
     assert {block: find_quote(SOURCE, block) for block in QUOTES} == QUOTES
     assert code_lines(SOURCE) == {5, 8, 11, 16, 18, 19, 22, 23, 25}
-
-
-def test_a_symbol_is_cut_out_without_docstrings() -> None:
-    found = symbol_source(SOURCE, "Pool.text").splitlines()
-    assert found[:3] == ["@property", "def text(self) -> str:  # 19", "    # why"]
-    assert [line.strip() for line in found[3:]] == ['return """one', 'two"""  # 23']
-    assert symbol_source(SOURCE, "LIMIT") == "LIMIT = 3  # 8\n"
-    assert symbol_source(SOURCE, "Pool.size") == "size: int = 0  # 16\n"
-    for lost in ("text", "Pool.lost", "Lost"):
-        with pytest.raises(KeyError):
-            symbol_source(SOURCE, lost)
 
 
 PAGE = """a

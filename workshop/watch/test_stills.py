@@ -60,14 +60,6 @@ def test_a_page_shows_its_film_and_a_chapters_notebook_too(
         assert cell == cell_caption(shot)
 
 
-def test_a_cell_is_found_between_others() -> None:
-    script = "a = 1\n\n# %% [markdown]\n# ## Watch it run\n#\n# words\n\n# %%\nb = 2\n"
-    before, cell, after = parted(script)
-    assert before + cell + after == script
-    assert cell == "# %% [markdown]\n# ## Watch it run\n#\n# words\n"
-    assert parted("a = 1\n") == ("a = 1\n", "", "")
-
-
 @pytest.mark.sample(every=7)
 @pytest.mark.parametrize("name", ALL)
 @IN_BOTH
