@@ -4,18 +4,15 @@ in the light and in the dark."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
-from PIL import Image, ImageColor
 
 from workshop.book import drawings
 from workshop.book.drawings import ROOT
 from workshop.book.figure_file import in_chinese
 from workshop.book.figure_words import TABLE, Words
-from workshop.book.palette import NEUTRAL
 from workshop.watch.conftest import browser_for_tests
 
 if TYPE_CHECKING:
@@ -43,11 +40,6 @@ def test_derived_drawings_are_committed() -> None:
     of_none = {path for path in PLOTS if path.name.endswith(".zh.svg")} - made.keys()
     assert not of_none, "no English figure"
     assert not words.pairs.keys() - words.used, f"{TABLE.name}: no figure says so"
-
-
-def test_a_class_that_means_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'promt-30'"):
-        drawings.style_of('<rect class="promt-30"/>')
 
 
 # -- in a browser
@@ -143,8 +135,6 @@ FAULTS = {
     "leaves the card": '<text x="380" y="50">out of it</text>',
     "one and other overlap": '<text x="20" y="50">one</text><text x="30" y="54">other</text>',
     "runs through": '<text x="24" y="50">much</text><polyline points="20,46 60,46"/>',
-    "the edge of": '<rect x="20" y="30" width="20" height="30"/><text x="24" y="50">long</text>',
-    "cannot be read": '<text x="20" y="50" style="font-size:9px">small</text>',
     "hard to see": '<text x="20" y="50" style="fill:#999999">grey</text>',
     "and <rect": '<rect x="20" y="30" width="20" height="30"/><rect x="30" width="9" height="39"/>',
 }
@@ -155,25 +145,4 @@ def test_visible_faults_are_found(page: Page) -> None:
     page.goto("about:blank")
     for says, marks in FAULTS.items():
         page.set_content(f'<svg width="400" height="100">{card}{marks}</svg>')
-        faults = page.evaluate(LOOK)
-        assert any(says in fault for fault in faults), (says, faults)
-
-
-def test_a_page_shows_them_as_images_in_the_light_and_in_the_dark(
-    page: Page, tmp_path: Path
-) -> None:
-    """As GitHub does: `<img src=...>`, whose own style sheet follows the reader's colours."""
-    paths = [path.with_suffix(end) for path in DRAWINGS for end in ENDS]
-    images = [f'<img src="{path.as_uri()}" width="200">' for path in paths]
-    html = tmp_path / "page.html"
-    html.write_text("<!doctype html>" + "\n".join(images), encoding="utf-8")
-    page.goto(html.as_uri())
-    places = page.evaluate(
-        "[...document.images].map((i) => [i.naturalWidth, i.offsetLeft + 3, i.offsetTop + 9])"
-    )
-    assert len(places) == 2 * len(DRAWINGS) and all(width > 700 for width, *_ in places)
-    for scheme, color in zip(SCHEMES, NEUTRAL["card"], strict=True):
-        page.emulate_media(color_scheme=scheme)
-        with Image.open(BytesIO(page.screenshot(full_page=True))) as picture:
-            seen = {picture.convert("RGB").getpixel((x, y)) for _, x, y in places}
-        assert seen == {ImageColor.getrgb(color)}, scheme
+        assert says in " ".join(page.evaluate(LOOK))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from common.tests.budgets import LOADED_LINES
 from workshop.book import path
-from workshop.book.path import DefaultPath, Size, count_lines, modules_in, size_of
+from workshop.book.path import DefaultPath
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +37,3 @@ def test_features_that_are_off_are_not_loaded(default: DefaultPath) -> None:
 def test_loaded_lines_have_a_budget(default: DefaultPath) -> None:
     found = f"LLM() loads {default.num_lines} lines, its budget is {LOADED_LINES}"
     assert default.num_lines <= LOADED_LINES, f"{found}; see common/tests/budgets.py"
-
-
-def test_lines_are_those_of_the_files_without_tests_and_demos(
-    default: DefaultPath, tmp_path: Path
-) -> None:
-    assert default.num_lines == sum(count_lines(path.ROOT / name) for name in default.loaded)
-    assert 0 < default.num_lines_made < default.num_lines
-    assert 0 < default.num_lines_run < default.num_lines
-    (tmp_path / "a.py").write_text("x = 1\n\ny = 2\n")
-    (tmp_path / "__init__.py").touch()
-    for name in ("test_a.py", "topic_demo.py", "conftest.py", "notes.md"):
-        (tmp_path / name).write_text("z\n")
-    assert size_of(modules_in(tmp_path)) == Size(1, 3)

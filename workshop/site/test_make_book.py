@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from workshop.book.path import ROOT
 from workshop.site import make_book
-from workshop.site.page_tree import git
 from workshop.watch import films
 
 
@@ -50,15 +46,6 @@ def test_films_are_kept_until_a_file_they_are_made_of_changes(
     assert list(kept.iterdir()) == [first]
     second = make_book.film_folder()
     assert list(kept.iterdir()) == [second] and second != first and len(recordings) == 3
-
-
-def test_films_are_made_of_the_modules_that_record_them() -> None:
-    code = "import sys, workshop.watch.films\nprint(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    files = [name.replace(".", "/") + ".py" for name in run.stdout.split()]
-    listed = set(git("ls-files", "-z", "--", *make_book.MADE_OF).split("\0"))
-    others = {f for f in files if f.startswith(("common/", "workshop/"))} - listed
-    assert not {f for f in others if (ROOT / f).is_file()} and "common/engine.py" in files
 
 
 def test_without_sphinx_the_command_says_which_python_has_it(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -15,7 +14,6 @@ from workshop.site.page_tree import (
     Tree,
     find_pages,
     home_page,
-    nothing_remote,
     toctrees,
 )
 from workshop.site.source_pages import Sources
@@ -89,22 +87,17 @@ def test_the_caption_does_not_answer_what_the_film_asks(tree: Tree) -> None:
     assert staged(text, "p", page, tree, False) == text
 
 
-def test_without_films_a_page_shows_the_still(tmp_path: Path) -> None:
-    tree = find_pages(tmp_path, is_chinese=True, repository="")
-    path = tree.pages["04_scheduler/index"]
-    text = staged(path.read_text(encoding="utf-8"), "04_scheduler/index", path, tree, False)
+def test_without_films_a_page_shows_the_still_and_home_clones_only_from_an_address(
+    tmp_path: Path, tree: Tree
+) -> None:
+    bare = find_pages(tmp_path, is_chinese=True, repository="")
+    path = bare.pages["04_scheduler/index"]
+    text = staged(path.read_text(encoding="utf-8"), "04_scheduler/index", path, bare, False)
     assert "<iframe" not in text and "../04_scheduler/figures/film.zh.png" in text
-    assert (tmp_path / "04_scheduler" / "figures" / "film.zh.png").is_file()
-
-
-def test_the_home_page_begins_with_the_film_and_clones_only_from_an_address(tree: Tree) -> None:
-    text = text_of(tree, "index")
-    assert text.index("<iframe") < text.index("```") and text.count("<iframe") == 1
-    assert "git clone" not in text and "cd vllm-from-scratch" not in text
-    readme = tree.pages["index"].read_text(encoding="utf-8")
-    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in home_page(
-        readme, ADDRESS, tree.is_chinese
-    )
+    home, readme = text_of(tree, "index"), tree.pages["index"].read_text(encoding="utf-8")
+    assert home.index("<iframe") < home.index("```") and "git clone" not in home
+    cloned = home_page(readme, ADDRESS, tree.is_chinese)
+    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in cloned
 
 
 def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None:
@@ -180,14 +173,3 @@ def test_a_source_page_names_the_pages_that_link_to_it(
     assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
     assert 'See <a href="../../en/common/index.html">common/README.md</a>' in page
     assert "<pre>llm.py\nserve</pre>" in (tmp_path / "common.html").read_text(encoding="utf-8")
-
-
-def test_a_notebook_fetches_nothing_and_does_not_say_how_to_get_the_chapter(tree: Tree) -> None:
-    path = (tree.folder / "04_scheduler" / "scheduler_demo").with_suffix(".ipynb")
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    hidden = [c for c in cells if "remove-input" in c["metadata"].get("tags", [])]
-    assert len(hidden) == 1 and "find_spec" in "".join(hidden[0]["source"])
-    colab = "https://colab.research.google.com/github/a/b.ipynb"
-    raw = "https://raw.githubusercontent.com/a/b/main/04_scheduler/figures/film.png"
-    badge = f"[![Open](https://x.org/b.svg)]({colab})\n\n![Film]({raw})"
-    assert nothing_remote(badge) == f"[Open in Colab]({colab})\n\n![Film](figures/film.png)"

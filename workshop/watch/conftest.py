@@ -41,16 +41,14 @@ class RunPage:
     """A page with a run on it, and how a reader uses it."""
 
     def __init__(self, page: Page) -> None:
-        self.page = page
+        self.page, self.ask = page, page.evaluate
         page.wait_for_selector("html[data-ready]", state="attached")
         self.settle()
 
     def settle(self) -> None:
         """Wait until every requested change is drawn."""
-        self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
-
-    def ask(self, script: str, argument: Any = None) -> Any:
-        return self.page.evaluate(script, argument)
+        for _ in range(2):
+            self.ask("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def check(self, name: str, argument: Any = None) -> Any:
         """Result of a function of `page_checks.js`."""
@@ -59,6 +57,10 @@ class RunPage:
     def press(self, *keys: str) -> None:
         for key in keys:
             self.page.keyboard.press(key)
+        self.settle()
+
+    def click(self, selector: str) -> None:
+        self.page.click(selector)
         self.settle()
 
     def show(self, **changes: Any) -> None:
@@ -73,10 +75,9 @@ class RunPage:
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()
 
-    @property
-    def step(self) -> int:
-        """As the page says it."""
-        return int(self.text("output.now").split()[1])
+    def shown(self, *names: str) -> list[Any]:
+        """Of what the page shows: "step", "request", "block"."""
+        return self.ask("(names) => names.map((name) => Watch.store[name])", names)
 
     @property
     def hash(self) -> str:

@@ -195,5 +195,56 @@ shares: (cells) => {
     return same / (data.length / 4);
   });
 },
+
+// What the panels say, as texts: a list a panel.
+panels: () => {
+  const all = (selector, read = (one) => one.innerText) =>
+    [...document.querySelectorAll(selector)].map(read);
+  const {films: [film], step} = Watch.store;
+  const folded = {};
+  for (const cell of document.querySelectorAll(".pool-cell")) {
+    const [state, change] = [/is-(null|free|held|idle|loading)/, /was-\w+/]
+      .map((pattern) => cell.className.match(pattern)?.at(-1) ?? "");
+    const mark = cell.classList.contains("is-published") ? "published" : "";
+    const texts = ["label", "refs"].map((name) => cell.querySelector(`.pool-${name}`).textContent);
+    const words = [state, change, mark, ...texts].filter(Boolean).join(" ");
+    (folded[words] ??= []).push(Number(cell.dataset.block));
+  }
+  const flags = ["used", "match", "new", "split", "gone"];
+  const boxes = all(".cache-box", (box) => [box.dataset.blocks,
+    ...flags.filter((flag) => box.classList.contains(`is-${flag}`)),
+    box.matches(".is-new, .is-split") ? box.querySelector(".cache-text").textContent : "",
+  ].filter(Boolean).join(" "));
+  const sentence = (group) => (item) => {
+    const sources = [...item.querySelectorAll(".source-link")].map((link) => link.dataset.sentence);
+    return `${group.dataset.group}: ${item.innerText.replaceAll(/\S+\.py:\d+/g, "").trim()} ${sources}`;
+  };
+  return {
+    grid: film.requests.map(({id}) => Watch.cellWords(film, id, step)),
+    queue: [...all(".bar-sum, .bar-key, .stop, .queue-list h3"), ...all(".queue-list button", (one) =>
+      `${one.innerText}${one.title.replace(one.dataset.request, "")}`.replace(/key [^·]*· /, ""))],
+    pool: [...all(".pool-counts"), ...all("[data-order]", (one) => one.innerText), folded],
+    cache: [...all(".cache-about, .cache-match, .cache-did"), ...boxes.sort()],
+    words: all(".words-group", (one) => one).flatMap((group) =>
+      [...(group.querySelector("ul")?.children ?? [group])].map(sentence(group))),
+  };
+},
+// What follows a chosen request: its blocks, in the order of its table, and its tokens.
+chosen: () => {
+  const all = (selector, read) => [...document.querySelectorAll(selector)].map(read);
+  const marks = {"is-prompt": "p", "is-now": "!", "is-accepted": "+", "is-rejected": "x"};
+  return [
+    ...all(".pool-table tr", (row) => row.innerText),
+    all(".pool-cell.is-lit", (cell) => [Number(cell.querySelector(".pool-label").textContent),
+      Number(cell.dataset.block)]).sort(([a], [b]) => a - b).map(([, block]) => block),
+    all(".cache-box.is-lit", (box) => box.dataset.blocks),
+    all(`.tokens-row[data-request="${Watch.store.request}"] .token`, (one) => one.textContent
+      + Object.keys(marks).filter((name) => one.classList.contains(name)).map((name) => marks[name])
+        .join("")).join("|"),
+  ];
+},
+// What is said about what is pointed at.
+pointed: () => [...document.querySelectorAll(".pool-details, .cache-details")]
+  .map(({innerText}) => innerText),
 };
 })()
