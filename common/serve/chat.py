@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
-from common.serve.content_forms import ContentForms
+from common.serve.content_forms import TEXT_TYPES, ContentForms
 from common.serve.errors import ApiError, bad
 from common.serve.flags import ALWAYS_THINKING
 from common.serve.template_errors import words_of
@@ -149,6 +149,8 @@ class ChatPrompts:
 def num_chars(messages: list[dict[str, Any]]) -> int:
     """Return the number of characters of the messages' texts."""
     contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    texts = contents + [part.get("text") for part in parts if isinstance(part, dict)]
+    texts = [content for content in contents if not isinstance(content, list)]
+    for part in (part for content in contents if isinstance(content, list) for part in content):
+        keys = TEXT_TYPES.values()
+        texts += [part.get(key) for key in keys] if isinstance(part, dict) else [part]
     return sum(len(text) for text in texts if isinstance(text, str))

@@ -46,6 +46,7 @@ ASK = {
 }
 NOT_FOR_ONE_TOKEN = ("stream_options", "min_tokens", "max_completion_tokens", "n")
 HEADERS = ("authorization", "content-type", "x-request-id")
+ANSWER_HEADERS = ("content-type", "retry-after", "www-authenticate", "x-request-id")
 
 
 def first_request(body: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +80,9 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             if isinstance(body, dict):
                 found = await ask_first(path, body, headers)
                 content = json.dumps(body | ({"kv_transfer_params": found} if found else {}))
-        forwarded = second.build_request(request.method, path, content=content, headers=headers)
+        forwarded = second.build_request(
+            request.method, path, params=request.query_params, content=content, headers=headers
+        )
         try:
             answer = await second.send(forwarded, stream=True)
         except httpx.HTTPError as error:
@@ -92,7 +95,7 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             finally:  # a client that disconnects ends the request
                 await answer.aclose()
 
-        kept = {n: v for n, v in answer.headers.items() if n in ("content-type", "x-request-id")}
+        kept = {n: v for n, v in answer.headers.items() if n in ANSWER_HEADERS}
         return StreamingResponse(stream_body(), answer.status_code, kept)
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
