@@ -26,15 +26,13 @@ from common.sampling.runner_plugin import NO_TOKEN
 from common.serve import async_llm
 from common.serve.async_llm import (
     COUNTED_BYTES,
-    MAX_DELTAS_PER_TURN,
     AsyncLLM,
     EngineError,
-    Mailbox,
     PromptTooLong,
     QueueFull,
 )
 from common.serve.conftest import SMALL, fail_next, is_idle, wait_for
-from common.serve.deltas import CompletionDelta, DeltaSource, EngineUpdate, RequestDelta
+from common.serve.deltas import DeltaSource, EngineUpdate, RequestDelta
 from common.serve.engine_loop import (
     MAX_ADD_S,
     MAX_FAILURES,
@@ -46,7 +44,9 @@ from common.serve.streams import (
     HEARTBEAT,
     EventStream,
     accepted,
+    close_all,
     gathered,
+    merged,
     within,
 )
 
@@ -229,19 +229,13 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
     monkeypatch.setattr(llm.tokenizer, "encode", encode)
     monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
     cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
-    for refused in (
-        whole(llm, "x" * (max_chars + 1)),
-        whole(llm, "é" * (max_chars // 2 + 1)),
-        whole(llm, "x" * (COUNTED_BYTES + 1), cut),
-        llm.encode("é" * (COUNTED_BYTES // 2 + 1)),
-    ):
-        with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047, si"):
-            await refused
-    assert tokenized == []
-    await whole(llm, "x" * max_chars, SamplingParams(max_tokens=1))
-    await whole(llm, "x" * COUNTED_BYTES, cut)
-    assert await llm.encode("x" * COUNTED_BYTES) == [5]
-    assert tokenized == [max_chars, COUNTED_BYTES, COUNTED_BYTES]
+    for params, num_bytes in (FEW, max_chars), (cut, COUNTED_BYTES):
+        for text in "x" * (num_bytes + 1), "é" * (num_bytes // 2 + 1):
+            with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047"):
+                await whole(llm, text, params)
+        assert tokenized == []
+        await whole(llm, "x" * num_bytes, params)
+        assert tokenized.pop() == num_bytes
 
 
 async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,19 +294,15 @@ def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> 
 async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits forever: not one that submits after the engine's thread has ended, nor one
     that submitted just before, nor if closing the engine fails."""
-    llm = AsyncLLM(**SMALL)
-    is_begun, may_go = asyncio.Event(), asyncio.Event()
+    llm, is_begun, may_go = AsyncLLM(**SMALL), asyncio.Event(), asyncio.Event()
 
     async def encode(text: str, *_: object) -> list[int]:
         is_begun.set()
         await may_go.wait()
         return [5]
 
-    def close() -> None:
-        raise OSError("the workers are gone")
-
     monkeypatch.setattr(llm, "encode", encode)
-    monkeypatch.setattr(await llm.call(lambda engine: engine), "close", close)
+    monkeypatch.setattr(await llm.call(lambda engine: engine), "close", lambda: 1 / 0)
     one = asyncio.ensure_future(whole(llm, "x"))
     await asyncio.wait_for(is_begun.wait(), 20)
     # In the inbox after the thread has looked for the last time, and before the loop knows.
@@ -325,29 +315,15 @@ async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch
     may_go.set()
     with pytest.raises(EngineError, match="closed"):
         await asyncio.wait_for(one, 20)
-    assert llm.death_reason == "the engine is closed"
 
 
-async def test_steps_that_fail_now_and_then_end_nothing_and_three_in_a_row_do() -> None:
+async def test_steps_that_fail_now_and_then_end_nothing_else() -> None:
     llm = AsyncLLM(**SMALL)
-    few = SamplingParams(max_tokens=2, ignore_eos=True)
-    for _ in range(4):
+    for _ in range(4):  # more than may fail in a row
         await llm.call(fail_next)
-        with pytest.raises(EngineError, match="has failed: MemoryError") as found:
-            await whole(llm, [5], few)
-        assert str(found.value.__cause__) == "0 more"
-        assert (await whole(llm, [5], few)).finished
-    other = await begun(llm)
-    await llm.call(LLMEngine.abort_request, f"request-{llm._num_requests}")
-    with pytest.raises(EngineError, match="was ended"):  # by no step that failed
-        await anext(other), await anext(other)
-    await llm.call(fail_next, MemoryError, 9)
-    stopped = ("has stopped", "6 more")
-    for says, cause in (("failed", "8 more"), ("failed", "7 more"), *[stopped] * 3):
-        with pytest.raises(EngineError, match=says) as found:
-            await whole(llm, [5], few)
-        assert str(found.value.__cause__) == cause
-    assert "has stopped" in (llm.death_reason or "")
+        with pytest.raises(EngineError, match="has failed: MemoryError"):
+            await whole(llm, [5])
+        assert (await whole(llm, [5])).finished
     await asyncio.to_thread(llm.close)
 
 
@@ -385,41 +361,6 @@ def test_a_continuation_waits_for_the_prompts_scores() -> None:
     request.grow(0, 5)
     delta = request.source.take()
     assert set(delta.completions) == {0, 1} and delta.prompt_logprobs == [None, 1.0, 2.0]
-    request = Growing(prompt_logprobs=[None])
-    request.grow(0, 5, "abort")
-    request.group.finished = True
-    assert request.source.take().completions[0].finish_reason == "abort", "however it ends"
-
-
-async def test_an_end_is_the_end() -> None:
-    """The result of the step in flight does not revive an aborted request, and an abort after its
-    end does not lose its outputs."""
-    aborted = RequestDelta("x", finished=True, error=EngineError("aborted"))
-    late = RequestDelta("x", {0: CompletionDelta(0, "a", [1])})
-    done = RequestDelta("x", {0: CompletionDelta(0, "a", [1], None, "stop")}, finished=True)
-    for first, second, has_error in (aborted, late, True), (done, aborted, False):
-        box = Mailbox()
-        box.put(first)
-        box.put(second)
-        assert ((await box.take()).error is not None) == has_error
-
-
-async def test_many_deltas_do_not_block_the_loop(llm: AsyncLLM) -> None:
-    """They are given out in batches, in order."""
-    other = AsyncLLM.__new__(AsyncLLM)
-    other.__dict__ |= llm.__dict__ | {"_loop": asyncio.get_running_loop()}
-    other._given, other._mailboxes = type(llm._given)(), {str(i): Mailbox() for i in range(1000)}
-    for k in (0, 1):
-        parts = [CompletionDelta(0, str(k), [k]) for _ in range(1000)]
-        deltas = [RequestDelta(str(i), {0: part}) for i, part in enumerate(parts)]
-        other._receive(EngineUpdate(deltas, EngineStats()))
-    num_turns = 0
-    while other._given:
-        num_turns += 1
-        await asyncio.sleep(0)
-    for box in other._mailboxes.values():
-        assert (await box.take()).completions[0] == CompletionDelta(0, "01", [0, 1])
-    assert num_turns >= 2000 // MAX_DELTAS_PER_TURN - 1
 
 
 # -- the engine's thread
@@ -555,20 +496,19 @@ def test_one_request_is_not_held_until_the_next_message(monkeypatch: pytest.Monk
 
 
 class Source:
-    """A request of which one delta comes at once, and the next when `go` is set."""
+    """A request with so many deltas, which then fails or says nothing more."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.is_open, self.go, self.error = False, asyncio.Event(), error
-        self.deltas = self._deltas()
+    def __init__(self, num: int = 1, error: Exception | None = None) -> None:
+        self.is_open, self.deltas = False, self._deltas(num, error)
 
-    async def _deltas(self) -> AsyncIterator[RequestDelta]:
+    async def _deltas(self, num: int, error: Exception | None) -> AsyncIterator[RequestDelta]:
         self.is_open = True
         try:
-            yield RequestDelta("x", prompt_token_ids=[1])
-            if self.error is not None:
-                raise self.error
-            await self.go.wait()
-            yield RequestDelta("x", {0: CompletionDelta(0, "a", [1])}, finished=True)
+            for _ in range(num):
+                yield RequestDelta("x", prompt_token_ids=[1])
+            if error is not None:
+                raise error
+            await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
             self.is_open = False
@@ -592,18 +532,28 @@ async def cancelled(awaitable: Any) -> None:
         await task
 
 
-async def test_one_that_fails_or_is_cancelled_ends_the_others() -> None:
-    for fails in True, False:
-        pair = [Source(), Source(EngineError("broken") if fails else None)]
-        requests = [source.deltas for source in pair]
-        first_outputs = await accepted(requests)
-        if fails:
-            pair[0].go.set()
-            with pytest.raises(EngineError, match="broken"):
-                await gathered(first_outputs, requests)
-        else:
-            await cancelled(gathered(first_outputs, requests))
-        assert not any(source.is_open for source in pair)
+@pytest.mark.parametrize(("way", "num"), [("accepted", 0), ("gathered", 1), ("merged", 1)])
+@pytest.mark.parametrize("error", [EngineError("broken"), None])
+async def test_one_that_fails_or_is_cancelled_ends_the_others(
+    way: str, num: int, error: Exception | None
+) -> None:
+    sources = [Source(num, error), Source(1 if error else num)]
+    requests = [source.deltas for source in sources]
+
+    async def read() -> None:
+        first_deltas = await accepted(requests)
+        if way == "gathered":
+            await gathered(first_deltas, requests)
+        async for _ in merged(requests):
+            pass
+
+    if error is None:
+        await cancelled(read())
+    else:
+        with pytest.raises(EngineError, match="broken"):
+            await asyncio.wait_for(read(), 20)
+        await close_all(requests)
+    assert not any(source.is_open for source in sources)
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 0.001])
@@ -646,20 +596,18 @@ async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, end
 
 
 async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
-    source, sent = Source(), list[bytes | None]()
-    await anext(source.deltas)
+    go_on, sent = asyncio.Event(), list[bytes | None]()
 
     async def events() -> AsyncIterator[bytes]:
-        async for _ in source.deltas:
-            yield b"late"
+        await go_on.wait()
+        yield b"late"
 
     async def send(message: Message) -> None:
         sent.append(message.get("body"))
         if sent.count(HEARTBEAT) == 2:
-            source.go.set()
+            go_on.set()
 
-    stream = EventStream(events(), 0.001, [source.deltas])
-    await asyncio.wait_for(stream({}, never, send), 20)
+    await asyncio.wait_for(EventStream(events(), 0.001)({}, never, send), 20)
     assert sent[:3] == [None, HEARTBEAT, HEARTBEAT] and sent[-2:] == [b"late", b""]
 
 

@@ -71,20 +71,15 @@ def tokenizer() -> Tokenizer:
     ("template", "messages", "expected"),
     [
         (LOOP + BOTH + END, [text("a"), parts("b", "c")], "[user]a[user]bc"),
-        (LOOP + PART + END, [text("a"), parts("b", "c")], "[user]a[user]bc"),
         (LOOP + TEXT + END, [text("a"), parts("b", "c")], "[user]a[user]b\nc"),
         (MACRO, [text("a"), parts("b", "c")], "[user]a[user]bc"),
         (JSON, [text("a"), parts("b", "c")], '[user]"a"[user]"b\\nc"'),
         (FIRST_ONLY, [text("a"), parts("b", "c")], "[user]a[user]b\nc"),
         (STRICT, [text("a"), text("b", "assistant")], "[user]a[assistant]b"),
         (USER_ONLY, [parts("a", "b", role="system"), parts("c", "d")], "[system]a\nb[user]cd"),
-        (USER_ONLY, [parts("a", "b", role="developer")], "[developer]a\nb"),
         (USER_ONLY, [CALLED, parts("b", "c", role="tool")], "[assistant]<f>[tool]b\nc"),
-        (LOOP + PART + END, [text("a"), CALLED, text("b", "tool")], "[user]a[assistant]<f>[tool]b"),
-        (LOOP + PART + END, [parts("a", role="critic")], "[critic]a"),
         (THINKS, [text("a"), thought()], "[user]a[assistant]<why>so"),
         (THINKS, [text("a"), thought("refusal")], "[user]a[assistant]whyso"),
-        (LOOP + PART + END, [text("a"), thought()], "[user]a[assistant]whyso"),
         (LOOP + TEXT + END, [text("a"), thought("refusal")], "[user]a[assistant]why\nso"),
         (LOOP + PART + END, [text(["a", {"text": "b"}])], "[user]ab"),
         (LOOP + TEXT + END, [text([])], "[user]"),
@@ -114,7 +109,6 @@ NO_TEXT = "messages[0].content must have parts of the types text"
         # the variable of the template
         (LOOP + "\n{{ 'a' + m.why }}" + END, "x", "line 2 of the chat template needs m.why, which"),
         ("{{ 'a' + messages[0]['name'] }}", "x", "chat template needs messages[0]['name'], which"),
-        ("{{ messages[0].content.a.b.items() }}", "x", "needs messages[0].content.a, which"),
         ("{{ nothing.at.all }}", "x", "chat template needs nothing, which is missing"),
         ("{{ raise_exception('no, please') }}", "x", "messages: no, please"),
         ("{{ 'a' + 1 }}", "x", "line 1 of the chat template: can only concatenate"),
@@ -136,13 +130,10 @@ def test_an_error_names_what_is_wrong(
         ("user: <think>\nanswer:", None, None, ""),  # the user's words
         ("answer:<think>\n", None, None, "<think>\n"),
         ("answer:<think>\n\n</think>\n\n", None, None, "</think>\n\n"),
-        ("answer:<think>\n\n</think>\n\n", None, "olmo3", "</think>\n\n"),
         ("answer:", None, "olmo3", "<think>"),  # a model that always thinks
-        ("answer:", None, "qwen3", ""),
         ("answer:<think>\na <b", "<think>\na <b", None, "<think>\na <b"),
         ("answer:<think>\na</think>b", "<think>\na</think>b", "olmo3", "</think>b"),
         ("answer:<think>\nso ", "so ", None, "<think>\nso "),  # the template opens it
-        ("answer:so", "so ", "olmo3", ""),
         ("answer:<think>ab", [{"text": "<think>"}, "a", "b"], None, "<think>ab"),
         ("answer:so", [{"type": "refusal", "refusal": "so", "text": None}], None, ""),
     ],
@@ -155,9 +146,7 @@ def test_where_in_the_prompt_the_answer_begins(
     assert chat.prompt_end(prompt, message) == expected
 
 
-def test_a_parser_that_is_named_decides(
-    tokenizer: Tokenizer, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_parser_that_is_named_decides(tokenizer: Tokenizer) -> None:
     tools = tool_use([{"type": "function", "function": {"name": "f"}}], "auto", None)
     coder = "{% for t in tools %}<tool_call><function={{ t.function.name }}>{% endfor %}"
     for template in LOOP + TEXT + END, coder + LOOP + TEXT + END:  # Qwen3-Coder's form
@@ -171,15 +160,8 @@ def test_a_parser_that_is_named_decides(
         chat = ChatPrompts(tokenizer, template, *parsers)
         found = chat.reader(tools, has_grammar=False)
         assert found == Reader(ToolUse({}, "auto"), has_reasoning)
-        forced = chat.reader(tools, has_grammar=True)
-        assert forced is not None and not forced.has_reasoning
     flags = ["--enable-auto-tool-choice", "--reasoning-parser=deepseek_r1"]
     assert parse_args(flags).reasoning_parser == "deepseek_r1", "as at vLLM"
-    for flag, name in ("reasoning", "olmo3"), ("tool-call", "hermes"):
-        with pytest.raises(SystemExit):
-            parse_args([f"--{flag}-parser=mistral"])
-        printed = capsys.readouterr().err
-        assert "mistral" in printed and name in printed
 
 
 def test_a_models_own_template_is_used_unless_there_is_another() -> None:
@@ -255,19 +237,15 @@ def client(server: Running) -> Any:
 
 
 def says(
-    server: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    reason: str = "stop",
-    requested_params: list[SamplingParams] | None = None,
-) -> None:
-    """From now on the engine says this, one character at a time; `asked` gets the parameters."""
+    server: Running, monkeypatch: pytest.MonkeyPatch, text: str, reason: str = "stop"
+) -> list[SamplingParams]:
+    """From now on the engine says this, one character at a time. Returns what is requested."""
+    requested = list[SamplingParams]()
 
     async def generate(
         ids: list[int], params: SamplingParams, **_: Any
     ) -> AsyncIterator[RequestDelta]:
-        if requested_params is not None:
-            requested_params.append(params)
+        requested.append(params)
         yield RequestDelta("x", prompt_token_ids=ids)
         for character in text:
             yield RequestDelta("x", {0: CompletionDelta(0, character, [5])})
@@ -275,6 +253,7 @@ def says(
         yield RequestDelta("x", end, finished=True, metrics=RequestMetrics(1.0))
 
     monkeypatch.setattr(server.llm, "generate", generate)
+    return requested
 
 
 # -- the text
@@ -352,7 +331,6 @@ G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"
         (f"<think>ab{CALL}\n</think>\nhi", "hi", "ab", [F]),
         ("<think>a\n<tool_call> b\n</think>\nhi", "hi", "a\n<tool_call> b", []),
         # other forms of a call
-        ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', None, None, [G]),
         ('<tool_call>{"name": "g"}', None, None, [G]),
         ('<tool_call>{"id": 1, "name": "g", "parameters": {"x": 1}}</tool_call>', None, None, [X]),
         ('<tool_call>{"parameters": {"x": 1}, "name": "g"}</tool_call>\na', "a", None, [X]),
@@ -376,7 +354,6 @@ G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"
         # no calls
         ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),
         ('a<tool_call>{"b</tool_call>', 'a<tool_call>{"b</tool_call>', None, []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', None, []),
         (f"{CALL} and more", " and more", None, [F]),
         ("", "", None, []),
     ],
@@ -450,17 +427,6 @@ def test_a_forced_call_has_the_schema_of_its_function(
     assert cut.message.tool_calls[0].function.arguments == '{"'
 
 
-def test_a_reference_in_a_value_is_no_reference() -> None:
-    value = {"$ref": "#/$defs/Unit"}
-    names = {"const": value, "enum": value, "$ref": {"const": value}}
-    schema = {"$defs": {"Unit": {"default": value, "enum": [value]}}, "properties": names}
-    grammar = ToolUse({"f": schema}, "required").grammar()
-    assert grammar is not None and isinstance(grammar.schema, dict)
-    moved = {"$ref": "#/$defs/0/$defs/Unit"}
-    names = {"const": moved, "enum": moved, "$ref": {"const": value}}
-    assert grammar.schema["$defs"]["0"] == {**schema, "properties": names}
-
-
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_calls_are_found_in_a_text(
     hermes: Running, monkeypatch: pytest.MonkeyPatch, reason: str
@@ -470,14 +436,13 @@ def test_calls_are_found_in_a_text(
     chat |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
     whole = client(hermes).create(**chat)
     assert whole.ignored_fields == ["structured_outputs"]
-    ((message, end),) = [(choice.message, choice.finish_reason) for choice in whole.choices]
+    message, end = whole.choices[0].message, whole.choices[0].finish_reason
     assert end == ("tool_calls" if reason == "stop" else "length")
     assert (message.content, message.reasoning_content, message.reasoning) == ("hi", "ab", "ab")
     assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
     assert all(re.fullmatch("[0-9A-Za-z]{9}", call.id) for call in message.tool_calls), "Mistral's"
     with client(hermes).stream(**chat) as events:
         chunks = [event.chunk for event in events if event.type == "chunk"]
-    assert chunks[0].ignored_fields == ["structured_outputs"]
     choices = [chunk.choices[0] for chunk in chunks]
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [end]
     first, *later = [c for one in choices for c in one.delta.tool_calls or () if c.index == 1]
@@ -485,9 +450,7 @@ def test_calls_are_found_in_a_text(
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
     assert len(later) > 3, "as they come"
     for fields in {"tool_choice": "none"}, {"tools": None}:
-        whole = client(hermes).create(model=MODEL, messages=MESSAGES, **fields)
-        assert not hasattr(whole, "ignored_fields")
-        message = whole.choices[0].message
+        message = client(hermes).create(model=MODEL, messages=MESSAGES, **fields).choices[0].message
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
     _, answer = hermes.post(PATH, {"messages": MESSAGES, "include_reasoning": False})
     assert answer["choices"][0]["message"].keys() == {"role", "refusal", "content"}
@@ -496,10 +459,9 @@ def test_calls_are_found_in_a_text(
 
 def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
     """Trap 98: what is no JSON of an object is {}, as in vLLM."""
-    wrong: list[Any] = ["", " ", "null", "[]", "[1]", '"x"', "5", "true", "None", "{}", "'", "{"]
-    wrong += ['{"x": "half', '{"x": 1}{"y": 2}', '{"x": 1 "y": 2}', '{"x": "a "b""}']
+    wrong: list[Any] = ["", "null", "[1]", '"x"', "5", "{", '{"x": 1}{"y": 2}', '{"x": "a "b""}']
     wrong += ['{"x": "a\nb"}', '{"x": "\\ud800"}', "[" * 9999, '{"x":' * 9999]
-    wrong += [f'{{"x": {"9" * 9999}}}', None, {}, [], [{"x": 1}], 0, 5, 1.5, True, False]
+    wrong += [f'{{"x": {"9" * 9999}}}', None, {}, [{"x": 1}], 0, 1.5, True]
     for arguments, shown in (
         *(('{"x": 1, "y": "z"}', " x=1 y=z"), ({"x": 1}, " x=1")),
         *((one, "") for one in wrong),
@@ -516,28 +478,25 @@ def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
             assert call_text.endswith(f"user:x{answer}tool:9<think>\n\n</think>"), arguments
 
 
-def test_a_template_that_ignores_tools(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_ignores_tools(server: Running) -> None:
     chat: Any = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 1}
-    server.app.state.server.chat.__dict__.pop("_shown_tool", None)
     for choice in {}, {"tool_choice": "auto"}:
         status, answer = server.post(PATH, chat | choice)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert "required" in answer["error"]["message"]
         assert server.post(PATH, chat | {"tool_choice": "required"})[0] == 200
-    assert caplog.text.count("ignores tools") == 1
 
 
 def test_marks_that_are_special_tokens_are_not_skipped(
     hermes: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, requested_params = hermes.llm.tokenizer, []
+    source, requested = hermes.llm.tokenizer.source, says(hermes, monkeypatch, "x")
     ids = SimpleNamespace(token_to_id={"<tool_call>": 7}.get)
     for special_ids, is_skipped in (frozenset(), True), (frozenset({7}), False):
-        other: Any = SimpleNamespace(source=tokenizer.source, backend=ids, special_ids=special_ids)
+        other: Any = SimpleNamespace(source=source, backend=ids, special_ids=special_ids)
         monkeypatch.setattr(hermes.app.state.server, "chat", ChatPrompts(other, HERMES))
-        says(hermes, monkeypatch, "x", requested_params=requested_params)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
-        assert requested_params[-1].skip_special_tokens is is_skipped
+        assert requested[-1].skip_special_tokens is is_skipped
 
 
 @pytest.mark.parametrize(

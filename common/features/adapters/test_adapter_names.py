@@ -3,8 +3,10 @@ in two threads."""
 
 from __future__ import annotations
 
+import random
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,6 @@ class Loader:
 
     def __init__(self) -> None:
         self.there: list[str] = []
-        self.num_forgotten = 0
 
     def begin(self, directory: str) -> Loaded:
         return Loaded(self, directory[0])
@@ -36,6 +37,7 @@ class Loader:
 class Loaded:
     loader: Loader
     content: str
+    is_discarded: bool = False
 
     def is_over(self) -> bool:
         return True
@@ -49,7 +51,7 @@ class Loaded:
         self.loader.there += [self.content] * (self.content not in self.loader.there)
 
     def discard(self) -> None:
-        self.loader.num_forgotten += 1
+        self.is_discarded = True
 
 
 class Interrupted(dict):
@@ -57,66 +59,54 @@ class Interrupted(dict):
         raise KeyboardInterrupt
 
 
-def test_content_stays_while_a_name_or_a_request_has_it() -> None:
-    loader = Loader()
-    names = AdapterNames(loader, int)
-    names.load("x", "a1")
-    names.load("y", "a2")
-    request, another = (Request.from_tokens(name, [1], 1) for name in ("request", "another"))
-    request.features = another.features = {"adapter": "a"}
-    names.on_add(request)
-    assert names.in_use(["request"]) == (["x"], []) and names.in_use([]) == ([], ["x"])
-    names.unload("x")
-    names.unload("y")
-    assert names.in_use(["request"]) == (["a"], []), "by its digest"
-    assert loader.there == ["a"] and names.names == []
-    names.on_finish(another)
-    assert loader.there == ["a"]
-    names.on_finish(request)
-    names.on_finish(request)
-    assert loader.there == [] and names.in_use(["request"]) == ([], [])
-
-
-def test_content_left_without_a_name_by_an_interrupt_is_dropped_by_the_next_call() -> None:
-    loader = Loader()
-    names = AdapterNames(loader, int)
-    whole, names._digests = names._digests, Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        names.load("x", "a")
-    names._digests = whole
-    assert loader.there == ["a"]
-    names.load("x", "b")
-    assert loader.there == ["b"] and names.digest_of("x") == "b"
-
-
-def test_steps_in_flight_are_waited_for_and_keep_their_errors() -> None:
-    loader, waited = Loader(), []
-
-    def wait() -> None:
-        waited.append(list(loader.there))
-        raise RuntimeError("of a step")
-
-    names = AdapterNames(loader, wait)
-    names.load("x", "a")
-    names.unload("x")
-    assert waited == [["a"]] and loader.there == []
-
-
-def test_of_loads_at_once_the_slower_changes_nothing_and_an_unload_is_undone() -> None:
-    loader = Loader()
-    names = AdapterNames(loader, int)
-    slow = names.begin_load("x", "a")
-    names.load("x", "b")
-    with pytest.raises(ValueError, match="name must be unused, got 'x'"):
-        names.end_load("x", slow)
-    with pytest.raises(ValueError, match="can not be read"):
-        names.load("y", "?")
-    assert loader.there == ["b"] and loader.num_forgotten == 2 and names.names == ["x"]
-    again = names.begin_load("y", "b")
-    names.unload("x")
-    assert loader.there == []
-    names.end_load("y", again)
-    assert loader.there == ["b"] and names.digest_of("y") == "b"
+@pytest.mark.net
+@pytest.mark.parametrize("seed", range(20))
+def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
+    """With loads that overlap, fail or are interrupted, and a step in flight that fails when a
+    drop waits for it. What an interrupt leaves is dropped by the next call."""
+    rng, loader = random.Random(seed), Loader()
+    names = AdapterNames(loader, lambda: 1 / 0)
+    digests, users, begun = dict[str, str](), dict[str, Request](), list[tuple[str, Any]]()
+    for number in range(80):
+        name, content = rng.choice("xyz"), rng.choice("abc?")
+        act = rng.choice(["begin", "end", "end", "unload", "add", "finish", "interrupt"])
+        if act == "begin" and name not in digests:
+            begun.append((name, names.begin_load(name, content + "1")))
+        elif act == "end" and begun:
+            name, loading = begun.pop(rng.randrange(len(begun)))
+            if name in digests or loading.content == "?":
+                with pytest.raises(ValueError, match=r"must be unused|can not be read"):
+                    names.end_load(name, loading)
+                assert loading.is_discarded
+            else:
+                names.end_load(name, loading)
+                digests[name] = loading.content
+        elif act == "unload" and name in digests:
+            names.unload(name)
+            del digests[name]
+        elif act == "add" and digests:
+            request = Request.from_tokens(str(number), [1], 1)
+            request.features = {"adapter": rng.choice(list(digests.values()))}
+            names.on_add(request)
+            users[request.request_id] = request
+        elif act == "finish" and users:
+            request = users.pop(rng.choice(list(users)))
+            names.on_finish(request)
+            names.on_finish(request)
+        elif act == "interrupt" and name not in digests and content != "?":
+            whole, names._digests = names._digests, Interrupted(names._digests)
+            with pytest.raises(KeyboardInterrupt):
+                names.load(name, content)
+            names._digests = whole
+        else:
+            continue
+        used = {user.features["adapter"] for user in users.values()}
+        wanted, there = used | set(digests.values()), set(loader.there)
+        assert there >= wanted and len(there) == len(loader.there)
+        assert there == wanted or act in ("end", "interrupt", "add")
+        assert {name: names.digest_of(name) for name in names.names} == digests
+        said = {next((n for n in digests if digests[n] == one), one) for one in used}
+        assert [set(part) for part in names.in_use(users)] == [said, set()]
 
 
 class Ranks:
@@ -164,23 +154,6 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     with pytest.raises(WorkerError):
         names.load("x", "x")
     assert not ranks.loading
-
-
-def test_adapters_of_an_interrupted_load_are_dropped_by_the_next_call() -> None:
-    class Interrupting(Ranks):
-        def send(self, content: bytes) -> None:
-            super().send(content)
-            if self.sent[-1] == ("take", 2, True):
-                raise KeyboardInterrupt
-
-    ranks = Interrupting(["a", "a"], ["b", "b"], ["c", "c"])
-    names = AdapterNames(RemoteAdapters(ranks), int)
-    names.load("x", "x")
-    with pytest.raises(KeyboardInterrupt):
-        names.load("y", "y")
-    names.load("y", "z")
-    assert [sent for sent in ranks.sent if sent[0] == "drop"] == [("drop", "b")]
-    assert names.names == ["x", "y"] and names.digest_of("y") == "c"
 
 
 def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, monkeypatch) -> None:
