@@ -24,7 +24,7 @@ from policies import SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from request import Request, SamplingParams
-from sglang_policies import DFSWeight, LongestPrefixMatch, RandomPolicy
+from sglang_policies import DFSWeight, LongestOutputFirst, LongestPrefixMatch, RandomPolicy
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -39,6 +39,17 @@ def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None)
 
 
 # policies with a key
+
+
+def test_the_longest_output_is_the_remaining_one():
+    requests = [
+        Request.from_tokens(name, [1], max_new_tokens=n) for name, n in zip("abc", (5, 9, 7))
+    ]
+    for token in (1, 2, 3):
+        requests[1].append_output_token(token)  # nine less three
+    assert ids(LongestOutputFirst().order(requests)) == ["c", "b", "a"]
+    requests[2].max_tokens = 4  # the scheduler lowers it where the model ends sooner
+    assert ids(LongestOutputFirst().order(requests)) == ["b", "a", "c"]
 
 
 def test_draws_do_not_change_between_processes():
