@@ -20,7 +20,7 @@ from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
 from kv_slots import PREFIX_CACHES
-from policies import PriorityPolicy, SchedulePolicy
+from policies import SchedulePolicy
 from policy_queue import PolicyQueue
 from prefix_cache import PrefixCache, normalise_extra_keys
 from request import Request, SamplingParams
@@ -39,14 +39,6 @@ def make(request_id: str, tokens: Sequence[int] = (1,), salt: str | None = None)
 
 
 # policies with a key
-
-
-def test_a_lower_priority_number_is_served_first_and_then_who_came_first():
-    requests = [
-        Request.from_tokens(name, [1], priority=priority, arrival_time=time)
-        for name, priority, time in [("a", 1, 0), ("b", 0, 9), ("c", -1, 7), ("d", 0, 8)]
-    ]
-    assert ids(PriorityPolicy().order(requests)) == ["c", "d", "b", "a"]
 
 
 def test_the_longest_output_is_the_remaining_one():

@@ -243,24 +243,6 @@ TestQueueAgainstNaiveQueue.settings = settings(
 )
 
 
-def test_looking_changes_nothing_and_two_queues_share_nothing():
-    """Trap 50."""
-    queue, other = PolicyQueue(make_policy("random")), PolicyQueue(make_policy("random"))
-    fill(queue, "abcdef")
-    assert not other and ids(queue) == ids(queue)
-    fill(other, "fedcba")
-    assert ids(other) == ids(queue), "a draw depends on the id alone"
-
-
-def test_of_as_many_as_can_be_sorted_all_are_and_of_more_none():
-    queue = PolicyQueue(policy := LivePolicy(sorts_all_or_none=True))
-    policy.ranks = {name: -rank for rank, name in enumerate("abcdefg")}
-    fill(queue, "abcdef")
-    assert ids(queue) == [*"fedcba"]
-    fill(queue, "g")
-    assert ids(queue) == [*"abcdefg"]
-
-
 # the price
 
 

@@ -17,7 +17,7 @@ from kv_memory import NotReady
 from pipeline_plugin import PipelinePlugin
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import MAX_SKIPPED, Request, RequestStatus, Scheduler
+from scheduler import MAX_SKIPPED, MAX_TRIED, Request, RequestStatus, Scheduler
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     ChunksOf,
@@ -181,6 +181,17 @@ def test_requests_after_many_loads_are_reached_and_no_load_is_forgotten(kind, mo
     loading.clear()
     loop.run()
     assert loop.reasons.keys() == {"a", *names}
+
+
+@BOTH
+def test_a_step_tries_a_bounded_number_of_requests_and_then_those_behind(kind):
+    names = [f"x{i}" for i in range(MAX_TRIED)]
+    loop = loop_with(*((name, 5, 1) for name in names), ("a", 3, 1), kind=kind)
+    can_start = Mock(side_effect=lambda request: request.request_id == "a")
+    loop.scheduler.can_start = can_start
+    assert scheduled_tokens(loop.step()) == {} and can_start.call_count == MAX_TRIED
+    loop.scheduler.abort_request(names[0])
+    assert scheduled_tokens(loop.step()) == {"a": 3}
 
 
 # -- plugins, and interrupts

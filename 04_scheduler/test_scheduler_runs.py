@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -421,11 +422,21 @@ def _end(world: World, request_id: str, is_stopped: bool) -> None:
 
 
 class LoadingMachine(SchedulerMachine):
-    """Loads hold memory while they are under way."""
+    """Loads hold memory while they are under way. Of those that a step passes, one or more are
+    asked again: neither refused loads in front nor those that have arrived behind block the
+    queue."""
 
-    @initialize(**SMALL_WORLDS | {"cache": st.just("loads")})
-    def start(self, **options):
+    @initialize(**SMALL_WORLDS | {"cache": st.just("loads")}, num=st.sampled_from([1, 2, 128]))
+    def start(self, num, **options):
+        for module in ("scheduler", "prefill_first_scheduler"):
+            mock.patch(f"{module}.MAX_SKIPPED", num).start()
         super().start(**options)
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            mock.patch.stopall()
 
 
 SETTINGS = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from itertools import product
 
@@ -13,6 +12,7 @@ from cached_grouped_memory import CachedGroupedMemory
 from grouped_prefix_cache import GroupedBlock, GroupedPrefixCache
 from kv_memory import NotReady
 from kv_orders import Chaos
+from kv_slots import Runner
 from prefix_cache_local import compute_hash_chain
 from request import Request, RequestStatus, SamplingParams
 
@@ -99,18 +99,20 @@ def test_nothing_is_given_up_before_it_is_published():
 
 
 class GroupedChaos(Chaos):
-    """Requests over a memory. Each slot holds its group and all tokens up to it, and each step
-    reads what its tokens see, by tables that are built from what the runner is told."""
+    """Requests over a memory, and a runner for each group, which reads what its tokens see. They
+    share one memory: a block that another group has taken holds other tokens. What can be allocated
+    is checked in `test_grouped_scheduling.py`."""
 
     def __init__(self, windows: tuple[int | None, ...], rng: random.Random) -> None:
         super().__init__(self, rng.randint)
         self.windows = windows
         self.memory = CachedGroupedMemory(BlockPool(rng.choice([9, 16, 40])), SIZE, windows, STEP)
-        self.slots: dict[tuple[int, int], object] = {}
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.plan: dict[str, int] = {}  # where its step starts
-        self.tables: dict[str, list[list[int]]] = {}
+        self.runners = [Runner(SIZE, window) for window in windows]
+        for runner in self.runners[1:]:
+            runner.memory = self.runners[0].memory
         self.stats = [0, 0, 0]
         self.trusted: set[GroupedBlock] = set()  # with their prefix a request has sampled
         self.untrusted: set[str] = set()  # requests with blocks that were withdrawn
@@ -157,10 +159,6 @@ class GroupedChaos(Chaos):
         freeing = self.choose(self.running.keys() - self.plan.keys()) if self.pick(0, 1) else None
         victim = self.running.get(freeing)
         fits = memory.can_allocate(request, num_new, computed, 0, victim)
-        trial, again, gone = copy.deepcopy((memory, request, victim))
-        if gone is not None:
-            trial.free(gone)
-        assert fits == trial.allocate_slots(again, num_new, 0, computed)
         if fits and freeing is not None:
             self.preempt(freeing)
         num_reserved = self.pick(0, 3) * self.pick(0, 1)
@@ -188,32 +186,20 @@ class GroupedChaos(Chaos):
                 self.preempt(name)
 
     def step(self) -> None:
-        moves, written = self.memory.pop_table_updates(), set[tuple[int, int]]()
-        for name in self.plan:
-            known = self.tables.setdefault(name, [[] for _ in self.windows])
-            for table, block_ids in zip(known, self.memory.get_tables(name)):
-                table += block_ids[len(table) :]
-        for move in moves:
-            self.tables[move.req_id][move.group][move.block_index] = move.block_id
-        for name, table in self.tables.items():
-            assert table == [
-                list(ids)[: len(t)] for t, ids in zip(table, self.memory.get_tables(name))
-            ]
+        for move in self.memory.pop_table_updates():
+            self.runners[move.group].move_blocks([move])
+        for group, runner in enumerate(self.runners):
+            for name in self.plan:
+                known = runner.tables.setdefault(name, [])
+                known += self.memory.get_tables(name)[group][len(known) :]
+            for name, table in runner.tables.items():
+                assert table == list(self.memory.get_tables(name)[group])[: len(table)], "not told"
+        requests = [(self.running[name], start) for name, start in self.plan.items()]
+        batch = [(request, start, request.num_computed_tokens) for request, start in requests]
+        for runner in self.runners:
+            runner.forward(batch, self.running)
         for name, start in self.plan.items():
             request = self.running[name]
-            for group, table in enumerate(self.tables[name]):
-                for place in range(start, request.num_computed_tokens):
-                    slot = table[place // SIZE], place % SIZE
-                    assert slot not in written, "two requests write one slot"
-                    written.add(slot)
-                    self.slots[slot] = group, request.all_token_ids[: place + 1]
-        for name, start in self.plan.items():
-            request = self.running[name]
-            for group, window in enumerate(self.windows):
-                first = 0 if window is None else max(0, start - window + 1)
-                for place in range(first, request.num_computed_tokens):
-                    slot = self.tables[name][group][place // SIZE], place % SIZE
-                    assert self.slots[slot] == (group, request.all_token_ids[: place + 1])
             num_cached = self.memory.cache.num_cached_blocks
             self.memory.cache_blocks(
                 request, start if self.is_late else request.num_computed_tokens
@@ -258,7 +244,8 @@ class GroupedChaos(Chaos):
         assert order == sorted(order, reverse=True)
         kept = {k for k in known if not bad or k.token_ids[: len(bad)] != bad}
         assert set(memory.cache.cached_prefixes()) == kept
-        self.tables.pop(name, None)
+        for runner in self.runners:
+            runner.tables.pop(name, None)
         self.untrusted.discard(name)
 
     def published_ends(self, name: str) -> range:

@@ -10,12 +10,10 @@ from functools import partial
 
 import pytest
 
-from block_pool import BlockPool
 from kv_connector import KVConnector
 from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
 from kv_orders import BLOCK_SIZES, check_long_run
-from kv_served_world import CachingLoop
 from kv_slots import Runner, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
@@ -273,19 +271,3 @@ def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_cach
     assert "a" in loads, "another block"
     loads.invalidate(getattr(loads._loads["a"], invalidated)[0])
     assert "a" not in loads and world.manager.num_blocks_in_use == 0
-
-
-def test_a_request_that_loads_is_overtaken_and_then_served(make_cache):
-    pool, runner = BlockPool(21), Runner(2)
-    connector = FakeConnector(runner)
-    manager = LoadingKVCacheManager(pool, 2, make_cache(pool, 2), connector)
-    loop = CachingLoop(manager, runner)
-    connector.num_offered["a"] = 2
-    for name in "ab":
-        loop.take(Request.from_tokens(name, [ord(name)] * 5, 2))
-    assert loop.step().num_scheduled_tokens == {"b": 5}
-    assert loop.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    connector.finish("a", 2)
-    assert loop.step().num_scheduled_tokens == {"b": 1, "a": 1}
-    loop.run()
-    assert manager.usage == 0

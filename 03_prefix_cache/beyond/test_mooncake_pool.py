@@ -1,4 +1,5 @@
-"""The pool on the real store: two processes, a master that dies or stops. Cases of all stores are
+"""The pool on the real store: two processes, a master that dies. A store that does not answer
+is that of `test_mooncake_client.py`. Cases of all stores are
 in `test_kv_store.py` and `test_pool_connector.py`.
 
 Without the store these tests are skipped, except in a CI, where it has to be there (`conftest.py`).
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -131,25 +131,3 @@ def test_a_killed_store_is_an_empty_one(
     assert elapsed_s(lambda: check_down(pool, chain)) < QUICK_S
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
     doomed.stop()
-
-
-def test_a_store_that_stops_answering_costs_one_time_limit(
-    master: MooncakeMaster, near: MooncakePool
-) -> None:
-    """Not killed, which the kernel would tell, but silent. A signal only asks: threads that are at
-    work answer for a while, so the test waits until the last one has stopped."""
-    chain = make_chain("silent", 2)
-    assert publish(near, chain) == [True, True]
-    pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
-    assert pool.has(links_of(chain)) == 2
-    pool._client.timeout_s = 0.2
-    master.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, master.process.pid, os.WSTOPPED)
-    try:
-        assert pool.total_cached_blocks == 0
-        assert 0.15 < elapsed_s(lambda: pool.has(links_of(chain))) < WAIT_S
-        assert elapsed_s(lambda: check_down(pool, chain)) < QUICK_S
-    finally:
-        master.process.send_signal(signal.SIGCONT)
-    assert pool.has(links_of(chain)) == 0, "a store that was given up is asked again"
-    assert near.has(links_of(chain)) == 2

@@ -334,25 +334,6 @@ def test_rolled_back_positions_of_a_preempted_request_are_not_counted_as_lost() 
     assert world.scheduler.get_stats().total_recomputed_tokens == 2, "of three"
 
 
-def test_a_step_in_flight_does_not_publish_the_new_block_of_a_preempted_request() -> None:
-    """A chunk of `a` is in flight when `a` is preempted. If `a` ran again immediately, the end of
-    that step would publish its new block before it is written."""
-    options = {"chunk_policy": ChunkToBudget(), "max_num_batched_tokens": 4, "num_in_flight": 9}
-    world = make_world(cache="hash", world_type=PipelinedWorld, **options)
-    world.add(request := make_request(num_prompt=12))
-    world.schedule()
-    world.schedule()
-    world.scheduler.preempt(request)
-    world.schedule()
-    assert world.plans[-1].is_empty
-    world.update()
-    world.update()
-    assert world.scheduler.kv_memory.cache.num_cached_blocks == 0
-    world.schedule()
-    assert world.plans[-1].start_positions == [0]
-    world.run()
-
-
 @BOTH
 def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only(world_type) -> None:
     """Eight requests decode after a long prompt, in a pipeline four of them in the other plan."""

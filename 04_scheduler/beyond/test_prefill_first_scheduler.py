@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from block_pool import BlockPool
-from kv_memory import UncachedKVCacheManager
+from prefill_first_runs import iterations_table
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
-from schedule_batch import ScheduleBatch
 from scheduler_steps import SchedulerLog, SchedulerLoop, make_loop, preempted_ids, scheduled_tokens
 from step_log import Case, cases_of
 
@@ -21,6 +19,12 @@ from step_log import Case, cases_of
 @cases_of(Path(__file__).with_name("prefill_first_plans.txt"))
 def test_prefill_first_plans(case: Case):
     SchedulerLog(make_loop(PrefillFirstScheduler, **case.options)).perform(case)
+
+
+def test_the_iterations_of_the_page():
+    page = Path(__file__).with_name("PREFILL_FIRST.md").read_text(encoding="utf-8")
+    for mixing in (False, True):
+        assert f"\n{iterations_table(mixing=mixing)}\n" in page
 
 
 def greedy(num_blocks: int, **options) -> SchedulerLoop:
@@ -115,19 +119,3 @@ def test_a_lone_request_is_never_retracted_for_want_of_memory():
     loop.memory.free(load)
     assert scheduled_tokens(loop.step()) == {"a": 1}
     loop.run()
-
-
-def test_pages_are_handed_out_once_and_kept():
-    """Three requests at the end of their pages, and two pages that are free."""
-    memory = UncachedKVCacheManager(BlockPool(6), 4)
-    requests = [Request.from_tokens(name, [0] * 5, 50) for name in "abc"]
-    for request in requests:
-        assert memory.allocate_slots(request, 4)
-        request.num_computed_tokens = 4
-    batch = ScheduleBatch(memory, requests)
-    assert batch.new_page_count_next_decode() == 3
-    for _ in range(2):
-        assert not batch.check_decode_mem() and memory.num_blocks_in_use == 5
-    memory.free(batch.reqs.pop(0))
-    for _ in range(2):
-        assert batch.check_decode_mem() and memory.num_blocks_in_use == 4
