@@ -3,8 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -19,7 +17,7 @@ from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
 from common.tests.model_cases import CASES, save_case
-from workshop.measure.bench.random_weights import QWEN3_0_6B, write_random
+from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -80,23 +78,6 @@ def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypa
     assert max(plain_bytes) <= 4 * (max(m.shape.numel() for m in own) + 64 * len(own))
     assert all(matrix.is_packed for matrix in linear_layers(model))
     assert_same_weights(dict(model.named_weights()), expected)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the pages of a mapped file, in /proc")
-def test_the_pages_of_a_tensor_are_given_back_when_it_is_copied(tmp_path, monkeypatch):
-    write_random("qwen3", tmp_path)
-    size, resident = (tmp_path / WEIGHTS).stat().st_size, []
-    give_back = loader._give_back
-
-    def watched(stored: torch.Tensor) -> None:
-        give_back(stored)
-        maps = Path("/proc/self/smaps").read_text()
-        found = re.search(rf"{re.escape(str(tmp_path / WEIGHTS))}\n.*?Rss: +(\d+) kB", maps, re.S)
-        resident.append(int(found[1]) * 1024)
-
-    monkeypatch.setattr(loader, "_give_back", watched)
-    load_model(tmp_path, torch.float32)
-    assert len(resident) > 20 and max(resident) < size / 4, (resident, size)
 
 
 # -- every tensor once, every parameter once

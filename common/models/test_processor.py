@@ -34,10 +34,3 @@ def test_who_multiplies_bfloat16(
     assert is_bfloat16_fast() is expected
     assert choose_dtype("auto") == (torch.bfloat16 if expected else torch.float32)
     assert describe_environment()["multiplies_bf16_natively"] is expected
-
-
-def test_this_processor_is_asked() -> None:
-    flags = describe_environment()["cpu_flags"]
-    if platform.machine() == "x86_64" and flags:
-        can = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not if ONEDNN_MAX_CPU_ISA forbids it
-        assert is_bfloat16_fast() == (can and ("avx512_bf16" in flags or "amx_bf16" in flags))

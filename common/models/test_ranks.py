@@ -23,8 +23,3 @@ def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_st
             sizes = list(map(len, stages))
             assert max(sizes) - min(sizes) <= 1
             assert sizes[-1] == min(sizes), "the last one has the head too"
-
-
-def test_what_is_left_goes_to_the_middle_then_to_the_first():
-    sizes = {n: [len(Ranks(1, 4, r).layers(n)) for r in range(4)] for n in range(4, 8)}
-    assert sizes == {4: [1, 1, 1, 1], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bounded_loops import as_long_as
-from common.parallel import channel as channel_module
 from common.parallel import executor as executor_module
 from common.parallel import message
 from common.parallel.channel import (
@@ -54,29 +52,6 @@ def test_messages_of_every_length_arrive_whole_and_in_order():
     assert arrived == [data[::-1] for data in sent]
 
 
-def test_the_end_is_noticed_by_sender_and_receiver():
-    driver, worker = pair()
-    driver.close()
-    with pytest.raises(ChannelClosed):
-        worker.receive()
-    with pytest.raises(ChannelClosed):
-        worker.send(b"x")
-
-
-def test_bytes_that_were_lost_to_an_interrupt_are_seen():
-    driver, worker = pair()
-    worker.send(b"abc")
-
-    class Interrupted:
-        def __iadd__(self, data):
-            raise KeyboardInterrupt
-
-    driver._buffer = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        driver.arrived()
-    assert driver.is_inconsistent
-
-
 def test_interrupts_are_the_main_threads_business():
     """Another thread may not even ask for them."""
 
@@ -104,25 +79,6 @@ def test_a_lifeline_names_its_process_and_a_silent_peer_is_refused():
     one.close()
     line.join(5)
     assert not line.is_alive()
-
-
-@pytest.mark.parametrize("fault", ["the driver is gone", "it has another parent", "it is over"])
-def test_a_process_ends_with_its_driver_whatever_it_does(fault, monkeypatch):
-    (driver, worker), ended = pair(), threading.Event()
-
-    def exit_process(code: int) -> None:
-        assert code == 1
-        ended.set()
-
-    monkeypatch.setattr(channel_module.os, "_exit", exit_process)
-    line = Lifeline(worker.sock, parent=-1 if fault == "it has another parent" else None)
-    line.is_over = fault == "it is over"
-    line.start()
-    assert not ended.wait(0.1)
-    if fault != "it has another parent":
-        driver.close()
-    line.join(5)
-    assert not line.is_alive() and ended.is_set() == (fault != "it is over")
 
 
 # -- the driver
@@ -208,29 +164,6 @@ def impatient(monkeypatch) -> None:
     monkeypatch.setattr(executor_module, "GRACE_S", 0.2)
 
 
-def test_answers_without_a_waiting_call_are_dropped():
-    executor = played((right, location(True)), (silent, location(True)), timeout_s=5)
-    for number in range(3):
-        executor.send(message.pack("plan", step=number))
-    assert executor.wait_for_output(2)["output"] == {"of": 2}
-    assert executor._outputs == [{}, {}]
-    executor.close()
-    with pytest.raises(WorkerError, match="the engine is closed"):
-        step(executor)
-
-
-def test_an_adapter_read_for_an_interrupted_call_is_dropped():
-    """The requesting call was interrupted, and its ranks read on."""
-    executor, (its_one,) = linked(1)
-    executor.loading[2] = {}
-    for number in (1, 2):
-        facts = {"number": number, "digest": "d", "kind_of_error": "", "sentence": ""}
-        its_one.send(message.pack("adapter", **facts))
-    for _ in as_long_as(lambda: not executor.loading[2], seconds=20):
-        executor.look(1.0)
-    assert executor.loading == {2: {0: facts}}
-
-
 def test_two_that_talk_at_once_do_not_wait_for_each_other():
     """A driver that writes and a worker that answers at length, with full buffers between them."""
     block = message.pack("block", data=bytes(10**7))
@@ -244,16 +177,10 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other():
 
 WAITS, WORKS, IS_IDLE = location(True), location(False), location(False, None)
 FAILURES = {
-    "gone": ((right, WAITS), (lambda _: [b""], WAITS), "^rank 1 has exited$"),
     "gone, and another has noticed": (
         (broken("CollectiveError", True), WAITS),
         (lambda _: time.sleep(0.1) or [b""], WAITS),
         "^rank 1 has exited$",
-    ),
-    "raises": (
-        (silent, WAITS),
-        (broken("KeyError", False), IS_IDLE),
-        "^rank 1 raised KeyError: so it is$",
     ),
     "raises, and another has noticed": (
         (broken("CollectiveError", True), IS_IDLE),
@@ -264,11 +191,6 @@ FAILURES = {
         (silent, WAITS),
         (silent, None),
         "^rank 1 is stuck: no sign of life, and no end of step 3 in 0.2 s$",
-    ),
-    "is stuck, and another has noticed": (
-        (broken("CollectiveError", True), IS_IDLE),
-        (silent, None),
-        "^rank 1 is stuck: no sign of life",
     ),
     "is late": (
         (silent, WAITS),
@@ -305,22 +227,6 @@ def test_the_rank_to_blame_is_named(name, monkeypatch):
     executor.close()
 
 
-def test_ranks_that_have_sampled_different_tokens_are_named():
-    def answers(digest: str | None) -> tuple:
-        return (lambda step: [output(step, digest)], WAITS)
-
-    executor = played(answers("a"), answers(None), answers("a"), compares=True, timeout_s=5)
-    assert step(executor, 1)["output"] == {"of": 1}
-    executor.close()
-    executor = played(answers("a"), answers("a"), answers("b"), compares=True, timeout_s=5)
-    with pytest.raises(WorkerError, match="rank 2 has sampled other tokens in step 1 than rank 0"):
-        step(executor, 1)
-    three = [answers(digest) for digest in "baa"]
-    executor = played(*three, compares=True, timeout_s=5, output_rank=1)
-    with pytest.raises(WorkerError, match="rank 0 has sampled other tokens in step 1 than rank 1"):
-        step(executor, 1)
-
-
 @pytest.mark.parametrize("second, raised", [("ValueError", ValueError), ("KeyError", WorkerError)])
 def test_a_startup_error_is_the_users_if_all_ranks_report_it(second, raised):
     executor, ends = linked(2)
@@ -339,13 +245,6 @@ def test_a_peer_with_half_a_message_gets_no_goodbye(monkeypatch):
     assert message.unpack(its_two.receive(), {"close": ()})[0] == "close"
     with pytest.raises(ChannelClosed):
         its_one.receive()
-
-
-def test_a_worker_that_takes_no_message_is_named():
-    (channel, _pending_output), (lifeline, _silent) = pair(), pair()
-    executor = Executor([Link(0, channel, lifeline)], 0, 0.2)
-    with pytest.raises(WorkerError, match="rank 0 is stuck: no sign of life"):
-        executor.send(bytes(10**7))
 
 
 @pytest.fixture
@@ -390,13 +289,6 @@ def test_an_interrupted_message_is_taken_to_its_end_by_all(ctrl_c):
     assert executor.collect("a block") == [{"data": b"x"}] * 2
     executor.send(b"next")
     assert its_one.receive() == its_two.receive() == b"next"
-
-
-def test_a_truncated_message_is_not_read_on():
-    executor = played((right, WAITS))
-    executor.links[0].channel.is_inconsistent = True
-    with pytest.raises(WorkerError, match="interrupted in the middle of a message"):
-        step(executor)
 
 
 def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):

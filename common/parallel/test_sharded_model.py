@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from batch_invariance import make_batch_invariant
 from common.assembly.assembly import kv_namespace
@@ -18,6 +18,7 @@ from common.models.collectives import SingleProcess
 from common.models.linear import linear_layers
 from common.models.loader import load_model
 from common.models.ranks import Ranks
+from common.models.test_loader import edit_weights
 from common.parallel.sharded_model import ShardedModel, rank_config
 from common.runner.kv_sizing import allocate_kv_cache
 from common.tests.model_cases import save_case
@@ -147,12 +148,6 @@ def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_
 # -- every rank refuses a tensor that does not fit, even if another would load it
 
 
-def edit(path: Path, change) -> None:
-    tensors = load_file(path / WEIGHTS)
-    change(tensors)
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -166,7 +161,7 @@ def edit(path: Path, change) -> None:
     ],
 )
 def test_a_wrong_checkpoint_is_refused_by_every_rank(change, message, tmp_path):
-    edit(save_case("qwen2-untied", tmp_path), change)
+    edit_weights(save_case("qwen2-untied", tmp_path), change)
     for ranks in all_ranks(2, 2):
         with pytest.raises(ValueError, match=message):
             load(tmp_path, ranks)
@@ -174,10 +169,10 @@ def test_a_wrong_checkpoint_is_refused_by_every_rank(change, message, tmp_path):
 
 def test_a_tied_matrix_with_two_values_is_refused_by_the_rank_that_has_that_part(tmp_path):
     save_case("qwen3", tmp_path)
-    edit(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    edit_weights(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     for ranks in all_ranks(2, 3):
         load(tmp_path, ranks)
-    edit(tmp_path, lambda t: t[HEAD][60].add_(1e-9))  # of the second of two
+    edit_weights(tmp_path, lambda t: t[HEAD][60].add_(1e-9))  # of the second of two
     for ranks in all_ranks(2, 3):
         if ranks.tp_rank == 0 or ranks.stage == 1:
             load(tmp_path, ranks)

@@ -157,7 +157,7 @@ class Told(RunnerPlugin):
         self.log.append("admit")
 
     def release(self, row: int) -> None:
-        self.rows.pop(row, None)  # after an interrupt it may not have been told
+        del self.rows[row]
         self.log.append("release")
 
     def appended(self, state, rows, starts, stops) -> None:
@@ -303,45 +303,3 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
                 rows, state.num_tokens[rows], list(sampled.values())
             )
             check_state(state, plans)
-
-
-class Interrupts(RunnerPlugin):
-    when = ""
-
-    def notice(self, moment: str) -> None:
-        if moment == self.when:
-            self.when = ""
-            raise KeyboardInterrupt
-
-    grow = lambda self, _: self.notice("grow")  # noqa: E731
-    admit = lambda self, *_: self.notice("admit")  # noqa: E731
-    release = lambda self, _: self.notice("release")  # noqa: E731
-
-
-@pytest.mark.parametrize("when", ["admit", "release", "grow", "rows"])
-def test_requests_of_an_interrupted_change_have_no_row(when: str) -> None:
-    """The scheduler says again who has ended, by the lost plan or with it."""
-
-    def plan(names: str, finished: str = "") -> SchedulerOutput:
-        params = SamplingParams()
-        news = [NewRequestData(n, [1, 2], params, features={"told": [n]}) for n in names]
-        return SchedulerOutput(news, finished_req_ids={*finished})
-
-    interrupts, told = Interrupts(), Told()
-    state = BatchState(2, MAX_BLOCKS, SamplingColumns(), [interrupts, told])
-    for name in "ab":
-        state.apply(plan(name))
-    interrupts.when = when
-    if when == "rows":  # the row is out of one book, and not in the other
-        state.apply(plan("h"))
-        del state.requests["h"]
-        state.is_inconsistent = True
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            state.apply(plan("cd", "a"))
-    state.apply(plan("", "acd"))
-    assert state.row_of.keys() == state.requests.keys() == {"b"}
-    num_rows = len(state.num_tokens)
-    assert sorted([*state._free_rows, *state.row_of.values()]) == list(range(num_rows))
-    assert len(state.sampling.needs) == told.num_rows == num_rows
-    assert told.rows == {state.row_of["b"]: ("b", [1, 2])}

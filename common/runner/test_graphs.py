@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -222,28 +221,16 @@ def test_a_gpu_goes_on_after_a_step_that_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["input_ids", "slot_mapping", "block_tables"])
-def test_an_input_that_is_somewhere_else_or_is_forgotten(name, random_loaded, monkeypatch) -> None:
-    """The step is written to the new place, and the graph reads the old one. What a step does not
-    write is unusable: out of range, or the null block."""
-    right, real = list(run(make_graphs(random_loaded, EagerGraphs()), 1)), StaticMemory.fill
+def test_an_input_that_is_somewhere_else(name: str, random_loaded) -> None:
+    """The step is written to the new place, and the graph reads the old one."""
     graphs = make_graphs(random_loaded)
-
-    def fill(memory, columns, tables) -> None:
-        x = memory.inputs(tables.shape[1]).by_name()[name]
-        before = x.clone()
-        real(memory, columns, tables)
-        x.copy_(before)
-
-    with monkeypatch.context() as patch, suppress(GraphError, IndexError):
-        patch.setattr(StaticMemory, "fill", fill)
-        assert not torch.equal(*run(graphs, 1), *right)
     for bucket, x in graphs.inputs.items():
         graphs.inputs[bucket] = replace(x, **{name: getattr(x, name).clone()})
     with pytest.raises(GraphError, match=f"address changed .*: {name}$"):
         list(run(graphs))
 
 
-@pytest.mark.parametrize("name", ["slot_mapping", "seq_lens", "input_ids", "block_tables"])
+@pytest.mark.parametrize("name", ["slot_mapping", "seq_lens"])
 def test_wrong_padding(name: str, random_loaded, monkeypatch) -> None:
     """Trap 54: rows of a larger step that are left behind."""
     graphs, real = make_graphs(random_loaded), StaticMemory.fill
@@ -251,51 +238,23 @@ def test_wrong_padding(name: str, random_loaded, monkeypatch) -> None:
     def fill(memory, columns, tables) -> None:
         real(memory, columns, tables)
         x = memory.inputs(tables.shape[1])
-        n = int(x.query_start_loc[-1])
-        rows = getattr(x, name)
-        (rows[:, n:] if name in ("slot_mapping", "block_tables") else rows[n:]).fill_(7)
+        getattr(x, name)[..., int(x.query_start_loc[-1]) :].fill_(7)
 
     monkeypatch.setattr(StaticMemory, "fill", fill)
     with pytest.raises(GraphError, match=f"{name} of padding must"):
         list(run(graphs))
 
 
-class Plan(TensorPlan):
-    read = None
-
-    def write_kv(self, key, value, key_cache, value_cache) -> None:
-        if self.read is None:
-            value_cache[2, 1] = value[0]
-        super().write_kv(key, value, key_cache, value_cache)
+class Reads(TensorPlan):
+    """A step whose attention waits for the device."""
 
     def attend(self, *arguments):
-        if self.read is not None:
-            type(self).read(self.metadata.seq_lens)
+        self.metadata.seq_lens.max().item()
         return super().attend(*arguments)
 
 
-def with_plan(plan: type[Plan]) -> TensorAttentionBackend:
+def test_an_operation_that_waits_for_a_device_is_not_captured(random_loaded) -> None:
     backend = TensorAttentionBackend()
-    backend.plan = plan  # pyright: ignore[reportAttributeAccessIssue]
-    return backend
-
-
-def test_a_kernel_that_writes_to_a_wrong_slot(random_loaded) -> None:
-    with pytest.raises(GraphError, match=r"slots must be in \[.*\], got \["):
-        list(run(make_graphs(random_loaded, backend=with_plan(Plan))))
-
-
-WAITS = {
-    "item": lambda x: x.max().item(),
-    "__bool__": lambda x: bool((x >= 0).all()),
-    "tolist": lambda x: x.tolist(),
-    "aten.index.Tensor": lambda x: x[x > 0],
-    "aten.lift_fresh": lambda x: x + torch.tensor([1]),
-}
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_an_operation_that_waits_for_a_device_is_not_captured(name: str, random_loaded) -> None:
-    backend = with_plan(type("", (Plan,), {"read": WAITS[name]}))
-    with pytest.raises(CannotCapture, match=f"^{name}.*synchronizes with the device"):
+    backend.plan = Reads  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CannotCapture, match=r"^item.*synchronizes with the device"):
         make_graphs(random_loaded, backend=backend)

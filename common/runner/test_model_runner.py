@@ -12,7 +12,6 @@ from common.runner.batch_state import BatchState
 from common.runner.kv_sizing import allocate_kv_cache
 from common.runner.model_runner import PagedModelRunner
 from common.runner.trimming_runner import TrimmingRunner
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from paged_attention import TorchAttentionBackend
@@ -28,17 +27,9 @@ from scheduler_interface import (
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-LOG: list[str] = []
-
-
-class Looks(RunnerPlugin):
-    def before_sampling(self, step: StepRows, upload: UploadBuffer) -> None:
-        LOG.append("before sampling")
-
-
 @pytest.fixture
 def runner(random_loaded) -> PagedModelRunner:
-    state = BatchState(4, 4, SamplingColumns(), [Looks()])
+    state = BatchState(4, 4, SamplingColumns(), [])
     cache = allocate_kv_cache(random_loaded, 12, 16)
     parts = random_loaded.model, cache, TorchAttentionBackend(), state, Sampler(97)
     return PagedModelRunner(*parts, compose=compose_in_order)
@@ -68,27 +59,6 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_step_answers_with_tokens_and_the_times_of_its_parts(runner, monkeypatch) -> None:
-    """Plugins work between the forward pass and sampling. Who has ended is forgotten in an empty
-    step too."""
-    for target, name in ((runner, "forward"), (runner.sampler, "raw_logits")):
-        real = getattr(target, name)
-        logged = lambda x, real=real, name=name: (LOG.append(name), real(x))[1]  # noqa: E731
-        monkeypatch.setattr(target, name, logged)
-    LOG.clear()
-    plan = SchedulerOutput([new("a", [1, 2, 3], [5])], num_scheduled_tokens={"a": 3})
-    output = runner.execute(plan).wait()
-    assert LOG == ["forward", "before sampling", "raw_logits"]
-    again = SchedulerOutput([new("b", [1, 2, 3], [6])], num_scheduled_tokens={"b": 3})
-    logits = runner.forward(runner.prepare(again))
-    assert output.token_ids == {"a": [int(logits.argmax())]}
-    assert output.times.keys() == {"prepare_ms", "forward_ms", "sample_ms"}
-    assert all(ms > 0 for ms in output.times.values())
-    empty = runner.execute(SchedulerOutput(finished_req_ids={"a"})).wait()
-    assert empty.token_ids == {} and empty.times.keys() == {"prepare_ms"}
-    assert "a" not in runner.state.requests
 
 
 def test_tokens_after_a_stop_string_are_cut_with_their_logprobs() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRu
 from common.runner.pipeline import PipelinedEngineCore
 from common.tests.logging_runner import LoggingRunner, request
 from fcfs_scheduler import FCFSScheduler
-from forced_preemption import ForcedPreemption
 from overlap_plugin import OverlapPlugin
 from pipeline_plugin import PipelinePlugin
 from request import Request
-from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordedScheduler, preemptions_of
+from step_record import RecordedScheduler
 from test_worker_thread import interrupted_at
 
 BOTH = pytest.mark.parametrize("num_stages", [None, 3])
@@ -31,16 +28,13 @@ class Loop:
     """A loop that runs a step ahead, or with `num_stages`. Its runner computes nothing: `log` has
     `>ab` for a step of a and b that was begun, and `<ab` for one that was waited for."""
 
-    def __init__(
-        self, num_stages: int | None, num_in_flight: int = 0, more: tuple = (), **options
-    ) -> None:
+    def __init__(self, num_stages: int | None, num_in_flight: int = 0, **options) -> None:
         self.entries: list[tuple] = []
         self.records: list = []
         names = lambda _, plan: tuple(plan.num_scheduled_tokens)  # noqa: E731
         self.runner = LoggingRunner(self.entries, names)
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
-        kind = Scheduler if more else FCFSScheduler
-        self.scheduler = kind(plugins=[self.plugin, *more], **options)
+        self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
         observers = [self.records.append]
         recorder = RecordedScheduler(self.scheduler, observers, check_invariants=True)
         parts = recorder, QueuedRunner(self.runner)
@@ -69,11 +63,6 @@ class Loop:
     @property
     def log(self) -> str:
         return " ".join("<>"[kind == "begun"] + "".join(names) for kind, *names in self.entries)
-
-    def blocked(self) -> Loop:
-        """No request is admitted: its KV comes from elsewhere."""
-        self.scheduler._admit = lambda budget: {}
-        return self
 
 
 def test_a_step_is_planned_and_begun_before_the_one_before_it_is_read() -> None:
@@ -114,28 +103,6 @@ def test_an_empty_plan_in_flight_is_not_a_step_and_delays_none() -> None:
     assert ("begun",) not in full.entries
 
 
-@BOTH
-def test_an_empty_plan_that_is_alone_is_a_step(num_stages) -> None:
-    """The result that the loop waits for then (KV from elsewhere) decides the next plan."""
-    loop = Loop(num_stages).blocked()
-    loop.add("a")
-    loop.step()
-    assert loop.log == "> <" and len(loop.records) == 1
-
-
-def test_an_empty_plan_with_a_preemption_is_a_step() -> None:
-    """So that a counter of preemptions gets it."""
-    loop = Loop(2, more=(ForcedPreemption(3),))
-    loop.add("ab", 4)
-    num_told = 0  # in the engine, which looks at one plan a step
-    for _ in as_long_as(loop.core.has_unfinished_requests, 60):
-        loop.step()
-        num_told += len(preemptions_of(loop.core.scheduler.plan)[0])
-    num_preempted = sum(len(record.preempted) for record in loop.records)
-    assert num_told == num_preempted == loop.scheduler.get_stats().total_preempted > 0
-    assert any(record.preempted and not record.num_scheduled_tokens for record in loop.records)
-
-
 @pytest.mark.net
 @pytest.mark.parametrize("num_in_flight", [1, 2, 5])
 @pytest.mark.parametrize("num_stages", [None, 1, 2, 4])
@@ -157,18 +124,6 @@ def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, n
     in_flight = [1 if entry[0] == "begun" else -1 for entry in loop.entries if len(entry) > 1]
     largest = max(sum(in_flight[:i]) for i in range(len(in_flight) + 1))
     assert largest <= (num_in_flight if num_stages else 2)
-
-
-def test_waiting_for_steps_in_flight_takes_no_output() -> None:
-    loop = Loop(None)
-    loop.add("a", 9)
-    loop.step()
-    for _ in range(2):
-        loop.core.runner.wait_for_steps()
-        assert loop.log == ">a >a <a <a" and loop.outputs == {"a": [1]}
-    loop.step()
-    assert loop.outputs == {"a": [1, 2]}
-    assert len(loop.core.runner._in_flight) == 1, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("fails_when_waited_for", [False, True])
@@ -214,49 +169,6 @@ class OneToken:
         if "bad" in plan.num_scheduled_tokens:
             raise OSError("bad")
         return FinishedStep(StepOutput({r: [1] for r in plan.num_scheduled_tokens}))
-
-
-def test_the_thread_computes_steps_in_order_without_a_waiting_call() -> None:
-    names, may_go = [], threading.Event()
-
-    class Runner(OneToken):
-        def execute(self, plan: SchedulerOutput) -> FinishedStep:
-            may_go.wait(10)
-            names.append((threading.current_thread().name, *plan.num_scheduled_tokens))
-            return super().execute(plan)
-
-    runner = ThreadedRunner(Runner())
-    plans = [SchedulerOutput(num_scheduled_tokens={name: 1}) for name in ("a", "bad", "c")]
-    handles = [runner.execute(plan) for plan in plans]
-    assert names == [], "it returned before the step was over"
-    may_go.set()
-    assert handles[0].wait().token_ids == {"a": [1]}
-    with pytest.raises(OSError, match="bad"):
-        handles[1].wait()
-    assert handles[2].wait().token_ids == {"c": [1]}
-    assert [name[1] for name in names] == ["a", "bad", "c"]
-    assert len({name[0] for name in names} | {threading.current_thread().name}) == 2
-
-
-def test_an_interrupted_wait_can_be_repeated_for_the_remaining_steps() -> None:
-    waited_for: list[int] = []
-
-    def wait(i: int) -> StepOutput:
-        if i == 1:
-            raise KeyboardInterrupt
-        waited_for.append(i)
-        raise OSError
-
-    steps = iter(SimpleNamespace(wait=lambda i=i: wait(i)) for i in range(4))
-    queued = QueuedRunner(SimpleNamespace(execute=lambda plan: next(steps)))
-    for _ in range(4):
-        queued.execute(SchedulerOutput())
-    with pytest.raises(KeyboardInterrupt):
-        queued.give_up()
-    assert waited_for == [0]
-    queued.give_up()
-    queued.wait_for_steps()  # nothing is in flight
-    assert waited_for == [0, 2, 3]
 
 
 def test_an_interrupt_at_any_line_of_a_step_leaves_one_step_thread() -> None:

@@ -91,14 +91,6 @@ for value, address in ((1, 0), (16, 48), (7, 8), (100_003, 8)):
         constants = {**launch.constants, **launch.options}
         launch.kernel.warmup(*arguments, grid=(value,), **constants)
     later.append(num_compiled())
-# An address that nobody announced would be compiled for: this test would notice.
-launch = next(one for one in launches if one.unaligned)
-names = [name for name in launch.kernel.arg_names if name in launch.arguments]
-arguments = [warm_up._stand_in(launch.arguments[name]) for name in names]
-aligned = next(i for i, name in enumerate(names) if name not in launch.unaligned)
-arguments[aligned] = At(arguments[aligned], 8)
-launch.kernel.warmup(*arguments, grid=(1,), **launch.constants, **launch.options)
-later.append(num_compiled())
 print(json.dumps([len(launches), len(sample), number, len(loaded), after_warm_up, *later]))
 """
 
@@ -117,13 +109,12 @@ def test_nothing_is_compiled_after_the_warm_up(every: int) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    num_launches, num_distinct, number, num_loaded, compiled, *later, wrong = json.loads(
+    num_launches, num_distinct, number, num_loaded, compiled, *later = json.loads(
         result.stdout.splitlines()[-1]
     )
     assert number == num_loaded == num_launches
     assert compiled == num_distinct < num_launches, "what two models share is compiled once"
     assert later == [compiled] * 4, "a launch would have waited for the compiler"
-    assert wrong == compiled + 1
 
 
 def test_an_engine_compiles_all_of_its_launches_and_only_on_a_gpu(monkeypatch) -> None:

@@ -13,25 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_constraints import (
-    apply_penalties,
-    apply_temperature,
     apply_top_k,
     apply_top_p,
     ranked_ids,
     top_ids,
 )
-from common.sampling.sampling_rules import apply_min_p
 from common.tests.sampling_cases import GREEDY, RECIPES, make_sampling, sampling_probs
 from request import _NUMBERS, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
@@ -106,32 +96,6 @@ def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
             expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], (1, 3))
             assert found[i].tolist() == pytest.approx(expected, abs=1e-12), (seed, params)
             assert tokens[i] == bisect_right(list(accumulate(expected)), float(u[i]))
-
-
-def test_masks_equal_those_of_transformers() -> None:
-    torch.manual_seed(3)
-    logits = torch.randn(40, 600, dtype=torch.float64) * 3
-    for warper, ours, values in (
-        (TopKLogitsWarper, apply_top_k, (1, 2, 50, 599, 600, 5000)),
-        (TopPLogitsWarper, apply_top_p, (0.01, 0.3, 0.5, 0.9, 0.99, 0.9999)),
-        (MinPLogitsWarper, apply_min_p, (0.001, 0.05, 0.4, 1.0)),
-    ):
-        for value in values:
-            dtype = torch.int64 if isinstance(value, int) else torch.float64
-            column = torch.full((40,), value, dtype=dtype)
-            assert torch.equal(warper(value)(None, logits), ours(logits, column)), (ours, value)
-    for t in (0.1, 0.7, 3.0):
-        theirs = TemperatureLogitsWarper(t)(None, logits).softmax(-1)
-        column = torch.full((40,), t, dtype=torch.float64)
-        ours = apply_temperature(logits, logits.amax(-1), column).softmax(-1)
-        torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
-    history = torch.randint(0, 600, (40, 30))
-    ones = torch.ones(40, dtype=torch.float64)
-    counts = torch.stack([row.bincount(minlength=600) for row in history])
-    for r in (0.5, 1.0, 1.3):
-        theirs = RepetitionPenaltyLogitsProcessor(r)(history, logits)
-        ours = apply_penalties(logits, counts > 0, counts, r * ones, 0 * ones, 0 * ones)
-        torch.testing.assert_close(theirs, ours, rtol=1e-15, atol=0)
 
 
 def test_top_p_keeps_the_token_that_reaches_it_and_no_more() -> None:
@@ -325,16 +289,6 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
     probs = sampling_probs(logits, make_batch([params] * 3).sampling)
     assert probs[1].isnan().all()
     assert not probs[[0, 2]].isnan().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_every_dtype_of_logits_works_and_greedy_agrees(dtype: torch.dtype) -> None:
-    torch.manual_seed(4)
-    logits = torch.randn(len(MIXED), 700).to(dtype)
-    sample(logits, make_batch(MIXED))
-    expected = [row.tolist().index(max(row.tolist())) for row in logits]
-    assert sample(logits, make_batch([GREEDY] * len(MIXED))) == expected
-    assert sample(logits[:0], make_batch([])) == []
 
 
 def numbers(name: str) -> st.SearchStrategy[float]:

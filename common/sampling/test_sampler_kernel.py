@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.sampling import counter_random, distributions, sampler_kernel
+from common.sampling import counter_random, sampler_kernel
 from common.sampling import sampling_constraints as spec
 from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
@@ -63,71 +63,24 @@ def doubles(values: list[float], device: torch.device) -> torch.Tensor:
 
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [
-        (1, torch.float32),
-        (5, torch.float32),
-        (TILE + 77, torch.float32),
-        (256, torch.float64),
-        (257, torch.float64),
-    ],
+    ("vocab_size", "dtype"), [(TILE + 77, torch.float32), (256, torch.float64)]
 )
-def test_top_p_has_the_same_border(
-    vocab_size: int, dtype: torch.dtype, device: torch.device, launched: list[str]
-) -> None:
+def test_top_p_and_the_draw_have_the_same_borders(vocab_size, dtype, device) -> None:
     """At the sum of the first tokens exactly, and next to it on either side."""
     rows = adversarial_rows(vocab_size, device)
     temperature = torch.full((len(rows),), 0.9, dtype=torch.float64, device=device)
     logits = spec.apply_temperature(rows.to(dtype), rows.amax(-1), temperature)
-    order = spec.ranked_ids(logits, vocab_size)
-    probs = logits.softmax(-1).gather(1, order)
-    weights = (probs.double() * SCALE + 0.5).long()
-    reached = weights.cumsum(-1)[:, vocab_size // 3].double() / SCALE
-    around = (
-        reached,
-        reached.nextafter(torch.zeros_like(reached)),
-        reached.nextafter(2 * torch.ones_like(reached)),
-        doubles([1.0, 0.5, 1e-300, 0.9, 0.25, 1 - 2.0**-53, 0.75, 0.0], device),
-    )
-    row = torch.arange(len(rows), device=device)
-    for first in range(4) if vocab_size == 5 else (1, 2):  # a row at each of them in turn
-        top_p = torch.stack(around)[(row + first) % 4, row]
+    probs = logits.softmax(-1)
+    ordered = probs.gather(1, spec.ranked_ids(logits, vocab_size)).double()
+    reached = (ordered * SCALE + 0.5).long().cumsum(-1)[:, vocab_size // 3].double() / SCALE
+    mass = (counter_random.block_mass(probs).double() * SCALE).long().cumsum(-1).double()
+    border = (mass[:, 0] / mass[:, -1]).clamp(max=1 - 2.0**-53)
+    for away in (0.0, -(2.0**-53), 2.0**-53):
+        top_p, u = reached + away, (border + away).clamp(0, 1 - 2.0**-53)
         expected = spec.apply_top_p(logits, top_p)
         assert equal(sampler_kernel.apply_top_p(logits.clone(), top_p), expected)
-        assert (expected > NEG_INF).any(-1).all()
-    is_for_pytorch = dtype == torch.float64 and vocab_size > 256
-    assert bool(launched) != is_for_pytorch, "columns in float64 are few"
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [
-        (1, torch.float32),
-        (127, torch.float32),
-        (128, torch.float64),
-        (256, torch.float64),
-        (257, torch.float64),  # PyTorch's
-        (5000, torch.float32),
-    ],
-)
-def test_the_draw_is_that_of_the_specification(
-    vocab_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """For random numbers, and for those at which one interval ends and the next one begins."""
-    torch.manual_seed(vocab_size)
-    logits = 4 * torch.randn(1, vocab_size, dtype=dtype, device=device)
-    logits[torch.rand(logits.shape, device=device) < 0.3] = NEG_INF
-    logits[0, vocab_size // 2] = 1.0
-    probs = logits.softmax(-1)
-    mass = (counter_random.block_mass(probs).double() * SCALE).long().cumsum(-1).double()
-    borders = (mass / mass[:, -1:])[0, [0, mass.shape[1] // 2]].clamp(max=1 - 2.0**-53)
-    points = doubles([0.0, 2.0**-53, 0.3, 0.7, 1 - 2.0**-53], device)
-    u = torch.cat([points, borders, (borders - 2.0**-53).clamp(min=0)])
-    rows = probs.expand(len(u), -1).contiguous()
-    expected = counter_random.sample_from_probs(rows, u)
-    found = sampler_kernel.sample_from_probs(rows, u)
-    assert equal(found, expected)
-    assert (probs[0, found] > 0).all()
+        expected = counter_random.sample_from_probs(probs, u)
+        assert equal(sampler_kernel.sample_from_probs(probs, u), expected)
 
 
 # -- the sampler
@@ -152,7 +105,7 @@ def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.sample(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [5, 300, TILE + 77, 5000, 12_300])
+@pytest.mark.parametrize("vocab_size", [5, TILE + 77, 12_300])
 def test_probabilities_are_those_of_the_specification(vocab_size, dtype, device) -> None:
     """Ties of every kind, in every recipe; a row that is not cut, the highest in one block, in 16
     and in blocks of blocks. Logits of 16 bits are converted where they are read."""
@@ -202,10 +155,8 @@ def test_the_kernel_sampler_agrees_with_the_other(vocab_size, device, launched) 
 # -- what it costs
 
 
-def count_operations(
-    rules: distributions.Rules | None, monkeypatch, recipes: list[SamplingParams] = MIXED
-) -> tuple[int, int, int, tuple]:
-    """Reads, uploads and launches, PyTorch's and Triton's, of a step that samples; its tokens."""
+def count_operations(monkeypatch, recipes: list[SamplingParams]) -> int:
+    """Launches, PyTorch's and Triton's, of a step that samples with kernels and reads once."""
     vocab_size, n = 60, len(recipes)
     torch.manual_seed(0)
     logits, count = make_logits(n, vocab_size), [0]
@@ -227,24 +178,16 @@ def count_operations(
 
         monkeypatch.setattr(Launch, "__call__", launch)
         monkeypatch.setattr(type(device), "__torch_dispatch__", counting)
-        batch = SimpleNamespace(sampling=mixed_sampling(recipes, n, vocab_size, 0))
+        sampling = mixed_sampling(recipes, n, vocab_size, 0)
         on_device, upload = device.put(logits.bfloat16()), UploadBuffer(logits.device)
-        step = Sampler(vocab_size, rules).stage(batch.sampling, upload)
+        step = Sampler(vocab_size, KERNELS).stage(sampling, upload)
         upload.send()
         count[0] = 0
         step.begin(on_device)
         launches = count[0]
-        found = as_plain(step.wait())
-    return device.reads, device.uploads, launches, found
-
-
-@pytest.mark.usefixtures("more_ways")
-def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
-    reads, uploads, num_plain, tokens = count_operations(None, monkeypatch)
-    monkeypatch.undo()
-    found = count_operations(KERNELS, monkeypatch)
-    assert found[:2] == (reads, uploads) == (1, uploads)
-    assert found[2] < 0.4 * num_plain and found[3] == tokens
+        step.wait()
+    assert device.reads == 1
+    return launches
 
 
 @pytest.mark.parametrize(
@@ -260,28 +203,13 @@ def test_the_host_waits_once_and_the_device_has_less_to_do(monkeypatch) -> None:
 def test_launches_of_a_batch_that_asks_for_one_thing(
     params: SamplingParams, num_launches: int, monkeypatch
 ) -> None:
-    assert count_operations(KERNELS, monkeypatch, [params] * 3)[2] == num_launches
-
-
-def test_a_batch_without_rows_draws_nothing(device: torch.device, launched: list[str]) -> None:
-    none = torch.zeros(0, 7, device=device)
-    empty = torch.zeros(0, dtype=torch.float64, device=device)
-    found, ids = sampler_kernel.shape(none, empty.float(), empty, None, 4, True)
-    assert found.shape == (0, 4) and ids is not None and ids.shape == (0, 4)
-    assert sampler_kernel.apply_top_p(none, empty).shape == (0, 7)
-    assert sampler_kernel.sample_from_probs(none, empty).tolist() == []
-    counts = none.int()
-    assert sampler_kernel.apply_penalties(none, counts > 0, counts, *[empty] * 3).shape == (0, 7)
-    assert not launched
+    assert count_operations(monkeypatch, [params] * 3) == num_launches
 
 
 @pytest.mark.usefixtures("more_ways")
 def test_what_a_bad_row_draws_on_the_way_is_an_index(device: torch.device) -> None:
-    logits = torch.full((3, 40), math.nan, device=device)
-    logits[1], logits[2, 5] = NEG_INF, math.inf
-    highest = logits.amax(-1)
-    _, ids = sampler_kernel.shape(logits, highest, doubles([1.0] * 3, device), None, 4, True)
-    assert ids is not None and ((ids >= 0) & (ids < 40)).all()
-    for rows in (logits, torch.zeros_like(logits), logits.double()):
-        tokens = sampler_kernel.sample_from_probs(rows, doubles([0.5] * 3, device))
-        assert ((tokens >= 0) & (tokens < 40)).all()
+    for bad in (math.nan, NEG_INF):
+        tokens = sampler_kernel.sample_from_probs(
+            torch.full((1, 40), bad, device=device), doubles([0.5], device)
+        )
+        assert 0 <= tokens.item() < 40

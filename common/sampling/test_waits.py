@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import batch_layout
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
-from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
+from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
 from common.tests.sampling_cases import RECIPES, ListedTokens, as_plain, mixed_sampling
 from request import SamplingParams
@@ -78,47 +77,3 @@ def test_verification_is_read_once(name: str, has_probs: bool, monkeypatch) -> N
             assert device.reads == device.uploads == 1
         assert found == expected
         assert found[0].keys() | found[1].keys() == set(batch.sampling.req_ids)
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_drafts_are_not_read(name: str, monkeypatch) -> None:
-    batch = make_batch(BATCHES[name], 20).sampling
-    batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
-    requests = [SimpleNamespace(req_id=r) for r in batch.req_ids]
-    logits = make_logits(20, torch.float32)
-    logits[1::7] = 0
-
-    def propose(device: torch.device, logits: torch.Tensor) -> list:
-        """Three rounds, of fewer and fewer requests, whose arrays come in one copy."""
-        drafts, rounds = ConstrainedDrafts(Sampler(VOCAB), batch.columns, batch.state), [20, 13, 2]
-        arrays = drafts.stage([requests[:n] for n in rounds], device)
-        drafts.take(batch_layout.all_to_device(device, *arrays))
-        return [drafts.sample_drafts(logits[:n], requests[:n], i) for i, n in enumerate(rounds)]
-
-    expected = propose(logits.device, logits)
-    with pretend_device(monkeypatch) as device:
-        found = propose(logits.device, device.put(logits))
-        assert device.reads == 0
-        assert device.uploads == (name not in ("greedy", "log-probabilities"))
-    for (tokens, probs), (found_tokens, found_probs) in zip(expected, found, strict=True):
-        assert torch.equal(tokens, found_tokens)
-        assert (probs is None) == (found_probs is None)
-        assert probs is None or torch.equal(probs, found_probs)
-
-
-def test_counts_of_the_first_draft_round_are_not_repeated() -> None:
-    batch = make_batch([RECIPES["penalties"]], 20).sampling
-    batch.state.row_of = {r: i for i, r in enumerate(batch.req_ids)}
-    requests = [SimpleNamespace(req_id=r) for r in batch.req_ids[2::3]]  # with two outputs
-    logits, found = make_logits(20, torch.float32).nan_to_num(), []
-    for rounds in ([6, 6, 2], [6]):
-        drafts = ConstrainedDrafts(Sampler(VOCAB), batch.columns, batch.state)
-        for num_hidden, passes in ((1, [6]), (0, rounds)):  # what is known grows by a token
-            batch.state.num_tokens -= num_hidden
-            arrays = drafts.stage([requests[:n] for n in passes], logits.device)
-            drafts.take(batch_layout.all_to_device(logits.device, *arrays))
-            for i, n in enumerate(passes):
-                drafts.sample_drafts(logits[:n], requests[:n], i)
-            batch.state.num_tokens += num_hidden
-        found.append(drafts.sampler.counts._table)
-    assert torch.equal(*found) and found[0].any()

@@ -187,23 +187,16 @@ def rule_of_one_definition(house: House) -> list[str]:
     places = defaultdict(list)
     taught, modules = set[str](), set(house.chapter_modules())
     for path in house.python_files():
-        source = path.read_text(encoding="utf-8")
-        names = set(re.findall(r"^ *class _?(\w+)[(:]", source, re.MULTILINE))
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        names = {n.name.lstrip("_") for n in nodes if isinstance(n, ast.ClassDef)}
         taught |= names if path in modules else set()
         for name in names:
-            places[name].append(path)
-    broken = []
-    for name in sorted(name for name in taught if len(places[name]) > 1):
-        files = [house.name(path) for path in places[name] if _defines(path, name)]
-        if len(files) > 1:
-            broken.append(f"class {name} is defined {len(files)} times: {', '.join(files)}")
-    return broken
-
-
-def _defines(path: Path, name: str) -> bool:
-    """Whether it is code that says so, and not a text."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return any(isinstance(n, ast.ClassDef) and n.name.lstrip("_") == name for n in nodes)
+            places[name].append(house.name(path))
+    return [
+        f"class {name} is defined {len(places[name])} times: {', '.join(places[name])}"
+        for name in sorted(taught)
+        if len(places[name]) > 1
+    ]
 
 
 # -- text and layout

@@ -68,15 +68,6 @@ def test_hangs():
 def test_may_take_its_time():
     time.sleep(2.5)
 """
-STARTS_A_PROCESS = """
-import subprocess
-
-def test_starts_one():
-    subprocess.run(["true"])
-
-def test_starts_none():
-    pass
-"""
 BESIDE_A_GPU = """
 import subprocess, sys
 import pytest, torch
@@ -104,30 +95,15 @@ def test_of_an_engine(request):
 def test_of_an_interpreted_kernel():
     Launch(None, {}, {})((1,), torch.zeros(1))
 """
-CHECKED = ("common/runner/test_it.py", "01_batching/test_it.py")
-UNCHECKED = (
-    "workshop/watch/test_it.py",
-    "01_batching/testing/test_it.py",
-    "common/tests/test_i.py",
-)
-OUR_PYTEST: dict[str, tuple[tuple[str, ...], str, list[str], list[str]]] = {
-    # files, what each holds, options, what is said
+OUR_PYTEST: dict[str, tuple[str, list[str], list[str]]] = {
+    # a test, options, what is said
     "trap 62: one that hangs fails, and the others go on": (
-        ("test_it.py",),
         HANGS,
         ["-n1"],
         ["Timeout", "1 failed, 1 passed"],
     ),
-    "a check is of roots and engine and starts no process": (
-        CHECKED + UNCHECKED,
-        STARTS_A_PROCESS,
-        ["-v", "-m", "check"],
-        [f"{file}::test_starts_{end}" for file in CHECKED for end in ("one SKIPPED", "none PASSED")]
-        + ["2 passed, 2 skipped"],
-    ),
     # The GPU is pretended. Before, each engine whose test names no device was CUDA's.
     "beside a GPU kernels are tested there and the engine on the CPU": (
-        ("test_it.py",),
         BESIDE_A_GPU,
         ["-v", "-rs"],
         ["3 passed, 1 skipped", "of_an_interpreted_kernel SKIPPED", "take no CPU tensor"],
@@ -137,12 +113,10 @@ OUR_PYTEST: dict[str, tuple[tuple[str, ...], str, list[str], list[str]]] = {
 
 @pytest.mark.parametrize("case", OUR_PYTEST)
 def test_pytest_with_our_settings(case: str, tmp_path: Path) -> None:
-    files, text, options, expected = OUR_PYTEST[case]
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    text, options, expected = OUR_PYTEST[case]
+    (tmp_path / "test_it.py").write_text(text)
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    marks = "".join(f"    {mark}: m\n" for mark in ("gpu", "slow", "check", "book"))
+    marks = "".join(f"    {mark}: m\n" for mark in ("gpu", "slow", "book"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\ntimeout = 1\nmarkers =\n{marks}")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib"]
     said = run(*command, *options, str(tmp_path), folder=tmp_path).stdout

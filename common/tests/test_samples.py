@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.engine import EngineConfig, LLMEngine
 from common.requests.input_processor import seed_of_sample
 from common.tests.engine_oracle import Oracle, checked_engine, greedy_params
 from request import SamplingParams
@@ -50,22 +49,15 @@ def test_full_blocks_of_a_prompt_are_scheduled_once_for_all_samples(
     assert engine.stats().cached_tokens == 3 * num_shared
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_samples_are_what_their_seeds_give_alone_with_and_without_a_cache(
-    scheduler, random_oracle, random_loaded
-) -> None:
-    prompt = prompt_of(random_oracle, 1)
-
-    def run(cache, params) -> list[list[int]]:
-        config = EngineConfig(block_size=4, num_blocks=200, prefix_cache=cache, scheduler=scheduler)
-        engine = LLMEngine(config, loaded=random_loaded)
-        (output,) = engine.generate_batch([prompt], params).values()
-        return [completion.token_ids for completion in output.outputs]
-
-    several = SamplingParams(n=4, seed=5, max_tokens=8, ignore_eos=True)
+@pytest.mark.parametrize("cache", ["hash", "radix", None])
+def test_samples_are_what_their_seeds_give_alone(cache, random_oracle, random_loaded) -> None:
+    engine = checked_engine(random_loaded, block_size=4, num_blocks=200, prefix_cache=cache)
+    prompt, several = prompt_of(random_oracle, 1), SamplingParams(n=4, seed=5, max_tokens=8)
     seeds = [seed_of_sample(5, i) for i in range(4)]
-    assert seeds[0] == 5 and len(set(seeds)) == 4
-    assert 6 not in seeds, "the second sample would be the text of the next seed"
-    alone = [run("hash", replace(several, n=1, seed=seed))[0] for seed in seeds]
-    assert run("hash", several) == run("radix", several) == run(None, several) == alone
-    assert len(set(map(tuple, alone))) == 4
+    assert seeds[0] == 5 and 6 not in seeds, "the second would be the text of the next seed"
+    (output,) = engine.generate_batch([prompt], several).values()
+    alone = [replace(several, n=1, seed=seed) for seed in seeds]
+    outputs = engine.generate_batch([prompt] * 4, alone).values()
+    found = [completion.token_ids for completion in output.outputs]
+    assert found == [output.outputs[0].token_ids for output in outputs]
+    assert len(set(map(tuple, found))) == 4

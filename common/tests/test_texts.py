@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -20,7 +19,6 @@ FILE = re.compile(r"(?<![\w./*])((?:\w[\w-]*/)*\w+\.(?:py|ipynb|md))\b")
 PLACE = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 ROW = re.compile(r"`([\w/]+\.txt)::([^`]+)`")  # of a step log, by its title
 TEST = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
-PAGE = re.compile(r"\n\nSee (\S+?)(?:#(\S+))?$")  # the end of a docstring
 
 
 def unknown_files(text: str, known: list[str]) -> list[str]:
@@ -55,19 +53,6 @@ def broken_tables(page: Path) -> list[str]:
     return [line for i, line in enumerate(lines) if line.startswith("|") and i not in shown]
 
 
-def wrong_page(module: Path, root: Path = ROOT, *, must_name_it: bool = False) -> str:
-    """Return a fault of the page that ends a module's docstring, "" if there is none. With
-    `must_name_it`, the section must also name the module."""
-    found = PAGE.search(ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "")
-    if found is None or not (root / found[1]).is_file():
-        return f"names {found[1]}, which is not there" if found else "names no page"
-    named = [s for s in sections_of(root / found[1]) if found[2] in (None, s.anchor)]
-    if not named:
-        return f"names {found[1]}, which has no heading {found[2]}"
-    is_named = any(module.name in section.source for section in named)
-    return "" if is_named or not must_name_it else f"is not named by {found[1]}#{found[2]}"
-
-
 def pages() -> dict[str, Path]:
     """Every page but those that speak of an older commit, or of the files of a corpus."""
     found = {HOUSE.name(path): path for path in HOUSE.files if path.suffix == ".md"}
@@ -84,15 +69,6 @@ def test_what_a_page_names_exists_and_its_tables_are_tables() -> None:
         found = unknown_files(text, known) + unknown_places(text, sources) + broken_tables(page)
         faults |= {name: found} if found else {}
     assert not faults and len(pages()) > 10
-
-
-def test_every_module_of_the_engine_names_its_page() -> None:
-    """In chapters and `common`; what the workshop's folders are for, their README.md says."""
-    files = [p for p in HOUSE.python_files(aside=False) if p.name != "__init__.py"]
-    modules = [p for p in files if HOUSE.kind(HOUSE.name(p)) in ("root", "beyond", "common")]
-    roots = HOUSE.root_modules()
-    wrong = {HOUSE.name(p): wrong_page(p, must_name_it=p in roots) for p in modules}
-    assert not {name: fault for name, fault in wrong.items() if fault} and len(modules) > 200
 
 
 def test_the_readme_is_short_and_its_program_runs_as_typed(
@@ -112,14 +88,11 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     text = (
         "# A\n\n[z](https://a.com/x.py) `gone.py` `here.py` `far/here.py` `..._gone.py`\n"
         "| no table |\n"
-        "`here.py::A.f` `here.py::A.g` `far.py::A` `test_a` `test_b`\n"
-        "`a.txt::it (trap\n1)` `a.txt::it`"
+        "`here.py::A.f` `here.py::A.g` `test_a` `test_b` `a.txt::it (trap\n1)` `a.txt::it`"
     )
     sources = {"room/here.py": "class A:\n    def f(self): ...\ndef test_a(): ...\n"}
     sources["a.txt"] = "it (trap 1)  blocks=5\n"
-    assert unknown_files(text, ["room/here.py"]) == ["far.py", "far/here.py", "gone.py"]
-    assert unknown_places(text, sources) == ["here.py::A.g", "far.py::A", "a.txt::it", "test_b"]
+    assert unknown_files(text, ["room/here.py"]) == ["far/here.py", "gone.py"]
+    assert unknown_places(text, sources) == ["here.py::A.g", "a.txt::it", "test_b"]
     (tmp_path / "b.md").write_text(text)
     assert broken_tables(tmp_path / "b.md") == ["| no table |"]
-    (module := tmp_path / "plan.py").write_text('"""A plan.\n\nSee b.md#c"""\n')
-    assert wrong_page(module, tmp_path) == "names b.md, which has no heading c"

@@ -72,15 +72,11 @@ def write_pair(root: Path, english: str = ENGLISH, chinese: str = CHINESE) -> Pa
         ("", "", ""),
         ("# 书", "# 书\n<!-- en: x -->\n\n## 节", "heading 2 is 'missing' in A.md"),
         ("<!-- en: {} -->", "", "section '书' (A.md, 'A book') has no digest"),
-        ("make demo", "make watch", "other code blocks: ('', 'make demo  # 3 of 4"),
         ("的 3 个", "的 5 个", "other code blocks"),
         ("2,048", "2,049", "other numbers in tables: '2,048' in English"),
-        ("用 7 s", "用 8 s", "a script writes: 7"),
         ("p.svg", "q.svg", "other pictures"),
         ("::name", "::other", "other names of code"),
-        ("#乙一", "#乙", "other links"),
         ("B.zh.md#乙一", "B.md#b-one", "links to B.md, though B.zh.md is there"),
-        ("（英文）", "", "links to C.md, which is in English"),
     ],
 )
 def test_a_fault_of_the_chinese_page_is_found(old, new, message, tmp_path: Path) -> None:
@@ -88,16 +84,10 @@ def test_a_fault_of_the_chinese_page_is_found(old, new, message, tmp_path: Path)
     assert [message in fault for fault in found] == [True] * bool(message), found
 
 
-def test_a_changed_english_section_is_named_with_its_new_digest_and_is_no_fault(
-    tmp_path: Path,
-) -> None:
+def test_a_changed_english_section_is_named_with_its_new_digest(tmp_path: Path) -> None:
     assert older(write_pair(tmp_path), tmp_path) == []
-    for same in (("[third]", "\n[third]"), ("2,048", "4,096")):  # a line break, a script's number
-        assert sections(ENGLISH.replace(*same))[0].digest == sections(ENGLISH)[0].digest
     changed = ENGLISH.replace("[third]", "Other words. [third]")
-    page = write_pair(tmp_path, changed)
-    assert differences(page, tmp_path) == []
-    (found,) = older(page, tmp_path)
+    (found,) = older(write_pair(tmp_path, changed), tmp_path)
     assert "A.zh.md, section '书' (A.md, 'A book')" in found
     assert f"<!-- en: {sections(changed)[0].digest} -->" in found
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.models.loader import load_model
 from common.models.ranks import Ranks
+from common.models.test_loader import edit_weights
 from common.parallel.sharded_model import ShardedModel
 from common.parallel.test_sharded_model import Silent
 from common.tests.model_cases import save_case
@@ -37,12 +38,6 @@ def fused(name: str, path: Path) -> Path:
     return path / "fused"
 
 
-def edit(path: Path, change) -> None:
-    tensors = load_file(path / WEIGHTS)
-    change(tensors)
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("ranks", [None, Ranks(2, 1, 0), Ranks(2, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fused_is_the_same_model(name, ranks, tmp_path):
@@ -61,7 +56,7 @@ def test_an_expert_missing_or_over_or_of_another_shape_is_named(name, tmp_path):
         (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"must have one shape, got \(23, 32\)"),
     ):
         save_case(name, tmp_path)
-        edit(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
+        edit_weights(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
         with pytest.raises(ValueError, match=message) as error:
             load_model(tmp_path)
         assert key in str(error.value) and "\n" not in str(error.value)
@@ -86,6 +81,6 @@ FUSED = "model.layers.2.mlp.experts.gate_up_proj"
 )
 def test_an_invalid_fused_tensor_is_a_clear_error(change, message, tmp_path):
     path = fused("qwen3-moe", tmp_path)
-    edit(path, change)
+    edit_weights(path, change)
     with pytest.raises(ValueError, match=message):
         load_model(path)

@@ -65,12 +65,4 @@ def test_the_logits_are_those_of_float64(
         assert one.shape == reference.shape and not one.isnan().any()
         assert (one - reference).abs().max() <= tolerance * reference.abs().max()
         assert dtype != torch.float32 or torch.equal(one.argmax(-1), reference.argmax(-1))
-    num_layers = len(STEPS) * plain.config.num_hidden_layers
-    kernels = {"add_rms_norm", "rotate_and_write", "silu_and_multiply"}
-    # GELU has no kernel, and what comes to the MLP of OLMo 3 is not normed.
-    kernels -= {"gemma3": {"silu_and_multiply"}, "olmo3": {"add_rms_norm"}}.get(
-        name.partition("-")[0], set()
-    )
-    for kernel in kernels:
-        assert launched.count(f"_{kernel}_kernel") == num_layers
     assert "_write_kv_kernel" not in launched, "it is part of rotate_and_write"

@@ -111,8 +111,10 @@ def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
         for num_tokens in (0, 1, 5, *([400] if is_compiled else [])):
             hidden, delta = (version.draw(num_tokens, size, seed=i) for i in (2, 3))
             expected = hidden.double() + delta.double()
+            alone = added(version, hidden[1:2].clone(), delta[1:2], weight)
             total, normed = added(version, hidden, delta, weight)
             version.must_be(total, expected)
+            assert torch.equal(alone[1], normed[1:2]), "a row depends on the others"
             version.must_be(normed, plain.rms_norm(total.double(), weight.double(), EPS))
             part = version.draw(num_tokens, 2 * size)[:, ::2]
             found = version.regions.rms_norm(part, weight, EPS)
@@ -177,42 +179,13 @@ def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: V
     assert added(version, hidden, zeros, weight)[1].isnan().all(1).tolist() == [False, True]
 
 
-@COMPILED
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads() -> None:
-    version = Version(CompiledRegions(f32, f32, 128), Kind(f32, f32, 128), CPU)
-    compiled, threads = version.regions, torch.get_num_threads()
-    x, weight = version.draw(300, 1000), torch.ones(1000)
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for function in (
-                lambda x: compiled.rms_norm(x, weight, EPS),
-                lambda x: compiled.activate_and_multiply(x, F.silu),
-            ):
-                together = function(x)
-                for row in (0, 7, 299):
-                    assert torch.equal(function(x[row : row + 1])[0], together[row])
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_which_regions_a_model_has(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """Kernels go with attention, and never with float64; the ones set last apply; without a
-    compiler they are plain, and it says so. A residual that is a view is refused: an index into
-    rows of a wider tensor would be written in the wrong place."""
-    compiled = Regions()
-    for dtype, is_triton, expected in (
-        (f32, True, KernelRegions),
-        (bf16, True, KernelRegions),
-        (f64, True, Regions),
-    ):
+    compiler they are plain, and it says so."""
+    for dtype, kind in ((f32, KernelRegions), (bf16, KernelRegions), (f64, Regions)):
         model = load_model(SHIPPED_CHECKPOINT, dtype, CPU).model
-        set_regions(model, is_compiled=False, is_triton=is_triton)
-        assert type(model.regions) is expected
-        with monkeypatch.context() as patch:
-            patch.setattr(compiled_regions, "compile_regions", lambda model: compiled)
-            set_regions(model, True)
-        assert model.regions is compiled
+        set_regions(model, is_compiled=False, is_triton=True)
+        assert type(model.regions) is kind
         set_regions(model, False)
         assert type(model.regions) is Regions
 
@@ -223,6 +196,10 @@ def test_which_regions_a_model_has(monkeypatch: pytest.MonkeyPatch, caplog) -> N
     with caplog.at_level(logging.WARNING):
         assert type(compile_regions(model)) is Regions
     assert "are not compiled: no C++ compiler" in caplog.text
+
+
+def test_a_residual_that_is_a_view_is_refused() -> None:
+    """An index into rows of a wider tensor would be written in the wrong place."""
     version = Version(KernelRegions(), Kind(f32, f32, 16), CPU)
     with pytest.raises(ValueError, match="contiguous"):
         added(version, torch.zeros(3, 48)[:, ::2], torch.zeros(3, 24), torch.ones(24))
