@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-import prefill_first_runs
 from batch_layout import Queries
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
@@ -116,13 +114,6 @@ def test_radix_split() -> None:
     compare(3, {now: was.removeprefix(now)})
 
 
-def _boxes_at(line: list, cells: Sequence) -> tuple[str, str]:
-    """Where a line begins and ends."""
-    start, stop = ([c.text for c in cells if c.holds(point)] for point in (line[0], line[-1]))
-    assert len(start) == len(stop) == 1, line
-    return start[0], stop[0]
-
-
 # -- chapter 4
 
 
@@ -159,24 +150,6 @@ def test_preemption(group: str, options: dict) -> None:
     assert list(zip(steps, names, strict=True)) == went
     titles = [text for text in picture.texts() if text.endswith(" steps")]
     assert f"{number + 1} steps" in titles[group == "reserved"]
-
-
-def test_three_batches() -> None:
-    picture, new, old = Picture("three_batches"), "prompt-85", "decode-55"
-    for number, now in enumerate(prefill_first_runs.six_iterations(), 1):
-        spans = [f"{r} {a}-{b}" if a < b else f"{r} {a}" for r, (a, b) in now.computed.items()]
-        fill = new if now.mode == "EXTEND" else old
-        cells = [("paper", ""), *(("soft", name) for name in now.arrived)]
-        cells += [(new, name) for name in now.last_batch]
-        cells += [(old, name) for name in now.running_batch]
-        cells += [(fill, "\n".join([now.mode, *spans])), *(("soft", name) for name in now.ended)]
-        group = f"iteration-{number}"
-        assert picture.shown(group) == cells
-        goes_on = [f"{now.chunked_req} goes on"] if now.chunked_req else []
-        assert picture.texts(group) == [str(number), *goes_on]
-        chips = picture.cells(group)[1:]
-        joined = [_boxes_at(line, chips)[0] for line in picture.lines(group)]
-        assert joined == [name for name in now.last_batch if name in now.joined]
 
 
 # -- chapter 5

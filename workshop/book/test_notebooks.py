@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from workshop.book import notebooks
 from workshop.book.notebooks import (
     demo_scripts,
     execute,
     main,
     notebook_problems,
-    read_script,
     setup_cell,
     wheel_folder,
     write_twin,
@@ -63,21 +61,6 @@ def test_first_cell_gets_the_chapters_or_says_how(address: str, tmp_path: Path) 
     else:
         assert run.stderr.startswith("The modules of vllm-from-scratch are not installed.")
         assert run.returncode == 1 and "`make`" in run.stderr
-
-
-@pytest.mark.parametrize("address", ["", "https://github.com/owner/book", "https://else.org/o/b"])
-def test_notebook_links_to_github(
-    address: str, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Colab's badge, and pictures that are found without a checkout, need a GitHub address."""
-    script.write_text(f"{SCRIPT}\n# %% [markdown]\n# ![a](figures/b.png)\n", encoding="utf-8")
-    monkeypatch.setattr(notebooks, "repository_address", lambda: address)
-    title, setup, _, picture = (cell.source for cell in read_script(script).cells)
-    is_github = "github" in address
-    assert setup == setup_cell(address)
-    assert is_github == ("/github/owner/book/blob/main/01_a/small_demo.ipynb)" in title)
-    raw = "https://raw.githubusercontent.com/owner/book/main/01_a/" if is_github else ""
-    assert picture == f"![a]({raw}figures/b.png)"
 
 
 @pytest.fixture

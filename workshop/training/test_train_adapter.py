@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from tokenizers import Tokenizer
@@ -64,18 +63,6 @@ def test_a_test_can_be_built_from_heads_and_cases() -> None:
         Head("push", 'def push(item):\n    """Put it there."""', 1),
     ]
     assert list(cases([TESTS])) == [Case("[1, 2]", 1, "1.5"), Case("2, 4", 2, "2")]
-
-
-def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
-    documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
-    ids, labels = documents.batch(documents.heads, random.Random(0))
-    for head, row, expected_labels in zip(documents.heads, ids, labels, strict=True):
-        prompt = tokenizer.encode(head.text).ids
-        assert row[: len(prompt)].tolist() == prompt
-        of_test = expected_labels[expected_labels != train_adapter._IGNORED].tolist()
-        assert (expected_labels[: len(prompt) - 1] == train_adapter._IGNORED).all()
-        assert of_test[-1] == documents.end
-        assert tokenizer.decode(of_test).startswith(f"\n\n\ndef test_{head.name}():\n    assert ")
 
 
 def test_training_lowers_the_loss_and_writes_a_loadable_adapter(tokenizer, tmp_path) -> None:

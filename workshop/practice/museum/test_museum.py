@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.museum.exhibits import EXHIBITS, TITLES
-from workshop.practice.museum.museum_page import PAGE, linked
+from workshop.practice.museum.museum_page import PAGE
 from workshop.practice.patch_table import all_bugs, broken_lines
 from workshop.practice.source_patch import ROOT
 from workshop.practice.trial import broken_copy, without_folder
@@ -37,12 +37,6 @@ def test_thirty_exhibits_to_watch_and_more_in_the_order_of_the_chapters() -> Non
     titles = sorted(bug.exhibit for bug in all_bugs() if bug.exhibit)
     assert titles == sorted({exhibit.title for exhibit in EXHIBITS})
     assert all(e.tests and (e.wrong != e.right or e.watch is not None) for e in EXHIBITS)
-
-
-def test_an_origin_links_to_its_reports() -> None:
-    issues = "https://github.com/vllm-project/vllm/issues/"
-    assert linked("vLLM #1 #23, ours") == f"vLLM [#1]({issues}1) [#23]({issues}23), ours"
-    assert linked("nano-vllm") == "nano-vllm"
 
 
 def test_only_the_copy_has_the_bug_and_it_is_deleted_afterwards() -> None:

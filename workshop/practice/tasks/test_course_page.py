@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from workshop.book.path import chapter_roots, count_lines, measure_default
 from workshop.book.quoted import BLOCK, code_lines, find_quote
 from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
@@ -27,7 +26,6 @@ from workshop.practice.tasks.reading import (
     counted,
     derived,
     sums,
-    with_head,
 )
 from workshop.practice.tasks.tickets import PAGES as TICKETS
 from workshop.practice.tasks.tickets import read_tickets
@@ -157,67 +155,6 @@ def test_pages_follow_it() -> None:
     assert not pages, "run: make sync"
 
 
-HEAD = """# A
-
-First:
-
-1. `a.py`: one
-2. `b.py`: two
-
-The rest:
-
-* `c.py`: three
-* `d.py`: four
-
-## 1. Why
-
-* `c.py`: is not touched
-"""
-
-
-def test_a_head_follows_its_evening() -> None:
-    assert with_head(HEAD, ["a.py", "b.py"]) == HEAD
-    moved = with_head(HEAD, ["d.py", "other.py", "a.py"])
-    assert (
-        "1. `d.py`: four\n2. `a.py`: one\n\nThe rest:\n\n* `b.py`: two\n* `c.py`: three\n" in moved
-    )
-    assert moved.partition("## 1.")[2] == HEAD.partition("## 1.")[2]
-    with pytest.raises(AssertionError, match="1 lists"):
-        with_head(HEAD.replace("* `c.py`: three\n* `d.py`: four\n", ""), ["a.py"])
-
-
-def minutes(text: str, num_lines: int) -> float:
-    """At 200 words and 10 lines a minute."""
-    return len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) / 200 + num_lines / 10
-
-
-def test_hours_and_minutes_are_counted_by_one_rule() -> None:
-    """In half hours, a chapter's text and root, or what `LLM()` loads of the engine; and the 65
-    minutes of an evening are its sections 1 to 4 and its table."""
-    lines = {name: size.num_lines for name, size in chapter_roots().items()}
-    engine = (name for name in measure_default().loaded if name.startswith("common/"))
-    lines["common"] = sum(count_lines(ROOT / name) for name in engine)
-    rows = re.findall(
-        r"^\| (?:\d )?\[.*\]\((\w+)/README.md\) \|[^|]+\| ([\d.]+) \|", read("README.md"), re.M
-    )
-    assert [name for name, _ in rows] == sorted(lines)
-    for name, hours in rows:
-        assert float(hours) == round(minutes(read(f"{name}/README.md"), lines[name]) / 30) / 2, name
-    course = read("COURSE.md")
-    parts = [read(f"{name}/README.md").partition("\n## 1.")[2] for name in sorted(chapter_roots())]
-    evenings = [
-        minutes(part.partition("\n## 5.")[0], num)
-        for part, num in zip(parts, sums(course), strict=True)
-    ]
-    (max_lines,) = map(int, re.findall(r"^\| 3 \| read \| (\d+) \|", course, re.M))
-    assert max_lines - 5 < max(evenings) <= max_lines
-
-
-def read(name: str) -> str:
-    """Without comments, which a reader does not see."""
-    return re.sub(r"<!--.*?-->", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
 # -- a page that quotes the body of a task has it folded
 
 
@@ -264,37 +201,15 @@ def test_bodies_that_are_tasks_are_folded(page: Path) -> None:
     assert not list(spoilers(text, page.name.endswith(".zh.md")))
 
 
-def test_a_body_that_is_shown_is_found() -> None:
-    task = TASKS[0]
-    body = "".join(blank_of(task).solution.splitlines(keepends=True)[-2:])
-    block = f"```python file={task.path.name}\n{body}```\n"
-    folded = f"<details>\n{summary_for([task.number])}\n\n{block}</details>\n"
-    assert not list(spoilers(folded)) and list(spoilers(folded, is_chinese=True))
-    assert len(list(spoilers(block))) == len(list(spoilers(folded + block))) == 1
-    assert list(spoilers(folded.replace(task.number, "9.9")))
-    assert all(lines for found in bodies().values() for lines in found.values())
-
-
 # -- the tickets of INCIDENTS.md
-
-
-FOUR = (("Cause", "Number", "Fix", "Guard"), ("原因", "数字", "修复", "(预防|监控)"))
-NO_BUG = ("Not a bug.", "不是 bug。")
-
-
-def parts_of(page: Path) -> list[str]:
-    """The text of each ticket."""
-    return re.split(r"^### .+$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 
 
 @pytest.mark.parametrize("page", TICKETS, ids=lambda page: page.name)
 def test_two_tickets_an_evening_each_with_four_folded_lines(page: Path) -> None:
-    parts, lines = parts_of(page), FOUR[TICKETS.index(page)]
+    text = page.read_text(encoding="utf-8")
+    parts = re.split(r"^### .+$", text, flags=re.MULTILINE)[1:]
     assert list(read_tickets(page)) == [*range(1, 13)] and len(parts) == 2 * len(EVENINGS)
     for part in parts:
         shown, _, folded = part.partition("<details>")
-        found = re.findall(r"^\* \*\*(\w+)。?\.?\*\*", folded, re.MULTILINE)
-        assert re.fullmatch(" ".join(lines), " ".join(found))
-        assert folded.count("</details>") == 1 and shown.count("**") == 4
+        assert len(re.findall(r"^\* \*\*\w+。?\.?\*\*", folded, re.MULTILINE)) == 4
         assert "\n> " in shown and "```" in shown and re.search(r"\d", folded)
-    assert sum(NO_BUG[TICKETS.index(page)] in part for part in parts) >= 2

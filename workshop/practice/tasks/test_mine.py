@@ -72,11 +72,3 @@ def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Work
     assert lines[0] == lines[-1] == f"4 of {len(TASKS)} functions of this engine are yours."
     assert "here is 1.1" in lines and "here is 2.2" in lines
     assert any(line.startswith("output throughput") for line in lines)
-
-
-def test_a_watched_run_starts_without_our_task_bodies() -> None:
-    modules = "workshop.watch.watch_command, workshop.practice.tasks.mine"  # in their order
-    code = f"import sys, {modules}; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "workshop.practice.tasks.mine" in run.stdout, run.stderr
-    assert {task.module for task in TASKS}.isdisjoint(run.stdout.split())
