@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path, PurePosixPath
 
 import pytest
 
 from workshop.book.path import ROOT
 from workshop.site.page_tree import (
     Tree,
-    find_pages,
-    home_page,
     toctrees,
 )
 from workshop.site.staging import LINK, stage, staged
@@ -68,33 +65,6 @@ def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
     assert "/film_adapters.html#" in text_of(tree, "04_scheduler/beyond/ADAPTERS")
     (home,) = FILM.findall(text_of(tree, "index"))
     assert home.startswith("../films/film_4.html#") and "ask" not in home
-
-
-def test_without_films_a_page_shows_the_still_and_home_clones_only_from_an_address(
-    tmp_path: Path, tree: Tree
-) -> None:
-    bare = find_pages(tmp_path, is_chinese=True, repository="")
-    path = bare.pages["04_scheduler/index"]
-    text = staged(path.read_text(encoding="utf-8"), "04_scheduler/index", path, bare, False)
-    assert "<iframe" not in text and "../04_scheduler/figures/film.zh.png" in text
-    home, readme = text_of(tree, "index"), tree.pages["index"].read_text(encoding="utf-8")
-    assert home.index("<iframe") < home.index("```") and "git clone" not in home
-    cloned = home_page(readme, ADDRESS, tree.is_chinese)
-    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in cloned
-
-
-def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None:
-    quotation = re.compile(
-        r"^```python file=\S+[^\n]*\n(?P<first>.*)\n(?:.*\n)*?```\n\n\{\.lines\}\n"
-        r"\[(?P<label>\S+)\]\(source:(?P<path>\S+)#L(?P<line>\d+)\)$",
-        re.MULTILINE,
-    )
-    found = list(quotation.finditer(text_of(tree, "04_scheduler/index")))
-    assert len(found) > 5
-    for match in found:
-        lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
-        assert lines[int(match["line"]) - 1].strip() == match["first"].strip()
-        assert match["label"] == f"{PurePosixPath(match['path']).name}:{match['line']}"
 
 
 CHAPTER = "04_scheduler/"

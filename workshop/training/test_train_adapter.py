@@ -13,56 +13,18 @@ from common.llm import LLM, SamplingParams
 from workshop.training import train_adapter
 from workshop.training.train_adapter import (
     AdapterTraining,
-    Case,
     Documents,
-    Head,
     card,
-    cases,
-    heads,
     train,
 )
 
-LIBRARY = '''
-def mean(values):
-    """Return the mean.
-
-    With more lines."""
-    return sum(values)
-
-class Stack:
-    def push(self, item):
-        """Put it there."""
-    def pop(self):
-        """It has no parameters."""
-    def _hidden(self, item):
-        """Nobody's."""
-    def extend(self, *items):
-        """With a star."""
-
-def undocumented(values):
-    return 1
-'''
-TESTS = """
-self.assertEqual(mean([1, 2]), 1.5)
-self.assertEqual(math.gcd(2, 4), 2)
-self.assertEqual(mean(values), 2)
-self.assertEqual(mean([1], key=2), 2)
-self.assertEqual(now(), 3)
-self.assertTrue(mean([1]))
-"""
+LIBRARY = 'def mean(values):\n    """Return the mean."""\n    return sum(values)\n'
+TESTS = "self.assertEqual(mean([1, 2]), 1.5)\nself.assertEqual(math.gcd(2, 4), 2)\n"
 
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(train_adapter.BASE / "tokenizer.json"))
-
-
-def test_a_test_can_be_built_from_heads_and_cases() -> None:
-    assert list(heads([LIBRARY, "print 'Python 2'"])) == [
-        Head("mean", 'def mean(values):\n    """Return the mean."""', 1),
-        Head("push", 'def push(item):\n    """Put it there."""', 1),
-    ]
-    assert list(cases([TESTS])) == [Case("[1, 2]", 1, "1.5"), Case("2, 4", 2, "2")]
 
 
 def test_training_lowers_the_loss_and_writes_a_loadable_adapter(tokenizer, tmp_path) -> None:

@@ -6,11 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.engine import LLMEngine
-from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.tests.film_answers import Answers
-from grammars import Regex
-from request import SamplingParams
 from workshop.watch.film_facts import cells, happened
 from workshop.watch.replay.film import Film
 from workshop.watch.workloads import DEFAULT, Cast, perform
@@ -40,15 +36,3 @@ def test_two_films_differ_in_times_only(default_run_path: Path, cast: Cast, tmp_
     texts = [path.read_text() for path in (default_run_path, tmp_path / "again.jsonl")]
     clock = re.compile(r'"((?:arrived_at|started_at|time|\w+_ms)"):[^,}]*')
     assert clock.sub("", texts[0]) == clock.sub("", texts[1]) and texts[0] != texts[1]
-
-
-def test_a_run_recorded_from_the_middle_knows_the_requests(cast: Cast, tmp_path: Path) -> None:
-    config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")
-    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
-    engine.load_adapter("tests", SHIPPED_ADAPTER)
-    options = SamplingParams(max_tokens=9, grammar=Regex("[a-z]*"))
-    engine.add_request("a", "def", options, adapter="tests")
-    engine.watch(tmp_path / "run.jsonl")
-    row = Film.read(tmp_path / "run.jsonl").requests()["a"]
-    assert (row["adapter"], row["grammar"]) == ("tests", "regex")
-    engine.close()

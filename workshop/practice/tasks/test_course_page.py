@@ -27,8 +27,6 @@ from workshop.practice.tasks.reading import (
     derived,
     sums,
 )
-from workshop.practice.tasks.tickets import PAGES as TICKETS
-from workshop.practice.tasks.tickets import read_tickets
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
@@ -58,16 +56,6 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     assert counted(text) == text, "python -m workshop.tasks --write"
     assert len(sums(text)) == 6
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
-def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
-    parts = re.split(r"^#{2,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    headings = [part for part in parts if part.startswith(("Break", "Measure", "弄坏", "测量"))]
-    assert len(headings) == 2 * len(EVENINGS)
-    for part in headings:
-        outside = re.sub(r"<details>.*?</details>", "", part, flags=re.DOTALL)
-        assert re.search("[?？]", outside) and part.count("<details>") == 1, part
 
 
 @EVERY_EVENING
@@ -199,17 +187,3 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
 def test_bodies_that_are_tasks_are_folded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not list(spoilers(text, page.name.endswith(".zh.md")))
-
-
-# -- the tickets of INCIDENTS.md
-
-
-@pytest.mark.parametrize("page", TICKETS, ids=lambda page: page.name)
-def test_two_tickets_an_evening_each_with_four_folded_lines(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    parts = re.split(r"^### .+$", text, flags=re.MULTILINE)[1:]
-    assert list(read_tickets(page)) == [*range(1, 13)] and len(parts) == 2 * len(EVENINGS)
-    for part in parts:
-        shown, _, folded = part.partition("<details>")
-        assert len(re.findall(r"^\* \*\*\w+。?\.?\*\*", folded, re.MULTILINE)) == 4
-        assert "\n> " in shown and "```" in shown and re.search(r"\d", folded)

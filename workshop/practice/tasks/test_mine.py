@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks import mine
 from workshop.practice.tasks.course import TASKS, blank_of, blank_text, task_numbered
-from workshop.practice.tasks.grade import Verdict
 from workshop.practice.tasks.workbench import Workbench
 
 SHOWN = """
@@ -38,22 +36,6 @@ def bench(tmp_path: Path) -> Workbench:
         bench.file(task).write_text(text, encoding="utf-8")
     bench.passed(TASKS[0])
     return bench
-
-
-def test_passing_answers_are_taken_and_only_new_ones_are_graded(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graded = []
-
-    def grade(task, file: Path) -> Verdict:
-        graded.append(task.number)
-        return Verdict(task.number == "2.2", "")
-
-    monkeypatch.setattr(mine, "grade", grade)
-    assert [task.number for task in mine.passing(bench)] == ["1.1", "2.2"]
-    assert graded == ["2.1", "2.2"]
-    passed = [task.number for task in TASKS if Workbench(bench.folder).has_passed(task)]
-    assert passed == ["1.1", "2.2"]
 
 
 def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Workbench) -> None:
