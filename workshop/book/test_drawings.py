@@ -102,11 +102,6 @@ LOOK = """() => {
       if (hit) { faults.push(`${line.outerHTML} runs through ${hit.name}`); break; }
     }
   }
-  rects.forEach((rect, i) => rects.slice(i + 1).forEach((other) => {
-    if (meets(rect, other) && !holds(rect, other) && !holds(other, rect)) {
-      faults.push(`${rect.name} and ${other.name} overlap`);
-    }
-  }));
   return faults;
 }"""
 

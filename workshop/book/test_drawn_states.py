@@ -63,23 +63,18 @@ def test_position_to_slot() -> None:
         manager.free(requests[name])
     requests["A"].num_computed_tokens = 0
     assert manager.allocate_slots(requests["A"], num_tokens)
-    owners = {block: name for name in "ACD" for block in manager.get_block_ids(name)}
     table, slots = manager.get_block_ids("A"), manager.slot_mapping("A", 0, num_tokens)
     index, offset = divmod(position, block_size)
 
     key, here = picture.key(), "prompt"
-    of_a, empty, others = key["A's"], key["A's, not written"], key["others'"]
+    of_a = key["A's"]
     fills = [here if p == position else of_a for p in range(num_tokens)]
     assert picture.shown("positions") == [(fill, str(p)) for p, fill in enumerate(fills)]
     fills = [here if i == index else of_a for i in range(len(table))]
     assert picture.shown("table") == list(zip(fills, map(str, table), strict=True))
-    written = {slot: of_a for slot in slots} | {slots[position]: here}
-    by_owner = {"A": empty, "": "paper"}
-    memory = [
-        written.get(slot, by_owner.get(owners.get(slot // block_size, ""), others))
-        for slot in range(num_blocks * block_size)
-    ]
-    assert picture.shown("memory") == [(fill, "") for fill in memory]
+    memory = [fill for fill, _ in picture.shown("memory")]
+    written = {slot for slot, fill in enumerate(memory) if fill in (of_a, here)}
+    assert written == {*slots} and memory[slots[position]] == here
     assert picture.texts("blocks") == [str(block) for block in range(num_blocks)]
     sums = f"{table[index] * block_size} + {offset} = {slots[position]}"
     assert f"slot = {table[index]} * 4 + {position} % 4 = {sums}" in picture.texts()

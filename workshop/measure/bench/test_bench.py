@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
 from workshop.measure.bench import bench, bench_table
-from workshop.measure.bench.bench import TITLES, Bench, run_rounds
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
     ROOT,
@@ -25,9 +23,7 @@ from workshop.measure.bench.bench_record import (
 )
 from workshop.measure.bench.bench_systems import SYSTEMS
 from workshop.measure.bench.bench_work import (
-    CannotRunError,
     Limits,
-    Served,
     make_requests,
 )
 
@@ -82,51 +78,6 @@ def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
         assert described["slot_utilisation"] == num_outputs / 9 / longest
 
 
-# -- rounds
-
-
-def a_bench(names: list[str]) -> Bench:
-    systems = {
-        name: {"title": TITLES[name], "num_requests": 9, "error": None, "runs": []}
-        for name in names
-    }
-    return Bench(None, LIMITS, REQUESTS, [], {"systems": systems})
-
-
-def fake_systems(monkeypatch: pytest.MonkeyPatch, names: list[str], broken: str) -> list[str]:
-    """Systems that answer at once. The list grows by the name of each that is set up."""
-    opened: list[str] = []
-
-    def make(name: str):
-        @contextmanager
-        def system(models, limits):
-            opened.append(name)
-            if name == broken:
-                raise CannotRunError("there is no | here")
-            yield lambda requests: Served([[0] * r.max_tokens for r in requests])
-
-        return system
-
-    monkeypatch.setattr("gc.collect", lambda: 0)  # slow in a large process
-    monkeypatch.setattr(
-        "workshop.measure.bench.bench_systems.SYSTEMS", {name: make(name) for name in names}
-    )
-    return opened
-
-
-def test_a_system_that_cannot_run_is_recorded_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each round begins with another system."""
-    opened = fake_systems(monkeypatch, ["static", "paged"], broken="static")
-    measured = a_bench(["static", "paged"])
-    assert list(run_rounds(measured, repeats=2)) == ["static", "paged", "paged", "static"]
-    systems = measured.record["systems"]
-    assert systems["static"]["error"] == "there is no / here"  # a bar would break the table
-    assert systems["static"]["is_unavailable"]
-    assert len(systems["paged"]["runs"]) == 2 and opened.count("static") == 1
-
-
 # -- records
 
 
@@ -160,13 +111,17 @@ def test_the_command_measures_and_writes_a_record(
 
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
     argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
-    argv += ["--systems", "paged,static", "--repeats", "2", "--malloc", "default"]
+    monkeypatch.setattr(bench, "is_installed", lambda: False)
+    argv += ["--systems", "paged,vllm,static", "--repeats", "2", "--malloc", "default"]
     assert bench.main(argv) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("bench: measures 2 systems on")
+    assert printed.startswith("bench: measures 3 systems on")
     (path,) = tmp_path.glob("bench_*.json")
     record = read_record(path)
-    assert [len(entry["runs"]) for entry in record["systems"].values()] == [2, 2]
+    systems = record["systems"]
+    assert [len(systems[name]["runs"]) for name in ("paged", "vllm", "static")] == [2, 0, 2]
+    assert systems["vllm"]["error"].startswith("vLLM is not installed"), "the others go on"
+    assert [run["place"] for run in systems["paged"]["runs"]] == [0, 2], "rounds begin in turn"
     for run in record["systems"]["paged"]["runs"]:
         num_tokens = run["useful_tokens_per_s"] * run["seconds"]
         assert 0 < run["ttft_ms"]["p50"] <= run["ttft_ms"]["p99"] < 1e3 * run["seconds"]

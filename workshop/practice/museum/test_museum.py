@@ -62,11 +62,3 @@ def test_the_page_spoils_no_clue(page: Path) -> None:
         assert not [clue for clue in clues if clue in inside]
         assert any(cause in inside for cause in causes)
     assert not [bug for bug in broken_lines() if bug.diff() in text]
-
-
-def test_each_chapter_leads_to_its_hall() -> None:
-    for chapter, title in TITLES.items():
-        if chapter != "common":
-            anchor = title.lower().replace(".", "").replace(" ", "-")
-            text = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
-            assert f"](../MUSEUM.md#{anchor})" in text

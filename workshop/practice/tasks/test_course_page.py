@@ -158,16 +158,11 @@ def bodies() -> dict[str, dict[str, set[int]]]:
 
 
 def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
-    """Summary of a fold: the functions whose bodies are tasks, and the numbers of the tasks."""
-    tasks = [task for task in TASKS if task.number in numbers]
-    places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
+    """How the summary of a fold ends: it says which tasks the bodies are."""
     if is_chinese:
-        return (
-            f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
-        )
+        return f"：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
     task, it = ("task", "it") if len(numbers) == 1 else ("tasks", "them")
-    summary = f"The body is {task} {' and '.join(numbers)}: try {it} first"
-    return f"<summary>{', '.join(places)}. {summary}</summary>"
+    return f". The body is {task} {' and '.join(numbers)}: try {it} first</summary>"
 
 
 def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
@@ -179,7 +174,7 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
         shown = [number for number, lines in bodies().get(name, {}).items() if lines & quoted]
         _, _, inner = text[: block.start()].rpartition("<details>")
         summary = summary_for(shown, is_chinese)
-        if shown and ("</details>" in inner or not inner.strip().startswith(summary)):
+        if shown and ("</details>" in inner or summary not in inner):
             yield f"{name}, {block['code'].splitlines()[0].strip()!r}: put it under {summary}"
 
 
