@@ -1,7 +1,7 @@
-"""Runs of the prefill-first scheduler that its page and its pictures describe.
+"""Runs of the prefill-first scheduler that its page describes.
 
 They are small enough for a pencil: pages of 4, and the fake model. `test_prefill_first_runs.py`
-compares them with the page, and `workshop/book/test_drawn_states.py` with a picture.
+compares them with the page.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
-from workshop.measure.bench import bench, bench_table
+from workshop.measure.bench import bench, bench_table, vllm_system
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
     ROOT,
@@ -111,7 +111,7 @@ def test_the_command_measures_and_writes_a_record(
 
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
     argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
-    monkeypatch.setattr(bench, "is_installed", lambda: False)
+    monkeypatch.setattr(vllm_system, "is_installed", lambda: False)
     argv += ["--systems", "paged,vllm,static", "--repeats", "2", "--malloc", "default"]
     assert bench.main(argv) == 0
     printed = capsys.readouterr().out
