@@ -1,14 +1,9 @@
 """For every test of the repository: wrong code is reported soon.
 
-Hypothesis does not shrink what it finds, because a broken chapter would take minutes to say so. A
-failure prints how to repeat it. Each run draws the same examples, and no clock is looked at: on a
-busy machine, too, a test fails only for what it tests. To draw others, and to see the smallest
-example that fails:
+Hypothesis draws the same examples in each run, does not shrink what it finds, and looks at no
+clock. To draw others, and to see the smallest example that fails:
 
     pytest 03_prefix_cache -k NAME --hypothesis-profile=shrink
-
-Settings of single tests (`@settings(max_examples=...)`) keep the phases of the profile, which is
-chosen here, before any test module is imported.
 """
 
 from __future__ import annotations
@@ -197,8 +192,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Python's collector would go through all modules and tests again and again, for nothing: while
-    they are loaded, and while tests run."""
+    """Python's collector would go through all modules and tests again and again, for nothing."""
     gc.disable()
     try:
         return (yield)
@@ -337,12 +331,8 @@ def is_left_out(path: Path, markexpr: str) -> bool:
     return False
 
 
-def only_checks(config: pytest.Config) -> bool:
-    return config.option.markexpr == CHECK
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if only_checks(session.config):
+    if session.config.option.markexpr == CHECK:
         sys.addaudithook(skip_who_starts_a_process)
 
 
@@ -352,9 +342,9 @@ def skip_who_starts_a_process(event: str, _: tuple[object, ...]) -> None:
 
 
 def keep_samples(items: list[pytest.Item]) -> None:
-    """Keep the fewest cases of a test marked `sample` in which each value of each parameter occurs,
-    always the same ones; the others are slow. `sample(seed=2)` keeps two values of `seed`, and
-    `sample(every=3, first=1)` the second, fifth, ... of a list of cases."""
+    """Keep the fewest cases of a test marked `sample` in which each value of each parameter occurs;
+    the others are slow. `sample(seed=2)` keeps two values of `seed`, and `sample(every=3, first=1)`
+    the second, fifth, ... of a list of cases."""
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("slow"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-import prefill_first_runs
 from batch_layout import Queries
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
@@ -65,23 +63,18 @@ def test_position_to_slot() -> None:
         manager.free(requests[name])
     requests["A"].num_computed_tokens = 0
     assert manager.allocate_slots(requests["A"], num_tokens)
-    owners = {block: name for name in "ACD" for block in manager.get_block_ids(name)}
     table, slots = manager.get_block_ids("A"), manager.slot_mapping("A", 0, num_tokens)
     index, offset = divmod(position, block_size)
 
     key, here = picture.key(), "prompt"
-    of_a, empty, others = key["A's"], key["A's, not written"], key["others'"]
+    of_a = key["A's"]
     fills = [here if p == position else of_a for p in range(num_tokens)]
     assert picture.shown("positions") == [(fill, str(p)) for p, fill in enumerate(fills)]
     fills = [here if i == index else of_a for i in range(len(table))]
     assert picture.shown("table") == list(zip(fills, map(str, table), strict=True))
-    written = {slot: of_a for slot in slots} | {slots[position]: here}
-    by_owner = {"A": empty, "": "paper"}
-    memory = [
-        written.get(slot, by_owner.get(owners.get(slot // block_size, ""), others))
-        for slot in range(num_blocks * block_size)
-    ]
-    assert picture.shown("memory") == [(fill, "") for fill in memory]
+    memory = [fill for fill, _ in picture.shown("memory")]
+    written = {slot for slot, fill in enumerate(memory) if fill in (of_a, here)}
+    assert written == {*slots} and memory[slots[position]] == here
     assert picture.texts("blocks") == [str(block) for block in range(num_blocks)]
     sums = f"{table[index] * block_size} + {offset} = {slots[position]}"
     assert f"slot = {table[index]} * 4 + {position} % 4 = {sums}" in picture.texts()
@@ -114,13 +107,6 @@ def test_radix_split() -> None:
     rig.cache.evict(1)
     (was,), (now,) = before - set(rig.nodes()), set(rig.nodes()) - before
     compare(3, {now: was.removeprefix(now)})
-
-
-def _boxes_at(line: list, cells: Sequence) -> tuple[str, str]:
-    """Where a line begins and ends."""
-    start, stop = ([c.text for c in cells if c.holds(point)] for point in (line[0], line[-1]))
-    assert len(start) == len(stop) == 1, line
-    return start[0], stop[0]
 
 
 # -- chapter 4
@@ -159,24 +145,6 @@ def test_preemption(group: str, options: dict) -> None:
     assert list(zip(steps, names, strict=True)) == went
     titles = [text for text in picture.texts() if text.endswith(" steps")]
     assert f"{number + 1} steps" in titles[group == "reserved"]
-
-
-def test_three_batches() -> None:
-    picture, new, old = Picture("three_batches"), "prompt-85", "decode-55"
-    for number, now in enumerate(prefill_first_runs.six_iterations(), 1):
-        spans = [f"{r} {a}-{b}" if a < b else f"{r} {a}" for r, (a, b) in now.computed.items()]
-        fill = new if now.mode == "EXTEND" else old
-        cells = [("paper", ""), *(("soft", name) for name in now.arrived)]
-        cells += [(new, name) for name in now.last_batch]
-        cells += [(old, name) for name in now.running_batch]
-        cells += [(fill, "\n".join([now.mode, *spans])), *(("soft", name) for name in now.ended)]
-        group = f"iteration-{number}"
-        assert picture.shown(group) == cells
-        goes_on = [f"{now.chunked_req} goes on"] if now.chunked_req else []
-        assert picture.texts(group) == [str(number), *goes_on]
-        chips = picture.cells(group)[1:]
-        joined = [_boxes_at(line, chips)[0] for line in picture.lines(group)]
-        assert joined == [name for name in now.last_batch if name in now.joined]
 
 
 # -- chapter 5

@@ -12,16 +12,8 @@ from matplotlib.figure import Figure
 from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
 from workshop.book.palette import (
-    CACHED,
-    DRAFT,
     INK,
-    NEUTRAL,
-    OTHER,
-    PAPER,
-    PROMPT,
     in_the_dark,
-    luminance,
-    shade,
 )
 
 WORDS = "# plot\nmuch longer than\n    短\nit\n    它\nstep {} of {}\n    {1} 步里的第 {0} 步\n"
@@ -32,14 +24,6 @@ def draw() -> Figure:
     axis.plot([1, 2], [2, 1], "o-", color=INK)
     axis.set(title="much longer than\nit", xlabel="step 3 of 4")
     return figure
-
-
-def test_a_colour_stands_out_in_the_dark_and_neutral_ones_change_places() -> None:
-    card = luminance(NEUTRAL["card"][1]) + 0.05
-    for color in (INK, PROMPT, DRAFT, OTHER, shade(CACHED, 0.4)):
-        for is_text, least in ((False, 3), (True, 4.5)):
-            assert (luminance(in_the_dark(color, is_text)) + 0.05) / card >= least
-    assert in_the_dark(PAPER) == NEUTRAL["card"][1] and in_the_dark(CACHED) == CACHED
 
 
 def test_a_plot_has_rules_for_the_dark_its_chinese_and_the_same_bytes_again(

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from workshop.book import notebooks
 from workshop.book.notebooks import (
     demo_scripts,
     execute,
     main,
     notebook_problems,
-    read_script,
     setup_cell,
     wheel_folder,
     write_twin,
@@ -65,21 +63,6 @@ def test_first_cell_gets_the_chapters_or_says_how(address: str, tmp_path: Path) 
         assert run.returncode == 1 and "`make`" in run.stderr
 
 
-@pytest.mark.parametrize("address", ["", "https://github.com/owner/book", "https://else.org/o/b"])
-def test_notebook_links_to_github(
-    address: str, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Colab's badge, and pictures that are found without a checkout, need a GitHub address."""
-    script.write_text(f"{SCRIPT}\n# %% [markdown]\n# ![a](figures/b.png)\n", encoding="utf-8")
-    monkeypatch.setattr(notebooks, "repository_address", lambda: address)
-    title, setup, _, picture = (cell.source for cell in read_script(script).cells)
-    is_github = "github" in address
-    assert setup == setup_cell(address)
-    assert is_github == ("/github/owner/book/blob/main/01_a/small_demo.ipynb)" in title)
-    raw = "https://raw.githubusercontent.com/owner/book/main/01_a/" if is_github else ""
-    assert picture == f"![a]({raw}figures/b.png)"
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "01_a" / "small_demo.py"
@@ -111,15 +94,3 @@ def test_twin_is_made_once_and_what_is_out_of_step_is_seen(
     assert "never executed" in problems and "stores ZeroDivisionError" in problems
     script.write_text(SCRIPT.replace("6 * 7", "6 * 8"), encoding="utf-8")
     assert main(["--check", str(script)]) == 1 and "out of step" in capsys.readouterr().out
-
-
-def test_a_cell_that_raises_or_takes_too_long_raises(script: Path) -> None:
-    """The budget is for the whole notebook: two cells of one second are within it alone."""
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
-
-    script.write_text("# %%\n1 / 0\n", encoding="utf-8")
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        execute(script)
-    script.write_text("# %%\nimport time; time.sleep(1)\n\n" * 2, encoding="utf-8")
-    with pytest.raises(CellTimeoutError):
-        execute(script, time_budget_s=1.5)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from workshop.book import sync
-from workshop.book.sync import commands_for, in_step
+from workshop.book.sync import in_step
 from workshop.book.translation import sections
 
 
@@ -85,18 +84,3 @@ def test_what_wants_a_reader_is_left_to_one() -> None:
     assert in_step(before, after, chinese(before)) == chinese(before)
     named = chinese(before).replace("文字", "`old` 的文字")  # both have the name
     assert in_step(before, after, named) == chinese(after).replace("文字", "`new` 的文字")
-
-
-def test_tables_are_made_where_a_record_or_its_script_changed() -> None:
-    plot = ["-m", "workshop.plot_batching", "--tables"]
-    changes = {
-        "README.md": [],
-        "plot_batching.py": [plot],
-        "records/batching.json": [plot],
-        "bench/records/a.json": commands_for(["workshop/measure/bench/records/b.json"], False),
-    }
-    assert {n: commands_for([f"workshop/measure/{n}"], False) for n in changes} == changes
-    assert changes["bench/records/a.json"][0] == ["-m", "workshop.bench", "--write-readme"]
-    every = commands_for([], True)
-    assert every[-1] == ["-m", "workshop.watch", "--stills"] and len(every) > 10
-    assert all(find_spec(name) for _, name, *_ in every)

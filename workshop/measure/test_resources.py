@@ -12,9 +12,7 @@ import pytest
 
 from workshop.measure import resources
 from workshop.measure.bench.bench_record import ROOT
-from workshop.measure.resources import (
-    Resources,
-)
+from workshop.measure.resources import Resources
 
 pytestmark = pytest.mark.needs("triton")
 
@@ -52,16 +50,6 @@ def test_no_kernel_spills_and_all_fit_and_use_the_tensor_cores():
     found = compile_in_another_process("--every", "16")
     check_what_was_compiled(found)
     assert {one.architecture for one in found} == {80, 90, 100}
-
-
-@pytest.mark.slow
-def test_nor_in_any_dtype_for_any_family_and_architecture():
-    found = compile_in_another_process("--all")
-    check_what_was_compiled(found)
-    assert {one.kind for one in found} == set(resources.KINDS)
-    for architecture in resources.ARCHITECTURES:
-        kernels = {one.kernel for one in found if one.architecture == architecture}
-        assert kernels == {one.kernel for one in found}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.measure.rounds import median_of, ratios, run_in_turn, spread, time_in_turn
+from workshop.measure.rounds import median_of, ratios, run_in_turn, spread
 
 
 def test_each_round_starts_with_another_setting_and_the_first_is_not_counted() -> None:
@@ -17,17 +17,6 @@ def test_each_round_starts_with_another_setting_and_the_first_is_not_counted() -
     assert run_in_turn("abc", run, 3) == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
     assert "".join(order) == "abcbcacababc"
     assert run_in_turn("a", run, 2, num_warm_ups=0) == {"a": [13, 14]}
-
-
-def test_a_call_takes_the_milliseconds_of_the_clock() -> None:
-    now, calls = [0.0], {"short": 0.25, "long": 2.0}
-
-    def call(seconds: float) -> None:
-        now[0] += seconds
-
-    timed = {name: lambda s=s: call(s) for name, s in calls.items()}
-    found = time_in_turn(timed, 2, lambda: now[0])
-    assert found == {"short": [250.0, 250.0], "long": [2000.0, 2000.0]}
 
 
 def test_a_spread_is_the_median_between_the_extremes() -> None:

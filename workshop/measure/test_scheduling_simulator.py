@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
-from caching_fcfs_scheduler import CachingFCFSScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import SchedulerInterface
@@ -105,10 +103,6 @@ PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
     "prefill first": prefill_first,
     "prefill first, mixed": lambda: prefill_first(mixing=True),
 }
-SCHEDULERS = PREEMPTIVE | {
-    "two phases, reserved": lambda: Scheduler(reserve_all=True, **limits()),
-    "chapter 1": lambda: CachingFCFSScheduler(**limits()),
-}
 
 
 def random_load(seed: int, mean_gap_s: float = 0.0) -> list[SimulatedRequest]:
@@ -123,16 +117,6 @@ def random_load(seed: int, mean_gap_s: float = 0.0) -> list[SimulatedRequest]:
             SimulatedRequest(arrival_s, prompt, rng.randint(1, 24), 24, rng.randrange(3))
         )
     return requests
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_request_gets_its_tokens_one_after_another(name: str) -> None:
-    requests = random_load(0, mean_gap_s=0.05)
-    run = simulate(SCHEDULERS[name](), requests, COST)
-    for request, times in zip(requests, run.token_times_s, strict=True):
-        assert len(times) == request.num_outputs
-        assert request.arrival_s < times[0]
-        assert all(a < b for a, b in pairwise(times))
 
 
 @pytest.mark.parametrize("name", PREEMPTIVE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -36,8 +37,7 @@ def test_fewer_requests_are_the_first_of_more_and_a_rate_moves_only_arrivals(nam
     assert WORKLOADS[name](40, RATE, seed=1) != made(name)[:40]
     for slow, fast in zip(WORKLOADS[name](40, RATE / 4), made(name), strict=False):
         assert slow.arrival_s == pytest.approx(4 * fast.arrival_s)
-        assert slow.prompt_token_ids == fast.prompt_token_ids
-        assert (slow.num_outputs, slow.max_tokens) == (fast.num_outputs, fast.max_tokens)
+        assert replace(slow, arrival_s=fast.arrival_s) == fast
 
 
 def test_requests_come_in_order_and_at_the_rate(name: str) -> None:
@@ -51,16 +51,12 @@ def test_requests_come_in_order_and_at_the_rate(name: str) -> None:
 def test_lengths_limits_and_priorities(name: str) -> None:
     requests, (shortest, longest, mean_outputs) = made(name), LENGTHS[name]
     lengths = [len(request.prompt_token_ids) for request in requests]
-    assert shortest <= min(lengths) < 1.05 * shortest + 3
-    assert 0.98 * longest - 3 < max(lengths) <= longest
+    assert shortest <= min(lengths) and max(lengths) <= longest
     outputs = [request.num_outputs for request in requests]
-    assert min(outputs) >= 1
     assert sum(outputs) / NUM_REQUESTS == pytest.approx(mean_outputs, rel=0.12)
-    assert all(request.num_outputs <= request.max_tokens for request in requests)
+    assert all(1 <= request.num_outputs <= request.max_tokens for request in requests)
     assert {request.max_tokens for request in requests} == {64, 128, MAX_TOKENS}
-    assert sum(outputs) < sum(request.max_tokens for request in requests) / 2
-    counts = Counter(request.priority for request in requests)
-    assert set(counts) == {0, 1, 2} and min(counts.values()) > 0.27 * NUM_REQUESTS
+    assert {request.priority for request in requests} == {0, 1, 2}
 
 
 def test_prompts_share_blocks_only_where_it_is_intended(name: str) -> None:

@@ -46,11 +46,3 @@ def test_films_are_kept_until_a_file_they_are_made_of_changes(
     assert list(kept.iterdir()) == [first]
     second = make_book.film_folder()
     assert list(kept.iterdir()) == [second] and second != first and len(recordings) == 3
-
-
-def test_without_sphinx_the_command_says_which_python_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(make_book, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"Python 3\.11 or newer"):
-        make_book.main([])

@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from workshop.book.path import ROOT
-from workshop.site.ladder_panel import PICTURE, with_panel
+from workshop.site.ladder_panel import with_panel
 from workshop.watch.conftest import OpenPage
 
 if TYPE_CHECKING:
@@ -79,21 +79,12 @@ def test_the_filter_finds_words_of_title_engine_symptom_cause_and_trap(show: Any
     assert {"bug-15", "line-13"} <= traps
 
 
-def test_the_filter_says_how_many_hides_what_has_no_entry_and_chooses_an_engine(show: Any) -> None:
+def test_the_filter_says_how_many_and_chooses_an_engine(show: Any) -> None:
     """In both languages; an address opens its entry."""
     page, texts = show("MUSEUM", at="bug-12"), entries("MUSEUM.md")
     assert page.locator("details[open]").evaluate_all("all => all.map(e => e.id)") == ["bug-12"]
-    num_bugs = sum(name.startswith("bug-") for name in texts)
-    num_lines = len(texts) - num_bugs
     assert found(page, "double free") == {"bug-9"}
     assert page.locator("h2:visible").all_inner_texts() == ["2. Paged KV"]
-    said = page.inner_text(".museum-filter output")
-    assert said == f"1 of {num_bugs} bugs, 0 of {num_lines} lines to break"
-    page.press(".museum-filter input", "Enter")  # would send the form
-    assert page.locator("details[id]:visible").count() == 1
-    page.evaluate("location.hash = 'line-3'")
-    page.wait_for_selector("#line-3[open] a", state="visible")
-    assert page.input_value(".museum-filter input") == ""
     heads = {i: re.search(r"^\*(.*) · trap", text, re.M) for i, text in texts.items()}
     named = {i for i, head in heads.items() if head and re.search("(?<!-)SGLang", head[1])}
     page = show("MUSEUM", "zh")
@@ -101,8 +92,7 @@ def test_the_filter_says_how_many_hides_what_has_no_entry_and_chooses_an_engine(
     assert found(page, "") == named
     page.select_option(".museum-filter select", index=0)
     assert found(page, "trap 17 准入") == {"bug-1"}
-    said = page.inner_text(".museum-filter output")
-    assert said == f"{num_bugs} 个 bug 中的 1 个，{num_lines} 行代码中的 0 行"
+    assert " 个 bug 中的 1 个，" in page.inner_text(".museum-filter output")
 
 
 # -- ladder
@@ -139,52 +129,12 @@ def test_every_number_of_the_ladder_is_in_its_record(show: Any, workload: str) -
     highest = [max(run[name] for config in configs for run in config["runs"]) for name in NUMBERS]
     places = "all => all.map(e => [e.style.left || '0', e.style.width].map(parseFloat))"
     bars = page.locator(".ladder-bar").evaluate_all(places)
-    ranges = page.locator(".ladder-range").evaluate_all(places)
     for config, cells in zip(configs, shown.values(), strict=True):
         assert len(cells) == 3
         for i, (cell, value) in enumerate(zip(cells, medians(config), strict=True)):
             assert abs(cell - value) <= (0.05 if value < 100 else 0.5)
             assert any(run[NUMBERS[i]] == value for run in config["runs"])
-            values = [run[NUMBERS[i]] for run in config["runs"]]
             assert bars.pop(0) == pytest.approx([0, 100 * value / highest[i]], rel=1e-3)
-            low, width = ranges.pop(0)
-            ends = [100 * min(values) / highest[i], 100 * max(values) / highest[i]]
-            assert [low, low + width] == pytest.approx(ends, rel=1e-3)
     title = configs[0]["title"]
     page.get_by_label(title, exact=True).uncheck()
     assert list(rows(page)) == [config["title"] for config in configs[1:]]
-
-
-def test_the_ratios_of_two_rows_are_those_of_the_record(show: Any) -> None:
-    page, configs = open_ladder(show), record()
-    for one, other in ((0, 7), (7, 5), (2, 2)):
-        before, after = page.locator(".ladder-pair select").all()
-        before.select_option(index=one)
-        after.select_option(index=other)
-        sentences = page.locator(".ladder li").all_inner_texts()
-        pairs = zip(medians(configs[one]), medians(configs[other]), strict=True)
-        for sentence, (a, b) in zip(sentences, pairs, strict=True):
-            if a == b:
-                assert "stays the same" in sentence
-                continue
-            said = re.search(r"rises to (.*) times" if b > a else r"falls to (.*)%", sentence)
-            ends = re.search(r"([\d.,]+) → ([\d.,]+) (tok/s|ms)", sentence)
-            assert said is not None and ends is not None, sentence
-            ratio = float(said[1]) / (1 if b > a else 100)
-            assert ratio == pytest.approx(b / a, rel=0.05, abs=0.01)
-            shown = [float(ends[i].replace(",", "")) for i in (1, 2)]
-            assert shown == pytest.approx([a, b], abs=0.5)
-    text = open_ladder(show, "zh").inner_text(".ladder")
-    for words in ("6 分块预填充", "首 token 延迟（p50）", "越多越好", "用户多：80 个请求"):
-        assert words in text
-
-
-def test_the_panel_takes_the_place_of_the_picture_which_stays_inside() -> None:
-    pages = ["README.md", "README.zh.md", "workshop/measure/bench/README.md"]
-    for name in pages:
-        text = (ROOT / name).read_text("utf-8")
-        (picture,) = PICTURE.findall(text)
-        staged = with_panel(text, name.endswith(".zh.md"))
-        panel = re.search(r'<div class="ladder".*?\n\n(.*?)\n\n</div>', staged, re.S)
-        assert panel is not None and panel[1] == picture
-    assert with_panel("![no ladder](figures/steps.svg)", False) == "![no ladder](figures/steps.svg)"

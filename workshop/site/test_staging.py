@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path, PurePosixPath
 
 import pytest
 
 from workshop.book.path import ROOT
-from workshop.site import source_pages
 from workshop.site.page_tree import (
     Tree,
-    find_pages,
-    home_page,
     toctrees,
 )
-from workshop.site.source_pages import Sources
 from workshop.site.staging import LINK, stage, staged
 
 ADDRESS = "https://example.org/us/book"
@@ -72,48 +67,6 @@ def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
     assert home.startswith("../films/film_4.html#") and "ask" not in home
 
 
-def test_the_caption_does_not_answer_what_the_film_asks(tree: Tree) -> None:
-    chapter, home = text_of(tree, "04_scheduler/index"), text_of(tree, "index")
-    _, _, after = chapter.partition("</figure>")
-    assert after.lstrip().startswith("<details><summary>")
-    assert after.index("</details>") < after.index("<!-- /table:film")
-    assert "<details>" not in home[home.index("</figure>") :].partition("FIRST_HOUR")[0]
-    # and a command for a film leads to it
-    page = tree.pages["COURSE"]
-    text = '`make watch ARGS="--film 4 --open"`\n```\nmake watch ARGS="--film adapters"\n```'
-    inline, _, fence = staged(text, "p", page, tree, True).partition("\n```")
-    assert inline == '[`make watch ARGS="--film 4 --open"`](film:4)'
-    assert fence.endswith("](film:adapters)\n") and "```\n\n{.lines}\n[" in fence
-    assert staged(text, "p", page, tree, False) == text
-
-
-def test_without_films_a_page_shows_the_still_and_home_clones_only_from_an_address(
-    tmp_path: Path, tree: Tree
-) -> None:
-    bare = find_pages(tmp_path, is_chinese=True, repository="")
-    path = bare.pages["04_scheduler/index"]
-    text = staged(path.read_text(encoding="utf-8"), "04_scheduler/index", path, bare, False)
-    assert "<iframe" not in text and "../04_scheduler/figures/film.zh.png" in text
-    home, readme = text_of(tree, "index"), tree.pages["index"].read_text(encoding="utf-8")
-    assert home.index("<iframe") < home.index("```") and "git clone" not in home
-    cloned = home_page(readme, ADDRESS, tree.is_chinese)
-    assert f"git clone {ADDRESS} vllm-from-scratch\ncd " in cloned
-
-
-def test_a_quotation_is_followed_by_a_link_to_its_first_line(tree: Tree) -> None:
-    quotation = re.compile(
-        r"^```python file=\S+[^\n]*\n(?P<first>.*)\n(?:.*\n)*?```\n\n\{\.lines\}\n"
-        r"\[(?P<label>\S+)\]\(source:(?P<path>\S+)#L(?P<line>\d+)\)$",
-        re.MULTILINE,
-    )
-    found = list(quotation.finditer(text_of(tree, "04_scheduler/index")))
-    assert len(found) > 5
-    for match in found:
-        lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
-        assert lines[int(match["line"]) - 1].strip() == match["first"].strip()
-        assert match["label"] == f"{PurePosixPath(match['path']).name}:{match['line']}"
-
-
 CHAPTER = "04_scheduler/"
 REWRITTEN = [  # page, text, as staged
     (
@@ -156,20 +109,3 @@ def test_links_are_those_of_the_site(tree: Tree) -> None:
     assert staged(text, "CONTRIBUTING", ROOT / "CONTRIBUTING.md", tree, True) == expected
     with pytest.raises(ValueError, match=r"COURSE\S*: git has no nowhere.md"):
         staged("[x](nowhere.md)", "COURSE", tree.pages["COURSE"], tree, True)
-
-
-def test_a_source_page_names_the_pages_that_link_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the page that its docstring names. That of a folder lists what git tracks."""
-    sources = Sources()
-    sources.add(
-        Tree(tmp_path, False, {}, frozenset(), "", {"common/llm.py": {"common/index"}}), "en"
-    )
-    sources.add(Tree(tmp_path, True, {}, frozenset(), "", {"common": {"index"}}), "zh")
-    monkeypatch.setattr(source_pages, "git", lambda *_: "common/serve/a.py\ncommon/llm.py\n")
-    sources.write(tmp_path)
-    page = (tmp_path / "common" / "llm.py.html").read_text(encoding="utf-8")
-    assert 'href="../../en/common/index.html"' in page and 'id="L12"' in page
-    assert 'See <a href="../../en/common/index.html">common/README.md</a>' in page
-    assert "<pre>llm.py\nserve</pre>" in (tmp_path / "common.html").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,43 +13,13 @@ from common.llm import LLM, SamplingParams
 from workshop.training import train_adapter
 from workshop.training.train_adapter import (
     AdapterTraining,
-    Case,
     Documents,
-    Head,
     card,
-    cases,
-    heads,
     train,
 )
 
-LIBRARY = '''
-def mean(values):
-    """Return the mean.
-
-    With more lines."""
-    return sum(values)
-
-class Stack:
-    def push(self, item):
-        """Put it there."""
-    def pop(self):
-        """It has no parameters."""
-    def _hidden(self, item):
-        """Nobody's."""
-    def extend(self, *items):
-        """With a star."""
-
-def undocumented(values):
-    return 1
-'''
-TESTS = """
-self.assertEqual(mean([1, 2]), 1.5)
-self.assertEqual(math.gcd(2, 4), 2)
-self.assertEqual(mean(values), 2)
-self.assertEqual(mean([1], key=2), 2)
-self.assertEqual(now(), 3)
-self.assertTrue(mean([1]))
-"""
+LIBRARY = 'def mean(values):\n    """Return the mean."""\n    return sum(values)\n'
+TESTS = "self.assertEqual(mean([1, 2]), 1.5)\nself.assertEqual(math.gcd(2, 4), 2)\n"
 
 
 @pytest.fixture
@@ -58,29 +27,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(train_adapter.BASE / "tokenizer.json"))
 
 
-def test_a_test_can_be_built_from_heads_and_cases() -> None:
-    assert list(heads([LIBRARY, "print 'Python 2'"])) == [
-        Head("mean", 'def mean(values):\n    """Return the mean."""', 1),
-        Head("push", 'def push(item):\n    """Put it there."""', 1),
-    ]
-    assert list(cases([TESTS])) == [Case("[1, 2]", 1, "1.5"), Case("2, 4", 2, "2")]
-
-
-def test_there_is_no_loss_on_the_prompt_and_none_on_padding(tokenizer) -> None:
-    documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
-    ids, labels = documents.batch(documents.heads, random.Random(0))
-    for head, row, expected_labels in zip(documents.heads, ids, labels, strict=True):
-        prompt = tokenizer.encode(head.text).ids
-        assert row[: len(prompt)].tolist() == prompt
-        of_test = expected_labels[expected_labels != train_adapter._IGNORED].tolist()
-        assert (expected_labels[: len(prompt) - 1] == train_adapter._IGNORED).all()
-        assert of_test[-1] == documents.end
-        assert tokenizer.decode(of_test).startswith(f"\n\n\ndef test_{head.name}():\n    assert ")
-
-
 def test_training_lowers_the_loss_and_writes_a_loadable_adapter(tokenizer, tmp_path) -> None:
     documents = Documents(tokenizer, [LIBRARY], [TESTS.replace("1.5", str(n)) for n in range(12)])
-    config = AdapterTraining(num_steps=12, num_documents=2, rank=2, alpha=4)
+    config = AdapterTraining(num_steps=12, num_documents=1, rank=2, alpha=4)
     record = train(config, documents, documents, tmp_path)
     held_out = record["held_out"]
     assert held_out["adapter"]["nats_per_token"] < 0.9 * held_out["base"]["nats_per_token"]

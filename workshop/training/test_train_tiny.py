@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workshop.training import tiny_eval, tiny_teacher, train_tiny
+from workshop.training import tiny_eval, train_tiny
 from workshop.training.tiny_data import (
-    END_OF_TEXT,
     HELD_OUT,
     corpus,
-    snippets,
-    token_stream,
-    train_tokenizer,
 )
 
 TINY, DRAFT = tiny_eval.CHECKPOINTS / "tiny", tiny_eval.CHECKPOINTS / "tiny-draft"
@@ -40,35 +34,6 @@ def test_held_out_files_are_not_trained_on(files: tuple[dict[str, str], dict[str
     assert not any(text in texts for text in held_out.values()), "a copy under another name"
 
 
-def test_stream_holds_every_document_whole_and_ends_each(
-    files: tuple[dict[str, str], dict[str, str]],
-) -> None:
-    some = dict(list(files[0].items())[:5])
-    tokenizer = train_tokenizer(list(some.values()), vocab_size=512)
-    stream = token_stream(tokenizer, some, seed=0)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ends = np.flatnonzero(stream == end)
-    documents = [tokenizer.decode(d[d != end]) for d in np.split(stream, ends)]
-    expected = list(some.values()) + [s for text in some.values() for s in snippets(text)]
-    assert sorted(filter(None, documents)) == sorted(expected)
-    assert stream[-1] == end
-    assert not np.array_equal(stream, token_stream(tokenizer, some, seed=1))
-
-
-def test_muon_update_is_semi_orthogonal() -> None:
-    """Singular values near 1, in the directions of the momentum's own."""
-    torch.manual_seed(0)
-    updates = torch.randn(3, 24, 64, dtype=torch.float64)
-    result = train_tiny.Muon._orthogonalise(updates)
-    assert torch.linalg.svdvals(result).sub(1).abs().max() < 0.4
-    left, _, right = torch.linalg.svd(updates, full_matrices=False)
-    inner = left.mT @ result @ right.mT
-    off_diagonal = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
-    assert off_diagonal.abs().max() < 1e-6
-    tall = train_tiny.Muon._orthogonalise(updates.mT.contiguous())
-    torch.testing.assert_close(tall, result.mT)
-
-
 def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
     torch.manual_seed(0)
     teacher = torch.randn(2, 5, 11, dtype=torch.float64)
@@ -80,37 +45,6 @@ def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
     assert student.grad.abs().max() < 1e-7
     entropy = -(probs * probs.log()).sum(-1).mean().item()
     assert loss.item() == pytest.approx(entropy, abs=1e-6)
-
-
-def test_the_teacher_is_asked_once_and_its_likely_tokens_are_kept(tmp_path: Path) -> None:
-    num_calls = 0
-
-    class Teacher:
-        def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
-            nonlocal num_calls
-            num_calls += 1
-            return SimpleNamespace(logits=logits[input_ids])
-
-    torch.manual_seed(1)
-    logits = torch.randn(97, 97) * 3
-    window = tiny_teacher.WINDOW
-    stream = np.random.default_rng(0).integers(0, 97, size=3 * window + 5).astype(np.uint16)
-    cpu = torch.device("cpu")
-    targets = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
-    again = tiny_teacher.teacher_targets(Teacher(), stream, tmp_path / "t", cpu)
-    assert num_calls == 3
-    for found in (targets, again):
-        seen = []
-        for step in range(3):
-            ids, tokens, probs = found.batch(window, step, seed=0)
-            seen.append(ids[0].tolist())
-            for position in (0, 7, window - 1):
-                expected = logits[ids[0, position]].topk(tiny_teacher.TOP_K)
-                assert tokens[0, position].tolist() == expected.indices.tolist()
-                close = expected.values.softmax(-1)
-                torch.testing.assert_close(probs[0, position], close, atol=1e-3, rtol=1e-2)
-        windows = [stream[i * window : (i + 1) * window].tolist() for i in range(3)]
-        assert sorted(seen) == sorted(windows), "an epoch is every window once"
 
 
 def test_interrupted_run_goes_on_to_the_same_weights(

@@ -30,9 +30,8 @@ LOCALES = {"en": "en-US", "zh": "zh-CN"}
 
 
 def until(page: Page, expression: str, argument: Any = None) -> None:
-    """Wait until it is true in the page. It is asked from here, again and again: Playwright's
-    `wait_for_function` polls by `eval` in the page, which the page's policy forbids, so it fails
-    whenever its first look comes too early."""
+    """Wait until it is true in the page. Playwright's `wait_for_function` polls by `eval`, which
+    the page's policy forbids."""
     for _ in as_long_as(lambda: not page.evaluate(expression, argument), seconds=LIMIT_MS / 1000):
         page.wait_for_timeout(20)
 
@@ -81,8 +80,7 @@ class RunPage:
 
     @property
     def hash(self) -> str:
-        """The address, when what was shown last had the time to be written there: by the page's
-        own clock."""
+        """The address, when what was shown last had the time to be written there."""
         self.ask("() => new Promise((done) => setTimeout(done, 450))")
         return self.ask("() => location.hash")
 
@@ -105,28 +103,18 @@ def complaints() -> list[str]:
 
 @pytest.fixture(scope="package")
 def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
-    """A tab for each language and colour scheme, reused by the tests: opening another costs more
-    than loading a page."""
+    """A tab for each language and colour scheme, reused: opening another takes longer."""
     found: dict[tuple[str, str], Page] = {}
     yield found
     for page in found.values():
         page.context.close()
 
 
-def new_tab(browser: Browser, language: str, colours: Literal["light", "dark"]) -> Page:
-    context = browser.new_context(
-        locale=LOCALES[language], color_scheme=colours, reduced_motion="reduce", offline=True
-    )
-    context.set_default_timeout(LIMIT_MS)
-    return context.new_page()
-
-
 @pytest.fixture
 def open_page(
     browser: Browser, tabs: dict[tuple[str, str], Page], complaints: list[str]
 ) -> Iterator[OpenPage]:
-    """`open_page(path, at="step=3")`: the page of an HTML file, once it is loaded, replacing the
-    page that was opened before. The page keeps nothing for the next one: no storage, no cookie."""
+    """`open_page(path, at="step=3")`: the page of an HTML file, replacing the one before."""
     shown: list[Path] = []
     listeners: dict[str, Callable[[Any], None]] = {
         "console": lambda message: _note_console(message, complaints),
@@ -146,7 +134,14 @@ def open_page(
     ) -> Page:
         key = language, colours
         if key not in tabs:
-            tabs[key] = new_tab(browser, language, colours)
+            context = browser.new_context(
+                locale=LOCALES[language],
+                color_scheme=colours,
+                reduced_motion="reduce",
+                offline=True,
+            )
+            context.set_default_timeout(LIMIT_MS)
+            tabs[key] = context.new_page()
         page = tabs[key]
         if key not in used:
             used[key] = page

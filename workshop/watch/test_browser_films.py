@@ -164,27 +164,6 @@ def test_in_the_book_a_question_and_what_to_point_at_are_in_sight_together(
     assert frame.evaluate("scrollY") == page.evaluate("scrollY") == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "other", "hint"),
-    [(2, {"request": "a", "step": 3}, "a block"), (4, {"block": 3}, "a request")],
-)
-def test_a_question_stays_when_something_of_another_kind_is_pointed_at(
-    name: int, other: dict[str, Any], hint: str, embedded: Any, shots: dict[Name, Shot]
-) -> None:
-    _, frame = embedded(name)
-    shown = "[Watch.store.step, Watch.store.request, Watch.store.block]"
-    step, *_ = frame.evaluate(shown)
-    question = frame.inner_text(".film-caption .text")
-    show(frame, **other)
-    assert frame.inner_text(".film-caption .text") == f"Point at {hint}. {question}"
-    assert frame.evaluate(shown) == [step, None, None]
-    moment = next(moment for moment in shots[name].film.moments if moment.answer)
-    kind, right = shots[name].answer(moment) or ("", "")
-    show(frame, **{kind: right})
-    assert frame.inner_text(".film-caption .text").startswith("Right, it is")
-    assert frame.is_hidden(".grid-tip")
-
-
 # -- `make watch`
 
 # The film and that of another setting, in the step before the one shown, and in that.

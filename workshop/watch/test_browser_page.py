@@ -14,9 +14,8 @@ from workshop.watch.big_run import make_big_run
 from workshop.watch.conftest import OpenPage, OpenRun, RunPage, until
 from workshop.watch.film_facts import cells
 from workshop.watch.replay.film import Film
-from workshop.watch.scene_runs import SCRIPTS, Pages, shown_run
+from workshop.watch.scene_runs import shown_run
 from workshop.watch.source_lines import ROOT
-from workshop.watch.workloads import Cast, Script, perform
 
 OpenDefault = Callable[..., RunPage]
 
@@ -144,22 +143,6 @@ def test_a_source_window_and_the_help_are_opened_and_closed_by_keys(
 # -- the scrubber, and time
 
 
-def test_the_scrubber_goes_anywhere_and_leaves_the_pages_keys_alone(
-    open_default: OpenDefault, film: Film
-) -> None:
-    run, scrubber = open_default(), "input[type=range]"
-    box = run.page.locator(scrubber).bounding_box()
-    assert box is not None
-    run.page.click(scrubber, position={"x": box["width"] / 2, "y": box["height"] / 2})
-    run.settle()
-    assert abs(run.shown("step")[0] - (film.num_steps - 1) / 2) <= 1
-    run.page.focus(scrubber)
-    run.press("End", "ArrowLeft")
-    assert run.shown("step") == [film.num_steps - 2]
-    run.press("[")
-    assert run.shown("step")[0] < film.num_steps - 2
-
-
 def test_play_goes_on_to_the_end_and_space_stops_it(open_default: OpenDefault, film: Film) -> None:
     run, last = open_default(), film.num_steps - 1
     run.page.select_option("select[aria-label=Speed]", "2")
@@ -202,16 +185,6 @@ def test_an_address_and_what_is_shown_follow_each_other(
         run.ask("(address) => { location.hash = address; }", address)
         run.settle()
         assert run.shown(*names) == [step, None, None], address
-    calls = run.ask("""() => {  // Safari refuses past 100 times in 30 s
-        let calls = 0;
-        history.replaceState = () => {
-            calls += 1;
-            throw new DOMException("too often", "SecurityError");
-        };
-        for (let step = 1; step <= 12; step++) Watch.set({step});
-        return new Promise((done) => setTimeout(() => done(calls), 450));
-    }""")
-    assert run.shown("step") == [12] and 0 < calls < 12
 
 
 # -- the pointer
@@ -267,22 +240,6 @@ def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
     assert min(run.check("shares", filled)) > 0.2 and max(run.check("shares", empty)) < 0.05
 
 
-# -- languages, and whose engine it is
-
-
-def test_the_language_changes_and_changes_back(open_run: OpenRun, default_run_text: str) -> None:
-    run = open_run(default_run_text, settings={"mine": [17, 24]})
-    english = run.text("body")
-    assert run.text(".head .about").startswith("17 of 24 functions of this engine are yours. ")
-    run.page.get_by_role("button", name="中文").click()
-    run.settle()
-    assert run.text(".head .about").startswith("这个引擎的 24 个函数里，有 17 个是你写的。 ")
-    assert run.hash.endswith("lang=zh")
-    run.page.get_by_role("button", name="English").click()
-    run.settle()
-    assert run.text("body") == english
-
-
 # -- files
 
 DROP = """([files, kinds]) => new Promise((done) => {
@@ -336,7 +293,7 @@ def test_a_file_that_is_dropped_or_chosen_is_shown(open_default: OpenDefault, fi
 
 
 def test_two_runs_share_one_axis_and_it_says_where_they_part(
-    open_run: OpenRun, default_run_text: str, film: Film, shown: Pages
+    open_run: OpenRun, default_run_text: str, film: Film
 ) -> None:
     """Times are no difference, nor are keys of the queue that are made of them."""
     lines = [json.loads(line) for line in default_run_text.splitlines()]
@@ -363,42 +320,11 @@ def test_two_runs_share_one_axis_and_it_says_where_they_part(
     run = open_run(default_run_text, renamed, at="step=10&request=b")
     assert "Only the left film has b. Only the right film has other b." in run.text(".compare")
     assert "b is not in this run." in run.texts(".words-tokens")[1]
-    without = shown["preempted"].page.with_suffix(".jsonl").read_text(encoding="utf-8")
-    run = open_run(without)
-    assert run.page.is_hidden(".scene-cache") and run.page.is_visible(".scene-pool")
-    run = open_run(without, default_run_text)
-    assert "no prefix cache" in run.texts(".cache-about")[0]
 
 
-# -- large pools and long runs
+# -- long runs
 
 
-def test_a_pool_of_any_size_has_the_same_place(
-    tmp_path: Path, cast: Cast, open_page: OpenPage
-) -> None:
-    """From 401 blocks on it is painted, and of a huge one only the part that is used."""
-    visits, config = SCRIPTS["hash"].visits[:1], SCRIPTS["hash"].config
-    heights = set()
-    for num_blocks in (8, 400, 401, 4097):
-        script = Script(visits, config).but(num_blocks=num_blocks, block_size=16)
-        perform(script, path := tmp_path / f"{num_blocks}.jsonl", cast)
-        run = RunPage(open_page(shown_run(path).page, at="step=3"))
-        heights.add(run.ask("document.querySelector('.pool-cells').clientHeight"))
-        for block in (0, 4, min(num_blocks, 64) - 1):
-            run.page.mouse.move(*run.ask(MIDDLE, block))
-            run.page.wait_for_selector(f".pool-about b:text-is('Block {block}')")
-    assert "the first 127" in run.text(".pool-counts") and len(heights) == 1
-
-
-MIDDLE = """(block) => {
-    const host = document.querySelector(".pool-cells");
-    const cell = host.querySelector(`.pool-cell[data-block="${block}"]`);
-    const {x, y, width, height} = (cell ?? host).getBoundingClientRect();
-    if (cell) return [x + width / 2, y + height / 2];
-    const num = Watch.store.films[0].run.num_blocks;
-    const {w, h, columns} = Watch.poolGrid(host.clientWidth, host.clientHeight, num);
-    return [x + (block % columns + 0.5) * w, y + (Math.floor(block / columns) + 0.5) * h];
-}"""
 COUNT = """async (step) => {
     let frames = 0;
     const {frames: F} = Watch, {apply} = F;

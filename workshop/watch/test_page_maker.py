@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.events.event_page import PAGE, SCRIPTS, STYLES, palette_rules
+from common.events.event_page import PAGE, SCRIPTS, STYLES
 from common.events.frames import REASONS, VERSION
 from workshop.watch import page_maker
 from workshop.watch.page_maker import START, Reel, make_page
@@ -44,7 +44,6 @@ def test_many_frames_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) ->
     _, (attributes, text), _ = SCRIPT.findall(make_page([Reel("run", RUN)]))
     assert 'data-encoding="gzip"' in attributes
     assert gzip.decompress(base64.b64decode(text)).decode() == RUN
-    assert base64.b64decode(text)[4:8] == bytes(4), "no time: the same bytes for the same run"
 
 
 def test_arguments_are_in_the_page_and_every_file_of_it_once() -> None:
@@ -56,9 +55,6 @@ def test_arguments_are_in_the_page_and_every_file_of_it_once() -> None:
     assert (settings["reasons"], settings["version"]) == (REASONS, VERSION)
     assert sorted(SCRIPTS) == sorted(path.name for path in PAGE.glob("*.js"))
     assert sorted(STYLES) == sorted(path.name for path in PAGE.glob("*.css"))
-    text = "".join(map(_text, (*SCRIPTS, START, *STYLES))) + palette_rules()
-    used = set(re.findall(r"var\((--[\w-]+)\)", text))
-    assert used <= set(re.findall(r"(--[\w-]+)(?::|\", )", text)), "a colour that nobody defines"
 
 
 # -- the command
@@ -82,10 +78,6 @@ def test_the_command_writes_one_file_beside_its_runs(
     for path, words in (refused | {html: ""}).items():  # a page never replaces its own run
         assert main([str(path)]) == 2 and words in capsys.readouterr().err
     assert html.read_text("utf-8") == RUN and not (tmp_path / "bad.html").exists()
-    for option in ("--film=3", "--mine"):
-        with pytest.raises(SystemExit):
-            main(["run.jsonl", option])
-        assert "give no run" in capsys.readouterr().err
 
 
 # -- the words
@@ -131,8 +123,6 @@ def test_every_text_that_is_asked_for_is_there_in_english_and_chinese() -> None:
         for beginning in MADE.findall(text):
             assert any(key.startswith(beginning) for key in page_words), beginning
     assert asked <= page_words.keys()
-    letters = {row[0].strip('"'): row[1] for row in REASON.findall(_text("reasons.js"))}
-    assert set(letters) == {*REASONS, ""} and len(set(letters.values())) == len(letters)
 
 
 def _text(name: str | Path) -> str:

@@ -6,17 +6,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from common.engine import LLMEngine
-from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.tests.film_answers import Answers
-from grammars import Regex
-from request import SamplingParams
-from workshop.watch import workloads
 from workshop.watch.film_facts import cells, happened
 from workshop.watch.replay.film import Film
-from workshop.watch.workloads import DEFAULT, Cast, Script, Visit, perform
+from workshop.watch.workloads import DEFAULT, Cast, perform
 
 
 def test_a_little_of_everything_happens_and_the_tokens_are_right(
@@ -43,33 +36,3 @@ def test_two_films_differ_in_times_only(default_run_path: Path, cast: Cast, tmp_
     texts = [path.read_text() for path in (default_run_path, tmp_path / "again.jsonl")]
     clock = re.compile(r'"((?:arrived_at|started_at|time|\w+_ms)"):[^,}]*')
     assert clock.sub("", texts[0]) == clock.sub("", texts[1]) and texts[0] != texts[1]
-
-
-def test_scripts_of_a_static_batch_of_a_pause_and_without_an_end(
-    cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, path = {"max_num_seqs": 2, "num_blocks": 9}, tmp_path / "run.jsonl"
-    lengths = zip("abcd", (2, 6, 3, 4))
-    visits = tuple(Visit(name, 0, "def f(x):", length) for name, length in lengths)
-    perform(Script(visits, config, is_static=True), path, cast)
-    film = Film.read(path)
-    admitted = [(step, name) for step, (name, *_) in happened(film, "admitted")]
-    assert admitted == [(0, "a"), (0, "b"), (6, "c"), (6, "d")]
-    assert film.step(3).reasons == {"c": "constraint", "d": "constraint"}
-    perform(Script((Visit("a", 0, "def", 2), Visit("b", 9, "class", 2)), config), path, cast)
-    assert Film.read(path).num_steps == 4
-    monkeypatch.setattr(workloads, "MAX_STEPS", 3)
-    with pytest.raises(RuntimeError, match="has not ended after 3 steps"):
-        perform(Script((Visit("a", 0, "def", 9),), config), path, cast)
-
-
-def test_a_run_recorded_from_the_middle_knows_the_requests(cast: Cast, tmp_path: Path) -> None:
-    config = EngineConfig(num_blocks=40, max_loras=1, device="cpu", dtype="float64")
-    engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
-    engine.load_adapter("tests", SHIPPED_ADAPTER)
-    options = SamplingParams(max_tokens=9, grammar=Regex("[a-z]*"))
-    engine.add_request("a", "def", options, adapter="tests")
-    engine.watch(tmp_path / "run.jsonl")
-    row = Film.read(tmp_path / "run.jsonl").requests()["a"]
-    assert (row["adapter"], row["grammar"]) == ("tests", "regex")
-    engine.close()

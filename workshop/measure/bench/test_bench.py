@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 
 from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
-from step_record import StepRecord
-from workshop.measure.bench import bench, bench_table
-from workshop.measure.bench.bench import TITLES, Bench, run_rounds
+from workshop.measure.bench import bench, bench_table, vllm_system
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
     ROOT,
@@ -24,12 +21,9 @@ from workshop.measure.bench.bench_record import (
     read_record,
     write_record,
 )
-from workshop.measure.bench.bench_systems import SYSTEMS, _drive
+from workshop.measure.bench.bench_systems import SYSTEMS
 from workshop.measure.bench.bench_work import (
-    BenchRequest,
-    CannotRunError,
     Limits,
-    Served,
     make_requests,
 )
 
@@ -84,112 +78,12 @@ def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
         assert described["slot_utilisation"] == num_outputs / 9 / longest
 
 
-def a_step(at: float, ms: float, admitted: list[str], tokens: dict[str, list[int]]) -> StepRecord:
-    scheduled = dict.fromkeys(tokens, 1)
-    return StepRecord(
-        step=0, start_time=at, num_scheduled_tokens=scheduled, start_positions={},
-        admitted=admitted, preempted=[], finished={}, new_token_ids=tokens, num_running=0,
-        num_waiting=0, kv_tokens_written=10, forward_ms=ms,
-    )  # fmt: skip
-
-
-def test_a_request_is_added_at_its_time_and_its_tokens_come_at_the_end_of_their_step() -> None:
-    steps, unfinished = list[StepRecord](), dict[str, float]()
-
-    def add(index: int, request: BenchRequest) -> None:
-        unfinished[str(index)] = time.monotonic()
-        assert time.monotonic() - start >= request.arrival_time
-
-    def step() -> None:  # one token more than the second request wants
-        steps.append(
-            a_step(max(unfinished.values()), 5000, [], {name: [1, 2] for name in unfinished})
-        )
-        unfinished.clear()
-
-    requests = [BenchRequest([1], 2, 2), BenchRequest([1], 1, 2, arrival_time=0.05)]
-    start = time.monotonic()
-    served = _drive(requests, add, step, lambda: bool(unfinished), steps)
-    assert served.token_ids == [[1, 2], [1]]
-    first, second = served.token_times[0][0], served.token_times[1][0]
-    assert served.token_times == [[first, first], [second]] and first > 5
-    assert second - first == pytest.approx(steps[1].start_time - steps[0].start_time)
-
-
-# -- rounds
-
-
-def a_bench(names: list[str]) -> Bench:
-    systems = {
-        name: {"title": TITLES[name], "num_requests": 9, "error": None, "runs": []}
-        for name in names
-    }
-    return Bench(None, LIMITS, REQUESTS, [], {"systems": systems})
-
-
-def fake_systems(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], broken: str = "", num_tokens_short: int = 0
-) -> list[str]:
-    """Systems that answer at once. The list grows by the name of each that is set up."""
-    from contextlib import contextmanager
-
-    opened: list[str] = []
-
-    def make(name: str):
-        @contextmanager
-        def system(models, limits):
-            opened.append(name)
-            if name == broken:
-                raise CannotRunError("there is no | here")
-            yield lambda requests: Served(
-                [[0] * (r.max_tokens - num_tokens_short) for r in requests]
-            )
-
-        return system
-
-    monkeypatch.setattr("gc.collect", lambda: 0)  # slow in a large process
-    monkeypatch.setattr(
-        "workshop.measure.bench.bench_systems.SYSTEMS", {name: make(name) for name in names}
-    )
-    return opened
-
-
-def test_rounds_are_interleaved_and_each_begins_with_another_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ["static", "padded", "paged"]
-    opened = fake_systems(monkeypatch, names)
-    measured = a_bench(names)
-    assert list(run_rounds(measured, repeats=3)) == opened
-    assert [opened[i : i + 3] for i in (0, 3, 6)] == [
-        ["static", "padded", "paged"],
-        ["padded", "paged", "static"],
-        ["paged", "static", "padded"],
-    ]
-    places = [run["place"] for run in measured.record["systems"]["static"]["runs"]]
-    assert places == [0, 2, 1]
-
-
-def test_a_system_that_cannot_run_is_recorded_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened = fake_systems(monkeypatch, ["static", "paged"], broken="static")
-    measured = a_bench(["static", "paged"])
-    list(run_rounds(measured, repeats=2))
-    systems = measured.record["systems"]
-    assert systems["static"]["error"] == "there is no / here"  # a bar would break the table
-    assert systems["static"]["is_unavailable"]
-    assert len(systems["paged"]["runs"]) == 2 and opened.count("static") == 1
-
-
 # -- records
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    record = {
-        "text": 'a [ 1,\n 2 ] "quoted" \\ é',
-        "lists": [[1, 2.5, -3e-07], [], ["x, [y]", None, True], [{"a": [1]}, {}]],
-        "deep": {"runs": [{"seconds": [0.1, 0.2]}]},
-    }
+    lists = [[1, 2.5, -3e-07], [], ["x, [y]", None, True], [{"a": [1]}, {}]]
+    record = {"text": 'a [ 1,\n 2 ] "quoted" \\ é', "lists": lists}
     path = tmp_path / "records" / "r.json"
     write_record(path, record)
     assert read_record(path) == record
@@ -199,13 +93,9 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_percentiles_are_interpolated() -> None:
-    assert percentile([], 50) is None
-    assert percentile([40, 10, 30, 20], 50) == 25
+    assert percentile([], 50) is None and percentile([7], 99) == 7
     assert percentile([10, 20], 99) == pytest.approx(19.9)
-    assert percentile([7], 99) == 7
     assert percentiles([40, 10, 30, 20], [0, 50, 100]) == [10, 25, 40]
-    with pytest.raises(ValueError, match="values must not be empty"):
-        percentiles([], [50])
 
 
 # -- the command
@@ -221,13 +111,17 @@ def test_the_command_measures_and_writes_a_record(
 
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
     argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
-    argv += ["--systems", "paged,static", "--repeats", "2", "--malloc", "default"]
+    monkeypatch.setattr(vllm_system, "is_installed", lambda: False)
+    argv += ["--systems", "paged,vllm,static", "--repeats", "2", "--malloc", "default"]
     assert bench.main(argv) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("bench: measures 2 systems on")
+    assert printed.startswith("bench: measures 3 systems on")
     (path,) = tmp_path.glob("bench_*.json")
     record = read_record(path)
-    assert [len(entry["runs"]) for entry in record["systems"].values()] == [2, 2]
+    systems = record["systems"]
+    assert [len(systems[name]["runs"]) for name in ("paged", "vllm", "static")] == [2, 0, 2]
+    assert systems["vllm"]["error"].startswith("vLLM is not installed"), "the others go on"
+    assert [run["place"] for run in systems["paged"]["runs"]] == [0, 2], "rounds begin in turn"
     for run in record["systems"]["paged"]["runs"]:
         num_tokens = run["useful_tokens_per_s"] * run["seconds"]
         assert 0 < run["ttft_ms"]["p50"] <= run["ttft_ms"]["p99"] < 1e3 * run["seconds"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from workshop.measure.bench import bench, bench_command, ladder_bench
-from workshop.measure.bench.bench_command import Driver, Tables
+from workshop.measure.bench.bench_command import Driver
 
 DRIVERS = [bench.DRIVER, ladder_bench.DRIVER]
 
@@ -42,20 +41,3 @@ def test_a_smoke_run_is_short_and_leaves_the_committed_record_alone(driver: Driv
     assert bench_command.ROOT / "build" in args.record.parents
     args = driver.parse(["--smoke", driver.rounds, "5", driver.record, "elsewhere"])
     assert (args.rounds, args.record) == (5, Path("elsewhere"))
-
-
-def test_tables_are_printed_or_written_without_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_command, "ROOT", tmp_path)
-    driver = replace(bench.DRIVER, tables=lambda path: Tables(f"all of {path}", f"some of {path}"))
-    texts = [tmp_path / "README.md", tmp_path / "workshop" / "measure" / "bench" / "README.md"]
-    texts[1].parent.mkdir(parents=True)
-    for text in texts:
-        text.write_text("x\n<!-- table:bench -->\nold\n<!-- /table:bench -->\ny\n")
-    assert driver.main(["--table"]) == 0
-    assert capsys.readouterr().out == f"all of {driver.committed}\n"
-    assert "old" in texts[0].read_text()
-    assert driver.main(["--write-readme", "--records", "r"]) == 0
-    for text, shown in zip(texts, ["some of r", "all of r"], strict=True):
-        assert text.read_text() == f"x\n<!-- table:bench -->\n{shown}\n<!-- /table:bench -->\ny\n"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from workshop.measure.bench.bench_floor import (
-    DecodeStep,
-    decode_steps,
     rows_ms,
     run_floor,
 )
-from workshop.measure.bench.bench_roofline import row_counts_up_to
 
 # One row takes 10 ms, two take 12, four take 20; 100 rows of a prompt 200 ms; 2 GB a second.
 ROOFLINE = {
@@ -20,15 +17,6 @@ ROOFLINE = {
     "bandwidth": {"matvec_gb_per_s": [2.0, 2.0, 7.0]},
 }
 LENGTHS = [(10, 3), (20, 1), (30, 4), (40, 2)]
-
-
-def test_a_step_has_a_row_for_each_request_that_is_still_at_it() -> None:
-    """The first token comes with the prompt: the second request takes part in no step."""
-    assert decode_steps(LENGTHS, max_num_seqs=4) == [
-        DecodeStep(3, 11 + 31 + 41),
-        DecodeStep(2, 12 + 32),
-        DecodeStep(1, 33),
-    ]
 
 
 def test_between_two_measured_numbers_of_rows_lies_a_line() -> None:
@@ -46,10 +34,3 @@ def test_the_floor_by_hand() -> None:
     assert floor.decodes_s == pytest.approx(0.016 + 0.012 + 0.010)
     assert floor.kv_s == pytest.approx((83 + 44 + 33) * 1e6 / 2e9)
     assert floor.seconds == pytest.approx(0.200 + 0.038 + 0.080)
-
-
-def test_what_is_measured_covers_every_number_of_rows() -> None:
-    assert row_counts_up_to(32) == [1, 2, 4, 8, 16, 24, 32]
-    assert row_counts_up_to(1) == [1]
-    assert row_counts_up_to(4) == [1, 2, 4]
-    assert row_counts_up_to(17) == [1, 2, 4, 8, 16, 17]

@@ -17,8 +17,7 @@ import torch
 
 from workshop.measure.bench import gpu, gpu_engine, gpu_kernels, gpu_lab, gpu_table
 from workshop.measure.bench.bench_record import ROOT, read_record, write_record
-from workshop.measure.bench.gpu_lab import Lab, Part, attention_cost, decode_cost
-from workshop.measure.bench.random_weights import QWEN3_0_6B
+from workshop.measure.bench.gpu_lab import Part
 
 MODULES = [gpu, gpu_lab, gpu_kernels, gpu_engine, gpu_table]
 CANNOT = torch.cuda.is_available() or not gpu.find_spec("triton")
@@ -88,10 +87,6 @@ def test_a_rehearsal_runs_every_part_to_its_end(tmp_path: Path) -> None:
         assert sections[f"{mode}: steps"]["2 x 20"]["share"] >= 0
         assert len(sections[f"{mode}: workload"]) == 1 and sections["hidden waits"][mode] == "none"
         assert sections[f"{mode}: profile"]["2 x 20"]["launches"] > 0
-    for equal in sections["bits"].values():
-        assert all(same == number > 0 for same, number in equal.values())
-    notes = record["parts"]["engine"]["notes"]
-    assert len(notes) == 3 and "3 sequences of 20 keys do not fit" in notes[0]
 
 
 # -- a part, from outside
@@ -121,7 +116,7 @@ def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
         assert any(slept.status() == psutil.STATUS_ZOMBIE or time.sleep(0.01) for _ in range(999))
 
 
-def test_a_commit_is_recorded_as_given_where_there_is_no_git_and_refused_where_it_is_not(
+def test_a_commit_is_recorded_as_given_and_one_that_is_not_checked_out_is_refused(
     tmp_path: Path,
 ) -> None:
     def commit(given: str | None) -> dict:
@@ -132,18 +127,12 @@ def test_a_commit_is_recorded_as_given_where_there_is_no_git_and_refused_where_i
     assert commit(None) == {"commit": None, "is_dirty": None}
     with pytest.raises(ValueError, match="must be 40 hexadecimal digits, got 'main'"):
         commit("main")
-
-    def git(*arguments: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    git("init", "-q")
     (tmp_path / "a.py").touch()
-    git("add", ".")
-    git("commit", "-qm", "all")
-    head = git("rev-parse", "HEAD")
-    assert commit(head) == commit(None) == {"commit": head, "is_dirty": False}
+    who = "-c user.name=a -c user.email=a@b commit -qm all"
+    for typed in ("init -q", "add .", who):
+        subprocess.run(["git", "-C", str(tmp_path), *typed.split()], check=True)
+    head = commit(None)["commit"]
+    assert commit(head) == {"commit": head, "is_dirty": False}
     with pytest.raises(ValueError, match=f"must be {head}, which is checked out"):
         commit(other)
     (tmp_path / "a.py").write_text("x = 1\n")
@@ -166,27 +155,6 @@ def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(part: Part)
     assert kept["errors"] == ["s, a: ZeroDivisionError: division by zero"]
     assert kept["notes"][0] == "s, c is left out: CUDA out of memory"
     assert "no time is left" in kept["notes"][1] and kept["results"] == {"s": {"b": 5}}
-
-
-def test_bytes_and_operations_of_qwen3_0_6b() -> None:
-    """28 layers of 1024 x (16 + 8 + 8) heads of 128, 2048 x 1024, 1024 x 6144, 3072 x 1024; the
-    head 151,936 x 1024. A token's KV in a layer: 2 x 8 x 128 x 2 bytes."""
-    weights = 28 * (1024 * 4096 + 2048 * 1024 + 1024 * 6144 + 3072 * 1024) + 151_936 * 1024
-    kv, queries = 3 * 100 * 4096, 3 * 2 * 16 * 128 * 2
-    operations = 3 * 100 * 16 * (2 * 128 + 2 * 128)
-    assert attention_cost(QWEN3_0_6B, 3, 100) == (kv + queries, operations)
-    cost = 2 * weights + 3 * 1024 * 2 + 28 * (kv + queries), 2 * 3 * weights + 28 * operations
-    assert decode_cost(QWEN3_0_6B, weights, 3, 100) == cost
-
-
-def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
-    """2,000 GB/s are 2 MB in a microsecond, 500 TFLOP/s are 500 million operations."""
-    lab = Lab.of(True, 0)
-    lab.ceilings = {"copy_gb_per_s": [2000.0], "matrix_tflop_per_s": [500.0]}
-    reads = lab.beside_floor([0.004, 0, 9], (4_000_000, 500_000_000))
-    assert (reads["floor_ms"], reads["share"], reads["by"]) == (0.002, 0.5, "memory")
-    multiplies = lab.beside_floor([0.004, 0, 9], (1_000_000, 1_500_000_000))
-    assert (multiplies["floor_ms"], multiplies["by"]) == (0.003, "arithmetic")
 
 
 @pytest.mark.parametrize(
@@ -216,17 +184,10 @@ def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_err
 
 
 def a_record() -> dict:
-    def row(cell: tuple[int, int], share: float) -> dict:
-        return {"cell": list(cell), "ms": [2.0, 1.0, 3.0], "floor_ms": 1.0, "share": share}
-
+    row = {"cell": [64, 2048], "ms": [2.0, 1.0, 3.0], "floor_ms": 1.0, "share": 0.74}
     name = "512 requests, 512 tokens in, 128 out"
     runs = [{"in/s": 40_000.0, "out/s": speed, "requests/s": 90.25} for speed in (9000.0, 11_000.0)]
-    results = {
-        "eager: steps": {"64 x 2,048": row((64, 2048), 0.3), "1 x 256": row((1, 256), 0.5)},
-        "overlap: steps": {"64 x 2,048": row((64, 2048), 0.74), "8 x 256": row((8, 256), 0.9)},
-        "overlap: workload": {name: runs},
-        "tests": {"pytest": "185 passed | 1 skipped"},
-    }
+    results = {"overlap: steps": {"64 x 2,048": row}, "overlap: workload": {name: runs}}
     where = {"device": {"name": "NVIDIA H100"}, "torch": "2.11", "triton": "3.6", "python": "3.12"}
     return {
         "command": "make gpu ARGS=record", "date": "2027-01-02", "is_rehearsal": False, "seed": 1,
@@ -236,15 +197,12 @@ def a_record() -> dict:
 
 
 def test_each_cell_has_its_aim_and_none_is_a_minimum_over_cells() -> None:
-    aims = {(64, 2048): 0.75, (128, 4096): 0.75, (64, 1024): 0.70, (256, 1024): 0.70}
-    aims |= {(64, 256): 0.45, (256, 256): 0.45, (1, 256): 0.50, (1, 2048): 0.50, (8, 256): None}
+    aims = {(64, 2048): 0.75, (256, 1024): 0.70, (64, 256): 0.45, (1, 256): 0.50, (8, 256): None}
     assert {cell: gpu_table.aim_of(*cell) for cell in aims} == aims
     text = gpu_table.render(a_record())
-    assert "| 64 x 2,048: 75% missed | 1.00 ms | 2.00 ms, 30% |  | 2.00 ms, 74% |" in text
-    assert "| 1 x 256: 50% reached | 1.00 ms | 2.00 ms, 50% |  |  |" in text
-    assert "| 8 x 256 | 1.00 ms |  |  | 2.00 ms, 90% |" in text
+    assert "| 64 x 2,048: 75% missed | 1.00 ms |  |  | 2.00 ms, 74% |" in text
     assert "tokens in, 128 out | overlap | 40,000.0 | 11,000.0 | 90.2 |" in text
-    assert "* tests, pytest: 185 passed / 1 skipped\n* engine: a / b\n* engine: c\n" in text
+    assert "* engine: a / b\n* engine: c\n" in text
 
 
 def test_a_rehearsal_or_unknown_code_is_never_published() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench, ladder_table
+from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench
 from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
@@ -18,7 +18,6 @@ from workshop.measure.bench.bench_record import (
     replace_between_markers,
 )
 from workshop.measure.bench.features import FEATURES, RECORDS
-from workshop.measure.bench.ladder_bench import RUNGS
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
@@ -48,19 +47,10 @@ def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
     record = read_record(bench.DRIVER.committed / "bench_tiny.json")
     systems = record["systems"]
     record["environment"] |= {"commit": "0123456789ab", "is_dirty": True}
-    for name, num_kept, error in (
-        ("static", 0, None),
-        ("padded", 0, "no manager"),
-        ("paged", 1, None),
-        ("speculative", 2, "no memory"),
-    ):
-        systems[name] |= {"title": name, "error": error, "runs": systems[name]["runs"][:num_kept]}
+    systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
     lines = bench_table.render(record).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | not measured: the time budget was used up | | | | | |"
-    assert rows["padded"] == "| padded | no manager | | | | | |"
-    assert rows["paged"].split(" | ")[2] == "1 run"
-    assert rows["speculative (then failed: no memory)"].split(" | ")[2].endswith(" (2 runs)")
+    assert rows["static"] == "| static | no manager | | | | | |"
     assert "commit 012345678* with uncommitted changes" in lines[-1]
 
 
@@ -82,16 +72,6 @@ def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> N
         (loss,) = (part for part in screen.split("\n\n") if "n-gram" in part)
         assert re.findall(r"\d+", loss.replace("p99", "")) == ["1", "5", first, last]
         assert f" {len(TASKS)} " in screen and f" {len(EXHIBITS)} " in screen
-
-
-def test_every_rung_is_recorded_and_shown_those_that_lose_too() -> None:
-    record = read_record(ladder_bench.RECORD)
-    full, short = ladder_table.render(record), ladder_table.render_short(record)
-    for regime in record["regimes"].values():
-        assert list(regime["rungs"]) == list(RUNGS) == list(ladder_table.PHRASES)
-        for config in regime["rungs"].values():
-            assert len(config["runs"]) == record["config"]["seeds"]
-            assert config["title"] in full and config["title"] in short
 
 
 def test_a_record_has_the_floor_of_its_work() -> None:

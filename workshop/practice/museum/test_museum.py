@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.museum.exhibits import EXHIBITS, TITLES
-from workshop.practice.museum.museum_page import PAGE, linked
+from workshop.practice.museum.museum_page import PAGE
 from workshop.practice.patch_table import all_bugs, broken_lines
 from workshop.practice.source_patch import ROOT
 from workshop.practice.trial import broken_copy, without_folder
@@ -39,12 +39,6 @@ def test_thirty_exhibits_to_watch_and_more_in_the_order_of_the_chapters() -> Non
     assert all(e.tests and (e.wrong != e.right or e.watch is not None) for e in EXHIBITS)
 
 
-def test_an_origin_links_to_its_reports() -> None:
-    issues = "https://github.com/vllm-project/vllm/issues/"
-    assert linked("vLLM #1 #23, ours") == f"vLLM [#1]({issues}1) [#23]({issues}23), ours"
-    assert linked("nano-vllm") == "nano-vllm"
-
-
 def test_only_the_copy_has_the_bug_and_it_is_deleted_afterwards() -> None:
     exhibit = EXHIBITS[0]
     before = exhibit.patch.text()
@@ -68,11 +62,3 @@ def test_the_page_spoils_no_clue(page: Path) -> None:
         assert not [clue for clue in clues if clue in inside]
         assert any(cause in inside for cause in causes)
     assert not [bug for bug in broken_lines() if bug.diff() in text]
-
-
-def test_each_chapter_leads_to_its_hall() -> None:
-    for chapter, title in TITLES.items():
-        if chapter != "common":
-            anchor = title.lower().replace(".", "").replace(" ", "-")
-            text = (ROOT / chapter / "README.md").read_text(encoding="utf-8")
-            assert f"](../MUSEUM.md#{anchor})" in text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from workshop.practice.museum import watched_run
-from workshop.practice.museum.exhibits import EXHIBITS, Arrival, Exhibit, Workload
+from workshop.practice.museum.exhibits import EXHIBITS, Exhibit, Workload
 from workshop.practice.museum.watched_run import (
     RunOnFilm,
     contradiction,
@@ -65,13 +65,6 @@ def test_the_film_with_the_bug_parts_from_the_right_one_and_the_page_tells_no_li
     films = page.evaluate(TOLD)
     assert sum(len(step["told"]) for steps in films for step in steps) > 10
     assert unproven(films) == []
-
-
-def test_two_films_of_the_right_engine_are_the_same(tmp_path: Path) -> None:
-    workload = Workload("", (Arrival("a", "def f(x):", 4, priority=2), Arrival("b", "import", 3)))
-    one, other = (make_film(workload, tmp_path / name) for name in ("1.jsonl", "2.jsonl"))
-    assert one.num_steps == 4 and parting(one, other) is None
-    assert one.film.lines != other.film.lines  # by their times
 
 
 # -- where two films part

@@ -22,11 +22,11 @@ from workshop.practice.apart import apart
 from workshop.practice.named_tests import TestRun, run_tests
 from workshop.practice.patch_table import Bug
 from workshop.practice.renames import renamed
-from workshop.practice.tasks.course import TASKS, Task, blank_of, task_numbered
+from workshop.practice.tasks.course import EVENINGS, TASKS, Task, blank_of, task_numbered
 from workshop.practice.trial import say, swapped
 
 TABLE = Path(__file__).with_name("answers.txt")
-MIN_ANSWERS = {"right": 1, "wrong": 4}  # the mistakes that the grader knows are among the wrong
+MIN_WRONG = 4  # of a task, with the mistakes that the grader knows
 MAX_CPU_S = 10  # for a reader who waits
 MAX_LINES = 12  # of a small example
 
@@ -57,7 +57,7 @@ class GivenAnswer:
 def given(row: TextRow) -> GivenAnswer:
     number, verdict, _ = row.head.split(" ", 2)
     task = task_numbered(number)
-    assert task is not None and verdict in MIN_ANSWERS
+    assert task is not None and verdict in ("right", "wrong")
     return GivenAnswer(task, verdict == "right", row)
 
 
@@ -92,11 +92,11 @@ def test_an_answer_is_graded_by_its_behaviour(answer: GivenAnswer) -> None:
         assert len(result.splitlines()) <= MAX_LINES
 
 
-def test_every_task_has_a_right_answer_in_another_style_and_wrong_ones_enough() -> None:
-    counts = Counter((g.task.number, g.is_right) for g in GIVEN)
+def test_an_evening_has_a_right_answer_in_another_style_and_a_task_wrong_ones_enough() -> None:
+    assert {answer.task.evening for answer in GIVEN if answer.is_right} == {*EVENINGS}
+    counts = Counter(answer.task.number for answer in GIVEN if not answer.is_right)
     for task in TASKS:
-        assert counts[task.number, True] == MIN_ANSWERS["right"], task.number
-        assert counts[task.number, False] + len(task.mistakes) >= MIN_ANSWERS["wrong"], task.number
+        assert counts[task.number] + len(task.mistakes) >= MIN_WRONG, task.number
     texts = [(g.task.number, g.text()) for g in GIVEN]
     texts += [(task.number, mistake.apply()) for task in TASKS for mistake in task.mistakes]
     assert len(set(texts)) == len(texts), "two are the same"

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from workshop.book.path import chapter_roots, count_lines, measure_default
 from workshop.book.quoted import BLOCK, code_lines, find_quote
 from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
@@ -27,10 +26,7 @@ from workshop.practice.tasks.reading import (
     counted,
     derived,
     sums,
-    with_head,
 )
-from workshop.practice.tasks.tickets import PAGES as TICKETS
-from workshop.practice.tasks.tickets import read_tickets
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
@@ -60,16 +56,6 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     assert counted(text) == text, "python -m workshop.tasks --write"
     assert len(sums(text)) == 6
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
-def test_a_question_is_answered_and_the_answer_is_folded(page: Path) -> None:
-    parts = re.split(r"^#{2,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    headings = [part for part in parts if part.startswith(("Break", "Measure", "弄坏", "测量"))]
-    assert len(headings) == 2 * len(EVENINGS)
-    for part in headings:
-        outside = re.sub(r"<details>.*?</details>", "", part, flags=re.DOTALL)
-        assert re.search("[?？]", outside) and part.count("<details>") == 1, part
 
 
 @EVERY_EVENING
@@ -157,67 +143,6 @@ def test_pages_follow_it() -> None:
     assert not pages, "run: make sync"
 
 
-HEAD = """# A
-
-First:
-
-1. `a.py`: one
-2. `b.py`: two
-
-The rest:
-
-* `c.py`: three
-* `d.py`: four
-
-## 1. Why
-
-* `c.py`: is not touched
-"""
-
-
-def test_a_head_follows_its_evening() -> None:
-    assert with_head(HEAD, ["a.py", "b.py"]) == HEAD
-    moved = with_head(HEAD, ["d.py", "other.py", "a.py"])
-    assert (
-        "1. `d.py`: four\n2. `a.py`: one\n\nThe rest:\n\n* `b.py`: two\n* `c.py`: three\n" in moved
-    )
-    assert moved.partition("## 1.")[2] == HEAD.partition("## 1.")[2]
-    with pytest.raises(AssertionError, match="1 lists"):
-        with_head(HEAD.replace("* `c.py`: three\n* `d.py`: four\n", ""), ["a.py"])
-
-
-def minutes(text: str, num_lines: int) -> float:
-    """At 200 words and 10 lines a minute."""
-    return len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) / 200 + num_lines / 10
-
-
-def test_hours_and_minutes_are_counted_by_one_rule() -> None:
-    """In half hours, a chapter's text and root, or what `LLM()` loads of the engine; and the 65
-    minutes of an evening are its sections 1 to 4 and its table."""
-    lines = {name: size.num_lines for name, size in chapter_roots().items()}
-    engine = (name for name in measure_default().loaded if name.startswith("common/"))
-    lines["common"] = sum(count_lines(ROOT / name) for name in engine)
-    rows = re.findall(
-        r"^\| (?:\d )?\[.*\]\((\w+)/README.md\) \|[^|]+\| ([\d.]+) \|", read("README.md"), re.M
-    )
-    assert [name for name, _ in rows] == sorted(lines)
-    for name, hours in rows:
-        assert float(hours) == round(minutes(read(f"{name}/README.md"), lines[name]) / 30) / 2, name
-    course = read("COURSE.md")
-    parts = [read(f"{name}/README.md").partition("\n## 1.")[2] for name in sorted(chapter_roots())]
-    evenings = [
-        minutes(part.partition("\n## 5.")[0], num)
-        for part, num in zip(parts, sums(course), strict=True)
-    ]
-    (max_lines,) = map(int, re.findall(r"^\| 3 \| read \| (\d+) \|", course, re.M))
-    assert max_lines - 5 < max(evenings) <= max_lines
-
-
-def read(name: str) -> str:
-    """Without comments, which a reader does not see."""
-    return re.sub(r"<!--.*?-->", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
 # -- a page that quotes the body of a task has it folded
 
 
@@ -233,16 +158,11 @@ def bodies() -> dict[str, dict[str, set[int]]]:
 
 
 def summary_for(numbers: list[str], is_chinese: bool = False) -> str:
-    """Summary of a fold: the functions whose bodies are tasks, and the numbers of the tasks."""
-    tasks = [task for task in TASKS if task.number in numbers]
-    places = dict.fromkeys(f"<code>{task.place}</code>" for task in tasks)
+    """How the summary of a fold ends: it says which tasks the bodies are."""
     if is_chinese:
-        return (
-            f"<summary>{'、'.join(places)}：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
-        )
+        return f"：函数体就是任务 {'、'.join(numbers)}，先自己写</summary>"
     task, it = ("task", "it") if len(numbers) == 1 else ("tasks", "them")
-    summary = f"The body is {task} {' and '.join(numbers)}: try {it} first"
-    return f"<summary>{', '.join(places)}. {summary}</summary>"
+    return f". The body is {task} {' and '.join(numbers)}: try {it} first</summary>"
 
 
 def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
@@ -254,7 +174,7 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
         shown = [number for number, lines in bodies().get(name, {}).items() if lines & quoted]
         _, _, inner = text[: block.start()].rpartition("<details>")
         summary = summary_for(shown, is_chinese)
-        if shown and ("</details>" in inner or not inner.strip().startswith(summary)):
+        if shown and ("</details>" in inner or summary not in inner):
             yield f"{name}, {block['code'].splitlines()[0].strip()!r}: put it under {summary}"
 
 
@@ -262,39 +182,3 @@ def spoilers(text: str, is_chinese: bool = False) -> Iterator[str]:
 def test_bodies_that_are_tasks_are_folded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not list(spoilers(text, page.name.endswith(".zh.md")))
-
-
-def test_a_body_that_is_shown_is_found() -> None:
-    task = TASKS[0]
-    body = "".join(blank_of(task).solution.splitlines(keepends=True)[-2:])
-    block = f"```python file={task.path.name}\n{body}```\n"
-    folded = f"<details>\n{summary_for([task.number])}\n\n{block}</details>\n"
-    assert not list(spoilers(folded)) and list(spoilers(folded, is_chinese=True))
-    assert len(list(spoilers(block))) == len(list(spoilers(folded + block))) == 1
-    assert list(spoilers(folded.replace(task.number, "9.9")))
-    assert all(lines for found in bodies().values() for lines in found.values())
-
-
-# -- the tickets of INCIDENTS.md
-
-
-FOUR = (("Cause", "Number", "Fix", "Guard"), ("原因", "数字", "修复", "(预防|监控)"))
-NO_BUG = ("Not a bug.", "不是 bug。")
-
-
-def parts_of(page: Path) -> list[str]:
-    """The text of each ticket."""
-    return re.split(r"^### .+$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-
-
-@pytest.mark.parametrize("page", TICKETS, ids=lambda page: page.name)
-def test_two_tickets_an_evening_each_with_four_folded_lines(page: Path) -> None:
-    parts, lines = parts_of(page), FOUR[TICKETS.index(page)]
-    assert list(read_tickets(page)) == [*range(1, 13)] and len(parts) == 2 * len(EVENINGS)
-    for part in parts:
-        shown, _, folded = part.partition("<details>")
-        found = re.findall(r"^\* \*\*(\w+)。?\.?\*\*", folded, re.MULTILINE)
-        assert re.fullmatch(" ".join(lines), " ".join(found))
-        assert folded.count("</details>") == 1 and shown.count("**") == 4
-        assert "\n> " in shown and "```" in shown and re.search(r"\d", folded)
-    assert sum(NO_BUG[TICKETS.index(page)] in part for part in parts) >= 2

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks import mine
 from workshop.practice.tasks.course import TASKS, blank_of, blank_text, task_numbered
-from workshop.practice.tasks.grade import Verdict
 from workshop.practice.tasks.workbench import Workbench
 
 SHOWN = """
@@ -40,22 +38,6 @@ def bench(tmp_path: Path) -> Workbench:
     return bench
 
 
-def test_passing_answers_are_taken_and_only_new_ones_are_graded(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graded = []
-
-    def grade(task, file: Path) -> Verdict:
-        graded.append(task.number)
-        return Verdict(task.number == "2.2", "")
-
-    monkeypatch.setattr(mine, "grade", grade)
-    assert [task.number for task in mine.passing(bench)] == ["1.1", "2.2"]
-    assert graded == ["2.1", "2.2"]
-    passed = [task.number for task in TASKS if Workbench(bench.folder).has_passed(task)]
-    assert passed == ["1.1", "2.2"]
-
-
 def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Workbench) -> None:
     """One of them is in a package, and is swapped by the name that others import."""
     for number in ("2.1", "2.2", "4.6"):
@@ -72,11 +54,3 @@ def test_a_program_runs_with_the_readers_functions_and_says_how_many(bench: Work
     assert lines[0] == lines[-1] == f"4 of {len(TASKS)} functions of this engine are yours."
     assert "here is 1.1" in lines and "here is 2.2" in lines
     assert any(line.startswith("output throughput") for line in lines)
-
-
-def test_a_watched_run_starts_without_our_task_bodies() -> None:
-    modules = "workshop.watch.watch_command, workshop.practice.tasks.mine"  # in their order
-    code = f"import sys, {modules}; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "workshop.practice.tasks.mine" in run.stdout, run.stderr
-    assert {task.module for task in TASKS}.isdisjoint(run.stdout.split())
