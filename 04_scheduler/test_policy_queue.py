@@ -1,11 +1,9 @@
-"""The queue against a naive one that looks at every request each time; its bound; its price."""
+"""The queue against a naive one that looks at every request each time; its bound."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log2
 
 import pytest
 from hypothesis import settings
@@ -252,80 +250,6 @@ def test_looking_changes_nothing_and_two_queues_share_nothing():
     assert ids(other) == ids(queue), "a draw depends on the id alone"
 
 
-def test_of_as_many_as_can_be_sorted_all_are_and_of_more_none():
-    queue = PolicyQueue(policy := LivePolicy(sorts_all_or_none=True))
-    policy.ranks = {name: -rank for rank, name in enumerate("abcdefg")}
-    fill(queue, "abcdef")
-    assert ids(queue) == [*"fedcba"]
-    fill(queue, "g")
-    assert ids(queue) == [*"abcdefg"]
-
-
-# the price
-
-
-class CountingKey:
-    """A key whose comparison is a line of Python, so `lines_run` counts it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __lt__(self, other: CountingKey) -> bool:
-        return self.value < other.value
-
-
-class CountingPolicy(SchedulePolicy):
-    name = "counting"
-
-    def key(self, request: Request) -> CountingKey:
-        return CountingKey(int(request.request_id) * 7919 % 1_000_003)
-
-
-def lines_run(operation: Callable[..., object], *arguments: object) -> int:
-    """Lines of Python that an operation runs, those of `sortedcontainers` included."""
-    num_lines, before = 0, sys.gettrace()
-
-    def count(_: object, event: str, __: object) -> Callable:
-        nonlocal num_lines
-        num_lines += event == "line"
-        return count
-
-    sys.settrace(count)
-    try:
-        operation(*arguments)
-    finally:
-        sys.settrace(before)
-    return num_lines
-
-
-COSTS = {
-    "add": lambda queue, requests: queue.add_request(make("8192")),
-    "prepend": lambda queue, requests: queue.prepend_request(make("8192")),
-    "remove from the middle": lambda queue, requests: queue.remove_request(requests[5]),
-    "remove the oldest": lambda queue, requests: queue.remove_request(requests[0]),
-    "remove the newest": lambda queue, requests: queue.remove_request(requests[-1]),
-    "pop two": lambda queue, requests: [queue.pop_request(), queue.pop_request()],
-    "peek": lambda queue, requests: queue.peek_request(),
-    "is_aged": lambda queue, requests: queue.is_aged(requests[3]),
-    "see the first ten": lambda queue, requests: [*zip(range(10), queue)],
-}
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("operation", COSTS.values(), ids=COSTS)
-def test_an_operation_costs_a_logarithm_of_the_length(operation):
-    """Counted, not timed. Half of the requests are aged."""
-    costs = []
-    for length in (16, 8192):
-        queue = PolicyQueue(CountingPolicy(), max_overtakes=1)
-        requests = fill(queue, map(str, range(length // 2)))
-        queue.remove_request(requests.pop(7))  # one has left, so all earlier requests are aged
-        requests += fill(queue, map(str, range(length // 2, length)))
-        queue.prepend_request(make("preempted"))
-        costs.append(lines_run(operation, queue, requests))
-    assert costs[1] <= costs[0] + 8 * log2(8192 / 16), costs
-
-
 # policies by name, and refusals
 
 
@@ -367,7 +291,6 @@ class Wrong(LivePolicy):
         (lambda: DFSWeight(list, max_requests_to_sort=-1), "max_requests_to_sort must be >= 0"),
         (lambda: DFSWeight(list, min_cached=-1), "min_cached must be >= 0, got -1"),
         (lambda: DFSWeight(list, min_shared=0), "min_shared must be >= 1, got 0"),
-        (CountingPolicy, "invalid literal for int"),
         (lambda: Wrong(lambda r: r[1:]), "'Wrong': order must return each request once"),
         (lambda: Wrong(lambda r: [*r, r[0]]), "'Wrong': order must return each request once"),
         (lambda: Wrong(lambda r: r[:1] * len(r)), "'Wrong': order must return each request once"),

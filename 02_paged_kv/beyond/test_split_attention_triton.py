@@ -6,18 +6,15 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
 import paged_attention_triton as version_1
-import split_attention_triton as module
 from kernel_launch import DecodeTuning
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
 from split_attention_triton import (
-    SequenceRange,
     SplitTritonAttentionBackend,
 )
 from test_compiled_attention import TOLERANCE as PRECISE
@@ -122,40 +119,6 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
         split.check(chosen, block_size, num_kv_heads=1)
 
 
-@pytest.mark.net
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    "num_kv_heads, num_shared, head_dim",
-    [(1, 1, 80), (2, 2, 16), (1, 4, 8), (2, 3, 24), (1, 32, 8), (1, 1, 256), (4, 1, 1)],
-)
-@pytest.mark.parametrize("lengths", [LENGTHS, [(1, 20), (1, 71), (1, 1)]], ids=["mixed", "decodes"])
-@BOTH
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_heads_of_any_number_and_size(num_kv_heads, num_shared, head_dim, lengths, backend, device):
-    shape = {"num_kv_heads": num_kv_heads, "num_shared": num_shared, "head_dim": head_dim}
-    Triton(backend, device).check(lengths, 4, **shape)
-
-
-@pytest.mark.net
-@pytest.mark.sample
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usefixtures("poisoned_scratch")
-def test_tiles_of_their_normal_size_against_float64(dtype, backend, device):
-    for lengths in ([(70, 70), (5, 300), (1, 20)], [(1, 700), (1, 20)]):
-        shape = {"num_kv_heads": 1, "head_dim": 16}
-        Triton(backend, device).check(lengths, 16, dtype=dtype, **shape)
-
-
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_more_splits_than_are_merged_at_once(split):
-    """In each of them another one has the highest score."""
-    case = split.make_case([(1, 1300), (1, 20)], 16, num_kv_heads=1)
-    case.query *= 4
-    plan = split.check_case(case)
-    assert plan.items[0].first_item.tolist()[1] > 2 * module.SPLITS_AT_ONCE
-
-
 @pytest.mark.sample(every=2, first=1)
 @pytest.mark.parametrize(
     "tuning",
@@ -253,28 +216,6 @@ def test_a_long_sequence_is_divided_without_waiting_for_the_device(monkeypatch):
     assert items.first_item.diff().tolist() == [1] * 4 + [40] + [1] * 4
     assert items.item_seq[:48].tolist() == [0, 1, 2, 3, *[4] * 40, 5, 6, 7, 8]
     assert short.plan(SplitTritonAttentionBackend()).items[0].partial.numel() == 0
-
-
-@pytest.mark.parametrize("num_seqs, at_once", [(0, 16), (40, 16), (20, 64)])
-def test_the_plan_is_that_of_pytorch(num_seqs, at_once, device, monkeypatch):
-    """For all sequences, and for some of them; after the last item stands anything."""
-    monkeypatch.setattr(module, "PLANNED_AT_ONCE", at_once)
-    module.plan_launch.cache_clear()
-    rng = random.Random(num_seqs)
-    query_lens = [rng.choice((0, 1, 1, 3, 40)) for _ in range(num_seqs)]
-    lengths = [(q, q + rng.choice((0, 1, 30, 32, 900))) for q in query_lens]
-    case = make_case(lengths, 256, torch.float32, num_kv_heads=1, device=device)
-    starts = [0, *accumulate(query_lens)]
-    for first in {0, num_seqs // 3}:
-        num_tokens = starts[-1] - starts[first]
-        rows = SequenceRange(first, num_seqs - first, starts[first], num_tokens, 40, 940)
-        sizes = 8, 32, 30 * num_seqs * 5
-        found = module.plan_items(rows, case.metadata, *sizes)
-        right = module.plan_items_in_torch(rows, case.metadata, *sizes)
-        num_items = int(right[0][-1])
-        assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
-        assert torch.equal(found[1][:num_items], right[1][:num_items])
-    module.plan_launch.cache_clear()
 
 
 @BOTH

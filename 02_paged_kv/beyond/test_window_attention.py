@@ -15,7 +15,6 @@ import paged_attention
 import split_attention_triton
 from batch_layout import Queries, compose_in_order
 from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
-from paged_attention_triton import TritonAttentionBackend
 from split_attention_triton import SplitTritonAttentionBackend
 from test_batch_layout import CPU, Query, in_columns, make_state
 from test_compiled_attention import Compiled
@@ -91,16 +90,6 @@ def test_a_query_sees_its_window(name, kind, monkeypatch):
     """Of the blocks before it nothing is read, and no table names them."""
     monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
     GivesUp(KINDS[kind]).check(**BATCHES[name])
-
-
-@pytest.mark.sample(every=4, first=1)
-@pytest.mark.parametrize("backend", [SplitTritonAttentionBackend, TritonAttentionBackend])
-@pytest.mark.parametrize(("window", "block_size"), [(1, 3), (5, 1), (16, 3), (17, 16), (64, 3)])
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_the_kernels_see_it_too(window, block_size, backend, device):
-    """Windows around a tile of keys."""
-    triton, lengths = Triton(backend, device), [(1, 40), (3, 20), (8, 8), (1, 1), (19, 41)]
-    triton.check_case(give_up_blocks(triton.make_case(lengths, block_size, window=window)))
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
