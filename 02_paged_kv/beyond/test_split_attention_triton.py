@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import paged_attention_triton as version_1
+import split_attention_triton as module
 from kernel_launch import DecodeTuning
 from paged_attention_triton import TritonAttentionBackend, write_kv_triton
-from split_attention_triton import (
-    SplitTritonAttentionBackend,
-)
+from split_attention_triton import SplitTritonAttentionBackend
 from test_compiled_attention import TOLERANCE as PRECISE
 from test_compiled_attention import head_major
 from test_paged_attention import (  # noqa: F401  of the contract
@@ -24,13 +23,12 @@ from test_paged_attention import (  # noqa: F401  of the contract
     Case,
     Lengths,
     make_case,
+    test_each_query_attends_to_what_it_sees,
     test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
 )
+from test_window_attention import give_up_blocks
 
 TILE = 16  # the smallest that a kernel can multiply
-LENGTHS = [(1, 1), (9, 40), (0, 5), (3, 18), (1, 33), (1, 70)]
-
-
 BOTH = pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
 
 
@@ -51,8 +49,8 @@ class Triton(Attention):
     def attend(self, case: Case) -> torch.Tensor:
         return case.attend(case.plan(self.backend()))
 
-    def check(self, *arguments: Any, **options: Any) -> Any:
-        return self.check_case(self.make_case(*arguments, **options))
+    def check(self, lengths: Lengths, block_size: int, **options: Any) -> Any:
+        return self.check_case(give_up_blocks(self.make_case(lengths, block_size, **options)))
 
     def check_case(self, case: Case) -> Any:
         """One layer: a kernel takes long here."""
@@ -66,6 +64,18 @@ def split(device) -> Triton:
     return Triton(SplitTritonAttentionBackend, device)
 
 
+class Thinned(Triton):
+    def check(self, lengths: Lengths, block_size: int, **options: Any) -> Any:
+        """The interpreter is too slow for every sequence of the contract's batches."""
+        every = 3 if torch.device(self.device).type == "cpu" else 1
+        return super().check(lengths[::every], block_size, **options)
+
+
+@pytest.fixture(params=[TritonAttentionBackend, SplitTritonAttentionBackend])
+def attention(request, device, small_tiles, poisoned_scratch) -> Triton:  # of the contract
+    return Thinned(request.param, device)
+
+
 def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE) -> None:
     """Small ones, which the interpreter is not slow with, and splits of two of them."""
 
@@ -73,12 +83,14 @@ def set_tiles(monkeypatch, short: int = TILE, long: int = TILE, keys: int = TILE
         return (short if is_short else long), keys, 4
 
     clear_launches()
+    monkeypatch.setattr(module, "PLANNED_AT_ONCE", 16)
     monkeypatch.setattr(version_1, "choose_tile", choose)
     monkeypatch.setattr(TritonAttentionBackend, "tuning", DecodeTuning(split_keys=2 * keys))
 
 
 def clear_launches() -> None:
     version_1.attention_launch.cache_clear()
+    module.plan_launch.cache_clear()
 
 
 @pytest.fixture
@@ -117,6 +129,12 @@ def test_every_query_length_and_history_around_tile_split_and_block_borders(bloc
         lengths = lengths[::2]
     for chosen in (lengths, [(min(q, 1), n) for q, n in lengths]):  # long queries; decodes
         split.check(chosen, block_size, num_kv_heads=1)
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
+def test_a_row_may_see_nothing_of_the_splits_that_are_merged_first(split, monkeypatch):
+    monkeypatch.setattr(module, "SPLITS_AT_ONCE", 1)
+    split.check([(40, 44)], 4, window=5, num_kv_heads=1, num_shared=1)
 
 
 @pytest.mark.sample(every=2, first=1)
@@ -166,11 +184,6 @@ def test_memory_may_lie_in_either_order_and_a_query_in_a_projection(backend, dev
     assert torch.equal(triton.attend(case), expected)
     case.query = torch.cat([case.query, case.query * math.nan], 1)[:, :4]
     assert torch.equal(triton.attend(case), expected)
-
-
-@pytest.fixture
-def attention(split) -> Triton:  # of the contract's `test_written_tokens_...`
-    return split
 
 
 @BOTH
