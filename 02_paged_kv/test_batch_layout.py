@@ -10,15 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import batch_layout
-from batch_layout import (
-    ComposedBatch,
-    Queries,
-    StepLayout,
-    all_to_device,
-    compose_in_order,
-    to_device,
-)
+from batch_layout import ComposedBatch, Queries, StepLayout, compose_in_order
 from block_delta import PagedRunnerState
 
 CPU = torch.device("cpu")
@@ -107,22 +99,3 @@ def test_every_token_stands_at_its_position_and_writes_to_its_slot(step):
     layout = compose_in_order(state, in_columns(queries), block_size)
     assert layout.order.tolist() == list(range(len(queries)))
     check_layout(layout, state, queries, block_size)
-
-
-def test_a_layout_arrives_on_a_gpu_unchanged_and_in_one_copy(monkeypatch):
-    copies = []
-
-    def copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
-        copies.append(to_device(array, device if torch.cuda.is_available() else CPU))
-        return copies[-1]
-
-    monkeypatch.setattr(batch_layout, "to_device", copy)
-    table = np.arange(21, dtype=np.int32).reshape(3, 7)
-    none, flags = np.zeros(0, dtype=np.int64), np.array([True, False, True])
-    arrays = [np.arange(5), none, table, table[:, 2:5], flags, np.arange(3)]
-    tensors = all_to_device(torch.device("cuda"), *arrays)
-    for tensor, array in zip(tensors, arrays, strict=True):
-        assert tensor.dtype == torch.from_numpy(array).dtype
-        np.testing.assert_array_equal(tensor.cpu().numpy(), array)
-    (packed,) = copies
-    assert all((t.data_ptr() - packed.data_ptr()) % 16 == 0 for t in tensors if len(t))

@@ -312,7 +312,7 @@ class DraftedRequests:
         return runs
 
 
-ENDS = (0.0, 2.0**-53, 0.5, LAST)
+ENDS = (0.0, 2.0**-53, 0.25, 0.5 - 2.0**-53, 0.5, LAST)
 
 
 def random_requests(
@@ -386,6 +386,11 @@ IMPOSSIBLE = {
     "1 - 2**-24": ([1e-20, 0.99999994, 0.0, 0.0], None, 1, True),
     "integers in sum only": ([1e-16, 0.99999994, 1e-16, 1e-16, 0.0], None, 1, True),
     "nothing but the draft": ([0.0, 0.99999994, 0.0, 0.0], None, 1, True),
+    # Numbers at p / q = 0.5, next to it, and at the ends of intervals, which belong to the token
+    # above; and an id that is no token, which the law of p replaces.
+    "p / q is a number": ([0.25, 0.25, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0], 0, True),
+    "p is a number": ([0.25, 0.25, 0.5, 0.0], None, 2, True),
+    "no token": ([0.25, 0.25, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0], -1, False),
 }
 
 
@@ -406,36 +411,6 @@ def test_impossible_tokens_stay_out(rules, name):
     assert runs == requests.expected()
     assert all(p[token] > 0 for run in runs for token in run)
     assert any(len(run) > 1 for run in runs) == may_stay
-
-
-BELOW = 0.5 - 2.0**-53
-P, Q = [0.25, 0.25, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0]
-EYE = torch.eye(10)[[1, 2, 3, 9]].tolist()
-BY_HAND = [  # p, q, drafts, numbers that accept, numbers that draw, run
-    (P, Q, [0], [BELOW], [0, 0.25 - 2.0**-53], [0, 0]),  # accepted below p / q
-    (P, Q, [0], [0.5], [0, 0], [2]),  # and not at it: the rest is token 2 alone
-    (P, Q, [0], [0], [0, 0.25], [0, 1]),  # an end belongs to the token above
-    (P, Q, [0], [0], [0, 0.5], [0, 2]),
-    (P, Q, [0], [0], [0, LAST], [0, 2]),  # and the last token with p = 0 to none
-    (P, None, [2], [BELOW], [0, 0], [2, 0]),
-    (P, None, [2], [0.5], [0, 0], [0]),
-    # The rest: two parts of token 1, one of token 2
-    ([0.25, 0.5, 0.25], [1.0, 0.0, 0.0], [0], [0.5], [0.6666, 0], [1]),
-    ([0.25, 0.5, 0.25], [1.0, 0.0, 0.0], [0], [0.5], [0.6667, 0], [2]),
-    (EYE, None, [1, 2, 3], [0] * 3, [LAST] * 4, [1, 2, 3, 9]),  # the bonus row says 9
-    (EYE, None, [1, 2, 0], [0] * 3, [LAST] * 4, [1, 2, 3]),
-    (EYE, None, [0, 2, 3], [0] * 3, [LAST] * 4, [1]),  # right drafts behind a wrong one
-    (P, Q, [-1], [0], [0.3, 0], [1]),  # an id that is no token is replaced by the law of p
-]
-
-
-@pytest.mark.parametrize(("p", "q", "drafts", "accept_u", "sample_u", "run"), BY_HAND)
-def test_runs_by_hand(rules, p, q, drafts, accept_u, sample_u, run):
-    k = len(drafts)
-    target = torch.tensor(p if isinstance(p[0], list) else [p] * (k + 1))
-    draft_probs = None if q is None else [torch.tensor([q] * k)]
-    requests = DraftedRequests([target], [drafts], draft_probs, [accept_u], [sample_u])
-    assert requests.runs(rules) == [run]
 
 
 def test_nan_of_one_request_stays_with_it(rules):

@@ -611,29 +611,6 @@ def plan_items(
     return planned
 
 
-def plan_items_in_torch(
-    rows: SequenceRange,
-    metadata: AttentionMetadata,
-    tile_tokens: int,
-    split_len: int,
-    num_items: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same arrays; `num_seqs` after the last item."""
-    last_seq = rows.first_seq + rows.num_seqs
-    starts = metadata.query_start_loc[rows.first_seq : last_seq + 1]
-    tiles = (starts.diff() + (tile_tokens - 1)) // tile_tokens
-    splits = (metadata.seq_lens[rows.first_seq : last_seq] + (split_len - 1)) // split_len
-    first_item = starts.new_zeros(rows.num_seqs + 1, dtype=torch.int32)
-    torch.cumsum(tiles * splits, 0, out=first_item[1:])
-
-    def owners(starts: torch.Tensor, first: int, num: int) -> torch.Tensor:
-        index = torch.arange(first, first + num, dtype=starts.dtype, device=starts.device)
-        return torch.searchsorted(starts[1:], index, right=True, out_int32=True)
-
-    token_seq = owners(starts, rows.first_token, rows.num_tokens)
-    return first_item, owners(first_item, 0, num_items), token_seq
-
-
 class SplitPlan(TritonPlan):
     """The plan that all layers of a step share, work items included."""
 

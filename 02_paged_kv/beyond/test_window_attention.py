@@ -12,23 +12,27 @@ import pytest
 import torch
 
 import paged_attention
-import split_attention_triton
 from batch_layout import Queries, compose_in_order
 from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
-from paged_attention_triton import TritonAttentionBackend
-from split_attention_triton import SplitTritonAttentionBackend
+from tensor_attention import TensorAttentionBackend
 from test_batch_layout import CPU, Query, in_columns, make_state
 from test_compiled_attention import Compiled
-from test_paged_attention import BATCHES, LONG, WINDOWS, Attention, Case, Lengths, make_case
-from test_split_attention_triton import Triton, poisoned_scratch, small_tiles
+from test_paged_attention import (  # noqa: F401
+    BATCHES,
+    LONG,
+    WINDOWS,
+    Attention,
+    Case,
+    Lengths,
+    make_case,
+    test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
+)
 from window_attention import (
     WindowBackend,
     WindowMetadata,
     compose_windows,
     window_of_decodes,
 )
-
-__all__ = ["poisoned_scratch", "small_tiles"]
 
 # -- blocks that no query sees are given up
 
@@ -73,7 +77,19 @@ class OwnWindows(Attention):
         return WindowBackend(KnowsNoWindow())
 
 
-KINDS = {"torch": Attention(), "compiled": Compiled(), "own": OwnWindows()}
+class Tensors(Attention):
+    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
+        """Decodes; numbers on the host are unusable."""
+        decodes = [(min(query_len, 1), seq_len) for query_len, seq_len in lengths]
+        case = super().make_case(decodes or [(0, 1)], block_size, **options)
+        unknown: Any = {"max_query_len": "unknown", "max_seq_len": "unknown"}
+        return replace(case, metadata=replace(case.metadata, **unknown))
+
+    def make_backend(self, case: Case) -> TensorAttentionBackend:
+        return TensorAttentionBackend()
+
+
+KINDS = {"torch": Attention(), "compiled": Compiled(), "own": OwnWindows(), "tensors": Tensors()}
 
 
 class GivesUp(Attention):
@@ -85,29 +101,19 @@ class GivesUp(Attention):
 
 
 @pytest.mark.net
-@pytest.mark.parametrize("name", [*WINDOWS, "blocks of 1"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in KINDS for name in (BATCHES if kind == "tensors" else WINDOWS)],
+)
 def test_a_query_sees_its_window(name, kind, monkeypatch):
     """Of the blocks before it nothing is read, and no table names them."""
     monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
     GivesUp(KINDS[kind]).check(**BATCHES[name])
 
 
-@pytest.mark.sample(every=4, first=1)
-@pytest.mark.parametrize("backend", [SplitTritonAttentionBackend, TritonAttentionBackend])
-@pytest.mark.parametrize(("window", "block_size"), [(1, 3), (5, 1), (16, 3), (17, 16), (64, 3)])
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_the_kernels_see_it_too(window, block_size, backend, device):
-    """Windows around a tile of keys."""
-    triton, lengths = Triton(backend, device), [(1, 40), (3, 20), (8, 8), (1, 1), (19, 41)]
-    triton.check_case(give_up_blocks(triton.make_case(lengths, block_size, window=window)))
-
-
-@pytest.mark.usefixtures("small_tiles", "poisoned_scratch")
-def test_a_row_may_see_nothing_of_the_splits_that_are_merged_first(device, monkeypatch):
-    monkeypatch.setattr(split_attention_triton, "SPLITS_AT_ONCE", 1)
-    triton = Triton(SplitTritonAttentionBackend, device)
-    triton.check([(40, 44)], 4, window=5, num_kv_heads=1, num_shared=1)
+@pytest.fixture
+def attention() -> Attention:  # of the contract
+    return Tensors()
 
 
 # -- the layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import pytest
@@ -185,37 +184,3 @@ def test_a_request_with_higher_acceptance_gets_drafts_after_it_had_none(others):
         before = [lengths[0] for lengths in run.steps([0.02, *others], 150)[50:]]
         after = [lengths[0] for lengths in run.steps([0.97, *others], 400)[250:]]
         assert np.mean(before) < 0.5 and np.mean(after) > 0.9, seed
-
-
-def lengths_with(num_accepted: Sequence[int]) -> list[int]:
-    """The lengths for one request, of whose five drafts so many are accepted in each step, whatever
-    length it gets."""
-    length, lengths = AdaptiveLength(K, probe_every=8), []
-    for num in num_accepted:
-        (k,) = length.choose(REQUESTS[:1])
-        length.observe("0", 5, num)
-        length.observe_step(1, 1 + k, k, 10 + 0.3 * (1 + k), float(k))
-        lengths.append(k)
-    return lengths
-
-
-@pytest.mark.parametrize(
-    ("num_accepted", "best", "tried"), [(5, K, {K - 1}), (0, 0, {1}), (2, 3, {2, 4})]
-)
-def test_now_and_then_another_length_is_tried_for_two_steps(num_accepted, best, tried):
-    """One more and one less in turn, and less often as long as neither helps."""
-    lengths = lengths_with([num_accepted] * 1200)
-    runs = [(k, len(list(group))) for k, group in groupby(lengths[100:])]
-    assert {k for k, _ in runs} == {best} | tried
-    attempts = [(k, num) for k, num in runs if k != best]
-    assert {num for _, num in attempts} == {2}
-    order = [k for k, _ in attempts]
-    assert order == order[:2] * (len(order) // 2) + order[: len(order) % 2] and len(order) > 4
-    waits = [num for k, num in runs[1:-1] if k == best]
-    assert waits == [16 * 8] * len(waits) and sum(k != best for k in lengths[:100]) >= 6
-
-
-def test_others_are_tried_often_again_when_things_have_changed():
-    lengths = lengths_with([5] * 600 + [0] * 300)
-    assert sum(k != K for k in lengths[400:600]) <= 4
-    assert lengths[650:].count(1) >= 6

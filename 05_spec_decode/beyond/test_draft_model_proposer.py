@@ -20,14 +20,13 @@ import test_speculating_runner as speculation
 from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer, MostLikely
-from fake_model import _mix, continuation
+from fake_model import _mix
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState, UncachedKVCacheManager
 from paged_attention import PagedKVCache
 from proposers import ProposerInput
-from request import Request, SamplingParams
+from request import Request
 from scheduler import Scheduler
-from scheduler_interface import NewRequestData
 from test_scheduler_runs import (
     CACHES,
     VOCAB,
@@ -284,25 +283,6 @@ def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_rig
         assert num_fed == (K if num_right < K else K + 1) + 1
         assert world.proposer.inner._followers["b"].num_computed == other.num_computed_tokens
     world.run()
-
-
-def test_the_likeliest_token_is_drafted_by_default_and_nothing_is_computed_twice():
-    state = SharingRunnerState(max_num_seqs=2, max_blocks_per_request=8)
-    state.admit(NewRequestData("a", prompt_of(3), SamplingParams(max_tokens=50), 0, ([1, 2, 3],)))
-    inputs = [ProposerInput(state.requests["a"], 0, 2)]
-    parts = ScriptedModel(), poisoned(20, 2), NO_ATTENTION, state
-    with pytest.raises(ValueError, match=r"^num_spec_tokens must be .*>= 1, got 0"):
-        DraftModelProposer(*parts, 0)
-    proposer = DraftModelProposer(*parts, 2)
-    assert proposer.propose([], []) == {}
-    for _ in range(2):  # without drafts: as far as the target
-        assert proposer.propose(inputs, [0]) == {}
-        assert proposer.num_computed_tokens == 2
-    assert proposer.propose(inputs, [9]) == {"a": continuation(prompt_of(3), 2, VOCAB)}
-    assert proposer.draft_probs("a") is None
-    assert (proposer.num_spec_tokens, proposer.num_lookahead_tokens) == (2, 2)
-    with pytest.raises(ValueError):
-        proposer.propose(inputs, [])
 
 
 # -- anything at all

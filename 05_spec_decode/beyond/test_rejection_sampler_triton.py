@@ -34,7 +34,6 @@ from test_rejection_sampler import (  # noqa: F401  the tests get this file's `r
     test_impossible_tokens_stay_out,
     test_nan_of_one_request_stays_with_it,
     test_runs_are_those_of_a_loop_over_one_request,
-    test_runs_by_hand,
 )
 
 

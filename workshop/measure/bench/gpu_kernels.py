@@ -39,7 +39,6 @@ TESTS = (  # with those marked `gpu`; conftest.py marks tests of kernels where t
     "common/sampling/test_sampler_kernel.py",
     "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "05_spec_decode/beyond/test_verification_kernels.py",
-    "02_paged_kv/beyond/test_window_attention.py",
     "common/runner/test_graphs.py",
     "common/models/test_model.py",
 )
