@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ import pytest
 from block_pool import BlockPool
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
+from common.serve import kv_events
 from common.serve.conftest import wait_for
 from common.serve.kv_events import CacheChanges, KVEvents
-from common.serve.kv_publisher import EventPublisher
+from common.serve.kv_publisher import END, EventPublisher
 from common.serve.kv_wire import (
     CLEARED,
     CPU,
@@ -29,18 +30,9 @@ from common.serve.kv_wire import (
     STORAGE,
     Event,
     pack_batch,
+    wire_hash,
 )
 from common.tests.engine_oracle import Oracle, greedy_params, serve, serve_a_crowd
-from common.tests.kv_stream import (
-    LIMIT_S,
-    Index,
-    Reader,
-    check,
-    engine_of,
-    prefixes_of,
-    take,
-    tiers_of,
-)
 from kv_slots import PREFIX_CACHES
 from kv_tiers import ignore_change
 from prefix_cache import PrefixCache
@@ -48,8 +40,170 @@ from tiered_cache import KVTierConfig, TieredCache
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "vllm_kv_events.json").read_text())
+LIMIT_S = 20.0
 LOOPBACK = "tcp://127.0.0.1:*"
 CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
+
+
+class Index:
+    """It knows nothing but the stream."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, dict[str, Any]] = {}
+        self.places: dict[str, set[int]] = {}
+
+    def apply(self, payload: bytes) -> None:
+        _, events, rank = msgpack.unpackb(payload)
+        assert rank == 0 and events
+        for event in events:
+            getattr(self, event.pop("type"))(**event)
+
+    def AllBlocksCleared(self) -> None:
+        self.places.clear()
+
+    def BlockRemoved(self, block_hashes: list[int], medium: str) -> None:
+        assert self.places[medium] >= set(block_hashes), "removed, and never stored"
+        self.places[medium] -= set(block_hashes)
+
+    def BlockStored(
+        self,
+        block_hashes: list[int],
+        parent_block_hash: int | None,
+        token_ids: list[int],
+        block_size: int,
+        lora_id: None,
+        medium: str,
+        lora_name: str | None,
+        extra_keys: Sequence[list[str] | None] = (),
+    ) -> None:
+        here, parent = self.places.setdefault(medium, set()), parent_block_hash
+        assert medium != GPU or parent is None or parent in here, "behind nothing"
+        assert len(token_ids) == block_size * len(block_hashes) and lora_id is None
+        for index, name in enumerate(block_hashes):
+            tokens = token_ids[index * block_size : (index + 1) * block_size]
+            keys = extra_keys[index] if extra_keys else None
+            block = dict(parent=parent, tokens=tokens, adapter=lora_name, keys=keys)
+            assert self.blocks.setdefault(name, block) == block, "one hash, two contents"
+            assert name not in here, "stored twice"
+            here.add(name)
+            parent = name
+
+    def prefixes(self) -> set[tuple]:
+        """What the device has: keys and tokens of each whole prefix."""
+        found = set()
+        for name in self.places.get(GPU, ()):
+            path = [self.blocks[name]]
+            while (parent := path[-1]["parent"]) is not None:
+                path.append(self.blocks[parent])
+            tokens = tuple(token for block in reversed(path) for token in block["tokens"])
+            adapter, keys = path[-1]["adapter"], path[-1]["keys"] or []
+            for block in path[:-1]:
+                assert (block["keys"], block["adapter"]) == (adapter and [adapter], adapter)
+            assert adapter is None or keys[0] == adapter
+            found.add((adapter, *keys[1 if adapter else 0 :], tokens))
+        return found
+
+
+def prefixes_of(cache: PrefixCache) -> set[tuple]:
+    found = set()
+    for keys, tokens, _ in cache.cached_prefixes():
+        named = {tag: value.removeprefix("str:") for tag, value in keys}
+        salts = [named["salt"]] if "salt" in named else []
+        found.add((named.get("lora"), *salts, tokens))
+    return found
+
+
+def tiers_of(tiers: TieredCache) -> dict[str, set[int]]:
+    found = {CPU: set(map(wire_hash, tiers.host._blocks))}
+    return (
+        found if tiers.disk is None else {**found, STORAGE: set(map(wire_hash, tiers.disk._slots))}
+    )
+
+
+def take(changes: CacheChanges, index: Index) -> list[Event]:
+    """Over the wire's bytes."""
+    events = []
+    for batch in changes.take():
+        assert len(batch) <= kv_events.MAX_EVENTS
+        size = sum(len(event.get("token_ids", ())) for event in batch)
+        assert len(batch) == 1 or size <= kv_events.MAX_TOKENS
+        index.apply(pack_batch(batch, 0.0))
+        events += batch
+    return events
+
+
+def check(changes: CacheChanges, index: Index, cache: PrefixCache) -> list[Event]:
+    events = take(changes, index)
+    assert index.prefixes() == prefixes_of(cache)
+    return events
+
+
+def engine_of(
+    loaded, kind: str | None, tiers: KVTierConfig | None = None, **config: Any
+) -> LLMEngine:
+    config = {"block_size": 4, "num_blocks": 60, "max_num_seqs": 5} | config
+    config = EngineConfig(prefix_cache=kind, kv_tiers=tiers, check_invariants=True, **config)
+    return LLMEngine(config, loaded=loaded)
+
+
+class Reader:
+    """A subscriber, who asks again for what it has missed."""
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        import zmq
+
+        context = zmq.Context.instance()
+        self.socket, self.replays = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self.socket.connect(publisher.endpoint)
+        self.socket.subscribe("")
+        assert publisher.replay_endpoint is not None
+        self.replays.connect(publisher.replay_endpoint)
+        self.index, self.next, self.num_anew = Index(), 0, 0
+        self.last = -1  # sequence that came by itself
+        self.loses: Callable[[], bool] = lambda: False
+
+    def read(self) -> None:
+        """One batch, if there is one soon, and what was missed before it."""
+        if not self.socket.poll(50):
+            return
+        _, sequence, batch = self.socket.recv_multipart()
+        if self.loses():
+            return
+        last, self.last = self.last, int.from_bytes(sequence, "big")
+        if self.last <= last:  # another engine, or another life of it
+            self.index, self.next = Index(), 0
+        if self.last > self.next:
+            self.catch_up()
+        self.take(sequence, batch)
+
+    def catch_up(self) -> None:
+        """Once: the batches that are kept no more come anew."""
+        self.replays.send_multipart([b"", self.next.to_bytes(8, "big")])
+        while True:
+            assert self.replays.poll(LIMIT_S * 1e3)
+            empty, _, sequence, batch = self.replays.recv_multipart()
+            assert empty == b""
+            if sequence == END:
+                return
+            self.take(sequence, batch)
+
+    def take(self, sequence: bytes, batch: bytes) -> None:
+        number = int.from_bytes(sequence, "big")
+        is_anew = msgpack.unpackb(batch)[1][0] == CLEARED
+        if number == self.next or (is_anew and number > self.next):
+            self.num_anew += is_anew
+            self.index.apply(batch)
+            self.next = number + 1
+
+    def read_until(self, is_enough: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not is_enough():
+            assert time.monotonic() < end, "the stream does not lead there"
+            self.read()
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.replays.close(0)
 
 
 def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
@@ -89,8 +243,13 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 @pytest.mark.net
 @CACHES
 @pytest.mark.parametrize("max_pending_changes", [4, 100_000])
-def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_changes: int) -> None:
-    """From the middle on, and with a thread that comes late."""
+def test_the_stream_alone_determines_the_cached_blocks(
+    kind: str, max_pending_changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle on, and with a thread that comes late; a chain is one event, and no batch is
+    too large."""
+    monkeypatch.setattr(kv_events, "MAX_EVENTS", max_pending_changes)
+    monkeypatch.setattr(kv_events, "MAX_TOKENS", 3 * max_pending_changes)
     max_cached = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -106,12 +265,15 @@ def test_the_stream_alone_determines_the_cached_blocks(kind: str, max_pending_ch
                 events = check(changes, index, cache)
                 assert CLEARED not in events[1:], f"seed {seed}"
             max_cached = max(max_cached, cache.num_cached_blocks)
-        cache.cache_computed_blocks([1, 2])
+        assert cache.reset() and check(changes, index, cache) in ([], [CLEARED])
+        cache.cache_computed_blocks([1, 2] * 3)
+        assert len(check(changes, index, cache)) == 1, f"seed {seed}"
         assert cache.reset() and check(changes, index, cache) == [CLEARED], f"seed {seed}"
         assert not changes._held, f"seed {seed}: what is nowhere is forgotten"
     assert max_cached == 23
 
 
+<<<<<<< HEAD
 def test_a_chain_is_one_event_and_no_batch_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PREFIX_CACHES["hash"](BlockPool(80), 2)
     changes, index = observed(cache)
@@ -134,6 +296,8 @@ def test_a_chain_is_one_event_and_no_batch_is_too_large(monkeypatch: pytest.Monk
     assert index.prefixes() == prefixes_of(cache) and len(batches) > 3
 
 
+=======
+>>>>>>> w-d3
 # -- an engine's
 
 
@@ -169,12 +333,19 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     media = [GPU, CPU, STORAGE] if config else [GPU]
     expected = {f"{kind} {medium}" for medium in media for kind in ("BlockStored", "BlockRemoved")}
     assert seen >= expected and engine.stats().num_preemptions
+<<<<<<< HEAD
     seen.clear()
     if config:  # a block that goes down is never nowhere
         engine.prefix_cache.evict(1)
         *stored, removed = check(changes, index, engine.prefix_cache)
         assert removed["type"] == "BlockRemoved" and removed["medium"] == GPU
         assert write_policy == "write_through" or stored
+=======
+    assert engine.reset_prefix_cache()
+    look(None)
+    assert not index.places.get(GPU)
+    serve(engine, oracle, [0], 2)
+>>>>>>> w-d3
     engine.kv_manager.clear()
     look(None)
     assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
@@ -184,6 +355,7 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     engine.close()
 
 
+<<<<<<< HEAD
 def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     oracle: Oracle, loaded, tmp_path: Path, one_thread
 ) -> None:
@@ -208,6 +380,8 @@ def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     engine.close()
 
 
+=======
+>>>>>>> w-d3
 # -- the bytes
 
 
@@ -222,6 +396,7 @@ def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
     assert msgpack.unpackb(theirs) == batch["content"]
 
 
+<<<<<<< HEAD
 def test_the_pages_show_the_bytes_of_an_event() -> None:
     changes, _ = observed(cache := PREFIX_CACHES["hash"](BlockPool(9), 4))
     list(changes.take())
@@ -235,6 +410,22 @@ def test_the_pages_show_the_bytes_of_an_event() -> None:
         assert json.loads(decoded) == event
         dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
         assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
+=======
+def test_events_have_the_fields_that_vllm_gives_them() -> None:
+    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
+    changes, index = observed(cache, adapter_names={"d1": ["sql"]})
+    assert take(changes, index) == [CLEARED]
+    cache.cache_computed_blocks([1, 2, 3, 4], [("lora", "d1"), ("salt", "tenant a")])
+    cache.cache_computed_blocks([1, 2])
+    cache.evict(2)
+    events = take(changes, index)
+    by_vllm = {batch["name"]: batch["content"][1] for batch in RECORD["batches"]}
+    for ours, name, number in zip(
+        events, ("an adapter and a salt", "a first block", "down to the host"), (0, 0, 1)
+    ):
+        assert list(ours) == list(by_vllm[name][number]), "fields in vLLM's order"
+    assert events[0]["extra_keys"] == [["sql", "tenant a"], ["sql"]]
+>>>>>>> w-d3
 
 
 # -- a publisher
@@ -324,6 +515,7 @@ def test_a_reader_that_pauses_misses_nothing(
     publisher.wake()
     wait_for(lambda: source.num_anew == 1)  # a batch that cannot be packed ends nothing
     publisher.wake()
+<<<<<<< HEAD
     wait_for(lambda: not source.batches)
     reader.replays.send_multipart([b"", bytes(8)])
     publisher.wake()
@@ -333,6 +525,14 @@ def test_a_reader_that_pauses_misses_nothing(
     source.batches.append([CLEARED])
     publisher.close()
     assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
+=======
+    numbers = [int.from_bytes(frames(reader.socket)[1], "big") for _ in range(5000)]
+    assert numbers == [*range(numbers[0], numbers[0] + 5000)]
+    source.batches.append([CLEARED])
+    publisher.close()
+    assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
+    assert len(publisher._kept) == 5000 and not publisher._thread.is_alive()
+>>>>>>> w-d3
 
 
 # -- an engine's publisher
@@ -357,27 +557,21 @@ def heard(engine: LLMEngine) -> Iterator[Reader]:
     assert not events.publisher._thread.is_alive()
 
 
-def has_all_blocks(reader: Reader, engine: LLMEngine) -> Callable[[], bool]:
-    return lambda: reader.next > 0 and reader.index.prefixes() == prefixes_of(engine.prefix_cache)
-
-
 def test_a_late_reader_gets_every_block(engine: LLMEngine, oracle: Oracle, tmp_path: Path) -> None:
     """Also with a watching reader, who leaves before."""
     rng = random.Random(3)
     with heard(engine) as reader:
         engine.watch(tmp_path / "run.jsonl")
-        serve(engine, oracle, [0, 1, 2], 4)
         reader.loses = lambda: rng.random() < 0.6
-        for index in range(3, 12):
+        for index in range(12):
             serve(engine, oracle, [index], 4)
             reader.read()
         reader.loses = lambda: False
         engine.unwatch()
         serve(engine, oracle, [12], 4)  # a lost last message is learned from the next
-        reader.read_until(has_all_blocks(reader, engine))
+        wanted = prefixes_of(engine.prefix_cache)
+        reader.read_until(lambda: reader.next > 0 and reader.index.prefixes() == wanted)
         assert reader.num_anew == 1, "all was kept"
-        assert engine.reset_prefix_cache()
-        reader.read_until(lambda: not reader.index.prefixes())
 
 
 def test_an_address_that_cannot_be_had_changes_nothing(

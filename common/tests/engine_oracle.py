@@ -7,16 +7,11 @@ prompts."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -208,25 +203,6 @@ def serve(engine, oracle: Oracle, indices: list[int], max_tokens: int, salt=None
     return list(outputs.values())
 
 
-def lines_run(function: Callable, engine: LLMEngine, prompts: list, params) -> Counter[str]:
-    """How often each line of `function` ran while `engine` served `prompts`."""
-    source, first = inspect.getsourcelines(function)
-    ran: Counter[str] = Counter()
-
-    def local(frame: FrameType, event: str, _: object):
-        if event == "line":
-            ran[source[frame.f_lineno - first].strip()] += 1
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(lambda frame, *_: local if frame.f_code is function.__code__ else None)
-    try:
-        engine.generate_batch(prompts, params)
-    finally:
-        sys.settrace(before)
-    return ran
-
-
 def paged_runner(engine) -> PagedModelRunner:
     """The innermost runner, whatever is wrapped around it."""
     runner = engine.core.runner
@@ -235,22 +211,6 @@ def paged_runner(engine) -> PagedModelRunner:
             return runner
         runner = runner.runner
     raise AssertionError(f"no PagedModelRunner inside {engine.core.runner!r}")
-
-
-@contextmanager
-def failing_steps(engine: LLMEngine) -> Iterator[None]:
-    """Every forward pass in here raises `MemoryError("none left")`."""
-    runner = paged_runner(engine)
-    forward = runner.forward
-
-    def failing(_batch):
-        raise MemoryError("none left")
-
-    runner.forward = failing
-    try:
-        yield
-    finally:
-        runner.forward = forward
 
 
 def spoil_kv(engine, request_id: str, index: int = 0) -> None:

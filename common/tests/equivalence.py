@@ -5,7 +5,7 @@ float64, over memory full of NaN. Requests arrive over some steps, with rules, g
 stop tokens and salts; one may be aborted. Every token is compared, what the settings promise of a
 step is checked in each, and in the end nothing is held. Which are run:
 
-    every pair      `covering_array`: some 80 runs in which every two settings meet that can meet
+    every pair      `covering_array`: some 50 runs in which every two settings meet that can meet
     as many as fit  `run_matrix`: the full product in shuffled order, until the time is up
     one             `make matrix ARGS="model=random scheduler=two_phase ..."`
 
@@ -210,14 +210,12 @@ class Summary:
 # -- one run
 
 
-def serve_combination(combination: Combination, engine: LLMEngine | None = None) -> Summary:
+def serve_combination(combination: Combination) -> Summary:
     """Serve every prompt. Raises `AssertionError` with the command to repeat it if a token is
     wrong, a promise is broken, the engine raises, or it does not end."""
     try:
-        if engine is not None:
+        with engine_of(combination) as engine:
             return _serve(combination, engine)
-        with engine_of(combination) as made:
-            return _serve(combination, made)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise AssertionError(f"{what}\nrepeat it with\n{combination.command}") from error

@@ -1,5 +1,5 @@
 """The array of engine runs: a `Combination` is one setting of every axis, and `covering_array` is
-some 80 of them in which every two settings meet that can meet.
+some 50 of them in which every two settings meet that can meet.
 
 Some combinations are refused by the engine; `why_not` knows which, and says why.
 """
@@ -194,8 +194,8 @@ def _grow(
         grown = [more for more in grown if why_not(more) is None]
         most = max(_num_missing(more, missing) for more in grown)
         best = [more for more in grown if _num_missing(more, missing) == most]
-        # Of equals any; but the shipped model takes longer, and runs only where it is needed.
-        settings = best[0] if axis == "model" else rng.choice(best)
+        # Of equals any; but the shipped model and PEFT take longer, and run where they are needed.
+        settings = best[0] if axis in ("model", "adapters", "grammars") else rng.choice(best)
     return settings
 
 

@@ -38,8 +38,8 @@ LAST_TWO = dict(sliding_window=5, layer_types=[F, W, W], num_hidden_layers=3)
 TURNS = dict(sliding_window=12, layer_types=[W, F, W, F, W], num_hidden_layers=5)
 
 # Lengths of prompts, and where each parts from the longest one: at 0, it is a prefix of it.
-LENGTHS = ((1, 2, 16, 33, 48, 49, 64, 97), (0, 0, 0, 0, 16, 33, 48, 40))
-FEWER = ((1, 5, 16, 33, 34, 40), (0, 0, 0, 0, 16, 20))
+LENGTHS = ((1, 2, 16, 33, 49, 97), (0, 0, 0, 0, 33, 40))
+FEWER = ((1, 5, 16, 33, 40), (0, 0, 0, 0, 20))
 
 
 def sharing(lengths: tuple[int, ...], parts_at: tuple[int, ...], vocab_size: int = 97) -> list:

@@ -14,14 +14,11 @@ import torch
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
-from common.models.linear import reason_not_packed
 from common.models.loader import load_model
 from common.tests.adapter_cases import KINDS, edited
 from common.tests.engine_oracle import (
     checked_engine,
     greedy_params,
-    num_replays,
-    paged_runner,
 )
 from common.tests.every_kind import must_be_as_likely
 from common.tests.grammar_cases import CASES, EOS, small_tokenizer
@@ -74,14 +71,7 @@ def serve(engine: LLMEngine, prompts, adapters, n: int = 1) -> list[list[list[in
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-GRAPHS = dict(emulate_graphs=True, max_model_len=100, max_num_seqs=7)
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{}, dict(max_loras=1), GRAPHS],
-    ids=["as it is", "one slot", "graphs"],
-)
+@pytest.mark.parametrize("way", [{}, dict(max_loras=1)], ids=["as it is", "one slot"])
 def test_a_mixed_batch_is_what_peft_says_of_each_alone(way, model, prompts, expected) -> None:
     """And again from the cache, and as two samples. Other settings: `equivalence_axes.py`."""
     engine = checked_engine(
@@ -92,12 +82,6 @@ def test_a_mixed_batch_is_what_peft_says_of_each_alone(way, model, prompts, expe
     for _ in range(2):
         assert serve(engine, asked, names) == wanted
     assert serve(engine, asked[:4], names[:4], n=2) == [tokens * 2 for tokens in wanted[:4]]
-    if way == GRAPHS:
-        graphs = paged_runner(engine).graphs
-        assert graphs.beside["adapter"].num_replays > 20
-        before = num_replays(engine), graphs.beside["adapter"].num_replays
-        assert serve(engine, prompts, None) == [[tokens] for tokens in expected[None]]
-        assert graphs.beside["adapter"].num_replays == before[1] < num_replays(engine), "another"
 
 
 def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> None:
@@ -114,25 +98,6 @@ def test_a_prompt_is_scored_by_its_own_adapter(model, directories, prompts) -> N
     for output, before in zip(scored, said, strict=True):
         if output.prompt_logprobs is not None:
             must_be_as_likely(output.prompt_logprobs[-NUM_TOKENS:], before.outputs[0].logprobs)
-
-
-@pytest.mark.skipif(reason_not_packed(torch.float32, CPU) is not None, reason="it packs nothing")
-def test_packed_matrices_have_the_same_additions(family_oracle, directories, prompts) -> None:
-    """In their own order of sums; one adapter changes the numbers a thousand times as much."""
-    asked, adapters = mixed(prompts)
-    wanted = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
-    found = []
-    for packs in (True, False):
-        model = load_model(family_oracle.path, torch.float32, CPU)
-        config = EngineConfig(num_blocks=400, adapters=directories, pack_weights=packs)
-        engine = LLMEngine(config, loaded=model)
-        assert model.model.layers[0].mlp.down.is_packed == packs
-        outputs = engine.generate_batch(asked, wanted, adapter=adapters).values()
-        tops = [output.outputs[0].logprobs[0].top for output in outputs]
-        found.append(torch.tensor([[top[i] for i in range(len(top))] for top in tops]))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-3)
-    by_prompt = found[0].unflatten(0, (len(prompts), len(NAMES)))
-    assert (by_prompt - by_prompt.roll(1, dims=1)).abs().amax(-1).min() > 1
 
 
 @pytest.mark.parametrize("has_tier", [False, True])

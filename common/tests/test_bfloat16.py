@@ -11,81 +11,52 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, SHIPPED_CHECKPOINT
 from common.features.adapters.adapter_slots import AdapterSlots, Ordered, StepAdapters
 from common.models.loader import load_model
-from common.tests.engine_oracle import Oracle, greedy_params, paged_runner
+from common.tests.engine_oracle import Oracle
 from common.tests.paged_harness import PagedHarness
-from scheduler_interface import StepOutput
 
 NUM_TOKENS = 12  # of each continuation
 
 
-class Taught:
-    """A step of `Teacher`: the runner begins it with the logits and waits for its answer."""
-
-    def __init__(self, teacher: Teacher, req_ids: list[str]) -> None:
-        self.teacher, self.req_ids, self.times = teacher, req_ids, {}
-
-    def begin(self, logits: torch.Tensor) -> Taught:
-        self.output = StepOutput(times=self.times)
-        for request_id, row in zip(self.req_ids, logits.double(), strict=True):
-            seen = self.teacher.logits[request_id]
-            self.output.token_ids[request_id] = [self.teacher.tokens[request_id][len(seen)]]
-            seen.append(row)
-        return self
-
-    def wait(self) -> StepOutput:
-        return self.output
+def teacher_forced(model, oracle: Oracle, size: int, chunk: int = 1000) -> torch.Tensor:
+    """Logits [num_prompts, NUM_TOKENS, vocab_size] in float64, along the oracle's continuations:
+    `size` requests in a step, in chunks."""
+    texts = [p + oracle.expected(i, NUM_TOKENS)[:-1] for i, p in enumerate(oracle.prompts)]
+    harness, rows = PagedHarness(model, len(texts)), [[] for _ in texts]
+    for first in range(0, len(texts), size):
+        for k in range(0, max(map(len, texts)), chunk):
+            ids = {i: texts[i][k : k + chunk] for i in range(len(texts))[first : first + size]}
+            work = [(i, k, piece) for i, piece in ids.items() if piece]
+            logits = harness.step(work).double() if work else torch.empty(0)
+            for (i, _, _), each in zip(work, logits.split([len(piece) for *_, piece in work])):
+                rows[i].append(each)
+    return torch.stack([torch.cat(each)[-NUM_TOKENS:] for each in rows])
 
 
-class Teacher:
-    """A sampler that says what it was told to, and keeps the logits it was shown."""
-
-    def __init__(self, tokens: dict[str, list[int]]) -> None:
-        self.tokens = tokens
-        self.logits: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in tokens}
-
-    def stage(self, sampling, upload) -> Taught:
-        return Taught(self, sampling.req_ids)
-
-
-def teacher_forced(loaded, oracle: Oracle, max_num_seqs: int, **config: object) -> torch.Tensor:
-    """Logits [num_prompts, NUM_TOKENS, vocab_size] in float64, along the oracle's continuations."""
-    config = EngineConfig(num_blocks=400, max_num_seqs=max_num_seqs, **config)
-    engine = LLMEngine(config, loaded=loaded)
-    paged_runner(engine).sampler = Teacher(
-        {str(i): oracle.expected(i, NUM_TOKENS) for i in range(len(oracle.prompts))}
-    )
-    for i, prompt in enumerate(oracle.prompts):
-        engine.add_request(str(i), prompt, greedy_params(NUM_TOKENS))
-    while engine.has_unfinished_requests():
-        engine.step()
-    return torch.stack([torch.stack(rows) for rows in paged_runner(engine).sampler.logits.values()])
-
-
+@torch.inference_mode()
 def test_a_batch_is_as_near_to_the_exact_logits_as_a_request_alone(
     shipped_loaded, shipped_oracle: Oracle
 ) -> None:
     """The weights are stored in bfloat16, so the float64 model has the same ones: what is left is
     rounding. Of each request the errors of its logits are compared, their root mean square. In
     float64 there is nothing to compare."""
-    exact = teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=1)
-    batched = teacher_forced(shipped_loaded, shipped_oracle, max_num_seqs=256)
+    exact = teacher_forced(shipped_loaded.model, shipped_oracle, 1)
+    batched = teacher_forced(shipped_loaded.model, shipped_oracle, 256)
     assert (batched - exact).abs().max() < 1e-10
+    model = load_model(SHIPPED_CHECKPOINT, torch.bfloat16, torch.device("cpu")).model
 
-    def errors(**config: object) -> torch.Tensor:
-        logits = teacher_forced(loaded16, shipped_oracle, **config)
+    def errors(*how: int) -> torch.Tensor:
+        logits = teacher_forced(model, shipped_oracle, *how)
         return (logits - exact).square().mean(dim=(1, 2)).sqrt()
 
-    loaded16 = load_model(SHIPPED_CHECKPOINT, torch.bfloat16, torch.device("cpu"))
-    alone = errors(max_num_seqs=1)
+    alone = errors(1)
     assert (alone > 0).all()
-    for config in ({}, {"chunked_prefill": 3, "block_size": 7}):
-        found = errors(max_num_seqs=256, **config)
-        assert (found <= 1.5 * alone).all(), config
-        assert (found <= 0.01 * exact.std()).all(), config
+    for how in ((256,), (256, 3), (256, 1)):
+        found = errors(*how)
+        assert (found <= 1.5 * alone).all(), how
+        assert (found <= 0.01 * exact.std()).all(), how
 
 
 @torch.inference_mode()

@@ -101,17 +101,11 @@ def test_aborted_between_any_two_chunks(cache, scheduler, oracle, loaded):
     for when in range(1, 14, 2):
         engine, _ = watch(loaded, scheduler=scheduler, chunked_prefill=5, prefix_cache=cache)
         add(engine, oracle, SHORT, first, second, max_tokens=6)
-        outputs = {}
-        for _ in range(when):
-            outputs |= {o.request_id: o for o in engine.step() if o.finished}
-        aborted = engine.abort_request(str(first))
-        engine.check_invariants()
-        outputs |= finish(engine)
-        if aborted is not None:
-            tokens = outputs.pop(str(first), aborted).outputs[0].token_ids
-            assert tokens == oracle.expected(first, 6)[: len(tokens)]
+        outputs = {o.request_id: o for _ in range(when) for o in engine.step() if o.finished}
+        engine.abort_request(str(first))
+        outputs = {name: o for name, o in (outputs | finish(engine)).items() if name != str(first)}
         must_be_right(outputs, oracle, 6)
-        assert engine.stats().kv_blocks_in_use == 0 and len(outputs) >= 2
+        assert engine.stats().kv_blocks_in_use == 0 and len(outputs) == 2
 
 
 # -- beside those who decode
@@ -134,23 +128,3 @@ def test_those_who_decode_go_on_beside_chunks(scheduler, options, longest_pause,
     assert max(b - a for a, b in itertools.pairwise(got)) == longest_pause
     if options:  # of the chunk, those who decode have their share
         assert max(sum(r.num_scheduled_tokens.values()) for r in records[6:]) <= 8
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "mixing"),
-    [("two_phase", False), ("prefill_first", False), ("prefill_first", True)],
-)
-def test_chunks_of_the_size_that_there_is_time_for(mixing, scheduler, oracle, loaded):
-    largest = {}
-    for target in (1e-6, 1e6):
-        options = {"mixing": mixing, "target_step_ms": target, "prefix_cache": None}
-        engine, records = watch(loaded, scheduler=scheduler, **options)
-        for _ in range(2):
-            serve(engine, oracle, [10, 12, LONG, 13], 6)
-        sizes = [[*record.num_scheduled_tokens.values()] for record in records]
-        prefills = [sum(n for n in each if n > 1) for each in sizes]
-        assert prefills[0] == 16  # nothing is known yet
-        beside = [n for n, each in zip(prefills, sizes) if 1 in each]
-        assert target > 1 or max(beside, default=0) <= 17
-        largest[target] = max(prefills)
-    assert min(largest.values()) > 64  # a target that no step meets limits only steps with decodes

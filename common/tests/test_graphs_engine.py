@@ -18,7 +18,7 @@ from common.models.loader import load_model
 from common.models.regions import compiled_linear, compiled_regions
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer
-from common.runner.graphs import GraphRunner, ReplayMetadata, graph_buckets
+from common.runner.graphs import GraphRunner, graph_buckets
 from common.runner.overlap import OverlappedEngineCore
 from common.tests.adapter_cases import by_peft, save_adapter
 from common.tests.engine_oracle import (
@@ -60,25 +60,6 @@ def test_every_bucket_with_requests_that_come_and_go(max_num_seqs, overlap, orac
     for name, output in finish(engine).items():
         assert output.outputs[0].token_ids == oracle.expected(int(name), lengths[int(name)])
     assert found == set(graph_buckets(max_num_seqs))
-
-
-def test_steps_with_guesses_are_computed_without_a_graph(oracle, loaded, caplog) -> None:
-    """They have more rows than requests. The other decode steps are replayed. Both are said."""
-    with caplog.at_level(logging.WARNING):
-        how = {"method": "ngram", "min_ngram": 1, "adaptive": False}
-        engine = checked_engine(loaded, speculative=how, max_num_seqs=2, **GRAPHS)
-    assert caplog.text.count("steps with draft tokens run without graphs") == 1
-    runner, rows = paged_runner(engine), {True: set(), False: set()}
-    forward = runner.forward
-
-    def spy(batch):
-        is_replayed = isinstance(batch.attention[0], ReplayMetadata)
-        rows[is_replayed].add(bool(batch.sampling.drafts))
-        return forward(batch)
-
-    runner.forward = spy
-    serve(engine, oracle, [4, 7, 1], max_tokens=24)
-    assert rows == {True: {False}, False: {False, True}}
 
 
 def test_what_cannot_be_captured_is_announced_and_served(

@@ -4,50 +4,24 @@ Tokens of whole runs are compared in the array (`equivalence.py`)."""
 
 from __future__ import annotations
 
-import inspect
-import logging
 import threading
 from dataclasses import replace
 
 import pytest
 
 from common.engine import EngineConfig, LLMEngine
-from common.runner.overlap import OverlappedEngineCore
-from common.runner.pipeline import PipelinedEngineCore
 from common.tests.engine_oracle import (
     checked_engine,
     finish,
     greedy_params,
-    lines_run,
     paged_runner,
 )
 from common.tests.local_stages import pipelined_engine, stages_of
-from engine_core import EngineCore
 from tiered_cache import KVTierConfig
 
 
 def overlapped_engine(loaded, **config) -> LLMEngine:
     return checked_engine(loaded, overlap_scheduling=True, **{"num_blocks": 200} | config)
-
-
-def test_the_lines_of_chapter_1_run_once_a_step_unless_steps_overlap(
-    random_oracle, random_loaded, monkeypatch
-) -> None:
-    """The book says so: of the loop, and of who runs instead."""
-    source = inspect.getsource(EngineCore.step).split('"""')[-1]
-    three_lines = [line.strip() for line in source.splitlines() if line.strip()]
-    prompts, params = random_oracle.prompts[:3], greedy_params(5)
-    engine = LLMEngine(EngineConfig(num_blocks=50), loaded=random_loaded)
-    ran = lines_run(EngineCore.step, engine, prompts, params)
-    assert ran == dict.fromkeys(three_lines, engine.stats().num_steps) and len(three_lines) == 3
-    engine = overlapped_engine(random_loaded)
-    ran = lines_run(OverlappedEngineCore.step, engine, prompts, params)
-    assert ran["return self._finish()"] == engine.stats().num_steps > 0
-    assert not lines_run(EngineCore.step, engine, prompts, params)
-    engine = pipelined_engine(monkeypatch, random_oracle.path, num_blocks=50)
-    ran = lines_run(PipelinedEngineCore.step, engine, prompts, [params] * 3)
-    assert ran["results = self._finish()"] >= engine.stats().num_steps > 0
-    engine.close()
 
 
 def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
@@ -83,20 +57,6 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     may_go_on.set()
     assert outputs["b"].outputs[0].token_ids == oracle.expected(first, 4)
     engine.close()
-
-
-@pytest.mark.parametrize("option", [{"speculative": {"method": "ngram"}}, {"target_step_ms": 5.0}])
-def test_what_must_know_how_a_step_ended_runs_step_by_step_and_says_so(
-    option, random_loaded, caplog
-) -> None:
-    (name,) = option
-    with caplog.at_level(logging.WARNING):
-        assert type(overlapped_engine(random_loaded, **option).core) is EngineCore
-    assert f"overlap_scheduling has no effect with {name}" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        checked_engine(random_loaded, **option)
-    assert "overlap" not in caplog.text, "nobody asked for it"
 
 
 def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
@@ -151,20 +111,6 @@ def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
 
 
 # -- stages
-
-
-def test_each_stage_has_its_layers_and_only_the_last_samples(oracle, draft, monkeypatch) -> None:
-    how = {"num_blocks": 100, "speculative": {"method": "draft"}}
-    engine = pipelined_engine(monkeypatch, oracle.path, draft, **how)
-    params = replace(greedy_params(3), prompt_logprobs=1)
-    outputs = engine.generate_batch(oracle.prompts[:2], params).values()
-    assert [len(o.prompt_logprobs) for o in outputs] == [len(p) for p in oracle.prompts[:2]]
-    first, last = (stage.local for stage in stages_of(engine))
-    assert first.speculation is None and last.speculation is not None
-    ranges = [each.paged.model.layer_range for each in (first, last)]
-    assert ranges == [range(0, 1), range(1, 2)]
-    assert first.paged.state.row_of == last.paged.state.row_of
-    engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
