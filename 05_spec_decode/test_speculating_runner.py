@@ -157,6 +157,22 @@ PROPOSERS: dict[str, MakeProposer] = {
 }
 
 
+def run_at_random(
+    world: runs.World, rng: random.Random, to_come: list[Request], *, has_aborts: bool
+) -> None:
+    """Trickling arrivals, and aborts while the runner is at work."""
+    scheduler = world.scheduler
+
+    def abort() -> None:
+        if has_aborts and rng.random() < 0.05 and scheduler.requests:
+            scheduler.abort_request(rng.choice(sorted(scheduler.requests)))
+
+    for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), 3000):
+        if to_come and rng.random() < 0.4:
+            world.add(to_come.pop())
+        world.step(abort)
+
+
 @pytest.mark.net
 @pytest.mark.sample
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -172,16 +188,7 @@ def test_no_token_changes(kind, cache, name):
         options = runs.random_options(rng, kind)
         options["num_lookahead_tokens"] = rng.choice([None, 0, 1, K])
         world = World(memory, kind, PROPOSERS[name], length, **options)
-        scheduler = world.scheduler
-
-        def abort() -> None:
-            if seed > 1 and rng.random() < 0.05 and scheduler.requests:
-                scheduler.abort_request(rng.choice(sorted(scheduler.requests)))
-
-        for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), 3000):
-            if to_come and rng.random() < 0.4:
-                world.add(to_come.pop())
-            world.step(abort)
+        run_at_random(world, rng, to_come, has_aborts=seed > 1)
         world.run()
         assert length is None or length._requests == {}
 

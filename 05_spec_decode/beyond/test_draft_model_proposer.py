@@ -27,15 +27,8 @@ from paged_attention import PagedKVCache
 from proposers import ProposerInput
 from request import Request
 from scheduler import Scheduler
-from test_scheduler_runs import (
-    CACHES,
-    VOCAB,
-    make_memory,
-    random_load,
-    random_options,
-    run_at_random,
-)
-from test_speculating_runner import NO_ATTENTION, SCHEDULERS, Recorder
+from test_scheduler_runs import CACHES, VOCAB, make_memory, random_load, random_options
+from test_speculating_runner import NO_ATTENTION, SCHEDULERS, Recorder, run_at_random
 
 POISON = -7
 K = 3  # drafts, where nothing else is said
@@ -244,8 +237,8 @@ class World(speculation.World):
         self.step()
         return self.proposer.inner.num_computed_tokens - before
 
-    def run(self) -> None:
-        super().run()
+    def run(self, *args, **options) -> None:
+        super().run(*args, **options)
         assert self.proposer.inner._followers == {} and self.proposer.inner._probs == {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -273,31 +274,6 @@ def test_the_stream_alone_determines_the_cached_blocks(
     assert max_cached == 23
 
 
-<<<<<<< HEAD
-def test_a_chain_is_one_event_and_no_batch_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PREFIX_CACHES["hash"](BlockPool(80), 2)
-    changes, index = observed(cache)
-    cache.cache_computed_blocks(list(range(20)))
-    for _ in range(2):  # a parent may have gone, and come again, while a tier kept its child
-        _, stored = check(changes, index, cache)
-        assert len(stored["block_hashes"]) == 10 and stored["parent_block_hash"] is None
-        changes._held = dict(reversed(changes._held.items()))
-        changes.restart_stream()
-    check(changes, index, cache)
-    monkeypatch.setattr("common.serve.kv_events.MAX_EVENTS", 2)
-    monkeypatch.setattr("common.serve.kv_events.MAX_TOKENS", 12)
-    for first in range(12):
-        cache.cache_computed_blocks([first + 30, 0] * (1 + first % 5))
-    batches = list(changes.take())
-    for batch in batches:
-        sizes = [len(event.get("token_ids", ())) for event in batch]
-        assert len(batch) <= 2 and (len(batch) == 1 or sum(sizes) <= 12)
-        index.apply(pack_batch(batch, 0.0))
-    assert index.prefixes() == prefixes_of(cache) and len(batches) > 3
-
-
-=======
->>>>>>> w-d3
 # -- an engine's
 
 
@@ -333,19 +309,10 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     media = [GPU, CPU, STORAGE] if config else [GPU]
     expected = {f"{kind} {medium}" for medium in media for kind in ("BlockStored", "BlockRemoved")}
     assert seen >= expected and engine.stats().num_preemptions
-<<<<<<< HEAD
-    seen.clear()
-    if config:  # a block that goes down is never nowhere
-        engine.prefix_cache.evict(1)
-        *stored, removed = check(changes, index, engine.prefix_cache)
-        assert removed["type"] == "BlockRemoved" and removed["medium"] == GPU
-        assert write_policy == "write_through" or stored
-=======
     assert engine.reset_prefix_cache()
     look(None)
     assert not index.places.get(GPU)
     serve(engine, oracle, [0], 2)
->>>>>>> w-d3
     engine.kv_manager.clear()
     look(None)
     assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
@@ -355,7 +322,6 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     engine.close()
 
 
-<<<<<<< HEAD
 def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     oracle: Oracle, loaded, tmp_path: Path, one_thread
 ) -> None:
@@ -380,8 +346,6 @@ def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
     engine.close()
 
 
-=======
->>>>>>> w-d3
 # -- the bytes
 
 
@@ -396,7 +360,6 @@ def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
     assert msgpack.unpackb(theirs) == batch["content"]
 
 
-<<<<<<< HEAD
 def test_the_pages_show_the_bytes_of_an_event() -> None:
     changes, _ = observed(cache := PREFIX_CACHES["hash"](BlockPool(9), 4))
     list(changes.take())
@@ -410,22 +373,6 @@ def test_the_pages_show_the_bytes_of_an_event() -> None:
         assert json.loads(decoded) == event
         dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
         assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
-=======
-def test_events_have_the_fields_that_vllm_gives_them() -> None:
-    cache = PREFIX_CACHES["hash"](BlockPool(9), 2)
-    changes, index = observed(cache, adapter_names={"d1": ["sql"]})
-    assert take(changes, index) == [CLEARED]
-    cache.cache_computed_blocks([1, 2, 3, 4], [("lora", "d1"), ("salt", "tenant a")])
-    cache.cache_computed_blocks([1, 2])
-    cache.evict(2)
-    events = take(changes, index)
-    by_vllm = {batch["name"]: batch["content"][1] for batch in RECORD["batches"]}
-    for ours, name, number in zip(
-        events, ("an adapter and a salt", "a first block", "down to the host"), (0, 0, 1)
-    ):
-        assert list(ours) == list(by_vllm[name][number]), "fields in vLLM's order"
-    assert events[0]["extra_keys"] == [["sql", "tenant a"], ["sql"]]
->>>>>>> w-d3
 
 
 # -- a publisher
@@ -515,7 +462,6 @@ def test_a_reader_that_pauses_misses_nothing(
     publisher.wake()
     wait_for(lambda: source.num_anew == 1)  # a batch that cannot be packed ends nothing
     publisher.wake()
-<<<<<<< HEAD
     wait_for(lambda: not source.batches)
     reader.replays.send_multipart([b"", bytes(8)])
     publisher.wake()
@@ -525,14 +471,6 @@ def test_a_reader_that_pauses_misses_nothing(
     source.batches.append([CLEARED])
     publisher.close()
     assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
-=======
-    numbers = [int.from_bytes(frames(reader.socket)[1], "big") for _ in range(5000)]
-    assert numbers == [*range(numbers[0], numbers[0] + 5000)]
-    source.batches.append([CLEARED])
-    publisher.close()
-    assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
-    assert len(publisher._kept) == 5000 and not publisher._thread.is_alive()
->>>>>>> w-d3
 
 
 # -- an engine's publisher
