@@ -18,7 +18,7 @@ from draft_model_proposer import DraftModelProposer
 from draft_plugin import DraftPlugin
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest
-from kv_memory import SharingRunnerState, UncachedKVCacheManager
+from kv_memory import KeyedRequest, SharingRunnerState, UncachedKVCacheManager
 from paged_attention import PagedKVCache
 from prefill_first_scheduler import PrefillFirstScheduler
 from proposers import NgramProposer, Proposer, ProposerInput
@@ -158,7 +158,7 @@ PROPOSERS: dict[str, MakeProposer] = {
 
 
 def run_at_random(
-    world: runs.World, rng: random.Random, to_come: list[Request], *, has_aborts: bool
+    world: runs.World, rng: random.Random, to_come: list[KeyedRequest], *, has_aborts: bool
 ) -> None:
     """Trickling arrivals, and aborts while the runner is at work."""
     scheduler = world.scheduler
@@ -169,7 +169,12 @@ def run_at_random(
 
     for _ in as_long_as(lambda: to_come or scheduler.has_unfinished_requests(), 3000):
         if to_come and rng.random() < 0.4:
-            world.add(to_come.pop())
+            world.add(request := to_come.pop())
+            for i in range(rng.choice([0, 0, 0, 2])):  # as one call with `n` samples adds them
+                fields = {"priority": request.priority, "extra_keys": request.extra_keys}
+                params = request.sampling_params
+                name = f"{request.request_id}.{i}"
+                world.add(KeyedRequest(name, request.prompt_token_ids, params, (), **fields))
         world.step(abort)
 
 
