@@ -58,17 +58,6 @@ def decoding(name: str, num_prompt: int, max_new_tokens: int, num_outputs: int) 
 # -- by hand
 
 
-@pytest.mark.parametrize(
-    "num_outputs, max_new_tokens, expected",
-    [(0, 100, 100), (99, 100, 1), (5, 10**6, CLIP_MAX_NEW_TOKENS)],
-)
-def test_the_decode_budget_is_a_share_of_what_may_still_come(num_outputs, max_new_tokens, expected):
-    running = (decoding("r", 3, max_new_tokens, num_outputs),)
-    for ratio in (0.0, 0.25, 1.0):
-        adder = make_adder(make_memory(5000), running=running, ratio=ratio)
-        assert adder.rem_total_tokens == 20_000 - expected * ratio
-
-
 @pytest.mark.parametrize(("max_new_tokens", "is_taken"), [(10, True), (11, False)])
 def test_work_is_what_the_cache_does_not_have(max_new_tokens, is_taken):
     """Five pages count as free, two of them are its own prefix, which nobody may evict now: 2 + 3
@@ -85,14 +74,6 @@ def test_work_is_what_the_cache_does_not_have(max_new_tokens, is_taken):
     if is_taken:
         assert (adder.log_hit_tokens, adder.log_input_tokens) == (8, 2)
         assert adder.rem_total_tokens == 20 - 8 - 12
-
-
-def test_a_prompt_is_cut_at_a_page_and_reserves_nothing_for_its_outputs():
-    adder, long = make_adder(make_memory(100), 100, 11), waiting("a", 30, 50)
-    assert adder.add_one_req(long, False) is OTHER
-    assert adder.new_chunked_req is long and adder.num_tokens == {"a": 8}
-    assert adder.rem_total_tokens == 400 - 8
-    assert (adder.rem_input_tokens, adder.rem_chunk_tokens) == (92, 3)
 
 
 def test_the_chunked_slot_has_one_owner():
