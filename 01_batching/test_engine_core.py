@@ -8,7 +8,6 @@ from engine_core import EngineCore
 from fcfs_scheduler import FCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordedScheduler
 
 SCRIPT = [20, 30, 21, 31, 22, 9, 23, 24, 25, 26, 27, 28]
 
@@ -52,23 +51,6 @@ def test_an_empty_step_computes_nothing_and_still_tells_the_runner():
     assert engine.step() == []
     assert runner.num_said == {}, "the runner was not told that a has ended"
     assert [plan.is_empty for plan in runner.plans] == [True, False, True]
-
-
-def test_an_abort_from_within_a_step_drops_its_token():
-    """Between `schedule` and `update_from_output`, as a user who hangs up does."""
-
-    class AbortingRunner(ScriptedRunner):
-        def execute(self, plan):
-            handle = super().execute(plan)
-            if len(self.plans) == 2:
-                engine.abort_request("a")
-            return handle
-
-    engine = EngineCore(RecordedScheduler(FCFSScheduler(), check_invariants=True), AbortingRunner())
-    a, b = make("a", [1], max_tokens=5), make("b", [1], max_tokens=5)
-    run(engine, a, b)
-    assert (a.output_token_ids, a.finish_reason) == (SCRIPT[:1], "abort")
-    assert b.output_token_ids == SCRIPT[:5]
 
 
 class Answers:

@@ -353,16 +353,6 @@ def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
     runner.must_equal(plan)
 
 
-def test_several_tokens_of_one_step_are_cut_behind_the_one_that_finishes():
-    """Trap 38, the scheduler's half: what follows the end is not taken."""
-    request = Request("r", [2, 3], SamplingParams(max_tokens=9, stop_token_ids=[5]))
-    (scheduler := FCFSScheduler()).add_request(request)
-    output = StepOutput({"r": [8, 5, 8, 8]})
-    (result,) = scheduler.update_from_output(scheduler.schedule(), output)
-    assert result.new_token_ids == [8, 5] == request.output_token_ids
-    assert (result.finish_reason, result.stop_reason) == ("stop", 5)
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
 def test_what_is_refused_is_named(value):
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

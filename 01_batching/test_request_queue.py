@@ -1,15 +1,12 @@
-"""The waiting queue against a plain list, and the price of its operations."""
+"""The waiting queue against a plain list."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import request_queue
 from request import Request
 from request_queue import RequestQueue, create_request_queue
 
@@ -100,30 +97,6 @@ class QueueAgainstList(QueueMachine):
 
 TestQueueAgainstList = pytest.mark.net(QueueAgainstList.TestCase)
 TestQueueAgainstList.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-
-
-class Counting(OrderedDict):
-    num_looked_at = 0
-
-    def __iter__(self):
-        for key in super().__iter__():
-            Counting.num_looked_at += 1
-            yield key
-
-    def values(self):
-        return map(self.__getitem__, self)
-
-
-def test_no_operation_looks_at_more_than_one_request(monkeypatch):
-    monkeypatch.setattr(request_queue, "OrderedDict", Counting)
-    queue, requests = create_request_queue("fcfs"), [make(str(i)) for i in range(9)]
-    for request in requests:
-        queue.add_request(request)
-    queue.remove_request(requests[5])
-    queue.prepend_request(requests[5])
-    assert queue.peek_request() is queue.pop_request() is requests[5]
-    assert requests[0] in queue and len(queue) == 8
-    assert Counting.num_looked_at == 1, "that of `peek_request`"
 
 
 @pytest.mark.parametrize("policy", ["lifo", "", None, 3])

@@ -207,23 +207,3 @@ def test_the_worked_example_of_the_walk():
     assert ids(DFSWeight(find).order(requests)) == ["r2", "r4", "r1", "r0", "r3"]
     assert looked_up == [*paths], "once each"
     assert ids(LongestPrefixMatch(find).order(requests)) == ["r2", "r4", "r0", "r1", "r3"]
-
-
-class CountingList(list):
-    num_read = 0
-
-    def __getitem__(self, index):
-        CountingList.num_read += len(range(len(self))[index])
-        return super().__getitem__(index)
-
-
-def test_duplicates_are_found_without_comparing_pairs():
-    """Each request's tokens are read once, 32 of them, however long it is and however many wait."""
-    for num_waiting, length in ((10, 100), (100, 100), (10, 5000)):
-        requests = [make(str(i), [i % 3] * length) for i in range(num_waiting)]
-        for request in requests:
-            request.all_token_ids = CountingList(request.all_token_ids)
-        CountingList.num_read = 0
-        order = LongestPrefixMatch(lambda request: []).order(requests)
-        assert CountingList.num_read == 32 * num_waiting
-        assert ids(order[:3]) == ["0", "1", "2"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import tracemalloc
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -126,31 +123,6 @@ def test_the_index_of_a_prompt_finds_what_a_search_finds(tokens, max_ngram, quer
         firsts = [next((i for i in places if tokens[:i][-len(s) :] == s), 0) for s in suffixes]
         found = [(size, first) for size, first in enumerate(firsts, 1) if first]
         assert (n, place) == (found[-1] if found else (0, 0)), text
-
-
-@pytest.mark.parametrize("is_bulk", [False, True])
-def test_a_step_indexes_new_tokens_only(is_bulk):
-    """Each new token completes one n-gram of each size, however long the history is; and the bulk
-    index of a prompt takes at most 60 bytes a token."""
-    rng = random.Random(0)
-    prompt = [rng.randrange(151_936) for _ in range(20_000)]
-    proposer = BulkNgramProposer(4, bulk_size=2 if is_bulk else 10**9)  # n-grams of 2 to 4
-    request = make_request(prompt)
-    propose(BulkNgramProposer(4, bulk_size=2), make_request(prompt[:100]))  # imports
-    tracemalloc.start()
-    try:
-        assert proposer.propose(follow(request), [0]) == {}
-        num_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert (num_bytes / len(prompt) < 60) == is_bulk
-    (history,) = proposer._histories.values()
-    num_before = sum(map(len, history.first.values()))
-    assert num_before < 40 if is_bulk else num_before > 3 * 19_000
-    for token in range(300):
-        request.output_token_ids.append(200_000 + token)
-        propose(proposer, request)
-    assert sum(map(len, history.first.values())) - num_before <= 3 * 300
 
 
 @pytest.mark.parametrize(

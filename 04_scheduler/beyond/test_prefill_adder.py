@@ -58,17 +58,6 @@ def decoding(name: str, num_prompt: int, max_new_tokens: int, num_outputs: int) 
 # -- by hand
 
 
-@pytest.mark.parametrize(
-    "num_outputs, max_new_tokens, expected",
-    [(0, 100, 100), (99, 100, 1), (5, 10**6, CLIP_MAX_NEW_TOKENS)],
-)
-def test_the_decode_budget_is_a_share_of_what_may_still_come(num_outputs, max_new_tokens, expected):
-    running = (decoding("r", 3, max_new_tokens, num_outputs),)
-    for ratio in (0.0, 0.25, 1.0):
-        adder = make_adder(make_memory(5000), running=running, ratio=ratio)
-        assert adder.rem_total_tokens == 20_000 - expected * ratio
-
-
 @pytest.mark.parametrize(("max_new_tokens", "is_taken"), [(10, True), (11, False)])
 def test_work_is_what_the_cache_does_not_have(max_new_tokens, is_taken):
     """Five pages count as free, two of them are its own prefix, which nobody may evict now: 2 + 3
