@@ -12,7 +12,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 from common.engine import EngineConfig, LLMEngine
 from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, greedy_params
-from common.tests.every_kind import must_say_the_same
 from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
@@ -88,25 +87,6 @@ def test_tokens_keep_to_their_rules(way: str, ruled, loaded, draft) -> None:
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == ("preempt_every" in WAYS[way])
     assert (stats.num_accepted_tokens > 0) == ("speculative" in WAYS[way])
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_who_has_no_token_left_ends_in_an_error_and_alone(
-    overlaps: bool, oracle: Oracle, loaded
-) -> None:
-    a, b = oracle.continuations[0][:2]
-    only = replace(greedy_params(5), allowed_token_ids=[a, b], bad_words=[[a, a], [a, b]])
-    early = dict(allowed_token_ids=[a, b], stop_token_ids=[b], min_tokens=1, bad_words=[[a]])
-    params = [only, greedy_params(5), replace(greedy_params(5), **early)]
-    engine = checked_engine(loaded, num_blocks=200, overlap_scheduling=overlaps)
-    outputs = engine.generate_batch([*oracle.prompts[:2], oracle.prompts[0]], params).values()
-    one, other, third = outputs
-    said = "allowed_token_ids and bad_words and min_tokens: no token may come next"
-    assert third.metrics.finish_detail == said
-    assert one.outputs[0].finish_reason == "error" and one.outputs[0].token_ids == [a]
-    said = "allowed_token_ids and bad_words: no token may come next"
-    assert one.metrics.finish_detail == said
-    assert other.outputs[0].token_ids == oracle.expected(1, 5)
 
 
 def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
@@ -191,27 +171,3 @@ def test_what_is_aborted_keeps_what_was_scored(oracle, loaded) -> None:
     output = engine.abort_request("a")
     assert output is not None and output.prompt_logprobs is not None
     assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:9]]
-
-
-# -- and draws
-
-
-@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first"])
-def test_seeded_sampling_does_not_see_a_preemption(scheduler, loaded, oracle):
-    """Seeds, penalties that count the outputs, and log-probabilities survive recomputation."""
-    params = [
-        SamplingParams(seed=i, temperature=1.0, presence_penalty=0.5, max_tokens=12, logprobs=2)
-        for i in range(4)
-    ]
-
-    def run(**more) -> dict:
-        engine = checked_engine(loaded, num_blocks=300, scheduler=scheduler, **more)
-        outputs = engine.generate_batch(oracle.prompts[:4], params)
-        num_preemptions = sum(output.metrics.num_preemptions for output in outputs.values())
-        assert num_preemptions == engine.stats().num_preemptions
-        assert (num_preemptions > 0) == ("preempt_every" in more)
-        return outputs
-
-    calm = run()
-    for disturbed in (run(preempt_every=2), run(preempt_every=3, prefix_cache=None)):
-        must_say_the_same(disturbed, calm)
