@@ -185,3 +185,22 @@ def test_a_request_with_higher_acceptance_gets_drafts_after_it_had_none(others):
         before = [lengths[0] for lengths in run.steps([0.02, *others], 150)[50:]]
         after = [lengths[0] for lengths in run.steps([0.97, *others], 400)[250:]]
         assert np.mean(before) < 0.5 and np.mean(after) > 0.9, seed
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "best", "tried"), [(5, K, {K - 1}), (0, 0, {1}), (2, 3, {2, 4})]
+)
+def test_now_and_then_another_length_is_tried_for_two_steps(num_accepted, best, tried):
+    """Of five drafts so many are accepted in each step, whatever length it gets. Others are tried
+    less often as long as none helps, but with bounded waits."""
+    length, lengths = AdaptiveLength(K, probe_every=8), []
+    for _ in range(1200):
+        (k,) = length.choose(REQUESTS[:1])
+        length.observe("0", 5, num_accepted)
+        length.observe_step(1, 1 + k, k, 10 + 0.3 * (1 + k), float(k))
+        lengths.append(k)
+    runs = [(k, len(list(group))) for k, group in groupby(lengths[100:])]
+    assert {k for k, _ in runs} == {best} | tried
+    assert {num for k, num in runs if k != best} == {2}
+    waits = [num for k, num in runs[1:-1] if k == best]
+    assert waits == [16 * 8] * len(waits) and len(waits) > 4
