@@ -151,6 +151,6 @@ def num_chars(messages: list[dict[str, Any]]) -> int:
     contents = [message.get("content") for message in messages]
     texts = [content for content in contents if not isinstance(content, list)]
     for part in (part for content in contents if isinstance(content, list) for part in content):
-        keys = TEXT_TYPES.values()
+        keys = set(TEXT_TYPES.values())
         texts += [part.get(key) for key in keys] if isinstance(part, dict) else [part]
     return sum(len(text) for text in texts if isinstance(text, str))

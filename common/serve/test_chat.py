@@ -22,7 +22,7 @@ from common.requests.output_processor import RequestMetrics
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.serve.__main__ import parse_args
 from common.serve.answers import Answer
-from common.serve.chat import ChatPrompts
+from common.serve.chat import ChatPrompts, num_chars
 from common.serve.conftest import MODEL, Running
 from common.serve.deltas import CompletionDelta, RequestDelta
 from common.serve.errors import ApiError
@@ -91,6 +91,7 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(
     chat = ChatPrompts(tokenizer, template)
     prompts = {chat.text(messages, add_generation_prompt=False) for _ in range(2)}
     assert prompts == {expected}
+    assert num_chars(messages) <= len(expected)  # so a chat is only refused that is too long
     if template in (LOOP + BOTH + END, MACRO):  # what transformers gives the template
         plain = tokenizer.source.apply_chat_template(
             messages, chat_template=template, tokenize=False
@@ -525,3 +526,14 @@ def test_the_tokens_of_a_thought_are_counted(text: str, end: str, num: int, show
         details = one.usage_chunk()["usage"]["completion_tokens_details"]
         assert details == {"reasoning_tokens": num}
         assert any("reasoning" in c["choices"][0]["delta"] for c in sent) == (shows and num > 0)
+
+
+def test_every_text_of_a_chat_counts_before_it_is_rendered() -> None:
+    texts = [
+        text("abc"),
+        text(["def", {"text": "gh"}]),
+        thought(),
+        thought("refusal"),
+        {"role": "x"},
+    ]
+    assert num_chars(texts) == len("abc") + len("def") + len("gh") + 2 * len("whyso")

@@ -59,9 +59,11 @@ class Server:
 
     def app(self) -> Starlette:
         async def tell(request: Request) -> Response:
-            self.seen.append((request.url.path, request.headers, await request.body()))
+            path = f"{request.url.path}?{request.url.query}".removesuffix("?")
+            self.seen.append((path, request.headers, await request.body()))
             await asyncio.sleep(self.seconds)
             headers = {"x-request-id": request.headers.get("x-request-id", "none"), "x-own": "1"}
+            headers["retry-after"] = "7"
             return JSONResponse(self.answer, self.status, headers)
 
         return Starlette(routes=[Route("/{path:path}", tell, methods=["GET", "POST"])])
@@ -104,7 +106,9 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
         assert len(first.seen) == (content == whole)
     second.status = 418
     assert post(b"{}", "/tokenize").status_code == 418 and not first.seen
-    assert httpx.get(f"{proxy}/v1/models", timeout=30).status_code == 418 and not first.seen
+    answer = httpx.get(f"{proxy}/v1/models?after=x&limit=2", timeout=30)
+    assert answer.status_code == 418 and answer.headers["retry-after"] == "7" and not first.seen
+    assert second.seen[-1][0] == "/v1/models?after=x&limit=2"
 
 
 def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
