@@ -445,8 +445,12 @@ def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
 ) -> None:
     source = Scripted([[CLEARED]] * num)
     publisher, reader = publish(source, buffer_steps=2)
-    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
     publisher.start()
+    wait_for(lambda: not source.batches)
+    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
+    publisher.wake()
+    while frames(reader.replays)[-2] != END:
+        pass
     publisher.close()
     assert source.num_anew == num_anew
 
