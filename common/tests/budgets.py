@@ -17,15 +17,15 @@ from common.tests.house import House
 # chapters' text tables too. Words are those of Markdown, in both languages.
 KINDS = ("code tokens", "test tokens", "test lines", "page lines", "table lines", "words")
 BUDGETS = {
-    ".": (130, 2600, 400, 0, 0, 35_800),
-    "01_batching": (13_400, 22_200, 2800, 0, 0, 11_300),
-    "02_paged_kv": (25_400, 21_200, 2500, 0, 0, 14_200),
-    "03_prefix_cache": (31_100, 51_900, 6300, 0, 0, 16_200),
-    "04_scheduler": (16_700, 42_500, 5300, 0, 0, 23_100),
-    "05_spec_decode": (13_200, 35_900, 4100, 0, 0, 9800),
-    "06_chunked_prefill": (7500, 15_900, 1800, 0, 0, 8200),
-    "common": (156_500, 267_500, 31_300, 5700, 70, 27_500),
-    "workshop": (157_000, 91_200, 11_300, 1100, 5700, 6100),
+    ".": (130, 2600, 390, 0, 0, 35_800),
+    "01_batching": (13_300, 14_600, 1750, 0, 0, 10_700),
+    "02_paged_kv": (25_100, 15_600, 1800, 0, 0, 13_500),
+    "03_prefix_cache": (31_000, 40_400, 4650, 0, 0, 14_900),
+    "04_scheduler": (16_600, 28_000, 3150, 0, 0, 21_600),
+    "05_spec_decode": (13_200, 23_400, 2650, 0, 0, 8200),
+    "06_chunked_prefill": (7500, 11_500, 1300, 0, 0, 7300),
+    "common": (155_600, 187_300, 21_750, 5700, 70, 25_000),
+    "workshop": (139_000, 46_900, 5900, 1100, 5300, 6100),
 }
 LOADED_LINES = 12_400  # of what a default `LLM()` loads, docstrings and the pages they name too
 F_START, F_END = (getattr(tokenize, f"FSTRING_{name}", -1) for name in ("START", "END"))
