@@ -74,6 +74,10 @@ class MirrorRunner:
 
     def must_equal(self, plan: SchedulerOutput) -> None:
         assert self.state.requests.keys() == self.num_computed.keys()
+        requests = {request.request_id: request for request in plan.scheduled_requests}
+        cached = plan.scheduled_cached_reqs
+        for name, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            assert num_outputs == requests[name].num_output_tokens
         for request in plan.scheduled_requests:
             known = self.state.requests[request.request_id]
             assert known.tokens(0, request.num_tokens + 1) == request.all_token_ids

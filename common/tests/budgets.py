@@ -18,7 +18,7 @@ from common.tests.house import House
 KINDS = ("code tokens", "test tokens", "test lines", "page lines", "table lines", "words")
 BUDGETS = {
     ".": (130, 2600, 390, 0, 0, 35_800),
-    "01_batching": (13_300, 14_600, 1750, 0, 0, 10_700),
+    "01_batching": (13_300, 14_650, 1750, 0, 0, 10_700),
     "02_paged_kv": (25_100, 15_600, 1800, 0, 0, 13_500),
     "03_prefix_cache": (31_000, 40_400, 4650, 0, 0, 14_900),
     "04_scheduler": (16_600, 28_000, 3150, 0, 0, 21_600),
@@ -27,7 +27,7 @@ BUDGETS = {
     "common": (155_600, 187_300, 21_750, 5700, 70, 25_000),
     "workshop": (139_000, 46_900, 5900, 1100, 5300, 6100),
 }
-LOADED_LINES = 12_400  # of what a default `LLM()` loads, docstrings and the pages they name too
+LOADED_LINES = 12_440  # of what a default `LLM()` loads, docstrings and the pages they name too
 F_START, F_END = (getattr(tokenize, f"FSTRING_{name}", -1) for name in ("START", "END"))
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
