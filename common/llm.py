@@ -109,8 +109,8 @@ class LLM:
         source = tokenizer.source
         if chat_template is None and source.chat_template is None:
             raise ValueError(
-                "chat_template must be given: the model has none, such as the text of "
-                "common/serve/chat_template.jinja"
+                "chat_template must be given, such as the text of "
+                "common/serve/chat_template.jinja: the model has none"
             )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         prompts = []

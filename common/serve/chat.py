@@ -150,7 +150,7 @@ def num_chars(messages: list[dict[str, Any]]) -> int:
     """Return the number of characters of the messages' texts."""
     contents = [message.get("content") for message in messages]
     texts = [content for content in contents if not isinstance(content, list)]
+    keys = set(TEXT_TYPES.values())
     for part in (part for content in contents if isinstance(content, list) for part in content):
-        keys = set(TEXT_TYPES.values())
         texts += [part.get(key) for key in keys] if isinstance(part, dict) else [part]
     return sum(len(text) for text in texts if isinstance(text, str))

@@ -61,10 +61,6 @@ class House:
     def chapter_modules(self) -> list[Path]:
         return [p for p in self.python_files(aside=False) if self.name(p)[0].isdigit()]
 
-    def root_modules(self) -> list[Path]:
-        """The modules that a chapter's text explains."""
-        return [p for p in self.chapter_modules() if p.parent.parent == self.root]
-
     def is_aside(self, path: Path) -> bool:
         return self.kind(self.name(path)) in ("test", "testing", "demo")
 

@@ -12,7 +12,7 @@ Its first tag has the class `drawing`. Classes replace colours and fonts:
 
 `make sync` derives two things: the rules between `<style>` and `</style>`, for the classes that the
 drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.txt`.
-`test_drawings.py` checks each in a browser; for seven, `test_drawn_states.py` checks that the
+`test_drawings.py` checks each in a browser; for six, `test_drawn_states.py` checks that the
 code's classes behave as drawn.
 """
 

@@ -56,7 +56,6 @@ MAX_PROMPT, MAX_TOKENS, MAX_MODEL_LEN = 1024, 512, 2048
 NUM_SLOTS = 16384  # of KV memory, for any block size
 BLOCK_SIZE = 16
 EOS = 1
-KV_OF_QWEN3 = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 
 
 # -- the workload

@@ -440,14 +440,6 @@ def hit_rate(run: dict) -> float:
     return run["num_tokens_hit"] / run["num_tokens"]
 
 
-DESIGNS = {
-    "hash": "hash chain of this chapter, blake2b",
-    "radix": "radix tree of this chapter",
-    "dict, blake2b": "dictionary of chained hashes (after nano-vllm), blake2b",
-    "dict, xxhash": "dictionary of chained hashes (after nano-vllm), xxhash",
-}
-
-
 def tables_of_engine(record: dict) -> dict[str, str]:
     families = record["families"].items()
     shared = sorted(

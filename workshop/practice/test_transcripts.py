@@ -77,15 +77,14 @@ class Typist:
         typed, _, status = typed.partition(" -> ")
         program, *arguments = shlex.split(typed)
         try:
-            ended = {"museum": command.museum, "task": self.task, "cat": cat}[program](arguments)
+            ended = {"museum": command.museum, "task": command.tasks, "cat": cat}[program](
+                arguments
+            )
         except SystemExit as stopped:
             ended = stopped.code
         printed = self.output.readouterr()
         self.rest = self.shown = f"{printed.out}{printed.err}"
         assert ended == int(status or 0), self.shown
-
-    def task(self, arguments: list[str]) -> int:
-        return command.tasks(arguments)
 
     def keys(self, typed: str) -> None:
         self.monkeypatch.setattr(sys, "stdin", io.StringIO(typed.replace("R", "\n")))

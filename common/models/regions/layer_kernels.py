@@ -2,8 +2,8 @@
 
 A layer of `model.py` is four matrices, attention, and about twenty small operations between
 them. On a GPU each of these is a launch, and a small model's decode step takes less time than
-twenty launches. Three kernels replace them. Next to each is the same computation in PyTorch, for
-any dtype; kernels are tested against that in float64.
+twenty launches. Three kernels replace them. They are tested against the plain operations of
+`Regions`, in float64.
 
     add_rms_norm        adds to the residual and norms it: before attention, and before the MLP
     rotate_and_write    norms and rotates heads; writes keys and values to the cache
@@ -21,10 +21,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch.nn import functional as F
 
-from common.models.regions.regions import rms_norm
-from common.models.rotary import rotary_factors, rotate
 from kernel_launch import TRITON_TYPES, Launch
 from paged_attention_triton import check_caches, next_power_of_2
 from triton_or_none import jit_for_any, tl
@@ -36,16 +33,6 @@ UNALIGNED = ("positions", "slot_mapping")
 
 
 # -- the residual is added and normed
-
-
-def add_rms_norm_in_torch(
-    hidden: torch.Tensor,  # [num_tokens, hidden_size], `delta` is added to it
-    delta: torch.Tensor,  # the same
-    weight: torch.Tensor,  # [hidden_size]
-    eps: float,
-) -> torch.Tensor:  # [num_tokens, hidden_size]
-    """Add in place and return the norm of the stored, rounded sum."""
-    return rms_norm(hidden.add_(delta), weight, eps)
 
 
 @jit_for_any()
@@ -83,7 +70,8 @@ def add_rms_norm_launch(hidden_size: int, dtype: torch.dtype, weight_dtype: torc
 def add_rms_norm(
     hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """The kernel for `add_rms_norm_in_torch`. `hidden` must be contiguous: it is written."""
+    """Add, and return the norm of the stored, rounded sum. `hidden` must be contiguous: it is
+    written."""
     if not hidden.is_contiguous():
         raise ValueError(f"hidden must be contiguous, got strides {hidden.stride()}")
     normed = torch.empty_like(hidden)
@@ -94,31 +82,6 @@ def add_rms_norm(
 
 
 # -- heads are normed and turned; keys and values go into the cache at once
-
-
-def rotate_and_write_in_torch(
-    qkv: torch.Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    norm_weight: torch.Tensor | None,  # [num_heads + num_kv_heads, head_dim]; None: no norm
-    rotary_table: torch.Tensor,  # [num_positions, head_dim]: cosines, then sines
-    positions: torch.Tensor,  # [num_tokens] int64
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
-    value_cache: torch.Tensor,  # the same
-    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1: not written
-    eps: float,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], the queries
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    qk, value = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    if norm_weight is not None:
-        qk = (rms_norm(qk.to(norm_weight.dtype), None, eps) * norm_weight).to(qk.dtype)
-    turned = rotate(qk, rotary_factors(rotary_table, positions))
-    query, key = turned.split((num_heads, num_kv_heads), dim=1)
-    is_real = slot_mapping >= 0
-    slots = slot_mapping[is_real]
-    places = slots // block_size, slots % block_size
-    key_cache.index_put_(places, key[is_real])
-    value_cache.index_put_(places, value[is_real])
-    return query
 
 
 @jit_for_any(unaligned=UNALIGNED)
@@ -263,13 +226,6 @@ def rotate_and_write(
 
 
 # -- between the MLP's matrices
-
-
-def silu_and_multiply_in_torch(
-    gate_up: torch.Tensor,  # [num_tokens, 2 * intermediate_size]
-) -> torch.Tensor:  # [num_tokens, intermediate_size]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 @jit_for_any()
