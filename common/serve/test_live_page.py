@@ -32,7 +32,13 @@ from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER, server_sent
 from common.serve.streams import EventStream, close_all
-from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests
+from workshop.watch.conftest import (
+    LIMIT_MS,
+    LOCALES,
+    _note_console,
+    browser_for_tests,
+    expect,
+)
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import ASKED, SAID, words
 
@@ -430,9 +436,10 @@ def test_eight_concurrent_prompts_equal_the_engines_recorded_run(
     assert notes.count("ended: ") == 8
     assert "found in the cache" in notes and "preempted" in notes
     stats = tight.call(lambda engine: engine.stats())
-    pool = page.locator(".pool-counts").inner_text()
     cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
-    assert pool == f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
+    expect(page.locator(".pool-counts")).to_have_text(
+        f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
+    )
     preempted = """Watch.store.films[0].steps.flatMap(({frames}) =>
         frames.flatMap(({preempted}) => preempted ?? [])).length"""
     assert page.evaluate(preempted) > 0
@@ -456,7 +463,7 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     write(other, PROMPTS[3:])
     run_all(one, other)
     for page, num in ((one, 3), (other, 5)):
-        assert page.locator(".answers li").count() == num
+        expect(page.locator(".answers li")).to_have_count(num)
     wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
     # Trap 86: each reads its own requests; of the others it sees how long they are.
     prompts = """Watch.store.films[0].requests.map(({id}) =>
@@ -465,7 +472,7 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     assert sorted(one.evaluate(prompts)) == sorted([""] * 5 + [PROMPTS[0], *PROMPTS[:2]])
     assert sorted(other.evaluate(prompts)) == sorted([""] * 3 + PROMPTS[3:])
     assert one.evaluate("Watch.pieceOf(Watch.store.films[0], -1)") == "▒"
-    assert "结束：" in other.locator(".answers .chip").first.inner_text()
+    expect(other.locator(".answers .chip").first).to_contain_text("结束：")
     assert other.evaluate("document.documentElement.lang") == "zh-CN"
     thread = in_background(tight, EIGHT | {"max_tokens": 30})
     one.reload()
@@ -491,16 +498,16 @@ def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
     run_all(page)
     until(page, f"Watch.store.films[0].lines[0]?.at === 'start' && {is_new}")
     page.wait_for_selector("button.live[aria-pressed=true]")
-    assert not notice.is_visible()
+    expect(notice).to_be_hidden()
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
     run_all(page)
     wait_for(lambda: notice.is_visible() and not live.viewers)
-    assert f"{page.evaluate('Watch.numSteps()')} steps and ends here" in notice.inner_text()
+    expect(notice).to_contain_text(f"{page.evaluate('Watch.numSteps()')} steps and ends here")
     assert page.evaluate("Watch.store.step") == 0
     page.click("button.live[aria-pressed=false]")
     until(page, is_new)
-    assert not notice.is_visible()
+    expect(notice).to_be_hidden()
 
 
 def asks_nothing_more(page: Page) -> None:
@@ -529,7 +536,7 @@ def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
         assert page.locator(".model option").all_inner_texts() == [MODEL]
         for _ in range(2):
             until(page, "Watch.store.films.length === 1")
-            assert not page.locator(".key-form").is_visible()
+            expect(page.locator(".key-form")).to_be_hidden()
             page.reload()
         page.context.close()
 
@@ -544,7 +551,7 @@ def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page
         asks_nothing_more(page)
         write(page, PROMPTS[:1])
         run_all(page)
-        assert page.locator(".answers .text").text_content()
+        expect(page.locator(".answers .text")).not_to_be_empty()
         page.context.close()
 
 
@@ -556,7 +563,7 @@ def test_an_error_is_shown_and_input_is_kept(tight: Running, open_tab: Callable[
     page.click("summary")
     page.fill(".schema", "{")
     page.press("textarea >> nth=0", "Control+Enter")
-    assert "no JSON" in page.locator(".problem").inner_text()
+    expect(page.locator(".problem")).to_contain_text("no JSON")
     page.fill(".schema", '{"type": "array", "items": {"const": 7}, "minItems": 2, "maxItems": 2}')
     for wrong, says in ("0,5", "must be a number, got “0,5”"), ("-1", "temperature"):
         page.fill("[name=temperature]", wrong)
@@ -569,7 +576,7 @@ def test_an_error_is_shown_and_input_is_kept(tight: Running, open_tab: Callable[
     page.press("textarea >> nth=0", "Control+Enter")
     wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
-    assert not page.locator(".problem").is_visible()
+    expect(page.locator(".problem")).to_be_hidden()
     tight.call(fail_next, ZeroDivisionError)
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
@@ -590,8 +597,9 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     page.click(".go button[type=button]")
     page.wait_for_selector(RESULT)
     may_go.set()
-    assert future.result(30) and "stopped" in page.locator(".answers .chip").inner_text()
-    assert not page.locator(".problem").is_visible() and tight.llm._num_requests == before + 1
+    assert future.result(30) and tight.llm._num_requests == before + 1
+    expect(page.locator(".answers .chip")).to_contain_text("stopped")
+    expect(page.locator(".problem")).to_be_hidden()
     page.fill("textarea >> nth=0", "---")
     page.wait_for_selector(".run:disabled")
 
@@ -645,8 +653,8 @@ def test_the_page_invites_and_then_says_where_to_look(
     run_all(page)
     preempted = page.locator(".film-caption .look:has-text('was preempted')")
     wait_for(lambda: "The engine is idle" in page.inner_text(".film-caption .text"))
-    assert page.inner_text(".pool-counts").startswith("0 in use")
-    assert page.locator(".queue-list .chip").count() == 0
+    expect(page.locator(".pool-counts")).to_contain_text("0 in use")
+    expect(page.locator(".queue-list .chip")).to_have_count(0)
     looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
     assert "found 32 tokens in the cache" in looks and "came back" in looks
     step = int(preempted.inner_text().split()[1].strip(":"))

@@ -20,7 +20,7 @@ from workshop.watch.scene_runs import Pages
 from workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, LocatorAssertions, Page
 
 OpenPage = Callable[..., "Page"]
 OpenRun = Callable[..., "RunPage"]
@@ -34,6 +34,15 @@ def until(page: Page, expression: str, argument: Any = None) -> None:
     the page's policy forbids."""
     for _ in as_long_as(lambda: not page.evaluate(expression, argument), seconds=LIMIT_MS / 1000):
         page.wait_for_timeout(20)
+
+
+def expect(locator: Locator) -> LocatorAssertions:
+    """Playwright's `expect`, which waits until it is so: a page draws after what a test waited for.
+    Imported late, since playwright is optional."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=LIMIT_MS)
+    return expect(locator)
 
 
 class RunPage:
