@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +51,6 @@ DRIVERS = {  # what is in the driver only, for the same workers
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 STEP = 10**6  # of a plan that no scheduler made
 FEW = SamplingParams(temperature=0, max_tokens=2)
-SOON_S = 30.0  # for a busy machine: no call waits longer than 3
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
 
 
@@ -74,21 +72,15 @@ def plan_message(plan: RunnerInput) -> bytes:
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
-    """The step raises an error that names the rank, soon; so does every later call; no process is
+    """The step raises an error that names the rank; so does every later call; no process is
     left."""
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=names) as caught:
         engine.generate_batch(PROMPTS, GREEDY)
-    assert time.monotonic() - began < SOON_S
-    assert not any(map(is_there, pids))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the engine has failed: ") as again:
-            engine.generate_batch(PROMPTS, GREEDY)
-        assert str(caught.value) in str(again.value)
-    assert not engine.has_unfinished_requests()
+    assert not any(map(is_there, pids)) and not engine.has_unfinished_requests()
     engine.add_request("running or waiting", [1, 2], GREEDY)  # who serves on is not held up
-    with pytest.raises(RuntimeError, match="the engine has failed: "):
+    with pytest.raises(RuntimeError, match="the engine has failed: ") as again:
         engine.step()
+    assert str(caught.value) in str(again.value)
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
     engine.close()
@@ -102,7 +94,7 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     tiers = KVTierConfig(host_blocks=1)
     config = EngineConfig(**sizes, **options, **WORKERS, kv_tiers=tiers)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
-    side, pids = side_of(engine), pids_of(executor_of(engine))
+    side = side_of(engine)
     assert isinstance(engine.core, PipelinedEngineCore) == (sizes == STAGES)
     assert engine.num_parameters == shipped_loaded.model.num_parameters
     assert engine.dtype == shipped_loaded.model.embed_weight.dtype
@@ -129,19 +121,16 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     if sizes == RANKS:
         must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
-    executor_of(engine).timeout_s = 2.0
-    if sizes == RANKS:
-        signal_in_step(engine, pids[1], signal.SIGKILL)
-        names = rf"rank 1 \(process {pids[1]}\) was killed by SIGKILL"
-        must_be_dead(engine, pids, names)
-    else:
-        must_find_the_stuck(engine, pids)
+    must_find(engine, *((1, signal.SIGKILL) if sizes == RANKS else (0, signal.SIGSTOP)))
 
 
-def must_find_the_stuck(engine: LLMEngine, pids: list[int]) -> None:
-    signal_in_step(engine, pids[0], signal.SIGSTOP)
-    names = rf"rank 0 \(process {pids[0]}\) is stuck: no sign of life, .* in 2 s"
-    must_be_dead(engine, pids, names)
+def must_find(engine: LLMEngine, rank: int, number: signal.Signals) -> None:
+    executor, pids = executor_of(engine), pids_of(executor_of(engine))
+    executor.timeout_s = 2.0
+    signal_in_step(engine, pids[rank], number)
+    said = "is stuck: no sign of life, .* in 2 s"
+    said = "was killed by SIGKILL" if number == signal.SIGKILL else said
+    must_be_dead(engine, pids, rf"rank {rank} \(process {pids[rank]}\) {said}")
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +245,8 @@ def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
     assert stats.num_drafted_tokens > stats.num_accepted_tokens > 0
     assert stats.output_tokens <= stats.num_passes + stats.num_accepted_tokens
 
-    executor.timeout_s = 2.0
     if options is NGRAM:
-        must_find_the_stuck(engine, pids)
+        must_find(engine, 0, signal.SIGSTOP)
         return
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = RunnerInput([new], num_scheduled_tokens={"x": 3})
@@ -268,8 +256,16 @@ def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
 
 
 def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
-    shipped_tokenizer, monkeypatch
+    shipped_loaded, shipped_tokenizer, monkeypatch
 ) -> None:
+    """Trap 81: ranks know the EOS that only the tokenizer has, and make it impossible before
+    `min_tokens`."""
+    greedy = replace(GREEDY, ignore_eos=False, min_tokens=3)
+    alone = one_process(shipped_loaded, shipped_tokenizer)
+    eos_token_id = tokens_of(alone, PROMPTS[:1], greedy)[0][1]
+    tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
+    right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, greedy)
+    assert eos_token_id not in right[0][:3]
     make, sizes = remote._start_messages, {**WORKERS, "num_blocks": None, "max_model_len": 256}
 
     def start_messages(config, *rest) -> list[bytes]:
@@ -279,15 +275,14 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     with monkeypatch.context() as patch:  # rank 1 has use for half as much memory
         patch.setattr(remote, "_start_messages", start_messages)
         config = EngineConfig(tensor_parallel_size=2, check_invariants=True, **sizes)
-        engine = LLMEngine(config, tokenizer=shipped_tokenizer)
+        engine = LLMEngine(config, tokenizer=tokenizer)
     assert engine.kv_cache.num_blocks == 1 + (config.max_num_seqs // 2) * 256 // BLOCK_SIZE
     with monkeypatch.context() as patch:  # one rank, in a process all the same
         patch.setattr(EngineConfig, "has_workers", True)
-        other = LLMEngine(EngineConfig(**WORKERS), tokenizer=shipped_tokenizer)
+        other = LLMEngine(EngineConfig(**WORKERS), tokenizer=tokenizer)
     pids, others = pids_of(executor_of(engine)), pids_of(executor_of(other))
     assert len({*pids, *others}) == 3
-    assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(other, PROMPTS, GREEDY)
-
+    assert tokens_of(engine, PROMPTS, greedy) == tokens_of(other, PROMPTS, greedy) == right
     known = weakref.ref(other)
     del other
     assert known() is None and not any(map(is_there, others))
@@ -303,18 +298,6 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     with pytest.raises(WorkerError, match=names):
         executor.wait_for_output(STEP)
     assert not any(map(is_there, pids))
-
-
-def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_tokenizer) -> None:
-    """Trap 81: before `min_tokens` they make it impossible."""
-    params = replace(GREEDY, ignore_eos=False, min_tokens=3)
-    alone = one_process(shipped_loaded, shipped_tokenizer)
-    eos_token_id = tokens_of(alone, PROMPTS[:1], params)[0][1]
-    tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
-    engine = LLMEngine(EngineConfig(**STAGES, **WORKERS), tokenizer=tokenizer)
-    right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, params)
-    assert tokens_of(engine, PROMPTS, params) == right and eos_token_id not in right[0][:3]
-    engine.close()
 
 
 @pytest.mark.parametrize(
