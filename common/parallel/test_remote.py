@@ -121,15 +121,12 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     if sizes == RANKS:
         must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
-    must_find(engine, *((1, signal.SIGKILL) if sizes == RANKS else (0, signal.SIGSTOP)))
-
-
-def must_find(engine: LLMEngine, rank: int, number: signal.Signals) -> None:
-    executor, pids = executor_of(engine), pids_of(executor_of(engine))
-    executor.timeout_s = 2.0
+    pids, rank, number = pids_of(executor_of(engine)), 1, signal.SIGKILL
+    said = "was killed by SIGKILL"
+    if sizes == STAGES:
+        rank, number, said = 0, signal.SIGSTOP, "is stuck: no sign of life, .* in 2 s"
+    executor_of(engine).timeout_s = 2.0
     signal_in_step(engine, pids[rank], number)
-    said = "is stuck: no sign of life, .* in 2 s"
-    said = "was killed by SIGKILL" if number == signal.SIGKILL else said
     must_be_dead(engine, pids, rf"rank {rank} \(process {pids[rank]}\) {said}")
 
 
@@ -138,7 +135,7 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     return {
         name: save_adapter(SHIPPED_CHECKPOINT, folder / name, **kind)
-        for name, kind in KINDS.items()
+        for name, kind in [*KINDS.items()][:2]
     }
 
 
@@ -164,9 +161,9 @@ def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
         loading = engine.named_adapters().begin_load(name, path)
         tokens_of(engine, PROMPTS[:1], GREEDY)  # steps do not wait for it
         engine.named_adapters().end_load(name, loading)
-    asked, names = PROMPTS[:4] * 2, [None, *adapters, *reversed(adapters), None]
+    asked, names = PROMPTS[:3] * 2, [None, *adapters, *adapters, None]
     found, right = (tokens_of(e, asked, GREEDY, adapter=names) for e in (engine, here))
-    assert found == right and len(set(map(tuple, right))) > 6
+    assert found == right and len(set(map(tuple, right))) > 4
     for name in adapters:
         engine.unload_adapter(name)
     with pytest.raises(FileNotFoundError, match="LoRA adapter's directory"):
@@ -218,36 +215,22 @@ def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
     assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(alone, PROMPTS, GREEDY)
 
 
-NGRAM = {"method": "ngram", "min_ngram": 1}
-DRAFT = {"method": "draft", "num_spec_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [(DRAFT, RANKS), pytest.param(NGRAM, RANKS | STAGES, marks=pytest.mark.slow)],
-    ids=["draft", "2 x 2"],
-)
-def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
-    options, sizes, shipped_loaded, shipped_tokenizer
-) -> None:
+def test_ranks_draft_alike_and_one_that_raises_is_named(shipped_loaded, shipped_tokenizer) -> None:
     """The number of drafts depends on a clock (`adaptive`): on one, or the ranks would differ."""
-    config = EngineConfig(**sizes, check_invariants=True, speculative=options, **WORKERS)
+    options = {"method": "draft", "num_spec_tokens": 3}
+    config = EngineConfig(**RANKS, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     executor, pids = executor_of(engine), pids_of(executor_of(engine))
     here = one_process(shipped_loaded, shipped_tokenizer)
-    assert len(pids) == config.num_ranks
     # A seed drawn by the engine can be another draw where drafts have probabilities.
     expected, said = everything_said(here), everything_said(engine)
-    for name in DRAWN if options is DRAFT else ():
+    for name in DRAWN:
         del expected[name], said[name]
     must_say_the_same(said, expected, OTHER_SUMS)
     stats = engine.stats()
     assert stats.num_drafted_tokens > stats.num_accepted_tokens > 0
     assert stats.output_tokens <= stats.num_passes + stats.num_accepted_tokens
 
-    if options is NGRAM:
-        must_find(engine, 0, signal.SIGSTOP)
-        return
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = RunnerInput([new], num_scheduled_tokens={"x": 3})
     wrong = RunnerInput([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1

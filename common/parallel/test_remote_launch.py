@@ -44,7 +44,6 @@ print("pids", [link.process.pid for link in links], flush=True)
 params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 outputs = llm.generate(%r, params, use_tqdm=False)
 print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
-time.sleep(2.3)  # longer than any collective may take
 plan = RunnerInput([NewRequestData("x", [1], params, 0, ([5],))])
 plan.num_scheduled_tokens = {"x": 1}
 links[0].channel.send(pack("plan", step=99, plan=plan_to_map(plan), times=[]))

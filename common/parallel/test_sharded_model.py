@@ -149,12 +149,10 @@ def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_
     "change, message",
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "lacks .*layers.2.mlp.up_proj"),
-        (lambda t: t.update(strange=torch.zeros(3)), "the model lacks: strange"),
         (  # the shape that rank 0 of 2 has
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(20, 32)}),
             r"must have one shape, got \(20, 32\) in the checkpoint and \(40, 32\) by config",
         ),
-        (lambda t: t.update({"model.norm.weight": torch.ones(32).int()}), "must have dtype"),
     ],
 )
 def test_a_wrong_checkpoint_is_refused_by_every_rank(change, message, tmp_path):

@@ -35,14 +35,12 @@ class Loop:
         self.runner = LoggingRunner(self.entries, names)
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
         self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
-        observers = [self.records.append]
-        recorder = RecordedScheduler(self.scheduler, observers, check_invariants=True)
-        parts = recorder, QueuedRunner(self.runner)
+        recorder = RecordedScheduler(self.scheduler, [self.records.append], check_invariants=True)
+        parts = recorder, QueuedRunner(self.runner), self.plugin
         if num_stages:
-            in_flight = num_in_flight or num_stages
-            self.core = PipelinedEngineCore(*parts, self.plugin, in_flight)
+            self.core = PipelinedEngineCore(*parts, num_in_flight or num_stages)
         else:
-            self.core = OverlappedEngineCore(*parts, in_flight_plans=self.plugin)
+            self.core = OverlappedEngineCore(*parts)
         self.outputs: dict[str, list[int]] = {}
 
     def add(self, names: str, max_tokens: int = 3, num_prompt: int = 2) -> None:
@@ -82,25 +80,6 @@ def test_decodes_are_split_and_each_part_is_planned_before_the_other_has_ended()
     alone.add("a")
     alone.run()
     assert alone.log == ">a <a >a <a >a <a", "never planned ahead of its token"
-
-
-def test_an_empty_plan_in_flight_is_not_a_step_and_delays_none() -> None:
-    """`c` exceeds the budget: a plan was asked for, and it scheduled no request. A full batch does
-    not ask."""
-    loop = Loop(2, max_num_batched_tokens=4)
-    loop.add("ab", 6)
-    loop.add("c", 3, num_prompt=4)
-    loop.step(2)
-    assert loop.log == ">ab > <ab >a >b < <a"
-    for _ in range(4):
-        before = sum(map(len, loop.outputs.values()))
-        loop.step()
-        assert sum(map(len, loop.outputs.values())) > before
-    loop.run()
-    full = Loop(2, max_num_seqs=2)
-    full.add("abcd", 5)
-    full.run()
-    assert ("begun",) not in full.entries
 
 
 @pytest.mark.net
