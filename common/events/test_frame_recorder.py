@@ -11,9 +11,7 @@ import pytest
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.listener_chain import listener_of
 from common.events.run_line import _plain
-from common.serve.kv_events import CacheChanges
 from common.tests.engine_oracle import Oracle, finish, paged_runner
 from common.tests.film_runs import RecordedRun, check_film, short_prompts
 from common.tests.local_stages import pipelined_engine
@@ -88,38 +86,6 @@ def test_a_film_that_cannot_be_written_ends_no_request(random_loaded, caplog) ->
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("is_recorded_first", "is_removed_first"), [(False, False), (True, False), (True, True)]
-)
-def test_a_recorder_and_kv_events_observe_one_cache(
-    is_recorded_first: bool, is_removed_first: bool, random_loaded, tmp_path: Path
-) -> None:
-    """Recorders start and stop in any order; both record the tiers."""
-    engine, path = make_engine(random_loaded, kv_tiers=KVTierConfig(8)), tmp_path / "run.jsonl"
-    cache, recorded = engine.prefix_cache, RecordedRun(path)
-    tiers = cache.listener
-    if is_recorded_first:
-        engine.watch(path)
-    changes = CacheChanges(cache)
-    changes.put_in()
-    if not is_recorded_first:
-        engine.watch(path)
-    assert listener_of(cache) is tiers and changes._below
-    serve_unwatched(engine, [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]])
-    recorded.look(engine)
-    check_film(recorded)
-    assert len(changes._hashes) == len(recorded.frame["cached"]) > 1
-    if is_removed_first:
-        engine.unwatch()
-    changes.take_out()
-    assert (cache.listener is tiers) is is_removed_first
-    engine.unwatch()
-    assert cache.listener is tiers
-
-
-# -- watching changes nothing
-
-
 def record_fields(record: StepRecord) -> dict:
     """All but the clock."""
     is_clock = lambda name: name == "start_time" or name.endswith("_ms")  # noqa: E731
@@ -159,9 +125,6 @@ def test_a_watched_engine_takes_the_same_steps(
         engine.close()
         told.append(did)
     assert told[0] == told[1]
-
-
-# -- the file
 
 
 def test_the_run_line_describes_the_run_without_a_folder(random_loaded, tmp_path: Path) -> None:

@@ -166,13 +166,17 @@ SIZES += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) -> None:
-    """Trap 81. A file may hold nothing but what it is a file of."""
+def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str, caplog) -> None:
+    """Trap 81. A file may hold nothing but what it is a file of. And a field that no architecture
+    reads changes nothing: Qwen3-Coder says `use_qk_norm`; its layers norm anyway."""
     fields: dict = {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
     }
     ours, theirs = ModelConfig.from_hf(fields), AutoConfig.for_model(fields["model_type"])
+    assert ModelConfig.from_hf(fields | {"use_qk_norm": True}) == ours
+    said = "use_qk_norm" in caplog.text  # where none is normed
+    assert said == (not FAMILIES[architecture].has_qk_norm)
     for name in (*SIZES, "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(theirs, name), name
     quotient = theirs.hidden_size // theirs.num_attention_heads
@@ -186,8 +190,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
     scalar = getattr(theirs, "query_pre_attn_scalar", None)
     assert scalar is None or ours.query_pre_attn_scalar == scalar
     assert ours.activation == getattr(theirs, "hidden_activation", "silu")
-    if ours.experts is not None:
-        e = ours.experts
+    if (e := ours.experts) is not None:
         size = theirs.to_dict().get("moe_intermediate_size", theirs.intermediate_size)
         given = e.num_experts, e.num_active, e.intermediate_size
         assert given == (theirs.num_experts, theirs.num_experts_per_tok, size)
@@ -206,17 +209,6 @@ def windows_of(theirs: Any) -> tuple:
     return windows if any(windows) else ()
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_a_field_that_no_architecture_reads_changes_nothing(architecture: str, caplog) -> None:
-    """Trap 81. Qwen3-Coder says `use_qk_norm`; its layers norm queries and keys anyway."""
-    family = FAMILIES[architecture]
-    fields = {"architectures": [architecture], "model_type": family.model_type}
-    with caplog.at_level(logging.WARNING):
-        config = ModelConfig.from_hf(fields | {"use_qk_norm": True})
-    assert config == ModelConfig.from_hf(fields)
-    assert ("use_qk_norm" in caplog.text) == (not family.has_qk_norm)  # said where none is normed
-
-
 KINDS = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -227,18 +219,15 @@ KINDS = ["full_attention", "sliding_attention", "full_attention"]
         # Qwen has a window only where it is switched on, in layers after the first ones.
         *(
             ("qwen2", {"sliding_window": 16, "use_sliding_window": is_on, "max_window_layers": n})
-            for is_on, n in ((True, 2), (True, 3), (True, 0), (False, 0))
+            for is_on, n in ((True, 2), (True, 3), (False, 0))
         ),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "layer_types": KINDS}),
     ],
 )
 def test_windows_are_those_of_transformers(name, changes, checkpoints):
-    fields = read_config(checkpoints[name])
-    fields.pop("layer_types", None)
-    fields |= changes
-    assert ModelConfig.from_hf(dict(fields)).layer_windows == windows_of(
-        AutoConfig.for_model(**fields)
-    )
+    fields = read_config(checkpoints[name]) | {"layer_types": None} | changes
+    theirs = windows_of(AutoConfig.for_model(**fields))
+    assert ModelConfig.from_hf(fields).layer_windows == theirs
 
 
 def test_a_window_that_is_absent_has_a_default_and_one_that_is_larger_hides_nothing(

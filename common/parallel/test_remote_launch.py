@@ -106,8 +106,8 @@ def texts(printed: str) -> str:
 def torchrun_demo(printed: Path) -> None:
     """As the command does, but that its processes are forked."""
     os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
-    standalone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=x"]
-    settings, _, _ = config_from_args(parse_args([*standalone, "--nproc-per-node=2", "demo"]))
+    arguments = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
+    settings, _, _ = config_from_args(parse_args([*arguments, "--rdzv-id=x", "demo"]))
     settings.start_method = "fork"
     elastic_launch(settings, demo.main)(DEMO)
 
@@ -120,10 +120,9 @@ def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
     finally:
         process.kill()
     printed = (tmp_path / "printed").read_text()
-    assert "2 ranks" in printed
+    assert "2 ranks" in printed and printed.count("=== Summary") == 1
     assert demo.main(DEMO) == 0
     assert texts(printed) == texts(capsys.readouterr().out)
-    assert printed.count("=== Summary") == 1
 
 
 def test_a_peer_without_the_secret_is_refused() -> None:
@@ -137,14 +136,11 @@ def test_a_peer_without_the_secret_is_refused() -> None:
             return channel
 
         wrong = dict(secret="guess", rank=1, name="channel")
-        others = [call(json.dumps(wrong).encode()), call(b"GET / HTTP/1.1"), call(b"[]")]
-        for stranger in others:
+        for hello in (json.dumps(wrong).encode(), b"GET / HTTP/1.1", b"[]"):
             with pytest.raises(ChannelClosed):
-                stranger.receive()
-        ends = [
-            call(json.dumps(dict(secret="secret", rank=1, name=name)).encode())
-            for name in ("lifeline", "channel")
-        ]
+                call(hello).receive()
+        right = [wrong | {"secret": "secret", "name": name} for name in ("lifeline", "channel")]
+        ends = [call(json.dumps(hello).encode()) for hello in right]
         (link,) = accepted.result(10)
         link.lifeline.send(b"lifeline")
         link.channel.send(b"channel")
@@ -191,14 +187,11 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
     monkeypatch.setattr(all_threads, "_look", lambda: None)
     all_threads._before = 7
     small, large = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
-
-    def each(num_ranks: int, num_parameters: int, num_threads: int | None = None) -> int:
-        cpu = torch.device("cpu")
-        return remote_launch.launch(num_ranks, cpu, num_parameters, num_threads).num_threads
-
-    assert [each(n, large) for n in (1, 2, 3, 9)] == [7, 3, 2, 1]
-    assert [each(n, small) for n in (1, 2)] == [1, 1]
-    assert each(2, small, num_threads=5) == 5
+    each = [(1, large, None, 7), (2, large, None, 3), (3, large, None, 2), (9, large, None, 1)]
+    each += [(1, small, None, 1), (2, small, None, 1), (2, small, 5, 5)]
+    for num_ranks, num_parameters, told, expected in each:
+        started = remote_launch.launch(num_ranks, torch.device("cpu"), num_parameters, told)
+        assert started.num_threads == expected
 
 
 def test_a_device_of_its_own_for_each_rank(monkeypatch):

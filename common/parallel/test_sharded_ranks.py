@@ -84,11 +84,9 @@ def ranks(folder, adapted) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def one_process(folder) -> dict[str, list[torch.Tensor]]:
-    found = {}
-    for name in CASES:
-        harness = PagedHarness(load_model(folder / name, torch.float64).model, 3)
-        found[name] = [harness.step(*step) for step in STEPS]
-    return found
+    models = {name: load_model(folder / name, torch.float64).model for name in CASES}
+    harnesses = {name: PagedHarness(model, 3) for name, model in models.items()}
+    return {name: [harnesses[name].step(*step) for step in STEPS] for name in CASES}
 
 
 def each_rank(ranks: list[dict]):

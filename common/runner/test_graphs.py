@@ -131,6 +131,7 @@ def test_padding_changes_no_row(kind, num_groups, random_loaded, monkeypatch) ->
     attention."""
     deal(random_loaded, num_groups, monkeypatch)
     graphs = make_graphs(random_loaded, kind())
+    assert {x.block_tables.shape[2] for x in graphs.inputs.values()} == {-(-MAX_MODEL_LEN // 4)}
     addresses = set()
     for seed in range(3):
         state, rng = make_state(seed, num_groups), random.Random(seed)

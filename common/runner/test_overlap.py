@@ -12,7 +12,7 @@ import pytest
 from bounded_loops import as_long_as
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
 from common.runner.pipeline import PipelinedEngineCore
-from common.tests.logging_runner import LoggingRunner, request
+from common.tests.logging_runner import LoggingRunner
 from fcfs_scheduler import FCFSScheduler
 from overlap_plugin import OverlapPlugin
 from pipeline_plugin import PipelinePlugin
@@ -125,19 +125,6 @@ def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
     loop.add("d", 2)
     loop.run()
     assert loop.outputs["d"] == [1, 2]
-
-
-def test_a_request_aborted_in_flight_gets_no_token_and_its_id_can_be_reused() -> None:
-    loop = Loop(2)
-    loop.add("ab", 9)
-    loop.step(2)
-    loop.core.abort_request("a"), loop.core.abort_request("b")
-    loop.core.add_request(again := request("b", 2))
-    loop.outputs.clear()
-    loop.outputs["b"] = []
-    loop.run()
-    assert loop.outputs["b"] == again.output_token_ids == [3, 4], "the step in flight was the old's"
-    assert loop.plugin.num_discarded_tokens == 1
 
 
 # -- the threads

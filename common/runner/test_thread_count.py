@@ -55,6 +55,12 @@ def test_an_engine_gives_the_threads_back_however_it_ends(monkeypatch):
     assert thread_count._in_new_thread(torch.get_num_threads) == 4
     make_engine().close()
     assert torch.get_num_threads() == 4
+    engine = make_engine()
+    torch.set_num_threads(3)  # by the user, while it is open
+    make_engine().close()
+    assert torch.get_num_threads() == 3
+    engine.close()
+    torch.set_num_threads(4)
     make_engine()
     gc.collect()
     assert torch.get_num_threads() == 4

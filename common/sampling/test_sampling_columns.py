@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from batch_layout import Queries
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling import sampling_rules
-from common.sampling.runner_plugin import NO_TOKEN, RunnerPlugin, RunnerPlugins
+from common.sampling.prompt_logprobs import PromptLogprobs
+from common.sampling.runner_plugin import NO_TOKEN, RunnerPlugin, RunnerPlugins, UploadBuffer
 from common.sampling.sampling_columns import ALL, SamplingColumns
 from common.sampling.sampling_rules import BITS, NUMBERS
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 OTHERS = {
     name: getattr(sampling_rules, name) for name in ("NARROW", "WIDE", "MIN_TOKENS", "LOGPROBS")
@@ -98,3 +103,18 @@ def test_the_reason_of_a_request_without_a_token_names_only_rules_with_a_part(ru
 
     found = RunnerPlugins([Rules()]).missing_reason(0, [], 3)
     assert found == (named and f"{named}: {NO_TOKEN}")
+
+
+def test_a_prompt_is_scored_from_its_beginning_whoever_had_its_row() -> None:
+    plugin = PromptLogprobs(9)
+    plugin.grow(1)
+    for prompt in ([1, 2, 3, 4, 5], [6, 7, 8]):
+        features = {"prompt_logprobs": 0}
+        plugin.admit(0, NewRequestData("a", prompt, SamplingParams(), features=features))
+        queries = Queries(*(np.array([n]) for n in (0, 0, len(prompt), 1)))
+        state = SimpleNamespace(token_ids=np.array([prompt]))
+        step = SimpleNamespace(queries=queries, req_ids=["a"], state=state)
+        upload = UploadBuffer(torch.device("cpu"))
+        scored = plugin.stage(step, upload)  # pyright: ignore[reportArgumentType]
+        upload.send()
+        assert scored is not None and scored().tokens.tolist() == prompt[1:]

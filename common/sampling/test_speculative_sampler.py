@@ -20,6 +20,31 @@ from common.tests.sampling_cases import ListedTokens, make_sampling
 from request import SamplingParams
 
 
+def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_number() -> None:
+    """The remainder p - q has two tokens. Whether a draft is accepted, and which token replaces it,
+    are two questions: with one random number for both, a rejection, which takes a high one, favours
+    the last."""
+    p = torch.tensor([0.2, 0.4, 0.4], dtype=torch.float64)
+    q = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)
+    n = 6000
+    drafts = np.random.default_rng(0).choice(3, n, p=[0.6, 0.2, 0.2])
+    one = make_sampling([DrawnSeedParams(seed=1)] * n, seeds=range(1, n + 1))
+    names = [name for name in one.req_ids for _ in range(2)]
+    rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
+    drafts_of = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
+    batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts_of)
+    of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
+    sampler = SpeculativeSampler(Sampler(3), lambda _: of_two)
+    output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
+    tokens = [output.token_ids[name] for name in one.req_ids]
+    first_counts = np.bincount([ids[0] for ids in tokens], minlength=3)
+    assert chisquare(first_counts, p.numpy() * n).pvalue > 1e-4, first_counts / n
+    num_accepted = sum(len(ids) == 2 for ids in tokens)
+    assert abs(num_accepted / n - 0.6) < 0.03  # sum of min(p, q)
+    counts = np.bincount([ids[1] for ids in tokens if len(ids) == 2], minlength=3)
+    assert chisquare(counts, p.numpy() * num_accepted).pvalue > 1e-4, counts / num_accepted
+
+
 @pytest.mark.parametrize(
     ("params", "stream"),
     [(DrawnSeedParams(seed=5), DRAFT_STREAM), (SamplingParams(seed=5), TOKEN_STREAM)],
@@ -41,9 +66,8 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
 
 @pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
 def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
-    """Two drafts, with any proposal: whether one is accepted, and which token replaces it, are two
-    questions with a random number each. The distribution of the tokens in a row, against the one
-    that follows from the order of application alone."""
+    """Two drafts, with any proposal: the distribution of the tokens in a row, against the one that
+    follows from the order of application alone."""
     n, vocab_size, rng = 8000, 5, np.random.default_rng(0)
     params = DrawnSeedParams(seed=1, **RULED, repetition_penalty=1.3, top_p=0.97)
     q = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
