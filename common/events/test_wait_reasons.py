@@ -11,9 +11,8 @@ import pytest
 from bounded_loops import as_long_as
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.frames import REASONS, reasons_to_wait
+from common.events.frames import reasons_to_wait
 from common.tests.engine_oracle import finish
-from common.tests.film_runs import Workshop
 from kv_connector import KVConnector
 from request import SamplingParams
 from workshop.watch.replay.film import Film
@@ -129,21 +128,11 @@ def test_a_preempted_request_waits_for_blocks_and_returns(random_loaded, tmp_pat
     for name in "ab":
         engine.add_request(name, tokens(12, ord(name)), replace(GREEDY, max_tokens=16))
     finish(engine)
-    film = Film.read(path)
-    found = [(step.number, happened) for step in film.steps() for happened in step.happened]
-    gone = [n for n, happened in found for name, *_ in happened["preempted"] if name == "b"]
-    admitted = [(n, item) for n, happened in found for item in happened["admitted"]]
-    back = [n for n, (name, _, is_back) in admitted if name == "b" and is_back]
-    assert gone and back and gone[0] < back[0]
-    at = next(i for i, found in enumerate(reasons(path)) if "b" in found)
-    assert reasons(path)[at : at + 2] == [{"b": "preempting"}, {"b": "blocks"}]
-    assert film.requests()["b"]["num_preemptions"] >= 1
-
-
-def test_random_runs_give_each_waiting_request_one_known_reason(workshop: Workshop) -> None:
-    for seed in (3, 13, 14):
-        for found in reasons(workshop.run(seed).path):
-            assert set(found.values()) <= REASONS.keys(), found
+    found = [one for one in reasons(path) if "b" in one]
+    assert found[:2] == [{"b": "preempting"}, {"b": "blocks"}]
+    steps = Film.read(path).steps()
+    admitted = [row for step in steps for one in step.happened for row in one["admitted"]]
+    assert ("b", True) in [(name, is_back) for name, _, is_back in admitted]
 
 
 def test_kinds_of_tokens_are_distinguished(random_loaded, tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from common.models import loader
 from common.models.linear import ONEDNN, Linear, linear_layers, reason_not_packed
@@ -17,7 +15,6 @@ from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
 from common.tests.model_cases import CASES, save_case
-from workshop.measure.bench.random_weights import QWEN3_0_6B
 
 WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -99,30 +96,25 @@ def test_targets_cover_every_parameter_exactly_once(name, tmp_path):
     }
 
 
-def test_rotary_buffers_of_old_checkpoints_are_skipped(checkpoint):
-    before = state(checkpoint)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.full((12,), 9.0)}))
-    assert_same_weights(state(checkpoint), before)
-
-
 # -- tied embeddings
 
 
 @pytest.mark.parametrize("naming", ["embedding only", "head only", "both"])
 def test_a_tied_matrix_may_have_either_name_or_both_and_is_one_parameter(naming, tmp_path):
+    """And rotary buffers of old checkpoints are skipped."""
     before = state(save_case("qwen2", tmp_path))
 
     def edit(tensors: dict) -> None:
         assert HEAD not in tensors
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((12,), 9.0)
         if naming != "embedding only":
             tensors[HEAD] = tensors[EMBEDDING].clone()
         if naming == "head only":
             del tensors[EMBEDDING]
 
     edit_weights(tmp_path, edit)
-    assert_same_weights(state(tmp_path), before)
     model = load_model(tmp_path, torch.float64).model
+    assert_same_weights(dict(model.named_parameters()), before)
     assert model.lm_head.weight is model.embed_weight
 
 
@@ -143,7 +135,6 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path, monkeypatch):
     for model, message in (
         (tmp_path / "empty", "no config.json"),
         (checkpoint / "config.json", "got the file"),
-        ("", "no config.json|model must"),
         *((name, "model must be a directory") for name in no_ids),
     ):
         with pytest.raises(FileNotFoundError, match=message):
@@ -171,35 +162,29 @@ def test_a_hub_id_is_downloaded_and_a_failure_lists_the_attempts(checkpoint, mon
 
 
 @pytest.mark.parametrize(
-    ("stored", "is_fast", "expected"),
+    ("dtype", "is_fast", "expected"),
     [
-        ("float64", False, torch.float64),
-        ("float32", False, torch.float32),
-        ("bfloat16", False, torch.float32),
-        ("bfloat16", True, torch.bfloat16),
-        ("float16", False, torch.float32),
-        ("float16", True, torch.float16),
+        (torch.float64, False, torch.float64),
+        (torch.bfloat16, False, torch.float32),
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.float16, False, torch.float32),
+        (torch.float16, True, torch.float16),
     ],
 )
 def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_at_it(
-    stored, is_fast, expected, tmp_path, monkeypatch, caplog
+    dtype, is_fast, expected, checkpoint, monkeypatch
 ):
-    path = save_case("mistral", tmp_path)
-    dtype = getattr(torch, stored)
-    edit_weights(path, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
-    edit_json(path / "config.json", dtype=None, torch_dtype=None)
+    edit_weights(checkpoint, lambda t: t.update({name: t[name].to(dtype) for name in t}))
+    edit_json(checkpoint / "config.json", dtype=None, torch_dtype=None)
     monkeypatch.setattr("common.models.loader.is_bfloat16_fast", lambda: is_fast)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: is_fast)
-    with caplog.at_level(logging.INFO):
-        loaded = load_model(path)
-    assert {p.dtype for p in loaded.model.parameters()} == {expected}
-    assert f"dtype: {str(expected).removeprefix('torch.')}" in caplog.text.replace("torch.", "")
+    assert {p.dtype for p in load_model(checkpoint).model.parameters()} == {expected}
 
 
 def test_a_dtype_can_be_asked_for(checkpoint):
-    for dtype in ("float64", "float32", "bfloat16", "float16", torch.float32, torch.bfloat16):
-        expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        assert load_model(checkpoint, dtype).model.norm_weight.dtype == expected
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for name in (dtype, str(dtype).removeprefix("torch.")):
+            assert load_model(checkpoint, name).model.norm_weight.dtype == dtype
     for dtype in ("int8", "fp16", torch.int64, None, 16):
         with pytest.raises(ValueError, match=f"dtype must be .*bfloat16, .*, got {dtype!r}"):
             load_model(checkpoint, dtype)
@@ -210,7 +195,6 @@ def test_a_dtype_can_be_asked_for(checkpoint):
     [
         (None, None, ()),
         (7, None, (7,)),
-        (None, 0, (0,)),
         (7, [3, 7, 5], (3, 7, 5)),
         ([2, 4], [4, 6], (4, 6, 2)),
         (7, "absent", (7,)),
@@ -221,27 +205,7 @@ def test_all_end_of_text_ids_of_both_files_count(in_config, in_generation, expec
     """Trap 49."""
     edit_json(checkpoint / "config.json", eos_token_id=in_config)
     generation = checkpoint / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": in_generation}))
     if in_generation == "absent":
         generation.unlink()
-    else:
-        generation.write_text(json.dumps({"eos_token_id": in_generation}))
     assert load_model(checkpoint).generation_eos_token_ids == expected
-
-
-def test_qwen3_0_6b_has_the_published_shape():
-    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=151_936, head_dim=128)
-    sizes |= dict(num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8)
-    published = sizes | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-    published |= dict(attention_bias=False, hidden_act="silu", rms_norm_eps=1e-06)
-    published |= dict(rope_scaling=None, rope_theta=1_000_000, max_position_embeddings=40_960)
-    published |= dict(tie_word_embeddings=True, torch_dtype="bfloat16", eos_token_id=151_645)
-    published |= dict(use_sliding_window=False, sliding_window=None, max_window_layers=28)
-    theirs = Qwen3Config(**published)
-    assert ModelConfig.from_hf(published) == QWEN3_0_6B == ModelConfig.from_hf(theirs.to_dict())
-    with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(theirs).num_parameters()
-    short = dataclasses.replace(QWEN3_0_6B, max_position_embeddings=1)  # a small rotary table
-    model = DecoderModel(short, device="meta")
-    # q_norm and k_norm are stored once a head here.
-    repeated = QWEN3_0_6B.num_hidden_layers * QWEN3_0_6B.head_dim * (24 - 2)
-    assert sum(p.numel() for p in model.parameters()) - repeated == expected == 596_049_920

@@ -116,15 +116,11 @@ def test_cuda_gives_the_logits_of_transformers_on_the_cpu(name, checkpoints):
 
 YARNS = {
     "defaults": {},
-    "Qwen3's": dict(rope_theta=1e6, original_max_position_embeddings=32_768),
     "bands": dict(beta_fast=5.0, beta_slow=0.5, rope_theta=90.0),
-    "one pair": dict(beta_fast=9.0, beta_slow=4.0),
     "no range": dict(rope_theta=1e4, beta_fast=1e4, beta_slow=1e3),
-    "small base": dict(rope_theta=10.0, beta_fast=300.0, original_max_position_embeddings=2_000),
     "no power of two": dict(factor=2.7),
     "given": dict(attention_factor=0.7),
     "mscale": dict(mscale=0.7, mscale_all_dim=1.3),
-    "half of mscale": dict(mscale=0.7),
     "shorter": dict(factor=0.5),
 }
 
@@ -170,13 +166,17 @@ SIZES += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) -> None:
-    """Trap 81. A file may hold nothing but what it is a file of."""
+def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str, caplog) -> None:
+    """Trap 81. A file may hold nothing but what it is a file of. And a field that no architecture
+    reads changes nothing: Qwen3-Coder says `use_qk_norm`; its layers norm anyway."""
     fields: dict = {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
     }
     ours, theirs = ModelConfig.from_hf(fields), AutoConfig.for_model(fields["model_type"])
+    assert ModelConfig.from_hf(fields | {"use_qk_norm": True}) == ours
+    said = "use_qk_norm" in caplog.text  # where none is normed
+    assert said == (not FAMILIES[architecture].has_qk_norm)
     for name in (*SIZES, "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(theirs, name), name
     quotient = theirs.hidden_size // theirs.num_attention_heads
@@ -190,8 +190,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str) ->
     scalar = getattr(theirs, "query_pre_attn_scalar", None)
     assert scalar is None or ours.query_pre_attn_scalar == scalar
     assert ours.activation == getattr(theirs, "hidden_activation", "silu")
-    if ours.experts is not None:
-        e = ours.experts
+    if (e := ours.experts) is not None:
         size = theirs.to_dict().get("moe_intermediate_size", theirs.intermediate_size)
         given = e.num_experts, e.num_active, e.intermediate_size
         assert given == (theirs.num_experts, theirs.num_experts_per_tok, size)
@@ -210,40 +209,25 @@ def windows_of(theirs: Any) -> tuple:
     return windows if any(windows) else ()
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_a_field_that_no_architecture_reads_changes_nothing(architecture: str, caplog) -> None:
-    """Trap 81. Qwen3-Coder says `use_qk_norm`; its layers norm queries and keys anyway."""
-    family = FAMILIES[architecture]
-    fields = {"architectures": [architecture], "model_type": family.model_type}
-    with caplog.at_level(logging.WARNING):
-        config = ModelConfig.from_hf(fields | {"use_qk_norm": True})
-    assert config == ModelConfig.from_hf(fields)
-    assert ("use_qk_norm" in caplog.text) == (not family.has_qk_norm)  # said where none is normed
-
-
 KINDS = ["full_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("mistral-window", {}),
         ("mistral-window", {"sliding_window": None}),
         # Qwen has a window only where it is switched on, in layers after the first ones.
         *(
             ("qwen2", {"sliding_window": 16, "use_sliding_window": is_on, "max_window_layers": n})
-            for is_on, n in ((True, 2), (True, 3), (True, 0), (False, 0))
+            for is_on, n in ((True, 2), (True, 3), (False, 0))
         ),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "layer_types": KINDS}),
     ],
 )
 def test_windows_are_those_of_transformers(name, changes, checkpoints):
-    fields = read_config(checkpoints[name])
-    fields.pop("layer_types", None)
-    fields |= changes
-    assert ModelConfig.from_hf(dict(fields)).layer_windows == windows_of(
-        AutoConfig.for_model(**fields)
-    )
+    fields = read_config(checkpoints[name]) | {"layer_types": None} | changes
+    theirs = windows_of(AutoConfig.for_model(**fields))
+    assert ModelConfig.from_hf(fields).layer_windows == theirs
 
 
 def test_a_window_that_is_absent_has_a_default_and_one_that_is_larger_hides_nothing(
@@ -276,42 +260,28 @@ def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):
 
 REFUSED = {
     "architectures-other": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-    "architectures-headless": ({"architectures": ["Qwen3Model"]}, "Qwen3Model"),
     "architectures-empty": ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
     "model_type": ({"model_type": "llama"}, "llama"),
     "hidden_act": ({"hidden_act": "gelu"}, "gelu"),
-    "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "moe": ({"num_experts": 8}, "num_experts"),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "true is not 1": ({"use_mrope": True}, "use_mrope must"),
     "own code": ({"auto_map": {"AutoConfig": "x.XConfig"}}, "auto_map must"),
-    "vision": ({"vision_config": {"depth": 2}}, "vision_config"),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must"),
     "partial rotary inside": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
         "partial_rotary_factor must",
     ),
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
-    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "factor must"),
     "yarn reversed": ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, "beta_fast must exceed"),
-    "yarn, one absent": ({"rope_parameters": {**YARN, "beta_slow": 33}}, "beta_fast must exceed"),
     "yarn with a base of 1": ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta must"),
-    "rope_type is a list": ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type must"),
     "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate must"),
     "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     "nested rope": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
-    "rope not an object": ({"rope_parameters": 7}, "rope_parameters must"),
     "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor must"),
-    "llama3 incomplete": (
-        {"rope_parameters": {**LLAMA3, "low_freq_factor": None}},
-        "low_freq_factor must",
-    ),
     "llama3 reversed": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq"),
     "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor must"),
     "layer_types": ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
-    "layer_types in a list": ({"layer_types": [["full_attention"]] * 3}, "[['full_attention']]"),
-    "layer_types is a number": ({"layer_types": 3}, "layer_types must"),
     "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
     "window of 0": (
         {"use_sliding_window": True, "sliding_window": 0, "layer_types": KINDS},
@@ -321,7 +291,6 @@ REFUSED = {
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads must"),
     "odd head_dim": ({"head_dim": 15}, "head_dim must"),
     "missing": ({"hidden_size": None}, "hidden_size must"),
-    "text": ({"vocab_size": "89"}, "vocab_size must"),
     "boolean": ({"num_hidden_layers": True}, "num_hidden_layers must"),
     "zero": ({"intermediate_size": 0}, "intermediate_size must"),
     "eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
@@ -329,6 +298,23 @@ REFUSED = {
     "mlp bias": ({"mlp_bias": True}, "mlp_bias must"),
     "bias of mistral": ({"attention_bias": True}, "attention_bias must be false in mistral"),
     "window of llama": ({"sliding_window": 16}, "sliding_window must be null in llama"),
+    "a shared one of moe": (
+        {"shared_expert_intermediate_size": 64},
+        "shared_expert_intermediate_size must",
+    ),
+    "groups of moe": ({"n_group": 4}, "n_group must"),
+    "scores of moe": ({"scoring_func": "sigmoid"}, "scoring_func must"),
+    "scale of moe": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor must"),
+    "none of moe": ({"num_experts": 0, "num_local_experts": 0}, "num_experts must"),
+    "no size of moe": ({"moe_intermediate_size": None}, "moe_intermediate_size must"),
+    "too many of moe": ({"num_experts_per_tok": 6}, "num_experts_per_tok must"),
+    "two numbers of moe": (
+        {"num_experts": 5, "num_local_experts": 4},
+        "num_experts and num_local_experts must",
+    ),
+    "step of moe": ({"decoder_sparse_step": 0}, "decoder_sparse_step must"),
+    "layers of moe": ({"mlp_only_layers": [6]}, "mlp_only_layers must"),
+    "jitter of moe": ({"router_jitter_noise": 0.1}, "router_jitter_noise must"),
 }
 
 
@@ -336,7 +322,8 @@ REFUSED = {
 def test_what_is_not_supported_is_refused_by_name(case, checkpoints):
     change, message = REFUSED[case]
     kind = case.partition(" of ")[2]
-    base = {"llama": "llama-biases", "mistral": "mistral"}.get(kind, "qwen3")
+    bases = {"llama": "llama-biases", "mistral": "mistral", "moe": "qwen3-moe"}
+    base = bases.get(kind, "qwen3")
     fields = read_config(checkpoints[base])
     ModelConfig.from_hf(fields)
     with pytest.raises(ValueError) as error:

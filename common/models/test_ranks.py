@@ -23,3 +23,4 @@ def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_st
             sizes = list(map(len, stages))
             assert max(sizes) - min(sizes) <= 1
             assert sizes[-1] == min(sizes), "the last one has the head too"
+            assert sizes[0] == min(sizes[:-1] or sizes), "and the first one the embedding"

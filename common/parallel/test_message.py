@@ -43,7 +43,8 @@ NAMES = st.text(st.characters(), min_size=1, max_size=5)
 IDS = st.integers(-1, 2**31 - 1)
 LISTS = st.lists(IDS, max_size=5)
 TABLES = st.lists(LISTS, max_size=3).map(tuple)  # of groups of layers
-NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
+BORDERS = [n + i for bits in (63, 64, 71, 72, 80) for n in (2**bits, -(2**bits)) for i in (-1, 0)]
+NUMBERS = st.sampled_from(BORDERS) | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
 PLAIN = st.none() | st.booleans() | NUMBERS | NAMES | st.binary(max_size=4)
 PLAIN |= st.lists(PLAIN, max_size=2) | st.dictionaries(NAMES, PLAIN, max_size=2)
 FEATURES = st.dictionaries(NAMES, PLAIN, max_size=2)
@@ -54,13 +55,8 @@ PARAMS |= st.builds(
     **dict.fromkeys(("top_k", "max_tokens"), st.integers(1, 2**70)),
     stop=st.lists(NAMES, max_size=2),
     stop_token_ids=st.lists(st.integers(0, 10**6), max_size=3),
-    **dict.fromkeys(
-        (
-            *("ignore_eos", "skip_special_tokens"),
-            *("include_stop_str_in_output", "skip_reading_prefix_cache"),
-        ),
-        st.booleans(),
-    ),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens"), st.booleans()),
+    **dict.fromkeys(("include_stop_str_in_output", "skip_reading_prefix_cache"), st.booleans()),
 )
 PLANS = st.builds(
     RunnerInput,
@@ -92,8 +88,8 @@ def test_parameters_sent_as_features_are_not_sent_twice():
         **dict(logit_bias={np.int64(3): 1.0}, allowed_token_ids=np.arange(4), bad_words=[("a",)]),
         **dict(prompt_logprobs=np.int64(2), truncate_prompt_tokens=np.int64(9)),
     )
-    plan = RunnerInput([NewRequestData("a", [1], params, features={"token_rules": {}})])
-    (new,) = through(plan).scheduled_new_reqs
+    new = NewRequestData("a", [1], params, features={"token_rules": {}})
+    (new,) = through(RunnerInput([new])).scheduled_new_reqs
     assert new.sampling_params == SamplingParams() and new.features == {"token_rules": {}}
 
 
@@ -127,23 +123,18 @@ def test_an_answer_arrives_as_it_was_sent(output):
 WRONG: list[tuple[object, str]] = [
     (RunnerInput(num_scheduled_tokens={"a": np.int64(1)}), "encoded"),
     (RunnerInput(scheduled_draft_token_ids={"a": {1, 2}}), "encoded"),
-    (RunnerInput(block_moves=[BlockTableUpdate("a", 0, np.int64(3))]), "encoded"),
     (RunnerInput(block_moves=[BlockTableUpdate("a", 0, 3, np.int64(1))]), "encoded"),
     (RunnerInput(scheduled_cached_reqs=CachedRequestData(new_block_ids=[(np.arange(2),)])), "enc"),
     *(
-        (RunnerInput([NewRequestData("a", ids, SamplingParams())]), "encoded")
-        for ids in ([1, np.int32(2)], (1, 2), np.arange(2))
-    ),
-    *(
-        (RunnerInput([NewRequestData("a", [1], SamplingParams(), 0, table)]), "encoded")
-        for table in (([np.int64(1)],), ((1, 2),))
+        (RunnerInput([NewRequestData("a", ids, SamplingParams(), 0, table)]), "encoded")
+        for ids, table in (((1, 2), ()), (np.arange(2), ()), ([1], ([np.int64(1)],)))
     ),
     *(  # the data of a feature is plain, or its plugin is named
         (
             RunnerInput([NewRequestData("r", [1], SamplingParams(), features={"odd": data})]),
             r"^features\['odd'\] of request 'r': .* (encoded|allowed)",
         )
-        for data in ((1, 2), {3}, np.int64(1), {"a": object()}, [{1: "a"}], 1j)
+        for data in ((1, 2), {3}, np.int64(1), {"a": object()}, [{1: "a"}])
     ),
     (StepOutput(times={"a": np.float64()}), "float64 cannot be encoded"),
 ]
@@ -187,22 +178,17 @@ NEW = "scheduled_new_reqs 0"
     ("data", "reason"),
     [
         (change(version=message.VERSION + 1), f"must be of version {message.VERSION}"),
-        (change(version=...), f"must be of version {message.VERSION}"),
         (change(kind="pickle"), "must be of kind"),
         (change(plan=...), "lacks .'plan'."),
         (change(more=1), "unknown .'more'."),
         (change("block_moves"), "a plan lacks .'block_moves'."),
-        (change("start_positions", []), "unknown .'start_positions'."),
         (change(f"{NEW} x", 1), "new request .* unknown"),
         (change(f"{NEW} sampling_params top_k"), "sampling_params lacks .'top_k'."),
         (change(f"{NEW} sampling_params n", 0), "sampling_params: n must"),
         (change("block_moves", [[1]]), "a plan: "),
         (change(f"{NEW} block_ids", [5]), "block tables must .*got .5"),
         (change(f"{NEW} block_ids", 5), "block tables must .*got 5"),
-        (
-            change("scheduled_cached_reqs new_block_ids", [[[3], 4]]),
-            r"block tables must .*\[\[3\], 4\]",
-        ),
+        (change("scheduled_cached_reqs new_block_ids", [[[3], 4]]), "block tables must "),
         (change(plan=[]), "a plan must be a map"),
         (msgpack.packb([1]), f"must be of version {message.VERSION}"),
         (change()[:-1], "cannot decode the message"),
@@ -214,14 +200,6 @@ NEW = "scheduled_new_reqs 0"
 def test_other_messages_than_those_of_this_version_are_refused(data, reason):
     with pytest.raises(MessageError, match=reason):
         message.plan_from_map(message.unpack(data, PLAN)[1]["plan"])
-
-
-def test_integers_of_every_length_arrive():
-    """The sign takes a bit of its own."""
-    for num_bits in (63, 64, 65, 71, 72, 80):
-        for number in (2**num_bits - 1, 2**num_bits, -(2**num_bits), -(2**num_bits) - 1):
-            data = message.pack("number", value=number)
-            assert message.unpack(data, {"number": ("value",)})[1]["value"] == number
 
 
 def test_an_error_caused_by_a_collective_is_marked():

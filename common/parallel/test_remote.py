@@ -6,9 +6,7 @@ Starting workers takes seconds, so a test uses the same two many times, and ends
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from common.requests.tokenizer import Tokenizer
 from common.runner.pipeline import PipelinedEngineCore
 from common.tests.adapter_cases import KINDS, edited, save_adapter
 from common.tests.every_kind import DRAWN, PROMPTS, everything_said, must_say_the_same
-from common.tests.grammar_cases import small_tokenizer
 from common.tests.remote_cases import (
     BLOCK_SIZE,
     WORKERS,
@@ -52,7 +49,6 @@ DRIVERS = {  # what is in the driver only, for the same workers
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 STEP = 10**6  # of a plan that no scheduler made
 FEW = SamplingParams(temperature=0, max_tokens=2)
-SOON_S = 30.0  # for a busy machine: no call waits longer than 3
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
 
 
@@ -74,21 +70,15 @@ def plan_message(plan: RunnerInput) -> bytes:
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
-    """The step raises an error that names the rank, soon; so does every later call; no process is
+    """The step raises an error that names the rank; so does every later call; no process is
     left."""
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=names) as caught:
         engine.generate_batch(PROMPTS, GREEDY)
-    assert time.monotonic() - began < SOON_S
-    assert not any(map(is_there, pids))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the engine has failed: ") as again:
-            engine.generate_batch(PROMPTS, GREEDY)
-        assert str(caught.value) in str(again.value)
-    assert not engine.has_unfinished_requests()
+    assert not any(map(is_there, pids)) and not engine.has_unfinished_requests()
     engine.add_request("running or waiting", [1, 2], GREEDY)  # who serves on is not held up
-    with pytest.raises(RuntimeError, match="the engine has failed: "):
+    with pytest.raises(RuntimeError, match="the engine has failed: ") as again:
         engine.step()
+    assert str(caught.value) in str(again.value)
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
     engine.close()
@@ -102,72 +92,57 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     tiers = KVTierConfig(host_blocks=1)
     config = EngineConfig(**sizes, **options, **WORKERS, kv_tiers=tiers)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
-    side, pids = side_of(engine), pids_of(executor_of(engine))
+    side = side_of(engine)
     assert isinstance(engine.core, PipelinedEngineCore) == (sizes == STAGES)
     assert engine.num_parameters == shipped_loaded.model.num_parameters
     assert engine.dtype == shipped_loaded.model.embed_weight.dtype
     alone = one_process(shipped_loaded, shipped_tokenizer)
     assert engine.kv_cache.kv_bytes_per_block == alone.kv_cache.kv_bytes_per_block
 
-    counters = ["output_tokens", "discarded_tokens"]
-    if sizes == RANKS:
-        counters += ["num_steps", "num_preemptions", "cached_tokens"]
+    of_ranks = ["num_steps", "num_preemptions", "cached_tokens"] if sizes == RANKS else []
     for changes in DRIVERS[name]:
         changes = {"check_invariants": True, **changes}
         here = one_process(shipped_loaded, shipped_tokenizer, **changes)
         there = engine_around(side, shipped_tokenizer, **sizes, **changes)
         must_say_the_same(everything_said(there), everything_said(here), OTHER_SUMS)
         found, right = there.stats(), here.stats()
-        for counter in counters:
+        for counter in ["output_tokens", "discarded_tokens", *of_ranks]:
             assert getattr(found, counter) == getattr(right, counter), (changes, counter)
         assert ("preempt_every" in changes) == (found.num_preemptions > 0)
     if sizes == RANKS:  # before `engine` caches what another one would write over
         arguments = side, shipped_loaded, shipped_tokenizer, tmp_path / "kv"
         must_bring_blocks_back(*arguments, **sizes, overlap_scheduling=True)
     must_survive_an_interrupt(engine, alone)
-    must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters)
+    must_load_adapters(engine, shipped_loaded, shipped_tokenizer, adapters, tmp_path / "broken")
     if sizes == RANKS:
         must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
+    pids, rank, number = pids_of(executor_of(engine)), 1, signal.SIGKILL
+    said = "was killed by SIGKILL"
+    if sizes == STAGES:
+        rank, number, said = 0, signal.SIGSTOP, "is stuck: no sign of life, .* in 2 s"
     executor_of(engine).timeout_s = 2.0
-    if sizes == RANKS:
-        signal_in_step(engine, pids[1], signal.SIGKILL)
-        names = rf"rank 1 \(process {pids[1]}\) was killed by SIGKILL"
-        must_be_dead(engine, pids, names)
-    else:
-        must_find_the_stuck(engine, pids)
-
-
-def must_find_the_stuck(engine: LLMEngine, pids: list[int]) -> None:
-    signal_in_step(engine, pids[0], signal.SIGSTOP)
-    names = rf"rank 0 \(process {pids[0]}\) is stuck: no sign of life, .* in 2 s"
-    must_be_dead(engine, pids, names)
+    signal_in_step(engine, pids[rank], number)
+    must_be_dead(engine, pids, rf"rank {rank} \(process {pids[rank]}\) {said}")
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: save_adapter(SHIPPED_CHECKPOINT, folder / name, **kind)
-        for name, kind in KINDS.items()
-    }
+    folder, names = tmp_path_factory.mktemp("adapters"), [*KINDS][:2]
+    return {n: save_adapter(SHIPPED_CHECKPOINT, folder / n, **KINDS[n]) for n in names}
 
 
 def must_keep_to_grammars(engine, loaded, tokenizer) -> None:
-    """Each rank that samples makes masks of its own, for the checkpoint's own tokenizer."""
-    engine.tokenizer, saved_tokenizer = small_tokenizer(), engine.tokenizer
-    with pytest.raises(ValueError, match="grammar must"):
-        engine.add_request("x", [5], SamplingParams(grammar=Regex("a")))
-    engine.tokenizer = saved_tokenizer
+    """Each rank that samples makes masks of its own."""
     grammars = [Choice(["yes", "no", "none"]), Regex("[ab]{3,9}!"), Json({"type": "integer"}, 0)]
     params = [SamplingParams(temperature=0, max_tokens=9, grammar=g) for g in (*grammars, None)]
     here = one_process(loaded, tokenizer)
     assert tokens_of(engine, PROMPTS[:4], params) == tokens_of(here, PROMPTS[:4], params)
 
 
-def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
+def must_load_adapters(engine, loaded, tokenizer, adapters, broken: Path) -> None:
     """Each rank its part. What one refuses, all do not have."""
-    broken = edited(adapters["attention"], adapters["attention"].parent / "broken", dict(r=3))
+    edited(adapters["attention"], broken, dict(r=3))
     here = one_process(loaded, tokenizer, adapters=adapters, max_loras=2)
     for name, path in adapters.items():
         with pytest.raises(ValueError, match="the adapter was made for"):
@@ -175,14 +150,11 @@ def must_load_adapters(engine, loaded, tokenizer, adapters) -> None:
         loading = engine.named_adapters().begin_load(name, path)
         tokens_of(engine, PROMPTS[:1], GREEDY)  # steps do not wait for it
         engine.named_adapters().end_load(name, loading)
-    asked, names = PROMPTS[:4] * 2, [None, *adapters, *reversed(adapters), None]
+    asked, names = PROMPTS[:3] * 2, [None, *adapters, *adapters, None]
     found, right = (tokens_of(e, asked, GREEDY, adapter=names) for e in (engine, here))
-    assert found == right and len(set(map(tuple, right))) > 6
+    assert found == right and len(set(map(tuple, right))) > 4
     for name in adapters:
         engine.unload_adapter(name)
-    with pytest.raises(FileNotFoundError, match="LoRA adapter's directory"):
-        engine.load_adapter("x", "nowhere")
-    shutil.rmtree(broken)
 
 
 def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
@@ -229,37 +201,22 @@ def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
     assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(alone, PROMPTS, GREEDY)
 
 
-NGRAM = {"method": "ngram", "min_ngram": 1}
-DRAFT = {"method": "draft", "num_spec_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [(DRAFT, RANKS), pytest.param(NGRAM, RANKS | STAGES, marks=pytest.mark.slow)],
-    ids=["draft", "2 x 2"],
-)
-def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
-    options, sizes, shipped_loaded, shipped_tokenizer
-) -> None:
+def test_ranks_draft_alike_and_one_that_raises_is_named(shipped_loaded, shipped_tokenizer) -> None:
     """The number of drafts depends on a clock (`adaptive`): on one, or the ranks would differ."""
-    config = EngineConfig(**sizes, check_invariants=True, speculative=options, **WORKERS)
+    options = {"method": "draft", "num_spec_tokens": 3}
+    config = EngineConfig(**RANKS, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     executor, pids = executor_of(engine), pids_of(executor_of(engine))
     here = one_process(shipped_loaded, shipped_tokenizer)
-    assert len(pids) == config.num_ranks
     # A seed drawn by the engine can be another draw where drafts have probabilities.
     expected, said = everything_said(here), everything_said(engine)
-    for name in DRAWN if options is DRAFT else ():
+    for name in DRAWN:
         del expected[name], said[name]
     must_say_the_same(said, expected, OTHER_SUMS)
     stats = engine.stats()
     assert stats.num_drafted_tokens > stats.num_accepted_tokens > 0
     assert stats.output_tokens <= stats.num_passes + stats.num_accepted_tokens
 
-    executor.timeout_s = 2.0
-    if options is NGRAM:
-        must_find_the_stuck(engine, pids)
-        return
     new = NewRequestData("x", [1, 2, 3], GREEDY, 0, ([5],))
     right = RunnerInput([new], num_scheduled_tokens={"x": 3})
     wrong = RunnerInput([new], num_scheduled_tokens={"y": 3})  # and rank 0 waits for rank 1
@@ -268,8 +225,16 @@ def test_ranks_draft_alike_and_one_that_is_stuck_or_raises_is_named(
 
 
 def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
-    shipped_tokenizer, monkeypatch
+    shipped_loaded, shipped_tokenizer, monkeypatch
 ) -> None:
+    """Trap 81: ranks know the EOS that only the tokenizer has, and make it impossible before
+    `min_tokens`."""
+    greedy = replace(GREEDY, ignore_eos=False, min_tokens=3)
+    alone = one_process(shipped_loaded, shipped_tokenizer)
+    eos_token_id = tokens_of(alone, PROMPTS[:1], greedy)[0][1]
+    tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
+    right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, greedy)
+    assert eos_token_id not in right[0][:3]
     make, sizes = remote._start_messages, {**WORKERS, "num_blocks": None, "max_model_len": 256}
 
     def start_messages(config, *rest) -> list[bytes]:
@@ -279,24 +244,22 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     with monkeypatch.context() as patch:  # rank 1 has use for half as much memory
         patch.setattr(remote, "_start_messages", start_messages)
         config = EngineConfig(tensor_parallel_size=2, check_invariants=True, **sizes)
-        engine = LLMEngine(config, tokenizer=shipped_tokenizer)
+        engine = LLMEngine(config, tokenizer=tokenizer)
     assert engine.kv_cache.num_blocks == 1 + (config.max_num_seqs // 2) * 256 // BLOCK_SIZE
     with monkeypatch.context() as patch:  # one rank, in a process all the same
         patch.setattr(EngineConfig, "has_workers", True)
-        other = LLMEngine(EngineConfig(**WORKERS), tokenizer=shipped_tokenizer)
+        other = LLMEngine(EngineConfig(**WORKERS), tokenizer=tokenizer)
     pids, others = pids_of(executor_of(engine)), pids_of(executor_of(other))
     assert len({*pids, *others}) == 3
-    assert tokens_of(engine, PROMPTS, GREEDY) == tokens_of(other, PROMPTS, GREEDY)
-
+    assert tokens_of(engine, PROMPTS, greedy) == tokens_of(other, PROMPTS, greedy) == right
     known = weakref.ref(other)
     del other
     assert known() is None and not any(map(is_there, others))
     assert all(map(is_there, pids))
 
     params = [SamplingParams(seed=seed, temperature=5.0, max_tokens=9) for seed in (1, 2)]
-    plans = [RunnerInput([NewRequestData("x", [1, 2, 3], p, 0, ([5],))]) for p in params]
-    for plan in plans:
-        plan.num_scheduled_tokens = {"x": 3}
+    news = [NewRequestData("x", [1, 2, 3], p, 0, ([5],)) for p in params]
+    plans = [RunnerInput([new], num_scheduled_tokens={"x": 3}) for new in news]
     executor = executor_of(engine)
     executor.send(list(map(plan_message, plans)))
     names = rf"rank 1 \(process {pids[1]}\) has sampled other tokens in step {STEP} than rank 0"
@@ -305,28 +268,11 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     assert not any(map(is_there, pids))
 
 
-def test_ranks_know_the_eos_that_only_the_tokenizer_has(shipped_loaded, shipped_tokenizer) -> None:
-    """Trap 81: before `min_tokens` they make it impossible."""
-    params = replace(GREEDY, ignore_eos=False, min_tokens=3)
-    alone = one_process(shipped_loaded, shipped_tokenizer)
-    eos_token_id = tokens_of(alone, PROMPTS[:1], params)[0][1]
-    tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
-    engine = LLMEngine(EngineConfig(**STAGES, **WORKERS), tokenizer=tokenizer)
-    right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, params)
-    assert tokens_of(engine, PROMPTS, params) == right and eos_token_id not in right[0][:3]
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    "name, other", [("checkpoint", "b"), ("dtype", "bfloat16"), ("num_blocks", 41)]
-)
-def test_ranks_that_say_different_things_of_themselves_are_refused(
-    name: str, other: object, random_oracle
-) -> None:
+def test_ranks_that_say_different_things_of_themselves_are_refused(random_oracle) -> None:
     """A block that one rank lacks would be another's memory there."""
-    config, facts = EngineConfig(**WORKERS), {"checkpoint": "a", "dtype": "float64"}
-    facts = facts | {"num_blocks": 40, "kv_bytes_per_block": 8}
-    executor, ranks = Executor([], 0, 1.0), [facts, facts | {name: other}]
-    with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
-        checkpoint = read_checkpoint(random_oracle.path)
-        remote._make_runner_handle(config, checkpoint, executor, ranks, Limits(64, 97, ()), 0, {})
+    facts = {"checkpoint": "a", "dtype": "float64", "num_blocks": 40, "kv_bytes_per_block": 8}
+    for name, other in {"checkpoint": "b", "dtype": "bfloat16", "num_blocks": 41}.items():
+        arguments = EngineConfig(**WORKERS), read_checkpoint(random_oracle.path)
+        ranks, limits = [facts, facts | {name: other}], Limits(64, 97, ())
+        with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
+            remote._make_runner_handle(*arguments, Executor([], 0, 1.0), ranks, limits, 0, {})

@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from common.parallel.channel import Channel, ChannelClosed
 from common.runner.thread_count import ThreadCount
 from common.tests.every_kind import PROMPTS
 from common.tests.forked import Forked
-from common.tests.remote_cases import WORKERS, is_there
+from common.tests.remote_cases import is_there, one_process
 from request import SamplingParams
 
 # It has no `if __name__ == "__main__"`, and says so if it is run again. At its end rank 0 waits in
@@ -44,7 +44,6 @@ print("pids", [link.process.pid for link in links], flush=True)
 params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 outputs = llm.generate(%r, params, use_tqdm=False)
 print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
-time.sleep(2.3)  # longer than any collective may take
 plan = RunnerInput([NewRequestData("x", [1], params, 0, ([5],))])
 plan.num_scheduled_tokens = {"x": 1}
 links[0].channel.send(pack("plan", step=99, plan=plan_to_map(plan), times=[]))
@@ -57,59 +56,27 @@ os._exit(0)
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def environment() -> dict[str, str]:
-    """The environment of a user who has installed this package."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return env | {"PYTHONPATH": os.pathsep.join(sys.path)}
-
-
 def values_of(line: str, name: str) -> list:
     assert line.startswith(name), line
     return json.loads(line.removeprefix(name))
 
 
-def must_go(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while any(map(is_there, pids)):
-        assert time.monotonic() < deadline, "a worker stays behind"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def expected(shipped_loaded, shipped_tokenizer) -> list[list[int]]:
-    engine = LLMEngine(EngineConfig(**WORKERS), loaded=shipped_loaded, tokenizer=shipped_tokenizer)
-    outputs = engine.generate_batch(PROMPTS, PARAMS).values()
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """Where a user is: its `request.py` is not ours."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "request.py").write_text("raise SystemExit('this is not the module')\n")
-    return folder
-
-
-@pytest.mark.parametrize("is_piped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_is_not_run_again_and_a_killed_one_leaves_no_process(
-    is_piped, tmp_path, folder, expected
+    tmp_path, shipped_loaded, shipped_tokenizer
 ) -> None:
-    """Without a guard; or read from a pipe, as a notebook's cells are: there is no file to
-    import."""
-    script = tmp_path / "script.py"
+    """Without a guard, in a folder whose `request.py` is not ours."""
+    engine = one_process(shipped_loaded, shipped_tokenizer)
+    outputs = engine.generate_batch(PROMPTS, PARAMS).values()
+    expected = [output.outputs[0].token_ids for output in outputs]
+    (tmp_path / "request.py").write_text("raise SystemExit('this is not the module')\n")
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
     script.write_text(SCRIPT % (PROMPTS,))
-    driver = subprocess.Popen(
-        [sys.executable, "-" if is_piped else str(script)],
-        cwd=tmp_path if is_piped else folder,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert driver.stdin is not None and driver.stdout is not None
-    driver.stdin.write(script.read_text() if is_piped else "")
-    driver.stdin.close()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(script)]
+    driver = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
     assert driver.stdout.readline() == "begun\n"
     pids = values_of(driver.stdout.readline(), "pids")
     assert values_of(driver.stdout.readline(), "tokens") == expected
@@ -118,7 +85,10 @@ def test_a_script_is_not_run_again_and_a_killed_one_leaves_no_process(
         assert all(map(is_there, pids))
         driver.kill()
         driver.wait()
-        must_go(pids, within_s=30)
+        deadline = time.monotonic() + 30
+        while any(map(is_there, pids)):
+            assert time.monotonic() < deadline, "a worker stays behind"
+            time.sleep(0.05)
     finally:
         os.kill(fork, signal.SIGKILL)
         driver.stdout.close()
@@ -136,8 +106,8 @@ def texts(printed: str) -> str:
 def torchrun_demo(printed: Path) -> None:
     """As the command does, but that its processes are forked."""
     os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
-    standalone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=x"]
-    settings, _, _ = config_from_args(parse_args([*standalone, "--nproc-per-node=2", "demo"]))
+    arguments = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
+    settings, _, _ = config_from_args(parse_args([*arguments, "--rdzv-id=x", "demo"]))
     settings.start_method = "fork"
     elastic_launch(settings, demo.main)(DEMO)
 
@@ -150,38 +120,15 @@ def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
     finally:
         process.kill()
     printed = (tmp_path / "printed").read_text()
-    assert "2 ranks" in printed
+    assert "2 ranks" in printed and printed.count("=== Summary") == 1
     assert demo.main(DEMO) == 0
     assert texts(printed) == texts(capsys.readouterr().out)
-    assert printed.count("=== Summary") == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        (dict(tensor_parallel_size=2), "must be 6, .*got 2 x 1"),
-        (dict(tensor_parallel_size=4, pipeline_parallel_size=2), "must be 6, .*got 4 x 2"),
-        (dict(pipeline_parallel_size=4), "pipeline_parallel_size must"),
-        (dict(block_size=0), "block_size must"),
-    ],
-)
-def test_wrong_settings_of_torchrun_fail(sizes, reason, monkeypatch) -> None:
-    """By every process: none would wait for the others."""
-    started = dict(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="6", LOCAL_WORLD_SIZE="6")
-    for rank in "01":
-        for name, value in {**started, "RANK": rank}.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=reason):
-            LLM(**sizes)
 
 
 def test_a_peer_without_the_secret_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found: list = []
-        accept = threading.Thread(
-            target=lambda: found.extend(remote_launch._accept(server, "secret", 2))
-        )
-        accept.start()
+        pool = ThreadPoolExecutor(1)
+        accepted = pool.submit(remote_launch._accept, server, "secret", 2)
 
         def call(hello: bytes) -> Channel:
             channel = Channel(socket.create_connection(server.getsockname()))
@@ -189,16 +136,12 @@ def test_a_peer_without_the_secret_is_refused() -> None:
             return channel
 
         wrong = dict(secret="guess", rank=1, name="channel")
-        others = [call(json.dumps(wrong).encode()), call(b"GET / HTTP/1.1"), call(b"[]")]
-        for stranger in others:
+        for hello in (json.dumps(wrong).encode(), b"GET / HTTP/1.1", b"[]"):
             with pytest.raises(ChannelClosed):
-                stranger.receive()
-        ends = [
-            call(json.dumps(dict(secret="secret", rank=1, name=name)).encode())
-            for name in ("lifeline", "channel")
-        ]
-        accept.join(10)
-        (link,) = found
+                call(hello).receive()
+        right = [wrong | {"secret": "secret", "name": name} for name in ("lifeline", "channel")]
+        ends = [call(json.dumps(hello).encode()) for hello in right]
+        (link,) = accepted.result(10)
         link.lifeline.send(b"lifeline")
         link.channel.send(b"channel")
         assert [end.receive() for end in ends] == [b"lifeline", b"channel"]
@@ -208,20 +151,33 @@ def test_a_peer_without_the_secret_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "reason"),
+    ("num_processes", "wrong", "reason"),
     [
-        (dict(tensor_parallel_size=0), ValueError, "tensor_parallel_size must"),
-        (dict(worker_timeout_s=0), ValueError, "worker_timeout_s must"),
-        (dict(tensor_parallel_size=2, model="/nowhere"), FileNotFoundError, "model must .*/now"),
-        (dict(tensor_parallel_size=2, max_model_len=10**6), ValueError, "max_model_len must"),
-        (dict(tensor_parallel_size=3), ValueError, "tensor_parallel_size must"),
-        (dict(pipeline_parallel_size=99), ValueError, "pipeline_parallel_size must"),
+        (0, dict(tensor_parallel_size=0), "tensor_parallel_size must"),
+        (0, dict(worker_timeout_s=0), "worker_timeout_s must"),
+        (0, dict(tensor_parallel_size=2, model="/nowhere"), "model must .*/now"),
+        (0, dict(tensor_parallel_size=2, max_model_len=10**6), "max_model_len must"),
+        (0, dict(tensor_parallel_size=3), "tensor_parallel_size must"),
+        (0, dict(pipeline_parallel_size=99), "pipeline_parallel_size must"),
+        (6, dict(tensor_parallel_size=2), "must be 6, .*got 2 x 1"),
+        (6, dict(tensor_parallel_size=4, pipeline_parallel_size=2), "must be 6, .*got 4 x 2"),
+        (6, dict(pipeline_parallel_size=4), "pipeline_parallel_size must"),
+        (6, dict(block_size=0), "block_size must"),
     ],
 )
-def test_impossible_settings_are_refused_without_processes(wrong, error, reason, monkeypatch):
+def test_impossible_settings_are_refused_without_processes(
+    num_processes, wrong, reason, monkeypatch
+) -> None:
+    """By every process of torchrun: none would wait for the others."""
     monkeypatch.setattr(remote_launch, "start_process", None)
-    with pytest.raises(error, match=reason):
-        LLM(**wrong)
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes))
+    for rank in "01":
+        if num_processes:
+            for name, value in (sizes | dict(TORCHELASTIC_RUN_ID="x", RANK=rank)).items():
+                monkeypatch.setenv(name, value)
+        error = FileNotFoundError if "model" in wrong else ValueError
+        with pytest.raises(error, match=reason):
+            LLM(**wrong)
 
 
 def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
@@ -231,14 +187,11 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
     monkeypatch.setattr(all_threads, "_look", lambda: None)
     all_threads._before = 7
     small, large = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
-
-    def each(num_ranks: int, num_parameters: int, num_threads: int | None = None) -> int:
-        cpu = torch.device("cpu")
-        return remote_launch.launch(num_ranks, cpu, num_parameters, num_threads).num_threads
-
-    assert [each(n, large) for n in (1, 2, 3, 9)] == [7, 3, 2, 1]
-    assert [each(n, small) for n in (1, 2)] == [1, 1]
-    assert each(2, small, num_threads=5) == 5
+    each = [(1, large, None, 7), (2, large, None, 3), (3, large, None, 2), (9, large, None, 1)]
+    each += [(1, small, None, 1), (2, small, None, 1), (2, small, 5, 5)]
+    for num_ranks, num_parameters, told, expected in each:
+        started = remote_launch.launch(num_ranks, torch.device("cpu"), num_parameters, told)
+        assert started.num_threads == expected
 
 
 def test_a_device_of_its_own_for_each_rank(monkeypatch):

@@ -38,7 +38,7 @@ WORLDS = {
     "2 stages": (2, 1, 2, ("qwen3", "qwen2-untied", "llama-biases", "mixtral")),
     "3 stages": (1, 1, 3, ("qwen3", "llama-biases", "gemma3")),
     "2 x 2": (0, 2, 2, ("qwen3", "llama-biases", "qwen2-untied", "qwen3-moe")),
-    "4 ranks": (0, 4, 1, CASES),
+    "4 ranks": (0, 4, 1, ("qwen3", "llama-biases", "llama3-scaling", "gemma3", "mixtral")),
 }
 # In float32, packed and plain, and bfloat16 too; the others in float64 only.
 IN_EVERY_DTYPE = ("qwen3", "llama-biases")
@@ -84,11 +84,9 @@ def ranks(folder, adapted) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def one_process(folder) -> dict[str, list[torch.Tensor]]:
-    found = {}
-    for name in CASES:
-        harness = PagedHarness(load_model(folder / name, torch.float64).model, 3)
-        found[name] = [harness.step(*step) for step in STEPS]
-    return found
+    models = {name: load_model(folder / name, torch.float64).model for name in CASES}
+    harnesses = {name: PagedHarness(model, 3) for name, model in models.items()}
+    return {name: [harnesses[name].step(*step) for step in STEPS] for name in CASES}
 
 
 def each_rank(ranks: list[dict]):
@@ -126,6 +124,10 @@ def test_logits_are_those_of_one_process(ranks, one_process):
 
 def test_communication_follows_the_formula(ranks, folder):
     """Two all-reduces a layer, one for the embedding, one gather."""
+    for world, (first, tp_size, num_stages, _) in WORLDS.items():
+        for rank in range(tp_size * num_stages):
+            least = ranks[first + rank][world]["least"]
+            assert least == 100 - (tp_size * num_stages - 1), "of all stages"
     for world, grid, case, kind, steps in each_rank(ranks):
         fields = json.loads((folder / case / "config.json").read_text())
         config = ModelConfig.from_hf(fields)
@@ -176,12 +178,6 @@ def test_adapters_on_more_ranks_than_kv_heads_equal_peft(ranks, folder, adapted)
             assert Communication(**found["said"]) == traffic
 
 
-def test_the_least_is_that_of_all_stages(ranks):
-    for world, (first, tp_size, num_stages, _) in WORLDS.items():
-        for rank in range(tp_size * num_stages):
-            assert ranks[first + rank][world]["least"] == 100 - (tp_size * num_stages - 1)
-
-
 def test_tokens_123_and_6789_on_two_ranks(ranks):
     """The example of the post on nano-vLLM: a vocabulary of 10,000, half of it on each rank."""
     for rank in range(2):
@@ -192,11 +188,7 @@ def test_tokens_123_and_6789_on_two_ranks(ranks):
 def test_a_rank_that_does_not_come_is_an_error_and_a_pause_is_none(ranks):
     for rank, got in enumerate(ranks):
         assert got["late"]["after a pause"] == [4.0, 4.0], rank
-    for rank, got in enumerate(ranks[:-1]):
-        message, seconds = got["late"]["late"]
-        assert f"rank {rank} of 4: all_reduce failed" in message and seconds < 10, message
+        for kind, call in (("late", "all_reduce"), ("gone", "all_gather")) if rank < 3 else ():
+            assert f"rank {rank} of 4: {call} failed" in got["late"][kind]
     # The rank that waits longest may learn of it from ranks that have timed out.
-    assert any("1500ms" in got["late"]["late"][0] for got in ranks[:-1])
-    for rank, got in enumerate(ranks[:-1]):
-        message, seconds = got["late"]["gone"]
-        assert f"rank {rank} of 4: all_gather failed" in message and seconds < 10, message
+    assert any("1500ms" in got["late"]["late"] for got in ranks[:-1])

@@ -79,18 +79,12 @@ def test_copy_of_a_growing_completion_keeps_the_text_it_had(processor, ids) -> N
     completion = processor.completion
     take(processor, *ids[:4])
     text = completion.text
-    copies = [
-        copy.copy(completion),
-        copy.deepcopy(completion),
-        pickle.loads(pickle.dumps(completion)),
-        CompletionOutput(**asdict(completion)),
-    ]
     replaced = replace(completion, index=7)
+    copies = [copy.copy(completion), copy.deepcopy(completion)]
+    copies += [pickle.loads(pickle.dumps(completion)), CompletionOutput(**asdict(completion))]
     take(processor, *ids[4:9])
     assert text and completion.text != text
-    for copied in copies:
-        assert type(copied) is CompletionOutput
-        assert copied.text == text
+    assert {(type(copied), copied.text) for copied in copies} == {(CompletionOutput, text)}
     assert (replaced.index, replaced.text) == (7, text)
 
 

@@ -314,7 +314,9 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
         match = detokenizer.append(id_of[text])
         if take:
             sent += detokenizer.take_delta()
-            assert sent == detokenizer.text or not includes, "nothing is held back"
+            text = detokenizer.text
+            held = text.removeprefix(sent)
+            assert not held or (any(s.startswith(held) for s in stop) and not includes), "too much"
         if match:
             break
     detokenizer.finish()
@@ -325,20 +327,6 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
         assert sent == "".join(texts)
     else:
         assert (match.stop_string, match.num_tokens_kept, sent) == expected
-
-
-def test_a_stream_holds_back_only_a_possible_stop_string() -> None:
-    tokenizer = KINDS["byte level"]
-    id_of = {chr(b): tokenizer.encode(chr(b))[0] for b in range(33, 127)}
-    detokenizer = IncrementalDetokenizer(tokenizer, [5], stop=["</s>", "END"])
-    deltas = []
-    for char in "a</b<EN</E":
-        detokenizer.append(id_of[char])
-        deltas.append(detokenizer.take_delta())
-    assert deltas == ["a", "", "", "</b", "", "<", "", "EN", "", "</"]
-    assert detokenizer.text == "a</b<EN</E"
-    detokenizer.finish()
-    assert detokenizer.take_delta() == "E"
 
 
 def test_a_stop_string_may_hold_characters_that_tokens_cut() -> None:

@@ -167,6 +167,8 @@ class Told(RunnerPlugin):
         self.log.append("appended")
 
     def stage(self, step: StepRows, upload: UploadBuffer):
+        if len(step.req_ids) == 3:
+            return None
         return upload.add(np.repeat(step.queries.rows, step.queries.num_tokens))
 
     def check(self, state: BatchState, plans: Plans) -> None:
@@ -242,7 +244,8 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
             assert table[:num_blocks] == plans.tables[name][group][:num_blocks]
     row_of, step = runner.state.row_of, batch.step
     owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
-    assert batch.staged["told"].tolist() == [row_of[name] for name in owners]
+    staged = {"told": [row_of[name] for name in owners]} if len(starts) != 3 else {}
+    assert {name: data.tolist() for name, data in batch.staged.items()} == staged
     assert list(step.req_ids) == order(starts) and step.drafts == plan.scheduled_draft_token_ids
     assert step.queries.starts.tolist() == [starts[name] for name in step.req_ids]
     logit_owners = np.repeat(step.req_ids, step.queries.num_logit_rows).tolist()

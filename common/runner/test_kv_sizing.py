@@ -14,13 +14,7 @@ from common.models.loader import LoadedModel
 from common.runner import kv_sizing
 from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
 from common.sampling import speculative_sampler
-from common.sampling.sampling_rules import (
-    BITS,
-    LOGPROBS,
-    MIN_TOKENS,
-    TOKEN_RULES,
-    WIDE,
-)
+from common.sampling.sampling_rules import BITS, LOGPROBS, MIN_TOKENS, TOKEN_RULES, WIDE
 from common.sampling.speculative_sampler import SpeculativeSampler
 from kv_budget import MemoryReading
 from paged_attention import TorchAttentionBackend
@@ -47,17 +41,11 @@ def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkey
     config = EngineConfig(max_num_seqs=1000)
     assert make(config, loaded, max_model_len=4096).num_blocks == 500
     assert steps == [([8], 1)]
+    with pytest.raises(ValueError, match=r"num_blocks=501 .* on each of 2 ranks, but only 0"):
+        demand = demand_of(replace(config, num_blocks=501), loaded)
+        make_kv_cache(demand, Peers(num_here=2))
     monkeypatch.undo()
     assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
-
-
-def test_memory_of_several_ranks_is_requested_together(loaded, monkeypatch) -> None:
-    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
-    config = EngineConfig(max_num_seqs=2, num_blocks=501)
-    demand = demand_of(config, loaded)
-    assert make_kv_cache(demand).num_blocks == 501
-    with pytest.raises(ValueError, match=r"num_blocks=501 .* on each of 2 ranks, but only 0"):
-        make_kv_cache(demand, Peers(num_here=2))
 
 
 # -- a GPU
@@ -82,8 +70,7 @@ class FakeMemory:
             free=27_000 * BLOCK_BYTES - self.kept,
             reserved=10_000 * BLOCK_BYTES + self.kept,
             # PyTorch gives back the activations before it captures.
-            peak_reserved=10_000 * BLOCK_BYTES
-            + max(self.kept, self.peak if self.num_reads == 2 else 0),
+            peak_reserved=10_000 * BLOCK_BYTES + max(self.kept, self.peak * (self.num_reads == 2)),
         )
 
 

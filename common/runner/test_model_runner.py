@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,45 +42,27 @@ def new(req_id: str, tokens: list[int], blocks: list[int], computed: int = 0) ->
 def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedModelRunner) -> None:
     """Trap 31: a chunk in the middle must not yield a token."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
-    chunk_sizes = (5, 11, 2)
-    output = SchedulerOutput([new("a", prompt, [7, 2])], num_scheduled_tokens={"a": chunk_sizes[0]})
-    computed = 0
-    for i, chunk_size in enumerate(chunk_sizes):
+    output = SchedulerOutput([new("a", prompt, [7, 2])], num_scheduled_tokens={"a": 5})
+    for start, num_tokens in ((0, 5), (5, 11), (16, 2)):
+        if start:
+            cached = CachedRequestData(["a"], [[]], [start], [0], [()])
+            output = SchedulerOutput([], cached, num_scheduled_tokens={"a": num_tokens})
         batch = runner.prepare(output)
         logits = runner.forward(batch)
-        assert batch.sampling.req_ids == (["a"] if i == 2 else [])
-        assert len(logits) == (1 if i == 2 else 0)
-        computed += chunk_size
-        cached = CachedRequestData(["a"], [[]], [computed], [0], [()])
-        if i + 1 < len(chunk_sizes):
-            output = SchedulerOutput(
-                scheduled_cached_reqs=cached, num_scheduled_tokens={"a": chunk_sizes[i + 1]}
-            )
+        assert batch.sampling.req_ids == ["a"] * len(logits) == ["a"] * (start == 16)
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_tokens_after_a_stop_string_are_cut_with_their_logprobs() -> None:
-    class Runs:
-        def execute(self, plan: SchedulerOutput) -> FinishedStep:
-            tokens = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
-            return FinishedStep(StepOutput(tokens, {"a": ["x", "y", "z"]}))
-
-    lookups = []
-
-    class Member(NamedTuple):
-        name: str
-
-        def num_wanted(self, tokens: list[int]) -> int:
-            lookups.append((self.name, list(tokens)))
-            return 2
-
-    processors = {name: Member(name) for name in "abc"}
+    tokens = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
+    output = FinishedStep(StepOutput(tokens, {"a": ["x", "y", "z"]}))
+    runs = SimpleNamespace(execute=lambda plan: output)
+    wanted = {name: SimpleNamespace(num_wanted=lambda tokens: 2) for name in "ab"}
     plan = SchedulerOutput(scheduled_draft_token_ids={"a": [2, 3], "b": [5]})
-    step = TrimmingRunner(Runs(), processors).execute(plan)
-    processors["b"] = Member("the next request of this name")  # trap 82
-    output = step.wait()
-    assert output.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
-    assert output.logprobs == {"a": ["x", "y"]}
-    assert lookups == [("a", [1, 2, 3]), ("b", [4, 5])], "a single token is wanted in any case"
+    step = TrimmingRunner(runs, wanted).execute(plan)  # pyright: ignore
+    wanted["b"] = SimpleNamespace(num_wanted=lambda tokens: 1)  # trap 82: the next of this name
+    trimmed = step.wait()
+    assert trimmed.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
+    assert trimmed.logprobs == {"a": ["x", "y"]}

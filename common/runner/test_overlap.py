@@ -12,7 +12,7 @@ import pytest
 from bounded_loops import as_long_as
 from common.runner.overlap import OverlappedEngineCore, QueuedRunner, ThreadedRunner
 from common.runner.pipeline import PipelinedEngineCore
-from common.tests.logging_runner import LoggingRunner, request
+from common.tests.logging_runner import LoggingRunner
 from fcfs_scheduler import FCFSScheduler
 from overlap_plugin import OverlapPlugin
 from pipeline_plugin import PipelinePlugin
@@ -35,14 +35,12 @@ class Loop:
         self.runner = LoggingRunner(self.entries, names)
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
         self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
-        observers = [self.records.append]
-        recorder = RecordedScheduler(self.scheduler, observers, check_invariants=True)
-        parts = recorder, QueuedRunner(self.runner)
+        recorder = RecordedScheduler(self.scheduler, [self.records.append], check_invariants=True)
+        parts = recorder, QueuedRunner(self.runner), self.plugin
         if num_stages:
-            in_flight = num_in_flight or num_stages
-            self.core = PipelinedEngineCore(*parts, self.plugin, in_flight)
+            self.core = PipelinedEngineCore(*parts, num_in_flight or num_stages)
         else:
-            self.core = OverlappedEngineCore(*parts, in_flight_plans=self.plugin)
+            self.core = OverlappedEngineCore(*parts)
         self.outputs: dict[str, list[int]] = {}
 
     def add(self, names: str, max_tokens: int = 3, num_prompt: int = 2) -> None:
@@ -82,25 +80,6 @@ def test_decodes_are_split_and_each_part_is_planned_before_the_other_has_ended()
     alone.add("a")
     alone.run()
     assert alone.log == ">a <a >a <a >a <a", "never planned ahead of its token"
-
-
-def test_an_empty_plan_in_flight_is_not_a_step_and_delays_none() -> None:
-    """`c` exceeds the budget: a plan was asked for, and it scheduled no request. A full batch does
-    not ask."""
-    loop = Loop(2, max_num_batched_tokens=4)
-    loop.add("ab", 6)
-    loop.add("c", 3, num_prompt=4)
-    loop.step(2)
-    assert loop.log == ">ab > <ab >a >b < <a"
-    for _ in range(4):
-        before = sum(map(len, loop.outputs.values()))
-        loop.step()
-        assert sum(map(len, loop.outputs.values())) > before
-    loop.run()
-    full = Loop(2, max_num_seqs=2)
-    full.add("abcd", 5)
-    full.run()
-    assert ("begun",) not in full.entries
 
 
 @pytest.mark.net
@@ -146,19 +125,6 @@ def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
     loop.add("d", 2)
     loop.run()
     assert loop.outputs["d"] == [1, 2]
-
-
-def test_a_request_aborted_in_flight_gets_no_token_and_its_id_can_be_reused() -> None:
-    loop = Loop(2)
-    loop.add("ab", 9)
-    loop.step(2)
-    loop.core.abort_request("a"), loop.core.abort_request("b")
-    loop.core.add_request(again := request("b", 2))
-    loop.outputs.clear()
-    loop.outputs["b"] = []
-    loop.run()
-    assert loop.outputs["b"] == again.output_token_ids == [3, 4], "the step in flight was the old's"
-    assert loop.plugin.num_discarded_tokens == 1
 
 
 # -- the threads

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from common.sampling import counter_random, sampler_kernel
 from common.sampling import sampling_constraints as spec
-from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampler import Sampler
 from common.sampling.sampler_kernel import KERNELS, TILE, sampling_launches
-from common.tests.pretend_device import pretend_device
 from common.tests.sampling_cases import RECIPES, as_plain, mixed_sampling, sampling_probs
 from inverse_cdf import SCALE
-from kernel_launch import Launch
 from request import SamplingParams
 
 pytestmark = pytest.mark.needs("triton")
@@ -57,10 +53,6 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def doubles(values: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(TILE + 77, torch.float32), (256, torch.float64)]
@@ -81,6 +73,9 @@ def test_top_p_and_the_draw_have_the_same_borders(vocab_size, dtype, device) -> 
         assert equal(sampler_kernel.apply_top_p(logits.clone(), top_p), expected)
         expected = counter_random.sample_from_probs(probs, u)
         assert equal(sampler_kernel.sample_from_probs(probs, u), expected)
+    for bad in (math.nan, NEG_INF):  # what a bad row draws on the way is an index
+        tokens = sampler_kernel.sample_from_probs(torch.full_like(probs, bad), u)
+        assert (tokens >= 0).all() and (tokens < vocab_size).all()
 
 
 # -- the sampler
@@ -104,7 +99,7 @@ def make_batch(num_rows: int, vocab_size: int, seed: int = 0) -> SimpleNamespace
 @pytest.mark.net
 @pytest.mark.usefixtures("more_ways")
 @pytest.mark.sample(every=3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [5, TILE + 77, 12_300])
 def test_probabilities_are_those_of_the_specification(vocab_size, dtype, device) -> None:
     """Ties of every kind, in every recipe; a row that is not cut, the highest in one block, in 16
@@ -150,66 +145,3 @@ def test_the_kernel_sampler_agrees_with_the_other(vocab_size, device, launched) 
     found = as_plain(Sampler(vocab_size, KERNELS).sample(logits, make_batch(n, vocab_size)))
     assert found == expected
     assert "_shape_kernel" not in launched and "_penalties_kernel" not in launched
-
-
-# -- what it costs
-
-
-def count_operations(monkeypatch, recipes: list[SamplingParams]) -> int:
-    """Launches, PyTorch's and Triton's, of a step that samples with kernels and reads once."""
-    vocab_size, n = 60, len(recipes)
-    torch.manual_seed(0)
-    logits, count = make_logits(n, vocab_size), [0]
-    with pretend_device(monkeypatch) as device:
-        real, dispatch = Launch.__call__, type(device).__torch_dispatch__
-
-        def launch(self: Launch, grid: tuple[int, ...], *arguments: Any) -> None:
-            """On a GPU it is put in a queue; the interpreter reads the tensors."""
-            before, count[0] = device.reads, count[0] + 1
-            with torch.utils._python_dispatch._disable_current_modes():
-                real(self, grid, *arguments)
-            device.reads = before
-
-        def counting(self, func, types, args=(), kwargs=None):
-            alias = func._schema.returns[0].alias_info if func._schema.returns else None
-            is_view = alias is not None and not alias.is_write
-            count[0] += not is_view and "empty" not in func.__name__
-            return dispatch(self, func, types, args, kwargs)
-
-        monkeypatch.setattr(Launch, "__call__", launch)
-        monkeypatch.setattr(type(device), "__torch_dispatch__", counting)
-        sampling = mixed_sampling(recipes, n, vocab_size, 0)
-        on_device, upload = device.put(logits.bfloat16()), UploadBuffer(logits.device)
-        step = Sampler(vocab_size, KERNELS).stage(sampling, upload)
-        upload.send()
-        count[0] = 0
-        step.begin(on_device)
-        launches = count[0]
-        step.wait()
-    assert device.reads == 1
-    return launches
-
-
-@pytest.mark.parametrize(
-    ("params", "num_launches"),
-    [
-        (SamplingParams(temperature=0), 4),
-        (SamplingParams(temperature=0.6), 10),
-        (SamplingParams(temperature=0.6, top_p=0.9), 12),
-        (SamplingParams(top_k=20, top_p=0.9), 13),
-    ],
-    ids=["greedy", "temperature", "top-p", "top-k and top-p"],
-)
-def test_launches_of_a_batch_that_asks_for_one_thing(
-    params: SamplingParams, num_launches: int, monkeypatch
-) -> None:
-    assert count_operations(monkeypatch, [params] * 3) == num_launches
-
-
-@pytest.mark.usefixtures("more_ways")
-def test_what_a_bad_row_draws_on_the_way_is_an_index(device: torch.device) -> None:
-    for bad in (math.nan, NEG_INF):
-        tokens = sampler_kernel.sample_from_probs(
-            torch.full((1, 40), bad, device=device), doubles([0.5], device)
-        )
-        assert 0 <= tokens.item() < 40

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from batch_layout import Queries
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling import sampling_rules
-from common.sampling.sampling_columns import SamplingColumns
+from common.sampling.prompt_logprobs import PromptLogprobs
+from common.sampling.runner_plugin import NO_TOKEN, RunnerPlugin, RunnerPlugins, UploadBuffer
+from common.sampling.sampling_columns import ALL, SamplingColumns
 from common.sampling.sampling_rules import BITS, NUMBERS
 from request import SamplingParams
+from scheduler_interface import NewRequestData
 
 OTHERS = {
     name: getattr(sampling_rules, name) for name in ("NARROW", "WIDE", "MIN_TOKENS", "LOGPROBS")
@@ -26,6 +32,7 @@ CASES: list[tuple[SamplingParams, str]] = [
     (SamplingParams(top_k=256, top_p=0.9), "NARROW top_k top_p"),
     (SamplingParams(top_k=257, min_p=0.1), "WIDE top_k min_p"),
     (SamplingParams(temperature=0, logprobs=0), "LOGPROBS"),
+    (SamplingParams(temperature=0, logprobs=-1), "LOGPROBS"),  # of the whole vocabulary
     (SamplingParams(temperature=0, repetition_penalty=0.5), "repetition_penalty"),
     (SamplingParams(temperature=0, presence_penalty=-0.5), "presence_penalty"),
     (SamplingParams(seed=-3, frequency_penalty=0.1), "WIDE frequency_penalty"),
@@ -39,7 +46,8 @@ def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str)
     assert columns.numbers[:, row].tolist() == [getattr(params, name) for name in NUMBERS]
     assert (columns.top_k[row], columns.min_tokens[row]) == (params.top_k, params.min_tokens)
     assert columns.seed[row] == (params.seed or 0)
-    assert columns.num_logprobs[row] == (-1 if params.logprobs is None else params.logprobs)
+    num_logprobs = {None: -1, -1: ALL}.get(params.logprobs, params.logprobs)
+    assert columns.num_logprobs[row] == num_logprobs
     assert columns.is_seed_drawn[row] == isinstance(params, DrawnSeedParams)
     found = {name for name, bit in (BITS | OTHERS).items() if columns.needs[row] & bit}
     assert found == set(bits.split())
@@ -76,3 +84,37 @@ def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: i
             check(columns, row, params, bits)
             assert bool(columns.needs[row] & sampling_rules.TOKEN_RULES) == (bad is not None)
             assert bad is None or columns.rules[row].bad.tolist() == [bad]
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ({"a": "01", "b": "10", "c": "11"}, "a and b"),
+        ({"a": "00", "b": "10"}, "a"),
+        ({"a": "110", "b": "101", "c": "011"}, "a and b and c"),
+        ({"a": "01", "b": "11"}, None),
+        ({}, None),
+    ],
+)
+def test_the_reason_of_a_request_without_a_token_names_only_rules_with_a_part(rules, named) -> None:
+    class Rules(RunnerPlugin):
+        def may_come(self, row, outputs, vocab_size):
+            return {name: np.array([bit == "1" for bit in bits]) for name, bits in rules.items()}
+
+    found = RunnerPlugins([Rules()]).missing_reason(0, [], 3)
+    assert found == (named and f"{named}: {NO_TOKEN}")
+
+
+def test_a_prompt_is_scored_from_its_beginning_whoever_had_its_row() -> None:
+    plugin = PromptLogprobs(9)
+    plugin.grow(1)
+    for prompt in ([1, 2, 3, 4, 5], [6, 7, 8]):
+        features = {"prompt_logprobs": 0}
+        plugin.admit(0, NewRequestData("a", prompt, SamplingParams(), features=features))
+        queries = Queries(*(np.array([n]) for n in (0, 0, len(prompt), 1)))
+        state = SimpleNamespace(token_ids=np.array([prompt]))
+        step = SimpleNamespace(queries=queries, req_ids=["a"], state=state)
+        upload = UploadBuffer(torch.device("cpu"))
+        scored = plugin.stage(step, upload)  # pyright: ignore[reportArgumentType]
+        upload.send()
+        assert scored is not None and scored().tokens.tolist() == prompt[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,8 @@ from common.sampling.counter_random import DRAFT_STREAM, TOKEN_STREAM, uniforms
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
-from common.tests.sampling_cases import make_sampling
+from common.sampling.test_sampler import RULED, naive_probs
+from common.tests.sampling_cases import ListedTokens, make_sampling
 from request import SamplingParams
 
 
@@ -60,3 +62,39 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
     drafts.take([torch.from_numpy(array) for array in arrays])
     found = [float(staged.u()) for staged in drafts._rounds]  # type: ignore[union-attr]
     assert found == uniforms(torch.tensor([5] * 3), torch.tensor([2, 3, 4]), stream).tolist()
+
+
+@pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
+def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
+    """Two drafts, with any proposal: the distribution of the tokens in a row, against the one that
+    follows from the order of application alone."""
+    n, vocab_size, rng = 8000, 5, np.random.default_rng(0)
+    params = DrawnSeedParams(seed=1, **RULED, repetition_penalty=1.3, top_p=0.97)
+    q = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
+    drafts = rng.choice(vocab_size, (n, 2), p=q)
+    raw = np.random.default_rng(1).normal(size=(3, vocab_size))
+    every = [list(map(int, ids)) for ids in drafts]
+    one = make_sampling([params] * n, seeds=range(1, n + 1), outputs=[[0]] * n)
+    state = ListedTokens.of([[0]] * n, [[0]] * n, every)
+    rows, num_drafts = np.repeat(one.rows, 3), np.tile([1, 2, 3], n)
+    names = [name for name in one.req_ids for _ in range(3)]
+    draft_token_ids = dict(zip(one.req_ids, every))
+    batch = SamplingBatch(one.columns, names, rows, num_drafts, state, draft_token_ids)
+    probs = torch.from_numpy(q).repeat(2, 1) if has_probs else None
+    verify = SpeculativeSampler(Sampler(vocab_size), lambda _: probs)
+    output = verify.sample(torch.from_numpy(raw).repeat(n, 1), SimpleNamespace(sampling=batch))
+    tokens, lens = Counter[tuple](), Counter[tuple]()
+    for name in one.req_ids:
+        ids = output.token_ids[name]
+        for end in range(1, len(ids) + 1):
+            tokens[tuple(ids[:end])] += 1
+            lens[tuple(ids[: end - 1])] += 1
+    assert max(map(len, tokens)) == 3
+    for before, total in lens.items():
+        expected = np.array(naive_probs(raw[len(before)].tolist(), params, [0], [0, *before]))
+        found = np.array([tokens[(*before, t)] for t in range(vocab_size)])
+        assert found[expected == 0].sum() == 0, before
+        possible = expected > 0
+        if total > 200 and possible.sum() > 1:
+            share = expected[possible] * total
+            assert chisquare(found[possible], share).pvalue > 1e-6, (before, found, share)

@@ -21,7 +21,7 @@ KINDS = RECIPES | {"drawn seed": DrawnSeedParams(seed=1)}
 BATCHES = {name: [params] for name, params in KINDS.items()} | {"mixed": list(KINDS.values())}
 
 
-def make_logits(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def make_logits(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     """With ties, and rows that say nothing."""
     torch.manual_seed(num_rows)
     logits = torch.randn(num_rows, VOCAB + 5).mul(3).to(dtype)
@@ -29,26 +29,9 @@ def make_logits(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     return logits
 
 
-def make_batch(params: list[SamplingParams], num_rows: int) -> SimpleNamespace:
-    return SimpleNamespace(sampling=mixed_sampling(params, num_rows, VOCAB, seed=1))
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_the_host_reads_once_and_copies_once_however_many_rows(name, monkeypatch) -> None:
-    for num_rows in (24, 96):
-        batch, sampler = make_batch(BATCHES[name], num_rows), Sampler(VOCAB)
-        logits = make_logits(num_rows)
-        expected = as_plain(sampler.sample(logits, batch))
-        with pretend_device(monkeypatch) as device:
-            found = as_plain(Sampler(VOCAB).sample(device.put(logits), batch))
-            assert device.reads == 1 and device.uploads == (name != "greedy")
-        assert found == expected
-        assert found[1].keys() == {f"r{i}" for i in range(1, num_rows, 7)}
-
-
 def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNamespace:
     """Requests with 0 to 3 drafts, and a row for each and one more."""
-    one = make_batch(params, num_requests).sampling
+    one = mixed_sampling(params, num_requests, VOCAB, seed=1)
     drafts = {f"r{i}": [7 * i % VOCAB, 3, 9][: i % 4] for i in range(num_requests) if i % 4}
     every = [drafts.get(r, []) for r in one.req_ids]
     rows = np.repeat(one.rows, [len(ids) + 1 for ids in every])
@@ -60,20 +43,29 @@ def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNam
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("has_probs", [False, True], ids=["look-up", "draft model"])
-def test_verification_is_read_once(name: str, has_probs: bool, monkeypatch) -> None:
-    for num_requests in (24, 48):
-        batch = drafting_batch(BATCHES[name], num_requests)
-        columns, drafts = batch.sampling.columns, batch.sampling.drafts
-        logits = make_logits(len(batch.sampling.rows), torch.float32)
-        with_probs = [r for r in drafts if has_probs and columns.is_seed_drawn[int(r[1:])]]
+@pytest.mark.parametrize("drafts", [None, "look-up", "draft model"])
+def test_the_host_reads_once_and_copies_once_however_many_rows(name, drafts, monkeypatch) -> None:
+    params = BATCHES[name]
+    for num_requests in (24, 96):
+        batch = SimpleNamespace(sampling=mixed_sampling(params, num_requests, VOCAB, seed=1))
+        batch = drafting_batch(params, num_requests) if drafts else batch
+        logits = make_logits(len(batch.sampling.rows), torch.float32 if drafts else torch.bfloat16)
+        columns = batch.sampling.columns
+        with_probs = batch.sampling.drafts if drafts == "draft model" else ()
+        with_probs = [r for r in with_probs if columns.is_seed_drawn[int(r[1:])]]
         probs = {r: torch.full((3, VOCAB), 1 / VOCAB) for r in with_probs}
-        verify = SpeculativeSampler(Sampler(VOCAB), probs.get)
-        expected = as_plain(verify.sample(logits, batch))
+
+        def sample(logits, probs, batch=batch) -> tuple:
+            sampler = Sampler(VOCAB)
+            sampler = SpeculativeSampler(sampler, probs.get) if drafts else sampler
+            return as_plain(sampler.sample(logits, batch))
+
+        expected = sample(logits, probs)
         with pretend_device(monkeypatch) as device:
-            probs = {r: device.put(q) for r, q in probs.items()}
-            sampler = SpeculativeSampler(Sampler(VOCAB), probs.get)
-            found = as_plain(sampler.sample(device.put(logits), batch))
-            assert device.reads == device.uploads == 1
+            on_device = {r: device.put(q) for r, q in probs.items()}
+            found = sample(device.put(logits), on_device)
+            assert device.reads == 1
+            assert device.uploads == (name != "greedy" or drafts is not None)
         assert found == expected
         assert found[0].keys() | found[1].keys() == set(batch.sampling.req_ids)
+        assert drafts or found[1].keys() == {f"r{i}" for i in range(1, num_requests, 7)}

@@ -131,9 +131,8 @@ def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
         time.sleep(2.5 * timeout_s)
         return found
     for name, call in (("late", late.all_reduce), ("gone", gone.all_gather)):
-        start = time.monotonic()
         try:
             call(torch.ones(2))
         except CollectiveError as error:
-            found[name] = (str(error), time.monotonic() - start)
+            found[name] = str(error)
     return found

@@ -91,8 +91,8 @@ def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
             users[request.request_id] = request
         elif act == "finish" and users:
             request = users.pop(rng.choice(list(users)))
-            names.on_finish(request)
-            names.on_finish(request)
+            for _ in range(2):
+                names.on_finish(request)
         elif act == "interrupt" and name not in digests and content != "?":
             whole, names._digests = names._digests, Interrupted(names._digests)
             with pytest.raises(KeyboardInterrupt):
@@ -110,33 +110,29 @@ def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
 
 
 class Ranks:
-    """An executor whose ranks answer `answers` in turn, one of them a look, until they are gone."""
+    """An executor whose two ranks answer in turn, one of them a look, until they are gone."""
 
-    def __init__(self, *answers: list[str | None]) -> None:
-        self.answers, self.has_exited = list(answers), False
-        self.links, self.loading, self.sent = [0, 1], {}, []
+    def __init__(self, *answers: str | None) -> None:
+        self.answers, self.links = list(answers), [0, 1]
+        self.loading, self.taken = {}, []
 
     def send(self, content: bytes) -> None:
-        if self.has_exited:
+        if not self.answers:
             raise WorkerError("gone")
         kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
         kind, sent = unpack(content, kinds | {"drop": ["digest"]})
-        self.sent.append((kind, *sent.values()))
+        self.taken += [tuple(sent.values())] * (kind == "take")
 
     def look(self, seconds: float) -> None:
-        if self.has_exited:
-            raise WorkerError("gone")
         number = max(self.loading)
         reason = {"kind_of_error": "ValueError", "sentence": "half a file"}
-        rank, digests = len(self.loading[number]), self.answers[0]
-        self.loading[number][rank] = {"digest": digests.pop(0), **reason}
-        if not digests:
-            self.answers.pop(0)
+        found = self.loading[number]
+        found[len(found)] = {"digest": self.answers.pop(0), **reason}
 
 
 def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     """Each answers when it has read, and steps may come between."""
-    ranks = Ranks(["a", "a"], ["a", "b"], ["a", None], ["c", "d"])
+    ranks = Ranks("a", "a", "a", "b", "a", None, "c", "d", "left")
     adapters = RemoteAdapters(ranks)
     loading = adapters.begin("x")
     assert [loading.is_over() for _ in range(3)] == [False, True, True]
@@ -146,10 +142,9 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     for reason in ("must be the same on all ranks", "half a file", "must be the same"):
         with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
-    taken = [sent[1:] for sent in ranks.sent if sent[0] == "take"]
-    assert taken == [(1, True), (2, False), (3, False), (4, False)]
+    assert ranks.taken == [(1, True), (2, False), (3, False), (4, False)]
     assert not ranks.loading and not names.names
-    ranks.has_exited = True
+    ranks.answers.clear()
     adapters.drop("a")
     with pytest.raises(WorkerError):
         names.load("x", "x")

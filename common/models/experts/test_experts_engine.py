@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.features.adapters.adapter_slots import AdapterSlots
 from common.models.loader import load_model
-from common.tests.adapter_cases import OF_ATTENTION, edited, save_adapter
 from common.tests.engine_oracle import checked_engine, greedy_params, num_replays
-from common.tests.model_cases import EXPERTS, save_case
+from common.tests.model_cases import save_case
 from request import SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % 89 for j in range(n)] for i, n in enumerate((1, 5, 17, 30))]
@@ -49,18 +47,3 @@ def test_batch_invariance_holds_to_the_last_bit(path):
 
     together = seen(PROMPTS)
     assert together == [seen([prompt])[0] for prompt in PROMPTS]
-
-
-def test_adapter_weights_for_experts_are_refused_by_name(path, tmp_path):
-    slots = AdapterSlots(load_model(path, torch.float64).model, 1, 8)
-    attention_only = save_adapter(path, tmp_path / "own", **OF_ATTENTION["everything"])
-    slots.begin(attention_only).take()
-    name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_{}.weight"
-    inner, hidden = EXPERTS["moe_intermediate_size"], 32
-
-    def add(weights: dict) -> None:
-        weights[name.format("A")] = torch.zeros(8, hidden)
-        weights[name.format("B")] = torch.zeros(inner, 8)
-
-    with pytest.raises(ValueError, match=r"does not name: .*experts\.0\.gate_proj"):
-        slots.begin(edited(attention_only, tmp_path / "more", tensors=add)).digest()

@@ -18,10 +18,6 @@ from common.parallel.test_sharded_model import Silent
 from common.tests.model_cases import save_case
 
 WEIGHTS = "model.safetensors"
-CASES = {
-    "qwen3-moe": ("mlp", "gate_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe", "w1", "w2"),
-}
 
 
 def state(path: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
@@ -39,27 +35,11 @@ def fused(name: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [None, Ranks(2, 1, 0), Ranks(2, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_fused_is_the_same_model(name, ranks, tmp_path):
     found, expected = state(fused(name, tmp_path), ranks), state(tmp_path, ranks)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_expert_missing_or_over_or_of_another_shape_is_named(name, tmp_path):
-    block, gate, down = CASES[name]
-    prefix = f"model.layers.2.{block}.experts"
-    for key, wrong, message in (
-        (f"{prefix}.1.{gate}.weight", None, "lacks tensors that the model needs: "),
-        (f"{prefix}.5.{down}.weight", torch.zeros(32, 24), "has tensors that the model lacks: "),
-        (f"{prefix}.0.{gate}.weight", torch.zeros(23, 32), r"must have one shape, got \(23, 32\)"),
-    ):
-        save_case(name, tmp_path)
-        edit_weights(tmp_path, lambda t: t.pop(key) if wrong is None else t.update({key: wrong}))
-        with pytest.raises(ValueError, match=message) as error:
-            load_model(tmp_path)
-        assert key in str(error.value) and "\n" not in str(error.value)
 
 
 FUSED = "model.layers.2.mlp.experts.gate_up_proj"

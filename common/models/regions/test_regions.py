@@ -68,30 +68,24 @@ COMPILED = pytest.mark.needs("C++ compiler")
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 VERSIONS = [
     *(
-        pytest.param(CompiledRegions, Kind(*kind), marks=COMPILED, id=f"compiled-{kind}")
+        pytest.param((CompiledRegions, Kind(*kind)), marks=COMPILED, id=f"compiled-{kind}")
         for kind in (
-            *((f64, f64, 16), (f32, f32, 128), (bf16, bf16, 16)),
-            *((bf16, f32, 80), (f16, f32, 6), (f32, f32, 2)),
+            *((f64, f64, 16), (f32, f32, 128), (bf16, bf16, 16), (bf16, f32, 80), (f16, f32, 6)),
         )
     ),
     *(
-        pytest.param(KernelRegions, Kind(*kind), marks=pytest.mark.needs("triton"), id=f"{kind}")
-        for kind in ((f32, f32, 16), (bf16, bf16, 80), (bf16, f32, 8), (f16, f16, 2))
+        pytest.param((KernelRegions, Kind(*kind)), marks=pytest.mark.needs("triton"), id=f"{kind}")
+        for kind in ((f32, f32, 16), (bf16, f32, 80), (f16, f16, 2))
     ),
 ]
 
 
-@pytest.fixture
+@pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest, device: torch.device) -> Version:
     make, kind = request.param
     if make is CompiledRegions:
         return Version(CompiledRegions(*kind), kind, CPU)
     return Version(KernelRegions(), kind, device)
-
-
-over_versions = pytest.mark.parametrize(
-    "version", [pytest.param(p.values, marks=p.marks, id=p.id) for p in VERSIONS], indirect=True
-)
 
 
 def added(version: Version, hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor):
@@ -101,7 +95,6 @@ def added(version: Version, hidden: torch.Tensor, delta: torch.Tensor, weight: t
 
 
 @pytest.mark.net
-@over_versions
 def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
     """Sizes that vectors divide and do not divide, of no token to many: one thread and more. The
     norm reads the sum as it is stored, rounded."""
@@ -130,7 +123,6 @@ def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
 
 
 @pytest.mark.net
-@over_versions
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("cache_kind", [HeadMajorKVCache, PagedKVCache])
 def test_heads_are_normed_turned_and_written(version: Version, has_norm, cache_kind) -> None:
@@ -160,7 +152,6 @@ def test_heads_are_normed_turned_and_written(version: Version, has_norm, cache_k
         assert torch.equal(results[0][2].double().nan_to_num(), results[1][2].nan_to_num())
 
 
-@over_versions
 def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: Version) -> None:
     zeros = torch.zeros(2, 24, dtype=version.kind.dtype, device=version.device)
     weight = version.draw(24, norm=True)
@@ -168,12 +159,8 @@ def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: V
     gates = zeros[:1, :8] + torch.tensor([-1e4, 2, 3, 4], device=version.device).repeat(2)
     gates[0, 1], gates[0, 4] = math.nan, 1e4
     found = version.regions.activate_and_multiply(gates.to(version.kind.dtype), F.silu)
-    assert abs(found[0, 0].item()) < 1e-20 and found[0].isnan().tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert abs(found[0, 0].item()) < 1e-20
+    assert found[0].isnan().nonzero().tolist() == [[1]]
     hidden = zeros.clone()
     hidden[1, 3] = math.nan
     assert added(version, hidden, zeros, weight)[1].isnan().all(1).tolist() == [False, True]
