@@ -82,17 +82,3 @@ def test_the_readme_is_short_and_its_program_runs_as_typed(
     exec(program, {})
     assert capsys.readouterr().out.count("def quote(s):") == 1
     assert f"```python\n{program}```" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
-
-
-def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
-    text = (
-        "# A\n\n[z](https://a.com/x.py) `gone.py` `here.py` `far/here.py` `..._gone.py`\n"
-        "| no table |\n"
-        "`here.py::A.f` `here.py::A.g` `test_a` `test_b` `a.txt::it (trap\n1)` `a.txt::it`"
-    )
-    sources = {"room/here.py": "class A:\n    def f(self): ...\ndef test_a(): ...\n"}
-    sources["a.txt"] = "it (trap 1)  blocks=5\n"
-    assert unknown_files(text, ["room/here.py"]) == ["far/here.py", "gone.py"]
-    assert unknown_places(text, sources) == ["here.py::A.g", "a.txt::it", "test_b"]
-    (tmp_path / "b.md").write_text(text)
-    assert broken_tables(tmp_path / "b.md") == ["| no table |"]
