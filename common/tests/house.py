@@ -80,7 +80,9 @@ class House:
 
     def rooms(self) -> list[str]:
         """The chapters' folders that hold modules, as pyproject.toml lists them."""
-        return sorted({self.name(p.parent) for p in self.python_files() if self.name(p)[0].isdigit()})
+        return sorted(
+            {self.name(p.parent) for p in self.python_files() if self.name(p)[0].isdigit()}
+        )
 
     def name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

@@ -67,7 +67,12 @@ modules = []
     "common/engine.py": "from high import High\n\nclass Whole:\n    pass\n",
 }
 BREACHES: list[tuple[Rule, str, str, str]] = [  # a rule, a file, its new text, what is said
-    (rules.rule_of_floors, "01_a/low.py", "def f():\n    import far\n", "low.py imports 02_b/beyond"),
+    (
+        rules.rule_of_floors,
+        "01_a/low.py",
+        "def f():\n    import far\n",
+        "imports 02_b/beyond",
+    ),
     (rules.rule_of_floors, "02_b/high.py", "import far\n", "high.py imports 02_b/beyond/far.py"),
     (rules.rule_of_circles, "01_a/low.py", "def f():\n    import high\n", "a circle of files: "),
     (rules.rule_of_names, "common/torch.py", "", "`torch` is taken: common/torch.py"),
@@ -93,7 +98,7 @@ def test_breach_is_found(rule: Rule, name: str, text: str, said: str, tmp_path: 
 def test_nothing_heavy_is_loaded_before_it_is_used() -> None:
     """`from common.llm import LLM` costs nothing, policies and memory are plain Python."""
     modules = "paged_fcfs_scheduler, scheduler, chunk_policy, draft_plugin, prefill_first_scheduler"
-    loaded = f"print(*{{'torch', 'transformers', 'triton'}} & {{*sys.modules}}, sep='')"
+    loaded = "print(*{'torch', 'transformers', 'triton'} & {*sys.modules}, sep='')"
     command = [sys.executable, "-c", f"import sys, common.llm, {modules}; {loaded}"]
     folders = os.pathsep.join(str(ROOT / room) for room in [".", *HOUSE.rooms()])
     run = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": folders})
