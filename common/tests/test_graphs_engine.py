@@ -10,13 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cpp_library
 import decode_attention
 from common.engine import EngineConfig
 from common.engine_config import COMPILE_FROM_PARAMETERS
 from common.models.loader import load_model
 from common.models.regions import compiled_linear, compiled_regions
-from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer
 from common.runner.graphs import GraphRunner, graph_buckets
 from common.runner.overlap import OverlappedEngineCore
@@ -34,7 +32,6 @@ from common.tests.engine_oracle import (
 from common.tests.grammar_cases import small_tokenizer
 from common.tests.small_models import CPU, subject
 from compiled_attention import HeadMajorKVCache
-from paged_attention import PagedKVCache
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from tensor_attention import TensorAttentionBackend
@@ -125,20 +122,6 @@ def test_another_number_of_threads_compiles_nothing(
             serve(engine, family_oracle, [2, 8], 5)
     finally:
         torch.set_num_threads(before)
-
-
-def test_without_a_compiler_the_engine_says_so_and_serves(
-    family_oracle: Oracle, family_loaded, monkeypatch, caplog
-) -> None:
-    monkeypatch.setattr(cpp_library, "COMPILERS", ())
-    with caplog.at_level(logging.WARNING):
-        engine = checked_engine(family_loaded, compile=True, num_blocks=100)
-    reason = "cannot compile: no C++ compiler"
-    assert f"decode attention is not compiled, keys are gathered: {reason}" in caplog.text
-    assert f"norms and rotary embedding are not compiled: {reason}" in caplog.text
-    assert type(family_loaded.model.regions) is Regions
-    assert type(engine.kv_cache) is PagedKVCache
-    serve(engine, family_oracle, [0, 4], 5)
 
 
 # -- every mode in float32, and texts that end

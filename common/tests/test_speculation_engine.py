@@ -5,19 +5,64 @@ Random runs are the array's (`equivalence.py`)."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.tests.engine_oracle import MAX_TOKENS, checked_engine, serve
+from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, serve
 from common.tests.every_kind import must_be_drawn_from, must_say_the_same
 from common.tests.model_cases import by_transformers
-from common.tests.scripted_proposer import SCRIPTS, ScriptedProposer
+from proposers import ProposerInput
 from request import SamplingParams
 
 BY_SCRIPT = {"method": "ngram", "adaptive": False}
+
+
+@dataclass
+class ScriptedProposer:
+    """Knows how each prompt continues: `script(truth, k)` are the draft tokens, where `truth` is
+    what follows."""
+
+    oracle: Oracle
+    script: Callable[[list[int], int], list[int]]
+    num_spec_tokens: int = 4
+    num_lookahead_tokens: int = 0
+
+    def propose(
+        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
+    ) -> dict[str, list[int]]:
+        drafts = {}
+        for request, k in zip((f.request for f in inputs), num_drafts, strict=True):
+            index = self.oracle.prompts.index(request.prompt_token_ids)
+            truth = self.oracle.continuations[index][len(request.output_token_ids) :]
+            drafts[request.req_id] = self.script(truth, k)
+        return drafts
+
+    def draft_probs(self, request_id: str) -> None:
+        return None
+
+    def remove_request(self, request_id: str) -> None:
+        pass
+
+
+def wrong_at(*places: int) -> Callable[[list[int], int], list[int]]:
+    return lambda truth, k: [(t + (i in places)) % 97 for i, t in enumerate(truth[:k])]
+
+
+SCRIPTS = {
+    "right": wrong_at(),
+    "wrong": wrong_at(0, 1, 2, 3),
+    "wrong at 0": wrong_at(0),
+    "wrong at 2": wrong_at(2),
+    "wrong at 3": wrong_at(3),
+    "only one": lambda truth, k: truth[: min(k, 1)],
+    "none": lambda truth, k: [],
+    "shifted": lambda truth, k: truth[1 : 1 + k],
+    "too many": lambda truth, k: [*truth, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 3,
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -9,6 +9,7 @@ import pytest
 
 from common.tests.house import House
 from workshop.book.translation import sections_of
+from workshop.book.words import hits, vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = House(ROOT)
@@ -82,3 +83,12 @@ def test_the_readme_is_short_and_its_program_runs_as_typed(
     exec(program, {})
     assert capsys.readouterr().out.count("def quote(s):") == 1
     assert f"```python\n{program}```" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
+
+
+def test_private_words_are_found_in_text_and_not_in_code() -> None:
+    for row in vocabulary():
+        assert row.instead in {instead for _, _, instead in hits("a.md", f"{row.example}\n")}
+    source = '"""A seat\never."""\n\nx = "anew"  # nobody, but `seats` and nobody.name\n'
+    assert [(n, word) for n, word, _ in hits("a.py", source)] == [(1, "seat"), (4, "nobody")]
+    page = "# A page\n\n```\nguess\n```\n* [a](anew.md) `rung`\n\nanew\n"
+    assert [(n, word) for n, word, _ in hits("a.md", page)] == [(8, "anew")]

@@ -54,10 +54,10 @@ def test_what_is_not_built_is_refused_by_name(settings, named) -> None:
 
 
 @pytest.mark.needs("C++ compiler")
-@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
 @torch.inference_mode()
-def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(name) -> None:
-    path, prompts = subject(name).oracle.path, [p[:9] for p in subject(name).oracle.prompts[1:5]]
+def test_logits_in_bfloat16_are_as_near_as_those_of_transformers() -> None:
+    oracle = subject("gemma3").oracle
+    path, prompts = oracle.path, [prompt[:9] for prompt in oracle.prompts[1:5]]
     exact, theirs = (
         torch.cat(reference_logits(path, dtype, prompts)).double()
         for dtype in (torch.float64, torch.bfloat16)
@@ -105,18 +105,14 @@ OF_PICTURES = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention must"),
         (OF_PICTURES, "got ['Gemma3ForConditionalGeneration']"),
         ({"hidden_activation": "gelu"}, "hidden_activation must"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must"),
-        ({"sliding_window": 0}, "sliding_window must"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"rope_parameters": LINEAR}, "rope_parameters must be"),
-        ({"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type must"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, message) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**FIELDS, **change})
-    assert ", got " in str(error.value) or not message.endswith("must")
