@@ -19,37 +19,35 @@ def _model(window: int | None) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(SHIPPED_CHECKPOINT)
     if window is not None:
         config.use_sliding_window, config.sliding_window = True, window
-        kinds = "full_attention", "sliding_attention"
-        config.layer_types = [kinds[i % 2] for i in range(config.num_hidden_layers)]
-    model = AutoModelForCausalLM.from_pretrained(
-        SHIPPED_CHECKPOINT, config=config, dtype=torch.float64
-    )
+        config.layer_types = ["full_attention", "sliding_attention"] * 3
+    how = dict(config=config, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_CHECKPOINT, **how)
     model.generation_config.eos_token_id = None
     return model
+
+
+@cache
+def _continued(window: int | None, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    return greedy(_model(window), [*prompt], max_tokens)
 
 
 class Answers:
     """Each prompt is continued once, as far as anybody wants."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        generation = GenerationConfig.from_pretrained(SHIPPED_CHECKPOINT)
-        eos = generation.eos_token_id
+        eos = GenerationConfig.from_pretrained(SHIPPED_CHECKPOINT).eos_token_id
         self._eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
         self._tokenizer = tokenizer
-        self._known: dict[tuple[int | None, str, int], list[int]] = {}
 
     def of(self, script: Script) -> dict[str, list[int]]:
         """The tokens of each request."""
         return {visit.name: self._of(visit, script.window) for visit in script.visits}
 
     def _of(self, visit: Visit, window: int | None) -> list[int]:
-        known = (window, visit.prompt, visit.max_tokens)
-        if known not in self._known:
-            prompt = self._tokenizer.encode(visit.prompt)
-            self._known[known] = greedy(_model(window), prompt, visit.max_tokens)
-        tokens = self._known[known]
+        tokenizer = self._tokenizer
+        tokens = _continued(window, tuple(tokenizer.encode(visit.prompt)), visit.max_tokens)
         for end in range(1, len(tokens) + 1):
-            text = self._tokenizer.decode(tokens[:end])
+            text = tokenizer.decode(tokens[:end])
             if tokens[end - 1] in self._eos or any(stop in text for stop in visit.stop):
                 return tokens[:end]
         return tokens

@@ -51,9 +51,6 @@ class House:
     def __post_init__(self) -> None:
         object.__setattr__(self, "files", tuple(sorted(_files(self.root))))
 
-    def chapters(self) -> list[Path]:
-        return sorted(p for p in self.root.glob("[0-9][0-9]_*") if p.is_dir())
-
     def python_files(self, *, aside: bool = True) -> list[Path]:
         """Every Python file; with `aside=False` without tests, helpers of tests and demos."""
         return [p for p in self.files if p.suffix == ".py" and (aside or not self.is_aside(p))]
@@ -83,8 +80,9 @@ class House:
 
     def rooms(self) -> list[str]:
         """The chapters' folders that hold modules, as pyproject.toml lists them."""
-        found = {self.name(p.parent) for p in self.python_files() if self.name(p)[0].isdigit()}
-        return sorted(found | {p.name for p in self.chapters()})
+        return sorted(
+            {self.name(p.parent) for p in self.python_files() if self.name(p)[0].isdigit()}
+        )
 
     def name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

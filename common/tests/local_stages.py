@@ -49,11 +49,7 @@ class Line:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def min_across(self, value: int) -> int:
-        return value
+    all_gather = min_across = all_reduce  # of one rank
 
     def close(self) -> None:
         pass

@@ -24,7 +24,15 @@ from common.tests.paged_harness import PagedHarness
 CPU, TIMEOUT_S = torch.device("cpu"), 120.0
 
 
-def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> list[dict]:
+def load_sharded(path: Path, dtype: torch.dtype, collectives: Collectives) -> ShardedModel:
+    model = load_model(path, dtype, make=partial(ShardedModel, collectives=collectives)).model
+    assert isinstance(model, ShardedModel)
+    return model
+
+
+def run_steps(
+    model: ShardedModel, collectives: Collectives, steps: list, **staged: object
+) -> list[dict]:
     harness, found = PagedHarness(model, 3), []
     for work, logit_indices in steps:
         before, num_tokens = asdict(collectives.counts), sum(len(ids) for _, _, ids in work)
@@ -32,7 +40,7 @@ def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> lis
         if not collectives.ranks.is_first_stage:
             shape = (num_tokens, model.config.hidden_size)
             inputs = collectives.receive(shape, model.embed_weight.dtype)
-        output = harness.step(work, logit_indices, inputs)
+        output = harness.step(work, logit_indices, inputs, **staged)
         if not collectives.ranks.is_last_stage:
             collectives.send(output)
         after = asdict(collectives.counts)
@@ -42,12 +50,11 @@ def run_steps(model: ShardedModel, collectives: Collectives, steps: list) -> lis
 
 
 def run_case(folder: Path, name: str, plan: dict, collectives: Collectives) -> dict:
-    make, steps = partial(ShardedModel, collectives=collectives), plan["steps"]
+    steps = plan["steps"]
     others = [torch.float32, torch.bfloat16] if name in plan["in_every_dtype"] else []
     result: dict = {}
     for dtype in (torch.float64, *others):
-        model = load_model(folder / name, dtype, make=make).model
-        assert isinstance(model, ShardedModel)
+        model = load_sharded(folder / name, dtype, collectives)
         result[str(dtype)] = run_steps(model, collectives, steps)
         if dtype is torch.float32:
             before = dict(model.named_weights())
@@ -60,30 +67,22 @@ def run_case(folder: Path, name: str, plan: dict, collectives: Collectives) -> d
 
 
 def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
-    make = partial(ShardedModel, collectives=collectives)
+    """Prompts in one step, by the directories of their adapters."""
     found = {}
     for name, prompts in plan["adapted"].items():
-        model = load_model(folder / name, torch.float64, make=make).model
-        assert isinstance(model, ShardedModel)
-        found[name] = run_adapted(model, collectives, prompts)
+        model = load_sharded(folder / name, torch.float64, collectives)
+        slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
+        adapters = [slots.read(directory) for directory in prompts]
+        for adapter in adapters:
+            slots.take(adapter)
+        slot_of = slots.bring_in(adapter.digest for adapter in adapters)
+        for adapter, prompt in zip(adapters, prompts.values()):
+            segments.append((slot_of[adapter.digest], start, start := start + len(prompt)))
+        rows = Ordered(None, segments)
+        step = [(i, 0, prompt) for i, prompt in enumerate(prompts.values())], None
+        staged = StepAdapters(slots, rows, rows)
+        (found[name],) = run_steps(model, collectives, [step], adapter=staged)
     return found
-
-
-def run_adapted(model: ShardedModel, collectives: Collectives, prompts: dict) -> dict:
-    """Prompts in one step, by the directories of their adapters."""
-    slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
-    adapters = [slots.read(directory) for directory in prompts]
-    for adapter in adapters:
-        slots.take(adapter)
-    slot_of = slots.bring_in(adapter.digest for adapter in adapters)
-    for adapter, prompt in zip(adapters, prompts.values()):
-        segments.append((slot_of[adapter.digest], start, start := start + len(prompt)))
-    rows, before = Ordered(None, segments), asdict(collectives.counts)
-    work = [(i, 0, prompt) for i, prompt in enumerate(prompts.values())]
-    step = StepAdapters(slots, rows, rows)
-    output = PagedHarness(model, len(prompts)).step(work, adapter=step)
-    after = asdict(collectives.counts)
-    return {"output": output.clone(), "said": {name: after[name] - before[name] for name in after}}
 
 
 def embedding_example(collectives: Collectives) -> dict:

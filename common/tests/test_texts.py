@@ -9,6 +9,7 @@ import pytest
 
 from common.tests.house import House
 from workshop.book.translation import sections_of
+from workshop.book.words import hits, vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = House(ROOT)
@@ -84,15 +85,10 @@ def test_the_readme_is_short_and_its_program_runs_as_typed(
     assert f"```python\n{program}```" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
 
 
-def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
-    text = (
-        "# A\n\n[z](https://a.com/x.py) `gone.py` `here.py` `far/here.py` `..._gone.py`\n"
-        "| no table |\n"
-        "`here.py::A.f` `here.py::A.g` `test_a` `test_b` `a.txt::it (trap\n1)` `a.txt::it`"
-    )
-    sources = {"room/here.py": "class A:\n    def f(self): ...\ndef test_a(): ...\n"}
-    sources["a.txt"] = "it (trap 1)  blocks=5\n"
-    assert unknown_files(text, ["room/here.py"]) == ["far/here.py", "gone.py"]
-    assert unknown_places(text, sources) == ["here.py::A.g", "a.txt::it", "test_b"]
-    (tmp_path / "b.md").write_text(text)
-    assert broken_tables(tmp_path / "b.md") == ["| no table |"]
+def test_private_words_are_found_in_text_and_not_in_code() -> None:
+    for row in vocabulary():
+        assert row.instead in {instead for _, _, instead in hits("a.md", f"{row.example}\n")}
+    source = '"""A seat\never."""\n\nx = "anew"  # nobody, but `seats` and nobody.name\n'
+    assert [(n, word) for n, word, _ in hits("a.py", source)] == [(1, "seat"), (4, "nobody")]
+    page = "# A page\n\n```\nguess\n```\n* [a](anew.md) `rung`\n\nanew\n"
+    assert [(n, word) for n, word, _ in hits("a.md", page)] == [(8, "anew")]

@@ -1,5 +1,5 @@
-"""Requests that bring rules for their tokens, are scored, or are drawn, in whole engines: against
-`transformers`' own loop with the rules written down plainly, and its log-probabilities."""
+"""Requests that bring rules for their tokens, or are scored, in whole engines: against the logits
+of `transformers` with the rules written down plainly, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from common.engine import EngineConfig, LLMEngine
 from common.requests.tokenizer import Tokenizer
@@ -43,36 +43,32 @@ def rules_for(continuation: list[int]) -> list[dict]:
     ]
 
 
-class ByTheRules(LogitsProcessor):
-    def __init__(self, params: SamplingParams, num_prompt: int) -> None:
-        self.params, self.num_prompt = params, num_prompt
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        outputs, p = input_ids[0, self.num_prompt :].tolist(), self.params
-        for token in range(scores.shape[1]):
-            is_allowed = p.allowed_token_ids is None or token in p.allowed_token_ids
-            words = p.bad_words or ()
-            if not is_allowed or any([*outputs, token][-len(w) :] == w for w in words):
-                scores[0, token] = -torch.inf
-            scores[0, token] += (p.logit_bias or {}).get(token, 0.0)
-        return scores
-
-
 @pytest.fixture(scope="module")
 def ruled(family_oracle: Oracle, model) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Prompts, parameters, and what is said."""
     oracle, found = family_oracle, []
     for i, prompt in enumerate(oracle.prompts[:5]):
-        rules = rules_for(oracle.continuations[i])[i % 5]
-        params = replace(greedy_params(MAX_TOKENS), **rules)
-        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        how["logits_processor"] = LogitsProcessorList([ByTheRules(params, len(prompt))])
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **how)
-        tokens = out[0, len(prompt) :].tolist()
+        rules = rules_for(oracle.continuations[i])[i]
+        tokens = said_by_the_rules(model, prompt, **rules)
         assert tokens != oracle.continuations[i], "these rules change nothing"
-        found.append((prompt, params, tokens))
+        found.append((prompt, replace(greedy_params(MAX_TOKENS), **rules), tokens))
     return found
+
+
+@torch.inference_mode()
+def said_by_the_rules(
+    model, prompt: list[int], bad_words=(), logit_bias=None, allowed_token_ids=None
+) -> list[int]:
+    said: list[int] = []
+    for _ in range(MAX_TOKENS):
+        scores = model(torch.tensor([prompt + said])).logits[0, -1]
+        for token in range(len(scores)):
+            is_allowed = allowed_token_ids is None or token in allowed_token_ids
+            if not is_allowed or any([*said, token][-len(word) :] == word for word in bad_words):
+                scores[token] = -torch.inf
+            scores[token] += (logit_bias or {}).get(token, 0.0)
+        said.append(int(scores.argmax()))
+    return said
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -99,19 +95,11 @@ def test_a_bad_word_that_the_model_has_no_row_for_rules_nothing_out(
     row = shipped_loaded.config.vocab_size
     assert tokenizer.encode("[PAD]") == [row]
     engine = LLMEngine(EngineConfig(num_blocks=50), loaded=shipped_loaded, tokenizer=tokenizer)
-    params = SamplingParams(temperature=0, max_tokens=9)
-    bad = replace(params, bad_words=["[PAD]", "x[PAD]y"])
-    first = replace(params, logit_bias={0: 100.0}, ignore_eos=True)  # which the next row lost
-
-    def said(*every: SamplingParams) -> list:
-        outputs = engine.generate_batch(["def area(self"] * len(every), every)
-        return [output.outputs[0] for output in outputs.values()]
-
-    plain, *_ = expected = said(params, first, params)
-    assert [c.token_ids for c in said(bad, first, bad)] == [c.token_ids for c in expected]
-    word = plain.text.split()[1]
-    (other,) = said(replace(params, bad_words=[word]))
-    assert word in plain.text and f" {word}" not in other.text
+    plain = SamplingParams(temperature=0, max_tokens=9)
+    params = [replace(plain, bad_words=words) for words in ([], ["[PAD]", "x[PAD]y"], ["return"])]
+    outputs = engine.generate_batch(["def area(self"] * 3, params).values()
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[0] == texts[1] and "return" in texts[0] and "return" not in texts[2]
     with pytest.raises(ValueError, match=f"^bad_words must .*0 to {row - 1}, got {row}"):
         engine.add_request("a", [1], SamplingParams(bad_words=[[row]]))
 
@@ -152,11 +140,8 @@ def test_a_prompt_is_scored_as_transformers_does(way: str, oracle, loaded, draft
     params = [replace(greedy_params(5, n=1 + i % 2), prompt_logprobs=k) for i, k in tops.items()]
     for _ in range(2):
         outputs = engine.generate_batch(prompts * 2, params + [greedy_params(5)] * len(params))
-        scored, others = (
-            list(outputs.values())[: len(params)],
-            list(outputs.values())[len(params) :],
-        )
-        for (i, k), output, other in zip(tops.items(), scored, others, strict=True):
+        every = list(outputs.values())
+        for (i, k), output, other in zip(tops.items(), every, every[len(params) :]):
             must_be(output, likely[i], k % 98)
             assert other.prompt_logprobs is None and output.num_cached_tokens == 0
             for completion in output.outputs:

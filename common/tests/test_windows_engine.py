@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,14 +25,13 @@ from tiered_cache import KVTierConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", ["turns", "windows"])
-def test_a_film_is_the_engine_whenever_it_begins(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "first_step"), [("turns", 0), ("windows", 4)])
+def test_a_film_is_the_engine_whenever_it_begins(name: str, first_step: int, tmp_path) -> None:
     """Tables of all groups, the free order, and what of which group can be found."""
-    which, sizes = subject(name), dict(block_size=4, num_blocks=40, max_num_seqs=3)
-    for first_step in (0, 4):
-        path, prompts = tmp_path / f"{first_step}.jsonl", which.oracle.prompts
-        how = dict(sizes, policy="lpm", overlap_scheduling=True, max_num_batched_tokens=64)
-        check_film(record_run(path, which.loaded, None, prompts, 1, first_step=first_step, **how))
+    which, how = subject(name), dict(block_size=4, num_blocks=40, max_num_seqs=3)
+    how |= dict(policy="lpm", overlap_scheduling=True, max_num_batched_tokens=64)
+    work = tmp_path / "film", which.loaded, None, which.oracle.prompts, 1
+    check_film(record_run(*work, first_step=first_step, **how))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +54,10 @@ def test_what_is_not_built_is_refused_by_name(settings, named) -> None:
 
 
 @pytest.mark.needs("C++ compiler")
-@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
 @torch.inference_mode()
-def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(name) -> None:
-    path, prompts = subject(name).oracle.path, [p[:9] for p in subject(name).oracle.prompts[1:5]]
+def test_logits_in_bfloat16_are_as_near_as_those_of_transformers() -> None:
+    oracle = subject("gemma3").oracle
+    path, prompts = oracle.path, [prompt[:9] for prompt in oracle.prompts[1:5]]
     exact, theirs = (
         torch.cat(reference_logits(path, dtype, prompts)).double()
         for dtype in (torch.float64, torch.bfloat16)
@@ -84,8 +82,6 @@ OLMO = FIELDS | dict(architectures=["Olmo3ForCausalLM"], model_type="olmo3")
         dict(rope_theta=5e4, rope_local_base_freq=300.0, rope_scaling={**LINEAR, "factor": 8.0}),
         dict(rope_parameters={F: LINEAR, W: LOCAL}, rope_theta=7.0, rope_local_base_freq=8.0),
         dict(rope_parameters={W: LINEAR}, sliding_window_pattern=3, sliding_window=7),
-        dict(layer_types=[F] * 8, sliding_window_pattern=3),
-        OLMO | dict(rope_theta=7e4, sliding_window=7),
         OLMO | dict(rope_parameters={F: LINEAR, W: LOCAL}, num_key_value_heads=2),
         OLMO | dict(layer_types=[F] * 8, sliding_window_pattern=3, rope_local_base_freq=77.0),
     ],
@@ -109,21 +105,14 @@ OF_PICTURES = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must"),
-        ({"final_logit_softcapping": 1.0}, "final_logit_softcapping must"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention must"),
         (OF_PICTURES, "got ['Gemma3ForConditionalGeneration']"),
         ({"hidden_activation": "gelu"}, "hidden_activation must"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must"),
-        ({"sliding_window": None}, "sliding_window is None"),
-        ({"sliding_window": 0}, "sliding_window must"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
-        ({"layer_types": [W, F]}, "layer_types must have 8 entries"),
         ({"rope_parameters": LINEAR}, "rope_parameters must be"),
-        ({"rope_parameters": {F: {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type must"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, message) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**FIELDS, **change})
-    assert ", got " in str(error.value) or not message.endswith("must")
