@@ -142,21 +142,19 @@ class Watch:
     num_known: dict[str, int] = field(default_factory=dict)  # tokens, by request or sample
     num_prompt: dict[str, int] = field(default_factory=dict)
     num_cut: int = 0  # pieces that ended before the known tokens did
-    num_idle: int = 0  # steps since the last token
 
     def __call__(self, record: StepRecord) -> None:
-        settings, most = self.settings, self.settings["max_num_batched_tokens"]
-        sizes, chunk = record.num_scheduled_tokens, settings["chunked_prefill"]
-        assert isinstance(most, int) and sum(sizes.values()) <= most, "more than the step's budget"
-        if len(sizes) > (limit := settings["max_num_seqs"]):
-            raise AssertionError(f"{len(sizes)} requests in a step of {limit}")
+        settings, sizes = self.settings, record.num_scheduled_tokens
+        chunk = settings["chunked_prefill"]
+        assert sum(sizes.values()) <= settings["max_num_batched_tokens"]
+        assert len(sizes) <= settings["max_num_seqs"]
         num_long = 0
         for name, start in record.start_positions.items():
             sampled = record.new_token_ids.get(name, [])  # none of who is gone
             self.num_cut += not sampled
             known = self.num_known.setdefault(name, self.num_prompt[name.partition("#")[0]])
             self.num_known[name] += len(sampled)
-            if self.settings["speculative"] is not None or self.is_ahead:
+            if settings["speculative"] is not None or self.is_ahead:
                 continue
             left, length = known - start, sizes[name]
             assert (length == left) == (len(sampled) == 1), "a token from inside a prompt (Trap 31)"
@@ -165,7 +163,6 @@ class Watch:
                 is_own = settings["scheduler"] == "two_phase" and settings["target_step_ms"] is None
                 assert not is_own or length <= chunk, "more than a chunk"
         assert num_long <= (settings["max_long_partial_prefills"] or num_long)
-        self.num_idle = 0 if any(record.new_token_ids.values()) else self.num_idle + 1
 
     @property
     def is_ahead(self) -> bool:
@@ -196,7 +193,6 @@ def rules_kept_by(tokens: list[int]) -> dict[str, list]:
 class Summary:
     """What happened in a run, to see that its settings had an effect."""
 
-    num_steps: int
     num_preemptions: int
     num_cut: int
     num_drafted_tokens: int
@@ -234,10 +230,11 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
     twice, salted = rng.choice(order), rng.choice(order)
     aborted = rng.choice(order) if combination.seed % 2 else None
     when_aborted = rng.randrange(12, 24)
-    patience = 100 + 3 * sum(map(len, oracle.prompts))  # steps without any token
     finished: dict[int, RequestOutput] = {}
-    step = num_overlapped = 0
-    while len(finished) < len(order):
+    num_overlapped = 0
+    for step in range(20_000):
+        if len(finished) == len(order):
+            break
         for when, i in arrivals:
             if when == step:
                 params = params_of(settings, which, oracle, i, 2 if i == twice else 1)
@@ -250,14 +247,12 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
             finished[aborted] = engine.abort_request(str(aborted))
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
         num_overlapped += bool(getattr(engine.core, "_in_flight", ()))
-        assert watch.num_idle < patience, f"the engine hangs: no token in {patience} steps"
-        step += 1
+    assert len(finished) == len(order), "the engine hangs"
     for i, output in sorted(finished.items()):
         must_be_right(output, oracle, i, settings, aborted)
         assert len(output.outputs) == (2 if i == twice else 1)
     stats = engine.stats()
     found = Summary(
-        step,
         stats.num_preemptions,
         watch.num_cut,
         stats.num_drafted_tokens,
@@ -299,22 +294,14 @@ def must_be_right(
 
 def run_matrix(seconds: float, seed: int = 0) -> int:
     """Runs of the full product until the time is up, or one fails. How many there were."""
-    done = 0
+    done, ends = 0, time.monotonic() + seconds
     print(f"combinations in the order of seed {seed}, for {seconds:g} s", flush=True)
-    began = shown = time.monotonic()
-    try:
-        for combination in shuffled_product(seed):
-            now = time.monotonic()
-            if now - began > seconds:
-                break
-            if now - shown > 60:
-                shown = now
-                print(f"  {now - began:5.0f} s: {done} right", flush=True)
-            serve_combination(combination)
-            done += 1
-    finally:
-        took = time.monotonic() - began
-        print(f"{done} combinations in {took:.0f} s had every token right", flush=True)
+    for combination in shuffled_product(seed):
+        if time.monotonic() > ends:
+            break
+        serve_combination(combination)
+        done += 1
+    print(f"{done} combinations had every token right", flush=True)
     return done
 
 

@@ -4,7 +4,6 @@ fails on the way costs time, and no token."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from pool_connector import PoolConnector
 from request import RequestStatus
 from tiered_cache import KVTierConfig
 
-CACHES = pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
-
 
 def make_engine(loaded, connector=None, tiers=None, **changes) -> LLMEngine:
     config = {"block_size": 4, "num_blocks": 800, "kv_connector": connector, "kv_tiers": tiers}
@@ -40,7 +37,7 @@ def pool_of(transport) -> GlobalKVPool:
     return GlobalKVPool(max_blocks_per_node=5000, transport=transport)
 
 
-@CACHES
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
 def test_a_cold_engine_takes_what_another_has_computed(prefix_cache, oracle, loaded, pool):
     """Disaggregation, too: the first computes prompts and a few tokens, the second the rest. Nobody
     finds what has another salt."""
@@ -60,8 +57,7 @@ def test_a_cold_engine_takes_what_another_has_computed(prefix_cache, oracle, loa
 def test_checkpoints_that_differ_in_one_number_exchange_no_kv(
     shared, oracle, loaded, pool, tmp_path
 ):
-    """Trap 59: the number is in the embedding row of the first token of the prompt, at a place that
-    a sample of every third element does not see."""
+    """Trap 59: the number is where a sample of every third element does not see it."""
     prompt = oracle.prompts[2]
     row, column = prompt[0], next(j for j in range(32) if (prompt[0] * 32 + j) % 3)
     model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64)
@@ -89,48 +85,36 @@ def test_checkpoints_that_differ_in_one_number_exchange_no_kv(
 # -- transfers that are late, or fail
 
 
-@pytest.fixture
-def gate() -> threading.Event:
-    """Transfers wait for it."""
-    return threading.Event()
-
-
-@pytest.fixture
-def engine(oracle, loaded, gate) -> Iterator[LLMEngine]:
-    """An engine with a request "loads", whose KV another has computed and does not send yet."""
+def test_a_request_that_is_loading_holds_up_nobody_and_can_be_aborted(oracle, loaded):
+    gate = threading.Event()
     pool = pool_of(lambda block: gate.wait(20) and block.kv_data)
     serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
-    engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
-    engine.add_request("loads", oracle.prompts[2], greedy_params(3))
-    yield engine
-    gate.set()
-    pool.close()
+    engine, params, done = (
+        make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30)),
+        greedy_params(3),
+        {},
+    )
 
+    def step_until(name: str) -> None:
+        for _ in as_long_as(lambda: name not in done):
+            done.update({o.request_id: o for o in engine.step() if o.finished})
 
-def test_a_request_that_is_loading_does_not_hold_up_others(oracle, engine, gate):
-    engine.add_request("runs", oracle.prompts[-1], greedy_params(3))
-    done = {}
-    for _ in as_long_as(lambda: "runs" not in done):
-        done |= {o.request_id: o for o in engine.step() if o.finished}
-    assert "loads" not in done
-    request = engine.scheduler.requests["loads"]
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    gate.set()
-    for _ in as_long_as(lambda: "loads" not in done):
-        done |= {o.request_id: o for o in engine.step() if o.finished}
-    assert done["loads"].num_cached_tokens == 44
-    assert done["loads"].outputs[0].token_ids == oracle.expected(2, 3)
-    assert done["runs"].outputs[0].token_ids == oracle.expected(len(oracle.prompts) - 1, 3)
-
-
-def test_aborting_a_loading_request_frees_its_blocks(oracle, engine, gate):
+    engine.add_request("gone", oracle.prompts[2], params)
     engine.step()
     assert engine.stats().kv_blocks_in_use == 11
-    engine.abort_request("loads")
+    engine.abort_request("gone")
     assert engine.stats().kv_blocks_in_use == 0
+    engine.add_request("loads", oracle.prompts[2], params)
+    engine.add_request("runs", oracle.prompts[-1], params)
+    step_until("runs")
+    assert "loads" not in done
+    assert engine.scheduler.requests["loads"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     gate.set()
-    engine.check_invariants()
-    serve(engine, oracle, [2, 5], 6)
+    step_until("loads")
+    assert done["loads"].num_cached_tokens == 44
+    for name, index in (("loads", 2), ("runs", len(oracle.prompts) - 1)):
+        assert done[name].outputs[0].token_ids == oracle.expected(index, 3)
+    pool.close()
 
 
 @pytest.mark.parametrize("fault", ["raises", "corrupts", "never comes"])

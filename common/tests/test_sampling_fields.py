@@ -10,69 +10,44 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
-from common.engine import LLMEngine
 from common.llm import LLM, SamplingParams
 from common.tests.engine_oracle import Oracle, checked_engine, finish, greedy_params
+from common.tests.model_cases import reference_logits
 from request import Request
 
-PROMPT = "def area(width, height):\n    return"
 
+def test_what_of_a_text_is_shown() -> None:
+    llm = LLM(dtype="float64", num_blocks=400, block_size=4, check_invariants=True)
+    prompt, params = "def area(width, height):\n    return", greedy_params(9)
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(dtype="float64", num_blocks=400, block_size=4, check_invariants=True)
+    def generate(params: SamplingParams):
+        return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 
-
-def generate(llm: LLM, prompt: object, params: SamplingParams):
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    return output.outputs[0]
-
-
-def test_a_text_ends_with_its_stop_string_where_that_is_wanted(llm: LLM) -> None:
-    plain = generate(llm, PROMPT, greedy_params(20))
-    stop = plain.text[5:8]
-    wanted = plain.text[: plain.text.index(stop) + 3]
-    params = replace(greedy_params(20), stop=stop, include_stop_str_in_output=True)
-    found = generate(llm, PROMPT, params)
-    assert (found.text, found.stop_reason, found.finish_reason) == (wanted, stop, "stop")
-    assert "".join(llm.stream(PROMPT, params)) == wanted
-    params = replace(params, stop=["never there", stop], include_stop_str_in_output=False)
-    without = generate(llm, PROMPT, replace(params, logprobs=0))
-    assert without.text == wanted[:-3] and without.token_ids == found.token_ids
-    assert len(without.logprobs) == len(found.token_ids) < len(plain.token_ids)
-
-
-def test_a_stop_token_has_text_where_that_is_wanted(llm: LLM) -> None:
-    plain = generate(llm, PROMPT, greedy_params(9))
-    stop, decode = plain.token_ids[2], llm.engine.tokenizer.decode
-    params = replace(greedy_params(9), stop_token_ids=[stop])
-    for is_wanted in (False, True):
-        asked = replace(params, include_stop_str_in_output=is_wanted)
-        ended = generate(llm, PROMPT, asked)
-        assert ended.text == decode(plain.token_ids[: 2 + is_wanted])
-        assert ended.token_ids == plain.token_ids[:3]
-        assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
-        assert "".join(llm.stream(PROMPT, asked)) == ended.text
-
-
-def test_who_wants_no_text_gets_none_and_the_same_tokens(llm: LLM) -> None:
-    params = replace(greedy_params(9), logprobs=0)
-    found = generate(llm, PROMPT, replace(params, detokenize=False))
-    assert found.text == "" and found == replace(generate(llm, PROMPT, params), text="")
-    assert list(llm.stream(PROMPT, replace(params, detokenize=False))) == []
-    with pytest.raises(ValueError, match=r"^stop must .*detokenize=True, got \('x',\)"):
-        generate(llm, PROMPT, SamplingParams(stop="x", detokenize=False))
+    plain, decode, with_stop = generate(params), llm.engine.tokenizer.decode, dict[str, Any]()
+    with_stop["include_stop_str_in_output"] = True
+    stop_id, stop, tokens = plain.token_ids[2], plain.text[5:8], plain.token_ids
+    until = plain.text.index(stop)
+    rows: list[tuple[dict[str, Any], str, object]] = [
+        ({"detokenize": False}, "", None),
+        ({"stop": ["never there", stop]}, plain.text[:until], stop),
+        ({"stop": stop} | with_stop, plain.text[: until + 3], stop),
+        ({"stop_token_ids": [stop_id]}, decode(tokens[:2]), stop_id),
+        ({"stop_token_ids": [stop_id]} | with_stop, decode(tokens[:3]), stop_id),
+    ]
+    for fields, text, stop_reason in rows:
+        asked = replace(params, logprobs=0, **fields)
+        found = generate(asked)
+        assert (found.text, found.stop_reason) == (text, stop_reason), fields
+        assert found.token_ids == tokens[: len(found.logprobs)]
+        assert "".join(llm.stream(prompt, asked)) == text
 
 
 def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -> None:
     """Beside a request that wants two, in one batch."""
-    model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64).eval()
     prompt, tokens = oracle.prompts[3], oracle.expected(3, 6)
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1)
+    (logits,) = reference_logits(oracle.path, torch.float64, [prompt + tokens])
+    expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
     engine = checked_engine(loaded, num_blocks=200)
     params = [replace(greedy_params(6), logprobs=k) for k in (-1, 2, None)]
     every, two, none = engine.generate_batch([prompt] * 3, params).values()
@@ -87,43 +62,27 @@ def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -
     assert none.outputs[0].cumulative_logprob is None and total < -1
 
 
-def test_a_prompt_is_cut_from_the_left(oracle: Oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
-    prompt = oracle.prompts[3]
-    for most, num_kept in ((1, 1), (5, 5), (1000, len(prompt)), (-1, 30)):
-        params = replace(greedy_params(10), truncate_prompt_tokens=most)
-        given = prompt * 9 if most == -1 else prompt
-        (output,) = engine.generate_batch([given], params).values()
-        kept = given[-num_kept:]
-        (same,) = engine.generate_batch([kept], greedy_params(10)).values()
-        assert output.prompt_token_ids == kept
-        assert output.outputs[0].token_ids == same.outputs[0].token_ids
-        assert len(output.outputs[0].token_ids) == min(10, 40 - num_kept)
-
-
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
-def test_without_max_tokens_an_output_is_as_long_as_there_is_room(
+def test_a_prompt_is_cut_from_the_left_and_an_output_fills_the_room(
     speculative, oracle: Oracle, loaded
 ) -> None:
-    """Trap 83. -1 then keeps one token less than the model has room for, and is
-    refused where an explicit `max_tokens` leaves no room for the prompt."""
-    how = dict(num_blocks=200, max_model_len=40, speculative=speculative)
-    engine = checked_engine(loaded, **how)
-    prompt, params = oracle.prompts[3], replace(greedy_params(1), max_tokens=None)
-    (output,) = engine.generate_batch([prompt], params).values()
-    assert output.outputs[0].token_ids == oracle.expected(3, 40)[: 40 - len(prompt)]
-    assert output.outputs[0].finish_reason == "length"
-    assert output.metrics.finish_detail == "max_model_len=40"
-    cut = replace(params, truncate_prompt_tokens=-1)
-    (output,) = engine.generate_batch([prompt * 9], cut).values()
-    assert output.prompt_token_ids == (prompt * 9)[-39:]
-    assert len(output.outputs[0].token_ids) == 1
-    with pytest.raises(ValueError, match=r"max_tokens must .*max_model_len=40 .*, got 40"):
-        engine.add_request("a", prompt, replace(cut, max_tokens=40))
-    with pytest.raises(ValueError, match=r"min_tokens must be <= max_tokens \(40\), got 41"):
-        engine.add_request("a", prompt, replace(params, min_tokens=41))
-    with pytest.raises(ValueError, match="max_tokens must be an integer, got None"):
-        Request("a", [1], params)
+    """Trap 83: without `max_tokens`, -1 keeps one token less than the model has room for."""
+    engine = checked_engine(loaded, num_blocks=200, max_model_len=40, speculative=speculative)
+    prompt, plain = oracle.prompts[3], greedy_params(1)
+    rows = [(1, 10, 1), (5, 10, 5), (1000, 10, 17), (-1, 10, 30), (-1, None, 39), (None, None, 17)]
+    for most, max_tokens, num_kept in rows:
+        given = prompt * 9 if most == -1 else prompt
+        params = replace(plain, max_tokens=max_tokens, truncate_prompt_tokens=most)
+        (output,) = engine.generate_batch([given], params).values()
+        room, (completion,) = 40 - num_kept, output.outputs
+        same = replace(plain, max_tokens=min(room, max_tokens or room))
+        (whole,) = engine.generate_batch([given[-num_kept:]], same).values()
+        assert output.prompt_token_ids == whole.prompt_token_ids
+        assert completion.token_ids == whole.outputs[0].token_ids
+        assert len(completion.token_ids) == same.max_tokens
+        reason = "max_model_len=40" if max_tokens is None else None
+        assert output.metrics.finish_detail == reason
+    assert completion.token_ids == oracle.expected(3, 40)[:23]
 
 
 # -- the cache
@@ -141,10 +100,8 @@ def test_who_reads_no_cache_computes_all_and_others_find_it(config, oracle, load
         (output,) = engine.generate_batch([prompt], params).values()
         assert output.num_cached_tokens == num_cached
         assert output.outputs[0].token_ids == oracle.expected(5, 5)
-    stats = engine.stats()
-    assert stats.cached_tokens == num_found > 0
     # Who did not look has missed nothing.
-    assert stats.recent_prefix_cache_hit_rate == num_found / len(prompt)
+    assert engine.stats().recent_prefix_cache_hit_rate == num_found / len(prompt)
     engine.on_step = lambda r: [started.setdefault(name, r.step) for name in r.admitted]
     for i, params in enumerate((greedy_params(3), greedy_params(3), skipping)):
         engine.add_request(str(i), oracle.prompts[-1][:8], params)
@@ -187,7 +144,6 @@ def one_by_one(loaded) -> LLM:
     ("options", "place"),
     [
         ({"priority": -1}, 0),
-        ({"priority": 0, "arrival_time": 5}, 0),
         ({"priority": 0, "arrival_time": 15.0}, 1),
         ({}, 2),  # it comes now: long after 20 seconds of the clock that they count by
         ({"priority": 1, "arrival_time": 5}, 2),
@@ -224,61 +180,59 @@ def test_only_who_has_the_same_salt_finds_a_prefix(
 
 
 @WAYS
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("priority", value) for value in (None, True, 1.5, "high")),
-        *(("cache_salt", value) for value in ("", 5, b"mine")),
-        *(("arrival_time", value) for value in ("now", math.nan, math.inf, 10**400, True)),
-    ],
-)
-def test_what_is_no_such_option_is_refused_in_a_sentence(
-    way: Callable[..., None], field: str, value: object, one_by_one: LLM, oracle
-) -> None:
-    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}") as error:
-        way(one_by_one, oracle.prompts[0], **{field: value})
-    assert "\n" not in str(error.value)
+def test_what_is_no_such_option_is_refused_in_a_sentence(way, one_by_one: LLM, oracle) -> None:
+    wrong: dict[str, tuple] = {
+        "priority": (None, True, 1.5, "high"),
+        "cache_salt": ("", 5, b"mine"),
+        "arrival_time": ("now", math.nan, math.inf, 10**400, True),
+    }
+    for field, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{field} must be .*, got {value!r}"):
+                way(one_by_one, oracle.prompts[0], **{field: value})
     assert not one_by_one.engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "got"),
-    [
-        *(("truncate_prompt_tokens", v, v) for v in (0, -2, 1.5, "3", True)),
-        *(("skip_reading_prefix_cache", v, v) for v in (2, "yes", 0)),
-        *(("detokenize", v, v) for v in (None, 1)),
-        *(("n", v, v) for v in (16_385, 10**400)),
-        *(("include_stop_str_in_output", v, v) for v in (None, "yes")),
-        *(("prompt_logprobs", v, v) for v in (-2, 1.5, True, "1")),
-        *(("stop", 5, 5), ("stop", {"x": 1}, {"x": 1}), ("stop_token_ids", 5, 5)),
-        *(("stop_token_ids", b"ab", b"ab"), ("temperature", 10**400, 10**400)),
-        *(("min_p", True, True), ("bad_words", ["word"], "word"), ("bad_words", [[1.5]], 1.5)),
-        *(("allowed_token_ids", [97], 97), ("logit_bias", {-1: 2.0}, -1)),
-    ],
-)
-def test_what_is_no_such_field_is_refused_in_a_sentence(field, value, got, loaded) -> None:
-    engine = LLMEngine(loaded=loaded)
-    with pytest.raises(ValueError, match=f"^{field} must be .*, got .*{got!r}") as error:
-        engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
-    assert "\n" not in str(error.value) and not engine.has_unfinished_requests()
+WRONG: dict[str, tuple] = {
+    "truncate_prompt_tokens": (0, -2, 1.5, "3", True),
+    "skip_reading_prefix_cache": (2, "yes", 0),
+    "detokenize": (None, 1),
+    "n": (16_385, 10**400),
+    "include_stop_str_in_output": (None, "yes"),
+    "prompt_logprobs": (-2, 1.5, True, "1"),
+    "stop": (5, {"x": 1}),
+    "stop_token_ids": (5, b"ab", [97]),
+    "temperature": (10**400,),
+    "min_p": (True,),
+    "bad_words": (["word"], [[1.5]]),
+    "allowed_token_ids": ([97],),
+    "logit_bias": ({-1: 2.0},),
+}
+AT_ODDS = [
+    (dict(allowed_token_ids=[4, 3], stop_token_ids=[3, 4], min_tokens=2), "^min_tokens must"),
+    (dict(stop_token_ids=range(97), min_tokens=2), r"^min_tokens must be 0 .*, got 2"),
+    (dict(prompt_logprobs=1, skip_reading_prefix_cache=False), "^skip_reading_prefix_cache"),
+    (dict(stop="x", detokenize=False), r"^stop must .*detokenize=True, got \('x',\)"),
+    (dict(stop="x"), "^stop "),  # there is no tokenizer
+    (dict(max_tokens=40, truncate_prompt_tokens=-1), "max_tokens must .*max_model_len=40 .* 40"),
+    (dict(max_tokens=None, min_tokens=41), r"min_tokens must be <= max_tokens \(\d+\), got 41"),
+    (dict(grammar="a", structured_outputs="a"), "structured_outputs must .*grammar.*, got 'a'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        (dict(allowed_token_ids=[4, 3], stop_token_ids=[3, 4], min_tokens=2), "^min_tokens must"),
-        (dict(stop_token_ids=range(97), min_tokens=2), r"^min_tokens must be 0 .*, got 2"),
-        (dict(prompt_logprobs=1, skip_reading_prefix_cache=False), "^skip_reading_prefix_cache"),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused(fields, why, loaded) -> None:
-    with pytest.raises(ValueError, match=why):
-        LLMEngine(loaded=loaded).add_request("a", [1, 2], SamplingParams(**fields))
-
-
-def test_structured_outputs_is_another_name_of_grammar() -> None:
+def test_what_is_no_such_field_or_contradicts_another_is_refused_in_a_sentence(loaded) -> None:
+    engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
+    for field, values in WRONG.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{field} must be [^\n]*$") as error:
+                engine.add_request("a", [1, 2], SamplingParams(**{field: value}))
+            assert str(error.value).rpartition(" got ")[2].partition(":")[0] in repr(value)
+    for fields, why in AT_ODDS:
+        with pytest.raises(ValueError, match=why):
+            engine.add_request("a", [1, 2], SamplingParams(**fields))
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="max_tokens must be an integer, got None"):
+        Request("a", [1], SamplingParams(max_tokens=None))
     wanted = {"choice": ["yes", "no"]}
     params = SamplingParams(structured_outputs=wanted)
     assert params == SamplingParams(grammar=wanted) == replace(params)
-    with pytest.raises(ValueError, match=r"structured_outputs must .*grammar.*, got {'choice'"):
-        SamplingParams(grammar=wanted, structured_outputs=wanted)
