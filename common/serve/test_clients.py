@@ -24,14 +24,7 @@ from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.app import ServeConfig
-from common.serve.conftest import (
-    MODEL,
-    Running,
-    fail_next,
-    posted,
-    running,
-    wait_for,
-)
+from common.serve.conftest import MODEL, Running, fail_next, posted, running, wait_for
 from common.serve.kv_listen import listen
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port

@@ -17,16 +17,7 @@ import pytest
 
 from common.serve import large_json
 from common.serve.app import ServeConfig
-from common.serve.conftest import (
-    HEAD,
-    HEALTH,
-    MODEL,
-    TEMPLATE,
-    Running,
-    posted,
-    running,
-    wait_for,
-)
+from common.serve.conftest import HEAD, HEALTH, MODEL, TEMPLATE, Running, posted, running, wait_for
 from common.serve.large_json import LARGE
 from common.serve.running import (
     CHUNK_BYTES,
@@ -197,9 +188,7 @@ def test_a_chat_that_must_be_too_long_is_not_rendered(
         assert rendered.pop() == num
 
 
-def test_large_json_is_neither_read_nor_made_in_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_json_is_neither_read_nor_made_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 87. Large content is built a few entries at a time in its thread, too: its encoder holds
     Python's lock."""
     made, read = list[tuple[str, int]](), list[tuple[str, int]]()
@@ -410,9 +399,7 @@ def test_a_client_read_late_is_kept(server: Running, monkeypatch: pytest.MonkeyP
         assert all(one.recv(1 << 16).startswith(b"HTTP/1.1 200") for one in crowd)
 
 
-def test_a_client_that_reads_nothing_delays_no_shutdown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_that_reads_nothing_delays_no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serve.running.LAST_WORDS_SECONDS", 0.2)
     sent = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with ExitStack() as stack, running() as server:

@@ -24,15 +24,7 @@ from common.serve import kv_events
 from common.serve.conftest import wait_for
 from common.serve.kv_events import CacheChanges, KVEvents
 from common.serve.kv_publisher import END, EventPublisher
-from common.serve.kv_wire import (
-    CLEARED,
-    CPU,
-    GPU,
-    STORAGE,
-    Event,
-    pack_batch,
-    wire_hash,
-)
+from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, Event, pack_batch, wire_hash
 from common.tests.engine_oracle import Oracle, greedy_params, serve, serve_a_crowd
 from kv_slots import PREFIX_CACHES
 from kv_tiers import ignore_change

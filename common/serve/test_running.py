@@ -201,10 +201,7 @@ def test_a_port_in_use_is_a_sentence(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("flags", "printed"),
     [
-        (
-            [],
-            "no key: programs on this machine can send prompts; each page reads its own only",
-        ),
+        ([], "no key: programs on this machine can send prompts; each page reads its own only"),
         (["--host=0.0.0.0"], "GET /events is off"),
         (["--host=0.0.0.0", "--api-key=k"], "open to the key: every prompt and answer"),
     ],

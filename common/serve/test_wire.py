@@ -10,14 +10,7 @@ from pydantic import ValidationError
 
 from common.serve import wire
 from common.serve.errors import ApiError
-from common.serve.wire import (
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PROMPTS,
-    ChatBody,
-    CompletionBody,
-)
+from common.serve.wire import MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_PROMPTS, ChatBody, CompletionBody
 from grammars import Json
 from request import SamplingParams
 
