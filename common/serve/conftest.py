@@ -74,21 +74,16 @@ def metrics_of(stats: EngineStats, **config: Any) -> ServerMetrics:
     return ServerMetrics(llm, MODEL)
 
 
-def fail_next(
-    engine: LLMEngine, error: type[Exception] = MemoryError, times: int = 1, place: str = "core"
-) -> None:
-    """Make the next steps raise `error`: in the runner ("core"), or while they change the
-    scheduler's and engine's state ("books")."""
+def fail_next(engine: LLMEngine, error: Exception | None = None, place: str = "core") -> None:
+    """Make the next step raise `error`: in the runner ("core"), or while it changes the scheduler's
+    and engine's state ("books")."""
     in_core = engine.core.runner, "execute"
     part, name = in_core if place == "core" else (engine, "_process_outputs")
     whole = getattr(part, name)
 
     def fail(*_: Any, **__: Any) -> Any:
-        nonlocal times
-        times -= 1
-        if times == 0:
-            setattr(part, name, whole)
-        raise error(f"{times} more")
+        setattr(part, name, whole)
+        raise error or MemoryError("no memory left")
 
     setattr(part, name, fail)
 

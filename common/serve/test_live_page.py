@@ -182,7 +182,7 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
             first.is_awake.set()
             films[first] += 1
         elif act in ("core", "books"):
-            tight.call(fail_next, ZeroDivisionError, 1, act)
+            tight.call(fail_next, ZeroDivisionError(), act)
             status, answer = tight.post("/v1/completions", EIGHT)
             assert (status, answer["error"]["message"][-17:]) == (500, "ZeroDivisionError")
             films |= {one: films[one] + (act == "books") for one in onlookers}
@@ -493,7 +493,7 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
     expect(page.locator(".problem")).to_be_hidden()
-    tight.call(fail_next, ZeroDivisionError)
+    tight.call(fail_next, ZeroDivisionError())
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
     held = tight.llm.call(lambda engine: may_go.wait(30))

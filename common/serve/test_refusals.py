@@ -136,6 +136,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": FORM, "structured_outputs": {"regex": "x"}}, "response_format"),
     *((CHAT, FORCED | {"tools": tools}, "tool_choice") for tools in (None, [])),
     (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {"tools": [TOOL]}, "tools"),  # the template ignores them
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages"),
     (f"{COMPLETIONS}/render", {"temperature": -1}, "temperature"),
     (f"{CHAT}/render", {"temperature": -1}, "temperature"),

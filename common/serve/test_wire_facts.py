@@ -189,7 +189,6 @@ TRANSCRIPTIONS = "POST /v1/audio/transcriptions is not served here.*"
         (COMPLETIONS, SALTED | {"cache_salt": "b"}, {CACHED: 0}),
         (COMPLETIONS, SALTED | {"cache_salt": "a"}, {CACHED: 32}),
         (CHATS, CHAT | {"n": 2}, {"choices.1.index": 1, USAGE: 16}),
-        (CHATS, {"messages": [USER], "ignore_eos": True}, {"usage.total_tokens": 2048}),
         (COMPLETIONS, {"request_id": "a"}, {"id": "cmpl-a"}),
         (CHATS, CHAT | {"request_id": "a"}, {"id": "chatcmpl-a"}),
         (f"GET /v1/models/{MODEL}", None, {"id": MODEL, "max_model_len": 2048}),
@@ -210,6 +209,11 @@ def test_a_request_has_its_answer(
             found = found[int(key) if key.isdigit() else key]
         is_right = value.fullmatch(found) if isinstance(value, re.Pattern) else found == value
         assert is_right, (place, found)
+
+
+def test_a_chat_without_a_limit_may_use_the_room_that_is_left(short: Running) -> None:
+    _, answer = short.post(CHATS, {"messages": [USER], "ignore_eos": True})
+    assert answer["usage"]["total_tokens"] == short.llm.max_model_len == 64
 
 
 def test_an_answers_id_is_that_of_its_request(server: Running) -> None:
@@ -288,10 +292,11 @@ def test_minus_infinity_is_a_number() -> None:
     total.prompt_logprobs, total.finished = [None, entry], True
 
     def choice(kind: str, prompts: Any = (), **fields: Any) -> Any:
-        body = GenerateBody(**fields)
-        one = Answer(kind, "m", letters, body, SamplingParams(logprobs=1), prompts, False, "id")
+        about = letters, GenerateBody(**fields), SamplingParams(logprobs=1), prompts, False, "id"
+        one, other = (Answer(kind, "m", *about) for _ in range(2))
+        other.created = one.created
         chunks = list(json_chunks(one.whole([total])))
-        assert b"".join(chunks) == to_json(one.whole([total])) and len(chunks) > 5
+        assert b"".join(chunks) == to_json(other.whole([total])) and len(chunks) > 5
         return json.loads(b"".join(chunks))["choices"][0]
 
     found = choice("completion", ("ab",), prompt_logprobs=1)
