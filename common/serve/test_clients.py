@@ -98,10 +98,11 @@ def test_a_disconnect_aborts(
         return float(re.findall(r'success_total{.*"abort".*} (\S+)', metrics)[0])
 
     monkeypatch.setattr(server.llm, "generate", kept)
-    sent, before = LONG | {"stream": stream}, num_aborted()
+    sent = LONG | {"stream": stream}
     for prompt, num_made in ([[5], [10**9]], 0), ([[5], [7]], 2):  # before any of them is queued
         assert server.post("/v1/completions", sent | {"prompt": prompt})[0] == 400
         assert len(made) == num_made and not any(one.ag_frame for one in made)
+    before = num_aborted()
     with server.aborts_one(), server.connect(posted(sent)) as connection:
         wait_for(lambda: server.stats().num_running)
         assert not stream or connection.recv(100).startswith(b"HTTP/1.1 200")

@@ -26,7 +26,7 @@ from common.events.hidden_frames import HIDDEN
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
+from common.serve.conftest import MODEL, TEMPLATE, Running, fail_next, running, wait_for
 from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER, server_sent
@@ -57,6 +57,7 @@ class Onlooker:
         self.answer = connection.getresponse()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+        wait_for(lambda: self.lines)
 
     def _read(self) -> None:
         with suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
@@ -74,14 +75,12 @@ class Onlooker:
             films[-1].append(line)
         return films
 
-    def film(self) -> Film | None:
+    def film(self) -> Film:
         """The last film, as far as it has come."""
-        films = self.films()
-        return Film(f"{line}\n" for line in films[-1]) if films else None
+        return Film(f"{line}\n" for line in self.films()[-1])
 
     def state(self) -> Frame | None:
-        film = self.film()
-        return None if film is None else film.last_state()
+        return self.film().last_state()
 
     def close(self) -> None:
         self.is_awake.set()
@@ -114,13 +113,7 @@ def unwatched(tight: Running) -> Iterator[None]:
 def look(tight: Running, unwatched: None) -> Iterator[Callable[..., Onlooker]]:
     """`look()`: another one."""
     with ExitStack() as stack:
-
-        def _look(**headers_of: Any) -> Onlooker:
-            onlooker = stack.enter_context(closing(Onlooker(tight, **headers_of)))
-            wait_for(lambda: onlooker.lines)
-            return onlooker
-
-        yield _look
+        yield lambda **about: stack.enter_context(closing(Onlooker(tight, **about)))
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
@@ -164,9 +157,7 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
             assert len(onlookers) == 1 or onlooker.films()[0][1].startswith('{"at":"start"')
         first, viewer = next(iter(onlookers.items()))
         if act == "leave":
-            film = first.film()
-            assert film is not None
-            happened += [one for step in film.steps() for one in step.happened]
+            happened += [one for step in first.film().steps() for one in step.happened]
             first.close()
             del onlookers[first]
         elif act == "sleep":
@@ -235,7 +226,6 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
         for name, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
             received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
-            assert film is not None
             for other in headers.keys() - {name}:
                 assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
             for row in film.requests().values():
@@ -252,19 +242,13 @@ KEY = {"Authorization": "Bearer secret"}
 def test_with_the_key_and_no_token_everything_is_read_until_the_end() -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
-        wait_for(lambda: all(o.lines for o in onlookers))
         server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
         wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
-        films = [onlooker.film() for onlooker in onlookers]
-        rows = [row for film in films if film for row in film.requests().values()]
+        rows = [row for o in onlookers for row in o.film().requests().values()]
         assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
-        status, _, page = server.request("GET", "/")
-        assert status == 200 and b"said by" not in page and b"secret" not in page
-        for headers, expected in (
-            (KEY | {TOKEN_HEADER: "short"}, 400),
-            ({}, 401),
-            (KEY | {"Origin": "http://evil.example"}, 403),
-        ):
+        page = server.request("GET", "/")[2]
+        assert b"said by" not in page and b"secret" not in page
+        for headers, expected in ((KEY | {TOKEN_HEADER: "short"}, 400), ({}, 401)):
             assert server.request("GET", "/events", headers=headers)[0] == expected
         live, long = server.app.state.server.live, EIGHT | {"max_tokens": 500}
         with ThreadPoolExecutor(1) as pool:
@@ -509,33 +493,11 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     expect(page.locator(".problem")).to_be_hidden()
 
 
-def test_a_chat_and_a_tool_call_show_what_the_api_answers(
-    server: Running, open_tab: Callable[..., Page]
-) -> None:
-    page = open_tab(server)
-    page.wait_for_selector(".model option", state="attached")
-    page.fill("[name=max_tokens]", "90")
-    page.click("[data-example=chat]")
-    run_all(page)
-    user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
-    sent = {"model": MODEL, "max_tokens": 90, "temperature": 0, "messages": [user]}
-    _, answer = server.post("/v1/chat/completions", sent)
-    expected = answer["choices"][0]["message"]["content"]
-    assert expected and page.locator(".answers .text").first.text_content() == expected
-    page.wait_for_selector(".answers .chip:not([disabled])")
-    page.click("[data-example=tool]")
-    run_all(page)
-    name, arguments = page.inner_text(".answers .text").split(" ", 1)
-    assert name == "get_weather" and json.loads(arguments)["city"] in ("Oslo", "Lima", "Nairobi")
-    page.click("[data-example=one]")
-    kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
-    assert kept == ["text", ""], "the tool's schema is no one else's"
-
-
-def test_the_page_invites_and_then_says_where_to_look(open_tab: Callable[..., Page]) -> None:
+def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., Page]) -> None:
     """With little memory, of the small engine beside a large one, sharing and preemption are seen
-    in the first try; an engine that is idle runs nothing."""
-    with running(has_little=True, num_blocks=5000) as server:
+    in the first try. A chat and a tool call have the API's answers."""
+    config = ServeConfig(MODEL, chat_template=TEMPLATE)
+    with running(config, has_little=True, num_blocks=5000) as server:
         page, room = open_tab(server), "4,999 blocks of 16 tokens: room for 79,984 tokens"
         until(page, "Watch.store.films.length === 1")
         page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
@@ -544,17 +506,35 @@ def test_the_page_invites_and_then_says_where_to_look(open_tab: Callable[..., Pa
         until(page, "Watch.store.films[0].run.num_blocks === 28")
         page.click("[data-example=eight]")
         run_all(page)
-        preempted = page.locator(".film-caption .look:has-text('was preempted')")
         expect(page.locator(".film-caption .text")).to_contain_text("The engine is idle")
         expect(page.locator(".pool-counts")).to_contain_text("0 in use")
         expect(page.locator(".queue-list .chip")).to_have_count(0)
         looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
         assert "found 32 tokens in the cache" in looks and "came back" in looks
+        preempted = page.locator(".film-caption .look:has-text('was preempted')")
         step = int(preempted.inner_text().split()[1].strip(":"))
         preempted.click()
         until(page, f"Watch.store.step === {step}")
         page.wait_for_selector(".words-list:has-text('is preempted')")
         assert server.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
+        page.uncheck("[name=little]")
+        page.fill("[name=max_tokens]", "90")
+        page.click("[data-example=chat]")
+        run_all(page)
+        user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
+        sent = {"model": MODEL, "max_tokens": 90, "temperature": 0, "messages": [user]}
+        _, answer = server.post("/v1/chat/completions", sent)
+        expected = answer["choices"][0]["message"]["content"]
+        assert expected and page.locator(".answers .text").first.text_content() == expected
+        page.wait_for_selector(".answers .chip:not([disabled])")
+        page.click("[data-example=tool]")
+        run_all(page)
+        name, arguments = page.inner_text(".answers .text").split(" ", 1)
+        cities = ("Oslo", "Lima", "Nairobi")
+        assert name == "get_weather" and json.loads(arguments)["city"] in cities
+        page.click("[data-example=one]")
+        kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
+        assert kept == ["text", ""], "the tool's schema is no one else's"
         page.context.close()
 
 
