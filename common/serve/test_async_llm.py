@@ -310,7 +310,7 @@ def end_next(engine: LLMEngine, reason: str, detail: str | None) -> None:
             engine.abort_request(group.request_id)
             for sequence in group.sequences:
                 sequence.completion.finish_reason = reason
-            group.finished, group.metrics.finish_detail = True, detail
+            group.metrics.finish_detail = detail
         return groups
 
     engine.step = _step
