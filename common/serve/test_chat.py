@@ -250,9 +250,8 @@ def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
     """A stream as a whole message, without ids."""
     found: dict[str, Any] = {}
     for delta in deltas:
-        for name, value in delta.items():
-            if name != "tool_calls":
-                found[name] = found.get(name, "") + value
+        for name in delta.keys() - {"tool_calls"}:
+            found[name] = found.get(name, "") + delta[name]
         for call in delta.get("tool_calls", ()):
             calls = found.setdefault("tool_calls", [])
             if "id" in call:
@@ -473,10 +472,12 @@ def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
 def test_marks_that_are_special_tokens_are_not_skipped(
     hermes: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, requested = hermes.llm.tokenizer.source, says(hermes, monkeypatch, "x")
-    ids = SimpleNamespace(token_to_id={"<tool_call>": 7}.get)
-    for special_ids, is_skipped in (frozenset(), True), (frozenset({7}), False):
-        other: Any = SimpleNamespace(source=source, backend=ids, special_ids=special_ids)
-        monkeypatch.setattr(hermes.app.state.server, "chat", ChatPrompts(other, HERMES))
+    requested, chat = says(hermes, monkeypatch, "x"), hermes.app.state.server.chat
+    for hides_marks in (False, True):
+        monkeypatch.setitem(vars(chat), "hides_marks", hides_marks)
         client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
-        assert requested[-1].skip_special_tokens is is_skipped
+        assert requested[-1].skip_special_tokens is not hides_marks
+    marks: Any = SimpleNamespace(source=None, special_ids=frozenset({7}))
+    for mark in "<tool_call>", "</think>", "other":
+        marks.backend = SimpleNamespace(token_to_id={mark: 7}.get)
+        assert ChatPrompts(marks).hides_marks == (mark != "other")

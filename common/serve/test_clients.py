@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,18 @@ from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, SMALL, Running, fail_next, posted, running, wait_for
+from common.serve.conftest import MODEL, Running, fail_next, posted, running, wait_for
 from common.serve.kv_listen import listen
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port
 from common.tests.forked import Forked, start_program
-from tiered_cache import KVTierConfig
 
 PROMPT = "def fibonacci(n):\n    if n"
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 
 
-def client(server: Running, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LLM) -> None:
@@ -44,12 +42,11 @@ def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LL
     expected = [o.outputs[0].text for o in alone.generate(prompts, params, use_tqdm=False)]
 
     async def all_of_them() -> list[str]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as one:
-            create = partial(one.completions.create, model=MODEL, max_tokens=10, temperature=0)
+        fields: Any = dict(model=MODEL, max_tokens=10, temperature=0, stream=True)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as one:
 
             async def read(prompt: str) -> str:
-                chunks = await create(prompt=prompt, stream=True)
+                chunks = await one.completions.create(prompt=prompt, **fields)
                 return "".join([chunk.choices[0].text async for chunk in chunks])
 
             return await asyncio.gather(*map(read, prompts))
@@ -157,19 +154,17 @@ def test_a_full_disk_is_said_at_the_start_and_never_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """All of a tier's file is reserved: a page that has no place would end the process."""
-    path, tiers = tmp_path / "kv", {"host_blocks": 2, "disk_blocks": 30}
-    LLM(**SMALL | {"num_blocks": 20}, kv_tiers=KVTierConfig(**tiers, disk_path=path)).close()
-    kept = path.stat()
-    assert kept.st_blocks * 512 >= kept.st_size > 0
-    path.unlink()
+    flag = json.dumps({"host_blocks": 2, "disk_blocks": 30, "disk_path": str(tmp_path / "kv")})
+    reserved: list[int] = []
 
-    def full(*_: int) -> None:
+    def full(_: int, begin: int, num_bytes: int) -> None:
+        reserved.append(num_bytes - begin)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    flag = json.dumps({**tiers, "disk_path": str(path)})
     assert command(["--port", "0", "--num-blocks", "20", "--kv-tiers", flag]) == 2
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert reserved == [(tmp_path / "kv").stat().st_size]
 
 
 def test_adapters_are_models(server: Running) -> None:

@@ -173,6 +173,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/load_lora_adapter", {"lora_path": "x" * 5000}, "lora_path"),
     ("/v1/load_lora_adapter", {"lora_path": "\0"}, None),
 ]
+FIELDS = {"message", "type", "param", "code"}
 # Bodies other than a JSON object.
 BYTES = [b"", b"\xff", b"\0", b"1", b"9" * 100_000, b'"x"', b"4.0", b"{", b"[1,2]", b"[" * 100_000]
 BYTES += [b'{"prompt":"x","seed":%b}' % (b"9" * 5000)]
@@ -230,7 +231,7 @@ def test_a_wrong_body_is_refused(short: Running, caplog: pytest.LogCaptureFixtur
         name = says and re.split("[ :.]", says)[0]
         is_right = (found, error.get("param")) == (status, name) and took_s < 5
         is_right &= says == name or error["message"].startswith(says)
-        if not is_right or set(error) != ({"message", "type", "param", "code"} if error else set()):
+        if not is_right or set(error) != (set() if status == 200 else FIELDS):
             wrong.append((status, says, found, took_s, *shown))
     assert not wrong, "\n".join(map(str, wrong))
     assert "Traceback" not in caplog.text and short.is_idle()
@@ -241,18 +242,15 @@ def test_no_argument_of_the_renderer_is_a_variable_of_templates() -> None:
     assert arguments - NO_VARIABLES == {"documents", "tools", "kwargs"}
 
 
-def test_an_error_of_the_server_names_no_field_and_no_file(
+def test_no_error_names_a_file_of_the_server(
     short: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert api_error(ValueError("the prompt has 5"), {"prompt"}).param is None
+    assert api_error(ValueError("the prompt has 5"), {"prompt"}).param is None, "nor a field"
     text = lambda: Path("/a/folder/of/the/server").read_text()  # noqa: E731
     monkeypatch.setattr(short.app.state.server.metrics, "text", text)
     status, _, content = short.request("GET", "/metrics")
     message = json.loads(content)["error"]["message"]
     assert status == 500 and message == "the server has failed: FileNotFoundError"
-
-
-def test_no_error_names_a_folder_of_the_server(short: Running) -> None:
     root = short.app.state.server.config.adapter_root
     (root / "other").mkdir()
     (root / "other" / "adapter_model.safetensors").write_bytes(b"none")
