@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +25,12 @@ from fastapi import FastAPI
 from fastapi.dependencies import models as fastapi_models
 
 from common.engine import LLMEngine
-from common.engine_config import EngineConfig, EngineStats
+from common.engine_config import EngineStats
 from common.llm import LLM
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.ports import open_port
 from common.serve.running import DrainingServer, little_settings, make_event_loop
-from common.serve.server_metrics import ServerMetrics
 
 SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
 # Too little memory for all: some are preempted.
@@ -69,26 +67,16 @@ def is_idle(engine: LLMEngine) -> bool:
     return not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
 
 
-def metrics_of(stats: EngineStats, **config: Any) -> ServerMetrics:
-    llm: Any = SimpleNamespace(stats=stats, max_model_len=64, config=EngineConfig(**config))
-    return ServerMetrics(llm, MODEL)
-
-
-def fail_next(
-    engine: LLMEngine, error: type[Exception] = MemoryError, times: int = 1, place: str = "core"
-) -> None:
-    """Make the next steps raise `error`: in the runner ("core"), or while they change the
-    scheduler's and engine's state ("books")."""
+def fail_next(engine: LLMEngine, error: Exception | None = None, place: str = "core") -> None:
+    """Make the next step raise `error`: in the runner ("core"), or while it changes the scheduler's
+    and engine's state ("books")."""
     in_core = engine.core.runner, "execute"
     part, name = in_core if place == "core" else (engine, "_process_outputs")
     whole = getattr(part, name)
 
     def fail(*_: Any, **__: Any) -> Any:
-        nonlocal times
-        times -= 1
-        if times == 0:
-            setattr(part, name, whole)
-        raise error(f"{times} more")
+        setattr(part, name, whole)
+        raise error or MemoryError("no memory left")
 
     setattr(part, name, fail)
 

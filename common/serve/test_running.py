@@ -73,8 +73,7 @@ async def test_running_requests_can_finish_in_time(
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The arguments of `serve`'s parts; the server ends immediately, and has cut off
-    `num_cut_short`."""
+    """The arguments of `serve`'s parts; the server ends at once, with `num_cut_short`."""
     found = SimpleNamespace(engine=Engine(), num_cut_short=0)
 
     def make_llm(model: str | None, **settings: Any) -> Engine:
@@ -85,15 +84,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         found.config = config
         return None, None
 
-    class Server:
-        def __init__(self, llm: Engine, gate: Any, drain_seconds: float, little: Any) -> None:
-            found.drain_seconds, self.num_cut_short = drain_seconds, found.num_cut_short
+    async def serve(sockets: list[socket.socket]) -> None:
+        found.engine.calls.append("served")
 
-        async def serve(self, sockets: list[socket.socket]) -> None:
-            found.engine.calls.append("served")
+    def make_server(llm: Engine, gate: Any, drain_seconds: float, little: Any) -> Any:
+        found.drain_seconds = drain_seconds
+        return SimpleNamespace(serve=serve, num_cut_short=found.num_cut_short)
 
-    for name, made in ("AsyncLLM", make_llm), ("make_app", make_app), ("DrainingServer", Server):
-        monkeypatch.setattr(running, name, made)
+    monkeypatch.setattr(running, "AsyncLLM", make_llm)
+    monkeypatch.setattr(running, "make_app", make_app)
+    monkeypatch.setattr(running, "DrainingServer", make_server)
     monkeypatch.setattr(running, "freeze_gc_heap", lambda: found.engine.calls.append("spared"))
     return found
 
@@ -111,14 +111,15 @@ def test_every_flag_arrives_where_it_counts(
     (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
     flags |= {"allowed-host": "a.b", "allowed-origin": "http://a.b"}
     flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
-    flags |= {"tool-call-parser": "hermes", "reasoning-parser": "olmo3"}
+    flags |= {"tool-call-parser": "hermes", "reasoning-parser": "deepseek_r1"}  # as at vLLM
     given = [f"--{name}={value}" for name, value in flags.items()]
-    assert run(*given, "--metrics-without-key", num_blocks=9) == 0
+    given += ["--metrics-without-key", "--enable-auto-tool-choice"]
+    assert run(*given, num_blocks=9) == 0
     gate = GateConfig("::1", "k", 1000, 30.0, ("a.b",), ("http://a.b",), False)
-    template = "é: {{ messages }}"
-    expected = ServeConfig(tmp_path.name, gate, template, "hermes", "olmo3", tmp_path / "a", 2.0)
-    assert (served.config, served.drain_seconds) == (expected, 3.0)
-    assert served.model == str(tmp_path) and served.settings == {"max_waiting": 7, "num_blocks": 9}
+    own = "é: {{ messages }}", "hermes", "deepseek_r1", tmp_path / "a", 2.0
+    assert served.config == ServeConfig(tmp_path.name, gate, *own)
+    assert (served.model, served.drain_seconds) == (str(tmp_path), 3.0)
+    assert served.settings == {"max_waiting": 7, "num_blocks": 9}
     printed = capsys.readouterr().err
     assert f"loading {tmp_path.name} ..." in printed and "Bearer $KEY" in printed
     assert served.engine.calls == ["spared", "served", "closed"]
@@ -144,11 +145,22 @@ def test_a_thread_that_does_not_end_keeps_no_process() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
 
 
-def test_a_model_has_a_name(served: SimpleNamespace) -> None:
-    for flags, name in ([], "tiny"), (["--model=a/b"], "a/b"), (["--served-model-name=c"], "c"):
-        assert run(*flags, "--api-key=") == 0
-        assert served.config.model_name == name and served.config.gate.api_key is None
-        assert served.config.chat_template == (None if name == "a/b" else TEMPLATE)
+@pytest.mark.parametrize(
+    ("flags", "name", "printed"),
+    [
+        ([], "tiny", "no key: programs on this machine can send prompts; each page reads its own"),
+        (["--api-key=", "--model=a/b", "--host=0.0.0.0"], "a/b", "GET /events is off"),
+        (["--served-model-name=c", "--api-key=k"], "c", "open to the key: every prompt and answer"),
+    ],
+)
+def test_a_model_has_a_name_and_a_line_lists_the_open_endpoints(
+    served: SimpleNamespace, flags: list[str], name: str, printed: str, capsys: Any
+) -> None:
+    """Trap 86."""
+    assert run(*flags) == 0 and printed in capsys.readouterr().err
+    assert served.config.model_name == name
+    assert served.config.gate.api_key == ("k" if name == "c" else None)
+    assert served.config.chat_template == (None if name == "a/b" else TEMPLATE)
 
 
 def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
@@ -171,6 +183,7 @@ def connector(**fields: Any) -> list[str]:
     [
         (["--port=99999999"], "port 99999999 of 127.0.0.1: ports must be numbers from 0 to 65535"),
         (["--port=-1"], "port -1 of 127.0.0.1: ports must be numbers"),
+        (["--port=TAKEN"], " of 127.0.0.1: Address already in use (another: --"),
         (["--host=nowhere.invalid"], "of nowhere.invalid: "),
         (["--host", "x" * 70], "x: "),
         (["--port=0", "--chat-template=/nothing"], "No such file or directory: '/nothing'"),
@@ -184,34 +197,8 @@ def test_a_flag_that_is_wrong_is_a_sentence(
     flags: list[str], says: str, capsys: pytest.CaptureFixture
 ) -> None:
     """Before a model is loaded."""
-    assert main(flags) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([flag.replace("TAKEN", port) for flag in flags]) == 2
     printed = capsys.readouterr().err.splitlines()
     assert says in printed[-1] and "Unknown error" not in printed[-1] and len(printed) <= 2
-
-
-def test_a_port_in_use_is_a_sentence(capsys: pytest.CaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main([f"--port={port}"]) == 2
-    printed = capsys.readouterr().err
-    assert f"listen on port {port} of 127.0.0.1: Address already in use (another: --" in printed
-    assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "printed"),
-    [
-        (
-            [],
-            "no key: programs on this machine can send prompts; each page reads its own only",
-        ),
-        (["--host=0.0.0.0"], "GET /events is off"),
-        (["--host=0.0.0.0", "--api-key=k"], "open to the key: every prompt and answer"),
-    ],
-)
-def test_a_line_lists_the_open_endpoints(
-    served: SimpleNamespace, flags: list[str], printed: str, capsys: pytest.CaptureFixture
-) -> None:
-    """Trap 86."""
-    assert run(*flags) == 0
-    assert printed in capsys.readouterr().err

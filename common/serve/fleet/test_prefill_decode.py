@@ -22,11 +22,7 @@ from starlette.routing import Route
 from common.llm import LLM, SamplingParams
 from common.serve.conftest import Running, in_thread, posted
 from common.serve.fleet.pd_proxy import ASK, make_proxy
-from common.serve.fleet.programs import (
-    Program,
-    start_router,
-    start_server,
-)
+from common.serve.fleet.programs import Program, start_router, start_server
 from conftest import need
 from mooncake_master import MooncakeMaster
 
@@ -56,32 +52,29 @@ class Server:
     def __init__(self, answer: Any) -> None:
         self.answer, self.status, self.seconds = answer, 200, 0.0
         self.seen: list[tuple[str, Any, bytes]] = []
+        self.app = Starlette(routes=[Route("/{path:path}", self._tell, methods=["GET", "POST"])])
 
-    def app(self) -> Starlette:
-        async def tell(request: Request) -> Response:
-            path = f"{request.url.path}?{request.url.query}".removesuffix("?")
-            self.seen.append((path, request.headers, await request.body()))
-            await asyncio.sleep(self.seconds)
-            headers = {"x-request-id": request.headers.get("x-request-id", "none"), "x-own": "1"}
-            headers["retry-after"] = "7"
-            return JSONResponse(self.answer, self.status, headers)
-
-        return Starlette(routes=[Route("/{path:path}", tell, methods=["GET", "POST"])])
+    async def _tell(self, request: Request) -> Response:
+        path = f"{request.url.path}?{request.url.query}".removesuffix("?")
+        self.seen.append((path, request.headers, await request.body()))
+        await asyncio.sleep(self.seconds)
+        name = request.headers.get("x-request-id", "none")
+        headers = {"x-request-id": name, "x-own": "1", "retry-after": "7"}
+        return JSONResponse(self.answer, self.status, headers)
 
 
 def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
     first, second = Server({"kv_transfer_params": {"where": 7}}), Server({"text": "y"})
-    places = [stack.enter_context(served(one.app())) for one in (first, second)]
+    places = [stack.enter_context(served(one.app)) for one in (first, second)]
     proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=0.5)))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
+    headers["Content-Type"] = "application/json"
 
     def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
         first.seen.clear()
         second.seen.clear()
-        kind = {"Content-Type": "application/json"}
-        return httpx.post(f"{proxy}{path}", content=content, headers=headers | kind, timeout=30)
+        return httpx.post(f"{proxy}{path}", content=content, headers=headers, timeout=30)
 
-    whole = json.dumps(BODY).encode()
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = post(json.dumps(BODY | NOT_FOR_ONE).encode(), path)
         assert answer.json() == {"text": "y"} and answer.headers["x-request-id"] == "mine"
@@ -95,11 +88,12 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
             assert (place, json.loads(content)) == (path, body)
             assert (found["authorization"], found["x-request-id"]) == ("Bearer k", "mine")
             assert "cookie" not in found
+    whole, said = json.dumps(BODY).encode(), first.answer
     for answer, status, seconds, content in (  # the second one is asked as if it were alone
         ({}, 200, 0.0, whole),
-        (first.answer, 500, 0.0, whole),
-        (first.answer, 200, 1.0, whole),
-        (first.answer, 200, 0.0, b"[1]"),
+        (said, 500, 0.0, whole),
+        (said, 200, 1.0, whole),
+        (said, 200, 0.0, b"[1]"),
     ):
         first.answer, first.status, first.seconds = answer, status, seconds
         assert post(content).json() == {"text": "y"} and second.seen[0][2] == content
@@ -134,9 +128,9 @@ def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
 def servers(stack: ExitStack) -> list[Program]:
     """For prefill and for decode."""
     need("Mooncake")
-    master = stack.enter_context(MooncakeMaster())
-    fields = {"kind": "mooncake", "master": master.address.master, "segment_mbytes": 64}
-    fields["metadata"] = master.address.metadata
+    address = stack.enter_context(MooncakeMaster()).address
+    fields = {"kind": "mooncake", "master": address.master, "segment_mbytes": 64}
+    fields["metadata"] = address.metadata
     flags = ("--block-size", str(BLOCK_SIZE), "--num-blocks", "400", "--dtype", "float32")
     flags = (*flags, "--num-threads", "1", "--kv-connector", json.dumps(fields))
     found = [stack.enter_context(start_server(*flags)) for _ in range(2)]
@@ -169,10 +163,8 @@ def post_all(url: str, prompts: list[list[int]]) -> tuple[list[str], list[int]]:
 
 def computed(server: Program) -> int:
     found = server.metrics()
-    queries, hits = (
-        sum(found[f"vllm:prefix_cache_{name}_total"].values()) for name in ("queries", "hits")
-    )
-    return int(queries - hits)
+    queries, hits = (found[f"vllm:prefix_cache_{name}_total"] for name in ("queries", "hits"))
+    return int(sum(queries.values()) - sum(hits.values()))
 
 
 @pytest.mark.slow
