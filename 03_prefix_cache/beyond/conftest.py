@@ -19,17 +19,15 @@ WAIT_S = 30.0  # reached only if a test fails
 
 @dataclass
 class MooncakeStore:
-    """A master to use, with a client, and a master to kill. All are being started."""
+    """A master and a client. Both are being started."""
 
     master: Future[MooncakeMaster]
-    doomed: Future[MooncakeMaster]
     near: Future[MooncakePool]
 
 
 def needs_mooncake(item: pytest.Item) -> bool:
-    names = {"master", "doomed", "near"} & set(getattr(item, "fixturenames", ()))
     row = getattr(item, "callspec", None) and item.callspec.params.get("pool")
-    return bool(names) or row == "mooncake"
+    return "near" in getattr(item, "fixturenames", ()) or row == "mooncake"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,21 +37,20 @@ def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | N
         yield None
         return
     with ThreadPoolExecutor() as threads:
-        master, doomed = threads.submit(MooncakeMaster), threads.submit(MooncakeMaster)
+        master = threads.submit(MooncakeMaster)
 
         def join() -> MooncakePool:
             return MooncakePool(master.result().address, 64 << 20, "127.0.0.1", WAIT_S)
 
         near = threads.submit(join)
-        yield MooncakeStore(master, doomed, near)
+        yield MooncakeStore(master, near)
     if near.exception() is None:
         # Without the second that an orderly exit from a store takes.
         near.result()._client.process.kill()
         near.result().close()
-    for each in (master, doomed):
-        if each.exception() is None:
-            each.result().process.kill()
-            each.result().stop()
+    if master.exception() is None:
+        master.result().process.kill()
+        master.result().stop()
 
 
 @pytest.fixture
@@ -67,12 +64,6 @@ def real_client_started(mooncake_store: MooncakeStore | None) -> None:
 def master(mooncake_store: MooncakeStore) -> MooncakeMaster:
     need("Mooncake")
     return mooncake_store.master.result()
-
-
-@pytest.fixture
-def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    need("Mooncake")
-    return mooncake_store.doomed.result()
 
 
 @pytest.fixture

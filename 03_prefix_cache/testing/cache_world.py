@@ -7,15 +7,17 @@ and to the model, and compares everything they show."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from block_pool import Block
-from cache_words import Rig, ids
+from cache_words import Rig, as_word, ids, nodes_of
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, MatchCursor, NormalKeys, normalise_extra_keys
+from radix_cache import RadixCache
+from step_log import StepLog
 
 Prefix = tuple[NormalKeys, tuple[int, ...]]  # every token up to a block's end
 
@@ -281,3 +283,116 @@ class World(Rig):
             assert self.left == [shown[:2]]
         self.check()
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
+
+
+# -- a log; `lookups.txt` says how to read one
+
+
+class CacheLog(StepLog):
+    """Performs the actions of a case in a `World`, which compares the cache with a naive model."""
+
+    def __init__(self, make_cache: MakeCache, block_size: int, num_blocks: int = 40) -> None:
+        self.world = World(make_cache, num_blocks, block_size)
+        self.cache = self.world.cache
+        self.tenants: dict[str, Tenant] = {}
+        self.ended: dict[str, list[Block]] = {}  # what they held
+
+    def act(self, action: str) -> str:
+        self.world.left = []
+        words = action.removesuffix(": refused").split()
+        if action.endswith(": refused"):
+            self.world.refused(None, self.perform_words, words)
+            return action
+        performed = self.perform_words(words)
+        self.world.check()
+        return performed
+
+    def perform_words(self, words: list[str]) -> str:
+        world = self.world
+        tenant = self.tenants.setdefault(words[0], Tenant(cursor=MatchCursor()))
+        match words:
+            case ["cache", *prefixes]:
+                for prefix in prefixes:
+                    world.cache_computed(self.tokens(prefix))
+            case ["evict", number, *_]:
+                world.evict(int(number.strip(":")))
+                return f"evict {number} {shown(self.left())}"
+            case ["invalidate", prefix, *_]:
+                block = self.block_of(prefix.strip(":"))
+                if not self.cache.owns(block):
+                    self.cache.invalidate(block)
+                world.invalidate(block)
+                return f"invalidate {prefix} {shown(sorted(self.left()))}"
+            case ["cached", *_]:
+                return f"cached {shown(sorted(map(self.spelt, world.heard)))}"
+            case ["users", *_]:
+                blocks = {self.spelt(block_id): block_id for block_id in world.heard}
+                used = world.used()
+                return f"users {shown(f'{p}:{used[blocks[p]]}' for p in sorted(blocks))}"
+            case ["nodes", *_]:
+                assert isinstance(self.cache, RadixCache)
+                locks = nodes_of(self.cache)
+                nodes = [f"{node}:{locks[node]}".removesuffix(":0") for node in sorted(locks)]
+                return f"nodes {shown(nodes)}"
+            case [prefix, "hits", _]:
+                found = [block.block_id for block in world.match(self.tokens(prefix))]
+                return f"{prefix} hits {shown(map(self.spelt, found[-1:]))}"
+            case [_, "uses", prefix, *longer]:
+                tenant.tokens = self.tokens(prefix)
+                if longer:
+                    tokens = self.tokens(longer[-1])
+                    tenant.table = world.match(tokens, (), tenant.cursor)[: len(prefix)]
+                    self.cache.touch(tenant.table)
+                    tenant.num_published = len(prefix)
+                    world.tenants.append(tenant)
+                else:
+                    assert world.start(tenant)
+                    world.publish(tenant, len(prefix))
+            case [_, "computes", prefix]:
+                tenant.tokens = self.tokens(prefix)
+                if tenant not in world.tenants:
+                    world.tenants.append(tenant)
+                assert world.grow(tenant)
+            case [name, "publishes", *parts]:
+                num_blocks = sum(len(part.strip(",")) for part in parts if part != "frees")
+                return f"{name} publishes {self.publish(tenant, num_blocks)}"
+            case [_, "drops", part]:
+                world.drop(tenant, len(tenant.table) - len(part))
+            case [name, "ends"]:
+                if tenant not in world.tenants:  # once more
+                    self.cache.release(self.ended[name])
+                self.ended[name] = tenant.table[:]
+                world.drop(tenant)
+            case _:
+                raise AssertionError(f"cannot read {' '.join(words)!r}")
+        return " ".join(words)
+
+    def tokens(self, prefix: str) -> list[int]:
+        """The tokens of `AB`; those of `Ab` lack the last one."""
+        tokens = self.world.spell(prefix.strip("-").upper())
+        return tokens[:-1] if prefix[-1].islower() else tokens
+
+    def spelt(self, block_id: int) -> str:
+        return as_word(self.world.heard[block_id][1], self.world.block_size)
+
+    def left(self) -> list[str]:
+        return [as_word(tokens, self.world.block_size) for _, tokens in self.world.left]
+
+    def block_of(self, prefix: str) -> Block:
+        """The block that holds this prefix; the null block, if it is not cached."""
+        path = self.world.model.path(self.tokens(prefix), ())
+        return self.world.pool.blocks[self.world.model.block_of.get(path[-1], 0)]
+
+    def publish(self, tenant: Tenant, num_blocks: int) -> str:
+        first = tenant.num_published
+        given = tenant.table[first : first + num_blocks]
+        frees = set(self.world.publish(tenant, num_blocks))
+        assert all(given[index - first].ref_cnt == 0 for index in frees)
+        indices = range(first, tenant.num_published)
+        letters = {i: self.spelt(tenant.table[i].block_id)[-1] for i in indices}
+        freed = f", frees {''.join(letters[i] for i in sorted(frees))}" if frees else ""
+        return ("".join(letters[i] for i in indices if i not in frees) or "-") + freed
+
+
+def shown(words: Iterable[str]) -> str:
+    return " ".join(words) or "-"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady
-from kv_orders import Chaos
-from kv_slots import MakeCache, Runner, make_request
+from kv_slots import Chaos, MakeCache, Runner, make_request
 from prefix_cache import KeyedRequest, extra_keys_of, normalise_extra_keys
 from request import Request
 
@@ -228,7 +227,8 @@ class World:
         self, sample: Callable[[Request], int] = lambda _: 0, abort: Sequence[str] = ()
     ) -> None:
         """Run a step. Requests in `abort` are aborted between plan and forward pass."""
-        self.tell_runner()
+        moves = self.manager.pop_table_updates()
+        self.runner.update(self.plan, self.manager.get_block_ids, moves)
         batch = [(self.running[r], *self.plan[r]) for r in self.plan]
         tables = dict(self.runner.tables)
         for request_id in abort:
@@ -252,15 +252,6 @@ class World:
 
     def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
         self.runner.forward(batch, self.running)
-
-    def tell_runner(self) -> None:
-        moves = self.manager.pop_table_updates()
-        for request_id in self.plan:
-            known = self.runner.tables.setdefault(request_id, [])
-            known += self.manager.get_block_ids(request_id)[len(known) :]
-        self.runner.move_blocks(moves)
-        for request_id, table in self.runner.tables.items():
-            assert table == self.manager.get_block_ids(request_id)[: len(table)], "not told"
 
     def check(self) -> None:
         self.manager.check_invariants(self.running.values())
