@@ -16,6 +16,7 @@ from cache_words import Rig
 from cache_world import CacheLog, Tenant, World
 from kv_slots import BLOCK_SIZES, PREFIX_CACHES, Chaos, check_long_run
 from prefix_cache import CacheStats, MatchCursor, normalise_extra_keys
+from radix_cache import RadixCache
 from step_log import Case, cases_of
 
 SALT = (("salt", "x"),)
@@ -117,20 +118,18 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     state is checked."""
     rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q S, P Q R, P R
-    num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
+    num_ends, num_refused, pending = 0, 0, [[]]
     for _ in as_long_as(lambda: pending, max_rounds=200_000):
-        order = pending.pop()
+        order, taken = pending.pop(), []
         world = World(make_cache, 5, 2)
         tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
         tenants[2].cursor = None
         done, refused = [0, 0, 0], set()
-        taken: list[int] = []
         while choices := [i for i in range(3) if done[i] < 3 and i not in refused]:
             if len(taken) < len(order):
                 chosen = order[len(taken)]
             else:  # a state not seen before: take its first way out now, the others later
                 world.check()
-                num_checked += 1
                 chosen = choices[0]
                 pending += [[*taken, other] for other in choices[1:] if rng.random() < share]
             taken.append(chosen)
@@ -143,7 +142,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
         assert done == [3, 3, 3], "a request is refused forever"
         num_ends += 1
         world.drain()
-    assert num_ends > (500 if share == 1 else 200) and num_refused > 10 and num_checked > 300
+    assert num_ends > (500 if share == 1 else 200) and num_refused > 10
 
 
 @pytest.mark.net
@@ -204,13 +203,14 @@ def test_an_index_reports_its_block_names_and_splits(make_cache):
     rig, splits = Rig(make_cache, 12, 4), []
     rig.cache.on_split(splits.append)
     held = rig.hold("ABCD")
-    is_tree, has_hashes = rig.cache.begins_node(held[0]), bool(rig.cache.hash_of(held[0]))
-    assert is_tree != has_hashes
     rig.hits("AB")
-    assert splits == ([held[2].block_id] if is_tree else [])
     begin = [rig.cache.begins_node(block) for block in held]
-    assert begin == ([True, False, True, False] if is_tree else [False] * 4)
-    assert len({rig.cache.hash_of(block) for block in held}) == (4 if has_hashes else 1)
+    names = {rig.cache.hash_of(block) for block in held}
+    if isinstance(rig.cache, RadixCache):
+        assert splits == [held[2].block_id] and begin == [True, False, True, False]
+        assert names == {rig.cache.hash_of(held[0])} and not any(names)
+    else:
+        assert splits == [] and not any(begin) and len(names) == 4 and all(names)
 
 
 def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):

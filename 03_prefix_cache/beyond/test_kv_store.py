@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,12 +17,7 @@ from kv_stores import RECORD_NBYTES, STORES, FaultyStore
 from kv_tiers import _FILE_HEADER, DiskTier, HostTier
 from request_chain import Link
 
-
-def link(number: int) -> Link:
-    return number.to_bytes(32, "big"), (number, 7, 2**40)
-
-
-LINKS = [link(number) for number in range(12)]
+LINKS: list[Link] = [(number.to_bytes(32, "big"), (number, 7, 2**40)) for number in range(12)]
 
 
 def content(number: int, version: int = 0) -> bytes:
@@ -31,12 +27,10 @@ def content(number: int, version: int = 0) -> bytes:
 def read(store: KVStore, numbers: list[int]) -> tuple[list[bytes], bool]:
     """The blocks before the first that is missing or damaged, and whether the iterator raised."""
     blocks: list[bytes] = []
-    try:
-        for data in store.get([LINKS[number] for number in numbers]):
-            blocks.append(data)
-    except (LookupError, ValueError):
-        return blocks, True
-    return blocks, False
+    with suppress(LookupError, ValueError):
+        blocks.extend(store.get([LINKS[number] for number in numbers]))
+        return blocks, False
+    return blocks, True
 
 
 def read_all(store: KVStore) -> dict[int, bytes]:
@@ -115,18 +109,16 @@ def test_a_full_store_loses_what_is_least_recently_used(kind: str, tmp_path: Pat
 
 
 def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
-    """Every byte changed, every length cut, a longer one; another hash, and other tokens (Trap
-    1)."""
+    """Every byte changed, every length cut, a longer one; another hash, other tokens (Trap 1)."""
     mine, data = LINKS[1], b"key and value bytes"
     record = make_record(mine, data)
     assert open_record(record, mine) == open_record(bytearray(record), mine) == data
     damaged = [(record[:n], mine) for n in range(len(record))] + [(record + b"\0", mine)]
-    for index in range(len(record)):
-        flipped = bytearray(record)
-        flipped[index] ^= 1 << index % 8
-        damaged.append((bytes(flipped), mine))
-    others = (LINKS[2], (mine[0], (1, 7)), (LINKS[2][0], mine[1]))
-    for wrong, wanted in damaged + [(record, other) for other in others]:
+    for index, byte in enumerate(record):
+        flipped = bytes([byte ^ 1 << index % 8])
+        damaged.append((record[:index] + flipped + record[index + 1 :], mine))
+    others = [(record, (LINKS[2][0], mine[1])), (record, (mine[0], (1, 7)))]
+    for wrong, wanted in damaged + others:
         with pytest.raises(ValueError, match="record"):
             open_record(wrong, wanted)
 
@@ -198,15 +190,15 @@ NEXT = [  # the next process wants so many blocks of so many bytes more, in a fi
 ]
 
 
-@pytest.mark.parametrize(("max_blocks", "num_more", "num_kept", "num_found"), NEXT)
-def test_the_next_process_takes_over_the_blocks_that_fit(
-    max_blocks, num_more, num_kept, num_found, tmp_path
-):
+def test_the_next_process_takes_over_the_blocks_that_fit(tmp_path):
     """Whatever is missing is a miss, and no wrong bytes."""
-    make_disk(tmp_path, 8, range(11)).close()
-    (tmp_path / "kv").write_bytes((tmp_path / "kv").read_bytes()[:num_kept])
-    disk = DiskTier(tmp_path / "kv", max_blocks, RECORD_NBYTES + num_more)
-    disk.check_invariants()
-    found = read_all(disk)
-    assert len(disk) == len(found) == num_found
-    assert all(data == content(number) for number, data in found.items())
+    for max_blocks, num_more, num_kept, num_found in NEXT:
+        make_disk(tmp_path, 8, range(11)).close()
+        (tmp_path / "kv").write_bytes((tmp_path / "kv").read_bytes()[:num_kept])
+        disk = DiskTier(tmp_path / "kv", max_blocks, RECORD_NBYTES + num_more)
+        disk.check_invariants()
+        found = read_all(disk)
+        assert len(disk) == len(found) == num_found
+        assert all(data == content(number) for number, data in found.items())
+        disk.close()
+        (tmp_path / "kv").unlink()

@@ -282,28 +282,16 @@ A, B = (make_request(name, [1, 2, 3]) for name in "ab")
 CHOICES = [((8,), 0), ((0, 8), 1), ((8, 4), 0), ((4, 8, 8, 2), 1), ((8, 12), 1), ((0, 0), None)]
 
 
-def make_chain(*offers: int) -> ConnectorChain:
-    """Of connectors that record their calls."""
-    mocks = [Mock(spec=KVConnector, is_bound=False) for _ in offers]
-    return ask(ConnectorChain(mocks), A, *offers)
-
-
-def ask(chain: ConnectorChain, request: Request, *offers: int) -> ConnectorChain:
-    """Ask all, of which each has so many tokens; 12 are there at once. Forgets all calls."""
+def ask(chain: ConnectorChain, request: Request, *offers: int) -> list[Mock]:
+    """Ask all, of which each has so many tokens; 12 are there at once."""
     for mock, num_tokens in zip(chain.connectors, offers, strict=True):
         mock.get_num_new_matched_tokens.return_value = (num_tokens, num_tokens != 12)
     best = max(offers)
     assert chain.get_num_new_matched_tokens(request, 4) == (best, best not in (0, 12))
-    assert take(chain) == [[call.get_num_new_matched_tokens(request, 4)]] * len(offers)
-    return chain
-
-
-def take(chain: ConnectorChain) -> list[list]:
-    """The calls of each connector since the last time."""
-    calls = [list(mock.mock_calls) for mock in chain.connectors]
     for mock in chain.connectors:
+        assert mock.mock_calls == [call.get_num_new_matched_tokens(request, 4)]
         mock.reset_mock()
-    return calls
+    return chain.connectors
 
 
 @pytest.mark.net
@@ -312,31 +300,31 @@ def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen):
     """The last answer counts: asked again after the cache has evicted blocks, another connector
     can have more, or none any."""
     for before in (0, 4, 16):
-        chain, expected = make_chain(*[before] * len(offers)), [[] for _ in offers]
-        ask(chain, A, *offers)
+        chain = ConnectorChain([Mock(spec=KVConnector) for _ in offers])
+        ask(chain, A, *[before] * len(offers))
+        mocks, expected = ask(chain, A, *offers), [[] for _ in offers]
         if chosen is not None:
             chain.update_state_after_alloc(A, [7, 9], max(offers))
-            chain.connectors[chosen].get_finished_load.side_effect = [None, 4]
+            mocks[chosen].get_finished_load.side_effect = [None, 4]
             assert [chain.get_finished_load("a") for _ in range(2)] == [None, 4]
             expected[chosen] = [call.update_state_after_alloc(A, [7, 9], max(offers))]
             expected[chosen] += [call.get_finished_load("a")] * 2
         chain.wait_for_load(1.0)
-        assert take(chain) == expected, "the others are not troubled"
+        assert [mock.mock_calls for mock in mocks] == expected, "the others are not troubled"
 
 
 def test_loads_share_a_wait_and_all_connectors_are_told_and_counted():
-    chain = ask(make_chain(4, 8), B, 16, 8)
-    told = [call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2), call.clear(), call.close()]
-    for one, expected in (
-        (call.wait_for_load(1.0), [[call.wait_for_load(0.5)]] * 2),
-        (call.cancel_load("b"), [[call.cancel_load("b")]] * 2),
-        (call.wait_for_load(1.0), [[], [call.wait_for_load(1.0)]]),
-        *[(one, [[one], [one]]) for one in told],
-    ):
-        getattr(chain, one[0])(*one[1])
-        assert take(chain) == expected
-    for mock, counts in zip(chain.connectors, ({"host": 1}, {"disk": 2}), strict=True):
-        mock.num_loaded_blocks.return_value = counts
+    chain = ConnectorChain([Mock(spec=KVConnector), Mock(spec=KVConnector)])
+    ask(chain, A, 4, 8)
+    first, second = ask(chain, B, 16, 8)
+    told = [call.cancel_load("b"), call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2)]
+    told += [call.clear(), call.close()]
+    for name, arguments, _ in [call.wait_for_load(1.0), *told, call.wait_for_load(1.0)]:
+        getattr(chain, name)(*arguments)
+    assert first.mock_calls == [call.wait_for_load(0.5), *told]
+    assert second.mock_calls == [call.wait_for_load(0.5), *told, call.wait_for_load(1.0)]
+    first.num_loaded_blocks.return_value = {"host": 1}
+    second.num_loaded_blocks.return_value = {"disk": 2}
     assert chain.num_loaded_blocks() == {"host": 1, "disk": 2}
 
 

@@ -16,8 +16,8 @@ PARTS = [b"a", b"b", b"c"]
 
 
 class World:
-    """Loads whose parts stand still before each, until they are let through, with a deadline after
-    5 s of a clock that the test sets. Of each thread the first load stands still."""
+    """Loads with a deadline after 5 s of a clock that the test sets. The first load of each thread
+    stands still before each of its parts, until it is let through."""
 
     def __init__(self, num_threads: int = 1) -> None:
         self.now_s, self.num_begun, self.ends = 0.0, 0, list[bool]()
@@ -36,25 +36,23 @@ class World:
             assert self.open.acquire(timeout=WAIT_S)
             yield part
 
-    def finish(self, name: str) -> tuple[list[bytes], str | None]:
+    def run(self, parts: Iterator[bytes], name: str = "run") -> tuple[list[bytes], str | None]:
+        """The result of another load, after all that the thread has begun."""
+        self.loads.start(name, parts, self.ends.append)
         while not self.loads.has_ended(name):
             start = time.monotonic()
             self.loads.wait(WAIT_S)
             assert time.monotonic() - start < WAIT_S / 2, "it is woken"
         return self.loads.take(name)
 
-    def run(self, parts: Iterator[bytes]) -> tuple[list[bytes], str | None]:
-        """Another load, after all that the thread has begun."""
-        self.loads.start("run", parts, self.ends.append)
-        return self.finish("run")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.loads.close()
-    world.open.release(20)
+    def close(self) -> None:
+        """Waits for no thread, and ends all."""
+        self.loads.close()
+        self.loads.close()
+        self.open.release(20)
+        for thread in self.threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def raising() -> Iterator[bytes]:
@@ -62,17 +60,11 @@ def raising() -> Iterator[bytes]:
     raise OSError("cable cut")
 
 
-ENDS = {  # a load is let through by two parts; then: what is taken, and the reason
-    "all arrive": (PARTS, None),
-    "deadline": (PARTS[:2], "timed out after 5.0 s"),
-    "close": (PARTS[:2], "the loads were closed"),
-}
-
-
 @pytest.mark.net
-@pytest.mark.parametrize("end", ENDS)
-def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
-    """And what comes late is in no result."""
+@pytest.mark.parametrize("end", ["timed out after 5.0 s", "the loads were closed"])
+def test_what_has_arrived_at_the_end_is_the_result_once(end):
+    """A load is let through by two parts. What comes late is in no result."""
+    world = World()
     loads = world.loads
     world.open.release(2)
     assert world.entered.acquire(timeout=WAIT_S) and world.entered.acquire(timeout=WAIT_S)
@@ -82,34 +74,30 @@ def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
         loads.take("a")
     with pytest.raises(ValueError, match="'a' exists"):
         loads.start("a", iter(PARTS))
-    if end == "deadline":
-        world.now_s = 5.0
-        loads.wait(WAIT_S)  # returns immediately
-    elif end == "close":
+    if end == "the loads were closed":
         loads.close()
-    else:
-        world.open.release()
-    result = world.finish("a")
-    assert result == ENDS[end]
+        with pytest.raises(RuntimeError, match="closed"):
+            loads.start("b", iter(PARTS))
+    world.now_s = 5.0
+    loads.wait(WAIT_S)  # returns immediately
+    assert loads.has_ended("a") and (result := loads.take("a")) == (PARTS[:2], end)
     for call in (loads.has_ended, loads.take):
         with pytest.raises(ValueError, match="'a' is unknown"):
             call("a")
     loads.cancel("a")
     world.open.release(2)
-    if end == "close":
-        with pytest.raises(RuntimeError, match="closed"):
-            loads.start("b", iter(PARTS))
-        assert world.ends[0] is False
-        return
-    assert world.run(iter(PARTS)) == (PARTS, None) and world.run(iter(())) == ([], None)
-    assert world.run(raising()) == (PARTS[:2], "cable cut")
-    assert world.ends == [end == "all arrive", True, True, False]
-    assert result == ENDS[end] and world.num_begun == 3
+    if "closed" not in end:
+        assert world.run(iter(PARTS)) == (PARTS, None) and world.run(iter(())) == ([], None)
+        assert world.run(raising()) == (PARTS[:2], "cable cut")
+        assert world.ends == [False, True, True, False]
+    world.close()
+    assert result == (PARTS[:2], end) and world.num_begun == 3 and not world.ends[0]
 
 
 @pytest.mark.parametrize("end", ["cancel", "take", "close"])
-def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(world, end):
+def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(end):
     """The thread hangs in another, so the load stays in its queue."""
+    world = World()
     parts = world.parts()
     pinned = weakref.ref(parts)
     world.loads.start("b", parts)
@@ -122,14 +110,10 @@ def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(wor
     if end != "close":
         world.run(iter(PARTS))
     assert world.num_begun == 1
+    world.close()
 
 
 def test_threads_read_side_by_side_and_a_close_waits_for_none():
     world = World(num_threads=3)
-    world.loads.close()
-    world.loads.close()
-    world.open.release(9)
-    for thread in world.threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+    world.close()
     assert len(world.threads) == world.num_begun == 3

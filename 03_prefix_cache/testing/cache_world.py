@@ -316,27 +316,28 @@ class CacheLog(StepLog):
                     world.cache_computed(self.tokens(prefix))
             case ["evict", number, *_]:
                 world.evict(int(number.strip(":")))
-                return f"evict {number} {shown(self.left())}"
+                return f"evict {number} {self.shown(p for _, p in world.left)}"
             case ["invalidate", prefix, *_]:
-                block = self.block_of(prefix.strip(":"))
+                path = world.model.path(self.tokens(prefix.strip(":")), ())
+                block = world.pool.blocks[world.model.block_of.get(path[-1], 0)]
                 if not self.cache.owns(block):
                     self.cache.invalidate(block)
                 world.invalidate(block)
-                return f"invalidate {prefix} {shown(sorted(self.left()))}"
+                return f"invalidate {prefix} {self.shown(sorted(p for _, p in world.left))}"
             case ["cached", *_]:
-                return f"cached {shown(sorted(map(self.spelt, world.heard)))}"
+                return f"cached {self.shown(sorted(p for _, p in world.heard.values()))}"
             case ["users", *_]:
-                blocks = {self.spelt(block_id): block_id for block_id in world.heard}
                 used = world.used()
-                return f"users {shown(f'{p}:{used[blocks[p]]}' for p in sorted(blocks))}"
+                users = {self.shown([p]): used[i] for i, (_, p) in world.heard.items()}
+                return f"users {shown(f'{p}:{users[p]}' for p in sorted(users))}"
             case ["nodes", *_]:
                 assert isinstance(self.cache, RadixCache)
                 locks = nodes_of(self.cache)
                 nodes = [f"{node}:{locks[node]}".removesuffix(":0") for node in sorted(locks)]
                 return f"nodes {shown(nodes)}"
             case [prefix, "hits", _]:
-                found = [block.block_id for block in world.match(self.tokens(prefix))]
-                return f"{prefix} hits {shown(map(self.spelt, found[-1:]))}"
+                found = world.match(self.tokens(prefix))
+                return f"{prefix} hits {self.shown(world.heard[b.block_id][1] for b in found[-1:])}"
             case [_, "uses", prefix, *longer]:
                 tenant.tokens = self.tokens(prefix)
                 if longer:
@@ -350,8 +351,7 @@ class CacheLog(StepLog):
                     world.publish(tenant, len(prefix))
             case [_, "computes", prefix]:
                 tenant.tokens = self.tokens(prefix)
-                if tenant not in world.tenants:
-                    world.tenants.append(tenant)
+                world.tenants += [] if tenant in world.tenants else [tenant]
                 assert world.grow(tenant)
             case [name, "publishes", *parts]:
                 num_blocks = sum(len(part.strip(",")) for part in parts if part != "frees")
@@ -372,26 +372,17 @@ class CacheLog(StepLog):
         tokens = self.world.spell(prefix.strip("-").upper())
         return tokens[:-1] if prefix[-1].islower() else tokens
 
-    def spelt(self, block_id: int) -> str:
-        return as_word(self.world.heard[block_id][1], self.world.block_size)
-
-    def left(self) -> list[str]:
-        return [as_word(tokens, self.world.block_size) for _, tokens in self.world.left]
-
-    def block_of(self, prefix: str) -> Block:
-        """The block that holds this prefix; the null block, if it is not cached."""
-        path = self.world.model.path(self.tokens(prefix), ())
-        return self.world.pool.blocks[self.world.model.block_of.get(path[-1], 0)]
+    def shown(self, prefixes: Iterable[Sequence[int]]) -> str:
+        return shown(as_word(tokens, self.world.block_size) for tokens in prefixes)
 
     def publish(self, tenant: Tenant, num_blocks: int) -> str:
         first = tenant.num_published
-        given = tenant.table[first : first + num_blocks]
-        frees = set(self.world.publish(tenant, num_blocks))
-        assert all(given[index - first].ref_cnt == 0 for index in frees)
-        indices = range(first, tenant.num_published)
-        letters = {i: self.spelt(tenant.table[i].block_id)[-1] for i in indices}
-        freed = f", frees {''.join(letters[i] for i in sorted(frees))}" if frees else ""
-        return ("".join(letters[i] for i in indices if i not in frees) or "-") + freed
+        frees = self.world.publish(tenant, num_blocks)
+        ids_published = ids(tenant.table[first : tenant.num_published])
+        letters = [self.shown([self.world.heard[block_id][1]])[-1] for block_id in ids_published]
+        freed = "".join(letters[index - first] for index in frees)
+        kept = "".join(letter for i, letter in enumerate(letters, first) if i not in frees)
+        return (kept or "-") + (f", frees {freed}" if freed else "")
 
 
 def shown(words: Iterable[str]) -> str:
