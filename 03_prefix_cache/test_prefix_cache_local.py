@@ -66,7 +66,7 @@ def test_it_works_without_an_engine_as_a_reader_would_type_it():
 
 
 def test_a_block_is_hashed_as_the_posts_call_it():
-    """Its parent is 0 at the root, and one extra key stands alone; a number is no other parent."""
+    """Its parent is 0 at the root, and one extra key stands alone."""
     first = compute_block_hash(0, (1, 2, 3), ("lora", 1))
     assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])

@@ -53,21 +53,6 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
     assert lengths == set(range(num_blocks + 1))
 
 
-def test_the_longest_hits_of_the_page():
-    """The table of `GROUPS.md`: blocks of 4, windows None and 6."""
-    chain = compute_hash_chain(range(16), 4)
-    hits = {"xxxx": (16, 12), "x-xx": (16, 4), "xx-x": (8, 8), "-xxx": (16, 12), "x-x-": (4, 4)}
-    for in_group_1, (expected, shorter) in hits.items():
-        cache = GroupedPrefixCache(BlockPool(9), 4, (None, 6))
-        for index, is_there in enumerate(in_group_1):
-            cache.publish(0, chain, index, cache.pool.blocks[1 + index])
-            if is_there == "x":
-                cache.publish(1, chain, index, cache.pool.blocks[5 + index])
-        assert 4 * cache.longest_hit(chain) == expected, in_group_1
-        cache.remove_blocks([cache.pool.blocks[4]])  # the last one of group 0
-        assert 4 * cache.longest_hit(chain) == shorter, in_group_1
-
-
 def test_a_hit_that_is_cut_shorter_may_not_hold():
     """Trap 71: the last token of a prompt is computed anyway, so no hit has its block. With it, all
     would hold; without it, block 1 of the window group is wanted, and gone."""

@@ -122,23 +122,19 @@ class LoadingWorld(World):
 
     def held_outside(self, for_good: bool = False) -> set[int]:
         """Blocks of loads. Those that arrived for requests that still wait can be reclaimed."""
-        return {
-            block.block_id
-            for request_id, load in self.manager.loads._loads.items()
-            for block in load.prefix + load.blocks
-            if not for_good or request_id in self.connector.in_flight()
-        }
+        loads, in_flight = self.manager.loads._loads, self.connector.in_flight()
+        held = [loads[name] for name in loads if not for_good or name in in_flight]
+        return {block.block_id for load in held for block in load.prefix + load.blocks}
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         request_id, connector = request.request_id, self.connector
-        was_loading = request_id in connector.loads
+        was_loading, num_calls = request_id in connector.loads, len(connector.calls)
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
         num_held *= bool(connector.in_flight())  # if all have arrived, waiting requests give way
-        num_calls = len(connector.calls)
         computed = super().get_computed_blocks(request)
         kinds = [call[0] for call in connector.calls[num_calls:]]
         assert kinds in ([], ["steps", "load"]), "a load waits for steps; nothing else does"
-        if self.checks and computed is NotReady.LOADING:
+        if computed is NotReady.LOADING:
             num_wanted = connector.num_wanted(request)
             is_too_much = num_held and 2 * (num_held + num_wanted) > self.pool.num_usable_blocks
             assert was_loading or bool(is_too_much) == (request_id not in connector.loads)
@@ -217,7 +213,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
 
     assert query("before", 3) is query("early", 4) is query("big", 6) is NotReady.LOADING
     assert set(world.connector.loads) == {"before"}
-    answers: list[ComputedBlocks | NotReady] = []
+    answers: list[bool] = []
     for index in range(MAX_OVERTAKES + 1):  # one of them is always in flight
         assert query(f"small {index}", 2) is NotReady.LOADING
         last = "before" if index == 0 else f"small {index - 1}"
@@ -226,12 +222,21 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
         world.free(last)
         if index == 5:
             world.free("early")
-        answers.append(query("big", 6))
-    assert all(answer is NotReady.LOADING for answer in answers[: MAX_OVERTAKES - 1])
-    assert all(isinstance(answer, ComputedBlocks) for answer in answers[MAX_OVERTAKES - 1 :])
+        answers.append(query("big", 6) is NotReady.LOADING)
+    assert answers == [True] * (MAX_OVERTAKES - 1) + [False] * 2
     assert world.admit("big")
     world.step()
     assert not any(call[:2] == ("load", "big") for call in world.connector.calls)
+    world.drain()
+
+
+def test_a_load_that_gets_no_blocks_holds_nothing(make_cache):
+    world = LoadingWorld(make_cache, 4, 2)
+    world.serve("x", [1] * 5)
+    world.free("x")
+    world.serve("y", [2] * 3)
+    assert isinstance(world.query("z", [1] * 9, 4), ComputedBlocks)
+    world.check()
     world.drain()
 
 

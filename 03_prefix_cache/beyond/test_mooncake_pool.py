@@ -1,12 +1,10 @@
-"""The pool on Mooncake: a client's process against a scripted library that hangs, crashes and lies.
-The real one is a row of `test_kv_store.py` and of `test_pool_connector.py`, and in
-`test_mooncake_engines.py`."""
+"""The pool on Mooncake: a client's process against a scripted library that hangs, crashes and lies
+(`conftest.py`). The real one is in `test_mooncake_engines.py`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,59 +25,6 @@ from mooncake_pool import MooncakePool
 
 LIMIT_S = 0.05
 LATE_S = 30.0  # a loaded machine's tolerance; what hangs here hangs for longer, or 100 times
-SCRIPTED_LIBRARY = """
-import os, time
-from types import SimpleNamespace as N
-
-def obey(key):
-    if "hang" in key: time.sleep(60)
-    if "crash" in key: os._exit(3)
-    if "raise" in key: raise RuntimeError("as scripted")
-    return -900 if "rpc" in key else 0
-
-class ReplicateConfig:
-    preferred_segment = None
-
-class MooncakeDistributedStore:
-    def setup(self, host, metadata, segment, buffer, protocol, devices, master):
-        self.values = {"environment": repr(sorted(os.environ)).encode()}
-        return obey(host)
-    def batch_is_exist(self, keys):
-        return [obey(key) or int(key in self.values) for key in keys]
-    def is_exist(self, key):
-        return self.batch_is_exist([key])[0]
-    def batch_get_replica_desc(self, keys):
-        buffer = N(buffer_descriptor=N(transport_endpoint="somebody"))
-        return {key: [N(get_memory_descriptor=lambda: buffer)] for key in keys if key != "gone"}
-    def get_hostname(self):
-        return "mine"
-    def put(self, key, value, config):
-        assert config.preferred_segment == "mine"
-        code = obey(key) or (-200 if key == "full" else 0)
-        if code == 0: self.values.setdefault(key, bytes(value))
-        return code
-    def get(self, key):
-        return b"" if obey(key) else self.values.get(key, b"")
-    def remove(self, key, force):
-        return 0 if self.values.pop(key, None) is not None else -704
-    def close(self):
-        return obey("hang" if "slow to close" in self.values else "")
-"""
-
-
-@pytest.fixture
-def address(
-    real_client_started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MooncakeAddress]:
-    """Where something listens; and the client's process finds the scripted library."""
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    (tmp_path / "mooncake" / "store.py").write_text(SCRIPTED_LIBRARY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("HTTPS_proxy", "http://127.0.0.1:9")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        yield MooncakeAddress(address, address)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 to the store.
 
 `ByteEngine.serve` checks every byte and returns how many tokens were found (`kv_stores.py`). The
-stores are those of `kv_stores.py`, a throw-away one among them, and Mooncake."""
+stores are those of `kv_stores.py`, and Mooncake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from global_kv_pool import GlobalKVPool
 from kv_connector import ConnectorChain, KVConnector
 from kv_slots import PREFIX_CACHES, MakeCache
 from kv_store import SharedStore, make_record
-from kv_stores import MODEL, STORES, WAIT_S, ByteEngine, FaultyStore, SlowDict, make_request
+from kv_stores import MODEL, STORES, WAIT_S, ByteEngine, FaultyStore, make_request
+from kv_tiers import HostTier
 from pool_connector import PoolConnector, PoolConnectorStats
 from request import Request
 from tiered_cache import KVTierConfig, TieredCache
@@ -72,7 +73,7 @@ OTHER_MODELS = [  # and how many tokens of TOKENS are found
 
 def test_kv_of_another_model_layout_or_tenant_is_not_found():
     """Traps 8 and 12; and a request cannot spell a namespace."""
-    store = SlowDict()
+    store = HostTier(1000)
     make_engine(store, "a").serve(TOKENS)
     for namespace, size, expected in OTHER_MODELS:
         assert make_engine(store, "b", namespace, size).serve(TOKENS) == expected, namespace
@@ -208,18 +209,18 @@ def test_only_invalidated_blocks_leave_the_store(engines, pool, start, end, num_
 TIERS = {
     "host tier": KVTierConfig(1000),
     "disk tier": KVTierConfig(0, 1000, write_policy="write_through"),
-    "tiers and slow dict": KVTierConfig(2, 1000),
+    "tiers and a store": KVTierConfig(2, 1000),
     "small tiers": KVTierConfig(1, 5),
     "small tiers, write through": KVTierConfig(3, 4, write_policy="write_through"),
 }
-EXACT = ("slow dict", "host tier", "disk tier", "tiers and slow dict")  # no block is ever lost
+EXACT = ("a store", "host tier", "disk tier", "tiers and a store")  # no block is ever lost
 LOSSY = ("host", "disk", "pool", "small tiers", "small tiers, write through")
 
 
 def make_small_engine(kind: str, pool: FaultyStore, node_id: str, make_cache) -> ByteEngine:
     """With tiers of its own, with the pool, or with both."""
     connectors = [TieredCache(TIERS[kind])] if kind in TIERS else []
-    if kind in STORES or kind == "tiers and slow dict":
+    if kind not in TIERS or kind == "tiers and a store":
         connectors.append(PoolConnector(pool, node_id, load_timeout_s=3 * WAIT_S))
     engine = ByteEngine(ConnectorChain(connectors), make_cache(BlockPool(9), SIZE), MODEL)
     if kind in TIERS:
@@ -235,8 +236,8 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
     """Engines too small for their prompts. A store that loses nothing serves each prompt all that
     was computed before; of the others, a part of all reads and writes fails."""
     rng = random.Random(f"{kind} {seed}")
-    pool = FaultyStore(STORES.get(kind, STORES["slow dict"])(tmp_path, 30))
-    node_ids = "ab" if kind in STORES else "a"
+    pool = FaultyStore(STORES.get(kind, STORES["host"])(tmp_path, 30 if kind in LOSSY else 1000))
+    node_ids = "a" if kind in TIERS else "ab"
     engines = [make_small_engine(kind, pool, node_id, make_cache) for node_id in node_ids]
     heads = [[family] * rng.randint(3, 14) for family in range(3)]
     known: set[tuple] = set()
@@ -258,7 +259,6 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
     assert sum(len(engine.io.written) for engine in engines) > 0, "nothing was loaded"
     for engine in engines:
         engine.connector.close()
-    pool.close()
 
 
 def check_small_engine(engine: ByteEngine, rng: random.Random | None) -> None:

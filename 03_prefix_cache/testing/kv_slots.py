@@ -24,11 +24,9 @@ PREFIX_CACHES: dict[str, MakeCache] = {
 }
 
 
-def make_request(
-    request_id: str, tokens: Sequence[int], salt: str | None = None, max_tokens: int = 10_000
-) -> KeyedRequest:
+def make_request(request_id: str, tokens: Sequence[int], salt: str | None = None) -> KeyedRequest:
     keys = (("salt", salt), ("lora", 7))[:: 1 if len(tokens) % 2 else -1] if salt else ()
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
     return KeyedRequest(request_id, tokens, params, arrival_time=0.0, extra_keys=keys)
 
 

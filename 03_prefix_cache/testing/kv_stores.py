@@ -6,7 +6,6 @@ computed without the chain's hashes: KV of another prefix cannot look right."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -29,41 +28,17 @@ WAIT_S = 20.0  # never waited for, unless the test fails
 RECORD_NBYTES = RECORD_HEADER.size + NBYTES
 
 
-class SlowDict(KVStore):
-    """A throw-away store: a dictionary with a delay. A new store is one class with four methods,
-    like this one, and one row of `STORES`."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[Link, bytes] = {}
-
-    def has(self, links: Sequence[Link]) -> int:
-        return next((i for i, link in enumerate(links) if link not in self.blocks), len(links))
-
-    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
-        for link in links:
-            time.sleep(0.001)
-            yield self.blocks[link]
-
-    def put(self, link: Link, data: bytes) -> bool:
-        return self.blocks.setdefault(link, copy := bytes(data)) is copy
-
-    def drop(self, link: Link) -> None:
-        self.blocks.pop(link, None)
-
-
 STORES: dict[str, Callable[[Path, int], SharedStore]] = {  # arguments: a folder, a size in blocks
-    "slow dict": lambda folder, size: SlowDict(),
     "host": lambda folder, size: HostTier(size),
     "disk": lambda folder, size: DiskTier(folder / "kv", size, RECORD_NBYTES),
     "pool": lambda folder, size: GlobalKVPool(size),
 }
-"""The real Mooncake store is added by a fixture, because it has to be started."""
+"""A store is a class with four methods. Mooncake is added by a fixture: it has to be started."""
 
 
 class FaultyStore(KVStore):
-    """A store with faults on the way to it, which drops at the end what was put. Reads stand still
-    while `hold` is clear; then `lie` makes of them what it wants. Calls that `broken` names raise;
-    "negative" counts below zero."""
+    """A store with faults on the way to it. Reads stand still while `hold` is clear; then `lie`
+    makes of them what it wants. Calls that `broken` names raise; "negative" counts below zero."""
 
     num_read_threads = 4
 
@@ -72,7 +47,7 @@ class FaultyStore(KVStore):
         self.hold, self.entered = threading.Event(), threading.Event()
         self.hold.set()
         self.lie: Callable[[list[bytes]], list[bytes]] = list
-        self.broken, self.links = "", list[Link]()
+        self.broken = ""
 
     def at_node(self, node_id: str) -> FaultyStore:
         return FaultyStore(self.shared, self.whole, node_id)
@@ -97,18 +72,11 @@ class FaultyStore(KVStore):
 
     def put(self, link: Link, data: bytes) -> bool:
         self._call("put")
-        self.whole.links.append(link)
         return self.inner.put(link, data)
 
     def drop(self, link: Link) -> None:
         self._call("drop")
         self.inner.drop(link)
-
-    def close(self) -> None:
-        self.broken = ""
-        self.hold.set()
-        for link in self.links:
-            self.inner.drop(link)
 
 
 class ByteMemory:
