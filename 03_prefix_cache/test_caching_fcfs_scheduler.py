@@ -1,26 +1,94 @@
-"""Chapter 2's scheduler with a cache: look up then size, wait for equals, publish afterwards."""
+"""Chapter 2's scheduler with a cache, and a runner that knows only the plans: the log `plans.txt`.
+Chapter 4 performs every interleaving."""
 
 from __future__ import annotations
 
-import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
-from kv_memory import UncachedKVCacheManager
-from kv_served_world import CachingLog, CachingLoop, Engine
-from kv_slots import PREFIX_CACHES, Runner
-from step_log import Case, cases_of
+from caching_fcfs_scheduler import CachingFCFSScheduler
+from kv_memory import SharingRunnerState, UncachedKVCacheManager
+from kv_slots import PREFIX_CACHES, MakeCache, Runner
+from scheduler_interface import NO_FINITE_LOGITS, SchedulerOutput, StepOutput
+from step_log import Case, StepLog, StepLoop, cases_of, next_token
 
 
-def make_loop(make_cache, num_blocks: int = 40, block_size: int = 4, **limits: int) -> CachingLoop:
-    pool, runner = BlockPool(num_blocks + 1), Runner(block_size)
-    if make_cache is None:
-        return CachingLoop(UncachedKVCacheManager(pool, block_size), runner, **limits)
-    manager = CachedKVCacheManager(pool, block_size, make_cache(pool, block_size))
-    return CachingLoop(manager, runner, **limits)
+class CachingLoop(StepLoop):
+    """Every position is written, and everything before it is read, as the plans say."""
+
+    def __init__(
+        self,
+        make_cache: MakeCache | None,
+        num_blocks: int = 40,
+        block_size: int = 4,
+        **limits: Any,
+    ) -> None:
+        self.runner, pool = Runner(block_size), BlockPool(num_blocks + 1)
+        if make_cache is None:
+            self.manager = UncachedKVCacheManager(pool, block_size)
+        else:
+            cache = make_cache(pool, block_size)
+            self.manager = CachedKVCacheManager(pool, block_size, cache)
+        super().__init__(CachingFCFSScheduler(self.manager, **limits))
+        self.state = SharingRunnerState(4, num_blocks)
+        self.aborted: set[str] = set()  # in the next step, after it was planned
+        self.failing: set[str] = set()  # their KV of the next step is useless
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        self.state.apply(plan)
+        names = plan.num_scheduled_tokens
+        self.runner.tables = {name: self.state.block_ids(name) for name in names}
+        for new in plan.scheduled_new_reqs:
+            assert self.requests[new.req_id].num_cached_tokens == new.num_computed_tokens
+        counts = plan.num_scheduled_tokens.values()
+        rows = zip(plan.scheduled_requests, plan.start_positions, counts, strict=True)
+        batch = [(request, start, start + num_tokens) for request, start, num_tokens in rows]
+        for request_id in self.aborted & plan.num_scheduled_tokens.keys():
+            self.scheduler.abort_request(request_id)
+        self.runner.forward(batch, self.scheduler.requests)
+        output = StepOutput()
+        for request, start, stop in batch:
+            if request.request_id in self.failing:
+                output.errors[request.request_id] = NO_FINITE_LOGITS
+                self.runner.spoil(request.request_id, start, stop)
+            elif stop == request.num_tokens:
+                output.token_ids[request.request_id] = [next_token(request.all_token_ids)]
+        return output
+
+    def check(self) -> None:
+        super().check()
+        self.manager.check_invariants(self.scheduler.running.values())
+        if self.manager.cache is not None:
+            self.runner.check_cached(self.manager.cache)
+
+
+class CachingLog(StepLog):
+    """Adds moved table entries, failures, aborts of planned requests, and the blocks in use."""
+
+    loop: CachingLoop
+
+    def step(self, written: str) -> str:
+        self.loop.aborted = set(re.findall(r"abort:(\w+)", written))
+        self.loop.failing = set(re.findall(r"error:(\w+)", written))
+        plan = self.loop.step()
+        words = [self.describe(plan)]
+        words += [f"move:{move.req_id}{move.block_index}" for move in plan.block_moves]
+        words += [f"abort:{name}" for name in sorted(self.loop.aborted)]
+        words += [f"error:{name}" for name in sorted(self.loop.failing)]
+        if "#" in written:
+            words.append(f"#{self.loop.manager.num_blocks_in_use}")
+        return " ".join(words)
+
+    def check_end(self) -> None:
+        for name, reason in self.loop.reasons.items():
+            expected = self.loop.continuation(self.loop.requests[name])
+            assert self.loop.outputs[name] == ([] if reason == "error" else expected), name
+        assert self.loop.manager.num_blocks_in_use == 0
 
 
 @pytest.mark.net
@@ -29,18 +97,4 @@ def test_plans(case: Case) -> None:
     options = dict(case.options)
     kinds = {None: None} if options.pop("cache", None) == "none" else PREFIX_CACHES
     for make_cache in kinds.values():
-        CachingLog(make_loop(make_cache, **options)).perform(case)
-
-
-@pytest.mark.net
-@pytest.mark.sample(seed=4)
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_arrives_is_served_and_nothing_is_left(make_cache, seed):
-    rng = random.Random(seed)
-    engine = Engine(make_cache, rng)
-    for _ in range(rng.randint(6, 12)):
-        engine.submit()
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            engine.step()
-    engine.serve_all()
-    assert engine.num_admitted > 0
+        CachingLog(CachingLoop(make_cache, **options)).perform(case)

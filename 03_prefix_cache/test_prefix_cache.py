@@ -5,24 +5,21 @@ any order, and in every order. Examples are in `lookups.txt`, refused calls in
 from __future__ import annotations
 
 import random
+from array import array
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bounded_loops import as_long_as
-from cache_log import CacheLog
 from cache_words import Rig
-from cache_world import Tenant, World
-from kv_orders import BLOCK_SIZES, Chaos, check_long_run
-from kv_slots import PREFIX_CACHES
+from cache_world import CacheLog, Tenant, World
+from kv_slots import BLOCK_SIZES, PREFIX_CACHES, Chaos, check_long_run
 from prefix_cache import CacheStats, MatchCursor, normalise_extra_keys
-from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 from step_log import Case, cases_of
 
 SALT = (("salt", "x"),)
-LORA = (("lora", "x"),)
 
 
 class CacheChaos(Chaos):
@@ -74,14 +71,13 @@ class CacheChaos(Chaos):
         self.world.fork(self.any_tenant())
 
     def drop(self) -> None:
-        if self.world.tenants:
-            tenant = self.world.tenants[self.pick(0, len(self.world.tenants) - 1)]
+        tenant = self.any_tenant()
+        if tenant in self.world.tenants:
             self.world.drop(tenant, max(0, self.pick(-4, 3)), split=self.pick(0, 3))
 
     def invalidate(self) -> None:
-        if self.world.heard:
-            block_ids = sorted(self.world.heard)
-            block_id = block_ids[self.pick(0, len(block_ids) - 1)]
+        block_id = self.choose(self.world.heard)
+        if block_id is not None:
             self.world.fails = self.pick(0, 3) == 0
             self.world.invalidate(self.world.pool.blocks[block_id])
 
@@ -122,20 +118,18 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     state is checked."""
     rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q S, P Q R, P R
-    num_ends, num_refused, num_checked, pending = 0, 0, 0, [[]]
+    num_ends, num_refused, pending = 0, 0, [[]]
     for _ in as_long_as(lambda: pending, max_rounds=200_000):
-        order = pending.pop()
+        order, taken = pending.pop(), []
         world = World(make_cache, 5, 2)
         tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
         tenants[2].cursor = None
         done, refused = [0, 0, 0], set()
-        taken: list[int] = []
         while choices := [i for i in range(3) if done[i] < 3 and i not in refused]:
             if len(taken) < len(order):
                 chosen = order[len(taken)]
             else:  # a state not seen before: take its first way out now, the others later
                 world.check()
-                num_checked += 1
                 chosen = choices[0]
                 pending += [[*taken, other] for other in choices[1:] if rng.random() < share]
             taken.append(chosen)
@@ -148,7 +142,7 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
         assert done == [3, 3, 3], "a request is refused forever"
         num_ends += 1
         world.drain()
-    assert num_ends > (500 if share == 1 else 200) and num_refused > 10 and num_checked > 300
+    assert num_ends > (500 if share == 1 else 200) and num_refused > 10
 
 
 @pytest.mark.net
@@ -166,7 +160,7 @@ def test_lookups(case: Case) -> None:
 ALL_KEYS = [
     None,
     SALT,
-    LORA,
+    (("lora", "x"),),
     (("lora", 1),),
     (("lora", "1"),),
     (("salt", ""),),
@@ -188,26 +182,35 @@ def test_extra_keys_separate_everything(make_cache):
     assert shown == {normalise_extra_keys(keys) for keys in ALL_KEYS} and len(shown) == 11
     assert rig.hits("AB", (("salt", "unknown"),)) == []
     assert normalise_extra_keys(None) == () != normalise_extra_keys(("lora", 7))
-    assert normalise_extra_keys([("salt", "x"), ("lora", 7)]) == (
-        ("lora", "int:7"),
-        ("salt", "str:x"),
-    )
+    normal = (("lora", "int:7"), ("salt", "str:x"))
+    assert normalise_extra_keys([("salt", "x"), ("lora", 7)]) == normal
+
+
+def test_any_sequence_of_tokens_is_copied_and_compared_alike(make_cache):
+    """Trap 9: a slice of a tuple is a tuple, and one of a buffer looks into the buffer, which the
+    next request writes over."""
+    rig = Rig(make_cache, 5, 2)
+    row = array("q", rig.spell("ABC"))
+    rig.cache.insert(memoryview(row), rig.pool.allocate(3))
+    row[:] = array("q", rig.spell("XYZ"))
+    for kind in (list, tuple, lambda tokens: memoryview(array("q", tokens))):
+        assert len(rig.cache.match_prefix(kind(rig.spell("ABX"))).blocks) == 2
+        assert len(rig.cache.match_prefix(kind(rig.spell("XYZ"))).blocks) == 0
+    rig.check()
 
 
 def test_an_index_reports_its_block_names_and_splits(make_cache):
     rig, splits = Rig(make_cache, 12, 4), []
     rig.cache.on_split(splits.append)
     held = rig.hold("ABCD")
-    is_tree, has_hashes = rig.cache.begins_node(held[0]), bool(rig.cache.hash_of(held[0]))
-    assert is_tree != has_hashes
     rig.hits("AB")
-    assert splits == ([held[2].block_id] if is_tree else [])
     begin = [rig.cache.begins_node(block) for block in held]
-    assert begin == ([True, False, True, False] if is_tree else [False] * 4)
-    assert len({rig.cache.hash_of(block) for block in held}) == (4 if has_hashes else 1)
-    rig.cache.on_split(None)
-    rig.hits("ABC")
-    assert len(splits) == is_tree
+    names = {rig.cache.hash_of(block) for block in held}
+    if isinstance(rig.cache, RadixCache):
+        assert splits == [held[2].block_id] and begin == [True, False, True, False]
+        assert names == {rig.cache.hash_of(held[0])} and not any(names)
+    else:
+        assert splits == [] and not any(begin) and len(names) == 4 and all(names)
 
 
 def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
@@ -216,16 +219,8 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
     cache.cache_computed_blocks([1] * 8)
     assert cache.stats == CacheStats() and cache.cache_hit_rate == 0.0
     cache.stats.record(1, 1)
-    assert cache.cache_hit_rate == 1.0
     cache.stats.record(39, 19)
     assert cache.stats == CacheStats(2, 40, 20) and cache.cache_hit_rate == 0.5
-
-
-def test_a_cache_with_its_own_pool_holds_the_given_number_of_blocks():
-    for cache in (PrefixCacheLocal(3), RadixCache(num_pages=3)):
-        assert cache.block_size == 16
-        assert len(cache.cache_computed_blocks(list(range(100)))) == 3 == cache.num_cached_blocks
-    assert RadixCache().pool.num_usable_blocks == 1024
 
 
 class CountingList(list):

@@ -4,8 +4,7 @@ The behaviour shared with the radix tree is in `test_prefix_cache.py`."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from prefix_cache_local import (
     BLOCK_SIZE,
@@ -13,6 +12,7 @@ from prefix_cache_local import (
     compute_block_hash,
     compute_hash_chain,
 )
+from radix_cache import RadixCache
 
 SALT = (("salt", "x"),)
 
@@ -34,41 +34,39 @@ def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine()
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(st.integers(0, 9), max_size=12),
-    st.integers(1, 4),
-    st.sampled_from([None, SALT]),
-)
-def test_a_chain_hashes_the_full_blocks_one_behind_the_other(tokens, block_size, keys):
-    expected, parent_hash = [], None
-    for index in range(len(tokens) // block_size):
-        block = tokens[index * block_size : (index + 1) * block_size]
-        parent_hash = compute_block_hash(parent_hash, block, keys if index == 0 else None)
-        expected.append((parent_hash, tuple(block)))
-    assert compute_hash_chain(tokens, block_size, keys) == expected
-    cache = PrefixCacheLocal(20, block_size=block_size)
-    assert cache.compute_hash_chain(tokens, keys) == expected
-    cached = cache.cache_computed_blocks(tokens, keys)
-    assert [(block.block_hash, block.token_ids) for block in cached] == expected
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("keys", [None, SALT])
+def test_a_chain_hashes_the_full_blocks_one_behind_the_other(block_size, keys):
+    for num_tokens in range(12):
+        tokens, expected, parent_hash = [7, 1, 2, 7, 1, 0, 0, 0, 5, 5, 5][:num_tokens], [], None
+        for index in range(len(tokens) // block_size):
+            block = tokens[index * block_size : (index + 1) * block_size]
+            parent_hash = compute_block_hash(parent_hash, block, keys if index == 0 else None)
+            expected.append((parent_hash, tuple(block)))
+        assert compute_hash_chain(tokens, block_size, keys) == expected
+        cache = PrefixCacheLocal(20, block_size=block_size)
+        assert cache.compute_hash_chain(tokens, keys) == expected
+        cached = cache.cache_computed_blocks(tokens, keys)
+        assert [(block.block_hash, block.token_ids) for block in cached] == expected
 
 
 def test_it_works_without_an_engine_as_a_reader_would_type_it():
-    cache, prompt = PrefixCacheLocal(max_cached_blocks=4), list(range(40))
-    assert cache.block_size == BLOCK_SIZE == 16 and cache.pool.num_usable_blocks == 4
-    assert cache.match_prefix(prompt) == ([], 0)
+    cache, prompt = PrefixCacheLocal(max_cached_blocks=4), list(range(100))
+    assert cache.block_size == BLOCK_SIZE == 16 and cache.match_prefix(prompt) == ([], 0)
     blocks = cache.cache_computed_blocks(prompt)
-    assert [block.token_ids for block in blocks] == [tuple(range(16)), tuple(range(16, 32))]
+    assert len(blocks) == 4 == cache.num_cached_blocks
     cache.touch(blocks)
     cache.touch(blocks[:1])
-    assert [block.ref_cnt for block in blocks] == [2, 1]  # as post E asks: its users
+    assert [block.ref_cnt for block in blocks] == [2, 1, 1, 1]  # as post E asks: its users
     cache.release(blocks)
-    assert [block.num_users for block in blocks] == [1, 0]
-    assert cache.match_prefix(prompt) == (blocks, 32) and cache.num_cached_blocks == 2
+    assert [block.num_users for block in blocks] == [1, 0, 0, 0]
+    assert cache.match_prefix(prompt) == (blocks, 64)
+    assert len(RadixCache(num_pages=3).cache_computed_blocks(prompt)) == 3
+    assert RadixCache().pool.num_usable_blocks == 1024 and RadixCache().block_size == 16
 
 
 def test_a_block_is_hashed_as_the_posts_call_it():
-    """Its parent is 0 at the root, and one extra key stands alone; a number is no other parent."""
+    """Its parent is 0 at the root, and one extra key stands alone."""
     first = compute_block_hash(0, (1, 2, 3), ("lora", 1))
     assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
     assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])

@@ -1,92 +1,80 @@
-"""The real Mooncake store, started while other tests run, because starting is mostly waiting."""
+"""Stores for the tests of this folder. Mooncake's library is a scripted one, so that its row runs
+everywhere; the real one is in `test_mooncake_engines.py`."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from conftest import is_found, need
 from kv_stores import STORES, FaultyStore
-from mooncake_master import MooncakeMaster
+from mooncake_master import MooncakeAddress
 from mooncake_pool import MooncakePool
 
-WAIT_S = 30.0  # reached only if a test fails
+SCRIPTED_LIBRARY = """
+import os, time
+from types import SimpleNamespace as N
 
+def obey(key):
+    if "hang" in key: time.sleep(60)
+    if "crash" in key: os._exit(3)
+    if "raise" in key: raise RuntimeError("as scripted")
+    return -900 if "rpc" in key else 0
 
-@dataclass
-class MooncakeStore:
-    """A master to use, with a client, and a master to kill. All are being started."""
+class ReplicateConfig:
+    preferred_segment = None
 
-    master: Future[MooncakeMaster]
-    doomed: Future[MooncakeMaster]
-    near: Future[MooncakePool]
-
-
-def needs_mooncake(item: pytest.Item) -> bool:
-    names = {"master", "doomed", "near"} & set(getattr(item, "fixturenames", ()))
-    row = getattr(item, "callspec", None) and item.callspec.params.get("pool")
-    return bool(names) or row == "mooncake"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def mooncake_store(request: pytest.FixtureRequest) -> Iterator[MooncakeStore | None]:
-    """One store for all tests, if any test needs it. Started with the first test of this folder."""
-    if not is_found("Mooncake") or not any(map(needs_mooncake, request.session.items)):
-        yield None
-        return
-    with ThreadPoolExecutor() as threads:
-        master, doomed = threads.submit(MooncakeMaster), threads.submit(MooncakeMaster)
-
-        def join() -> MooncakePool:
-            return MooncakePool(master.result().address, 64 << 20, "127.0.0.1", WAIT_S)
-
-        near = threads.submit(join)
-        yield MooncakeStore(master, doomed, near)
-    if near.exception() is None:
-        # Without the second that an orderly exit from a store takes.
-        near.result()._client.process.kill()
-        near.result().close()
-    for each in (master, doomed):
-        if each.exception() is None:
-            each.result().process.kill()
-            each.result().stop()
-
-
-@pytest.fixture
-def real_client_started(mooncake_store: MooncakeStore | None) -> None:
-    """For tests that change the environment: a client that starts later finds their library."""
-    if mooncake_store is not None:
-        wait([mooncake_store.near])
+class MooncakeDistributedStore:
+    def setup(self, host, metadata, segment, buffer, protocol, devices, master):
+        self.values = {"environment": repr(sorted(os.environ)).encode()}
+        return obey(host)
+    def batch_is_exist(self, keys):
+        return [obey(key) or int(key in self.values) for key in keys]
+    def is_exist(self, key):
+        return self.batch_is_exist([key])[0]
+    def batch_get_replica_desc(self, keys):
+        buffer = N(buffer_descriptor=N(transport_endpoint="somebody"))
+        return {key: [N(get_memory_descriptor=lambda: buffer)] for key in keys if key != "gone"}
+    def get_hostname(self):
+        return "mine"
+    def put(self, key, value, config):
+        assert config.preferred_segment == "mine"
+        code = obey(key) or (-200 if key == "full" else 0)
+        if code == 0: self.values.setdefault(key, bytes(value))
+        return code
+    def get(self, key):
+        return b"" if obey(key) else self.values.get(key, b"")
+    def remove(self, key, force):
+        return 0 if self.values.pop(key, None) is not None else -704
+    def close(self):
+        return obey("hang" if "slow to close" in self.values else "")
+"""
 
 
 @pytest.fixture
-def master(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    need("Mooncake")
-    return mooncake_store.master.result()
-
-
-@pytest.fixture
-def doomed(mooncake_store: MooncakeStore) -> MooncakeMaster:
-    need("Mooncake")
-    return mooncake_store.doomed.result()
-
-
-@pytest.fixture
-def near(master: MooncakeMaster, mooncake_store: MooncakeStore) -> MooncakePool:
-    return mooncake_store.near.result()
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeAddress]:
+    """Where something listens; and the client's process finds the scripted library."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(SCRIPTED_LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HTTPS_proxy", "http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        yield MooncakeAddress(address, address)
 
 
 @pytest.fixture(params=[*STORES, "mooncake"])
 def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultyStore]:
-    """Each store in turn, with faults that can be chosen; it is emptied at the end."""
-    is_mooncake = request.param == "mooncake"  # which belongs to all tests
-    store = request.getfixturevalue("near") if is_mooncake else STORES[request.param](tmp_path, 30)
+    """Each store in turn, with faults that can be chosen."""
+    if request.param == "mooncake":
+        store = MooncakePool(request.getfixturevalue("address"), timeout_s=30.0)
+    else:
+        store = STORES[request.param](tmp_path, 30)
     faulty = FaultyStore(store)
     yield faulty
-    faulty.close()
-    for name in () if is_mooncake else ("check_invariants", "close"):
+    faulty.hold.set()
+    for name in ("check_invariants", "close"):
         getattr(store, name, bool)()

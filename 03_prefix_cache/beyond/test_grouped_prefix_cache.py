@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -11,12 +12,21 @@ from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from grouped_prefix_cache import GroupedBlock, GroupedPrefixCache
 from kv_memory import NotReady
-from kv_orders import Chaos
-from kv_slots import Runner
+from kv_slots import Chaos, Runner
 from prefix_cache_local import compute_hash_chain
 from request import Request, RequestStatus, SamplingParams
 
 SIZE, STEP = 2, 4
+
+
+def holds(windows: Sequence[int | None], length: int, is_there: Callable[[int, int], bool]) -> bool:
+    """Whether every position that the token after `length` sees is in a block of its group."""
+    return all(
+        is_there(group, position // SIZE)
+        for group, window in enumerate(windows)
+        for position in range(length)
+        if window is None or position > length - window
+    )
 
 
 @pytest.mark.net
@@ -28,43 +38,19 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
     places = list(product(range(len(windows)), range(num_blocks)))
     lengths = set()
     for is_there in product([False, True], repeat=len(places)):
-        there = {place for place, is_it in zip(places, is_there) if is_it}
+        there = dict(zip(places, is_there))
         cache = GroupedPrefixCache(BlockPool(1 + len(places)), SIZE, windows)
         for number, (group, index) in enumerate(places, 1):
-            if (group, index) in there:
+            if there[group, index]:
                 cache.publish(group, chain, index, cache.pool.blocks[number])
-        expected = max(
-            length
-            for length in range(num_blocks + 1)
-            if all(
-                (group, position // SIZE) in there
-                for group, window in enumerate(windows)
-                for position in range(length * SIZE)
-                if window is None or position > length * SIZE - window
-            )
-        )
-        assert cache.longest_hit(chain) == expected, there
-        found = cache.find(chain, expected)
+        valid = [n for n in range(num_blocks + 1) if holds(windows, n * SIZE, lambda *p: there[p])]
+        assert cache.longest_hit(chain) == valid[-1], there
+        found = cache.find(chain, valid[-1])
         ids = [[(b.block_id - 1) % num_blocks for b in blocks] for blocks in found]
-        assert all(x == list(range(expected - len(x), expected)) for x in ids)
+        assert all(x == list(range(valid[-1] - len(x), valid[-1])) for x in ids)
         cache.check_invariants()
-        lengths.add(expected)
+        lengths.add(valid[-1])
     assert lengths == set(range(num_blocks + 1))
-
-
-def test_the_longest_hits_of_the_page():
-    """The table of `GROUPS.md`: blocks of 4, windows None and 6."""
-    chain = compute_hash_chain(range(16), 4)
-    hits = {"xxxx": (16, 12), "x-xx": (16, 4), "xx-x": (8, 8), "-xxx": (16, 12), "x-x-": (4, 4)}
-    for in_group_1, (expected, shorter) in hits.items():
-        cache = GroupedPrefixCache(BlockPool(9), 4, (None, 6))
-        for index, is_there in enumerate(in_group_1):
-            cache.publish(0, chain, index, cache.pool.blocks[1 + index])
-            if is_there == "x":
-                cache.publish(1, chain, index, cache.pool.blocks[5 + index])
-        assert 4 * cache.longest_hit(chain) == expected, in_group_1
-        cache.remove_blocks([cache.pool.blocks[4]])  # the last one of group 0
-        assert 4 * cache.longest_hit(chain) == shorter, in_group_1
 
 
 def test_a_hit_that_is_cut_shorter_may_not_hold():
@@ -129,16 +115,13 @@ class GroupedChaos(Chaos):
 
     def expected_hit(self, request: Request) -> int:
         known = {(k.group, k.token_ids) for k in self.memory.cache.cached_prefixes()}
-        tokens, expected = request.all_token_ids, 0
-        for length in range(0, request.num_tokens, SIZE):
-            if all(
-                (group, tuple(tokens[: end + SIZE])) in known
-                for group, window in enumerate(self.windows)
-                for end in range(0, length, SIZE)
-                if window is None or end + SIZE - 1 > length - window
-            ):
-                expected = length
-        return expected
+        tokens = request.all_token_ids
+
+        def is_there(group: int, index: int) -> bool:
+            return (group, tuple(tokens[: (index + 1) * SIZE])) in known
+
+        lengths = range(0, request.num_tokens, SIZE)
+        return max(length for length in lengths if holds(self.windows, length, is_there))
 
     def admit(self) -> None:
         """Perhaps in place of another, or with a reservation."""
@@ -157,8 +140,7 @@ class GroupedChaos(Chaos):
         assert computed.num_tokens == expected or (is_shy and computed.num_tokens == 0)
         num_new = min(self.pick(1, STEP), request.num_tokens - computed.num_tokens)
         freeing = self.choose(self.running.keys() - self.plan.keys()) if self.pick(0, 1) else None
-        victim = self.running.get(freeing)
-        fits = memory.can_allocate(request, num_new, computed, 0, victim)
+        fits = memory.can_allocate(request, num_new, computed, 0, self.running.get(freeing))
         if fits and freeing is not None:
             self.preempt(freeing)
         num_reserved = self.pick(0, 3) * self.pick(0, 1)
@@ -166,11 +148,11 @@ class GroupedChaos(Chaos):
             assert (num_reserved or not fits) and not any(memory.get_tables(name))
             return
         self.running[name] = self.waiting.pop(name)
-        self.plan[name] = request.num_computed_tokens = computed.num_tokens
-        request.num_computed_tokens += num_new
+        self.plan[name] = computed.num_tokens
+        request.num_computed_tokens = computed.num_tokens + num_new
         if reads and not request.num_preemptions:
-            for index, more in enumerate((1, request.num_tokens, computed.num_tokens)):
-                self.stats[index] += more
+            counts = zip(self.stats, (1, request.num_tokens, computed.num_tokens))
+            self.stats = [count + more for count, more in counts]
 
     def advance(self) -> None:
         for name in sorted(self.running.keys() - self.plan.keys()):
@@ -186,59 +168,47 @@ class GroupedChaos(Chaos):
                 self.preempt(name)
 
     def step(self) -> None:
-        for move in self.memory.pop_table_updates():
-            self.runners[move.group].move_blocks([move])
-        for group, runner in enumerate(self.runners):
-            for name in self.plan:
-                known = runner.tables.setdefault(name, [])
-                known += self.memory.get_tables(name)[group][len(known) :]
-            for name, table in runner.tables.items():
-                assert table == list(self.memory.get_tables(name)[group])[: len(table)], "not told"
+        memory, moves = self.memory, self.memory.pop_table_updates()
         requests = [(self.running[name], start) for name, start in self.plan.items()]
         batch = [(request, start, request.num_computed_tokens) for request, start in requests]
+        for group, runner in enumerate(self.runners):
+            own = [move for move in moves if move.group == group]
+            runner.update(self.plan, lambda name, g=group: memory.get_tables(name)[g], own)
         for runner in self.runners:
             runner.forward(batch, self.running)
-        for name, start in self.plan.items():
-            request = self.running[name]
-            num_cached = self.memory.cache.num_cached_blocks
-            self.memory.cache_blocks(
-                request, start if self.is_late else request.num_computed_tokens
-            )
-            num_new = self.memory.cache.num_cached_blocks - num_cached
-            assert num_new == 0 or name not in self.untrusted, "it goes on publishing"
-            if request.num_computed_tokens == request.num_tokens:
+        for request, start, stop in batch:
+            num_cached = memory.cache.num_cached_blocks
+            memory.cache_blocks(request, start if self.is_late else stop)
+            is_quiet = memory.cache.num_cached_blocks == num_cached
+            assert is_quiet or request.request_id not in self.untrusted, "it goes on publishing"
+            if stop == request.num_tokens:
                 request.append_output_token(self.pick(0, 1))
         self.plan.clear()
-        assert self.is_late or not self.memory._in_flight, "published, or given up"
+        assert self.is_late or not memory._in_flight, "published, or given up"
 
     def leave(self) -> None:
         name = self.choose(self.running.keys() - self.plan.keys())
-        if name is not None:
-            match self.pick(0, 2):
-                case 0:
-                    self.preempt(name)
-                case is_error:
-                    self.free(self.running.pop(name), is_error == 1)
+        if name is not None and self.pick(0, 2) == 0:
+            self.preempt(name)
+        elif name is not None:
+            self.free(self.running.pop(name), self.pick(0, 1) == 1)
 
     def free(self, request: Request, is_error: bool = False) -> None:
         """An error withdraws the first published block that is not trusted, in all groups, with all
         that extend it, and nothing else. What is freed is the deepest first (Trap 11)."""
-        name, memory, tokens = request.request_id, self.memory, request.all_token_ids
+        name, memory, pool = request.request_id, self.memory, self.memory.pool
         known, bad = list(memory.cache.cached_prefixes()), ()
-        published = [tuple(tokens[:end]) for end in self.published_ends(name)]
+        published = self.published(request)
         if is_error:
             request.status = RequestStatus.FINISHED_ERROR
             doubtful = {k.token_ids for k in known if k not in self.trusted}
             bad = next((prefix for prefix in published if prefix in doubtful), ())
         elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
             self.trusted |= {k for k in known if k.token_ids in published}
-        pool, tables = memory.pool, memory.get_tables(name)
-        depths = {i: depth for table in tables for depth, i in enumerate(table)}
+        depths = {i: depth for table in memory.get_tables(name) for depth, i in enumerate(table)}
         freed = [i for i in depths if i and pool.blocks[i].ref_cnt == 1]
-        for other, running in self.running.items():
-            ends = [end for end in self.published_ends(other) if end == len(bad)]
-            if ends and other != name and tuple(running.all_token_ids[: len(bad)]) == bad:
-                self.untrusted.add(other)
+        others = [other for other in self.running.values() if other is not request]
+        self.untrusted |= {q.request_id for q in others if bad and bad in self.published(q)}
         memory.free(request)
         order = [depths[block.block_id] for block in pool.free_order() if block.block_id in freed]
         assert order == sorted(order, reverse=True)
@@ -248,9 +218,11 @@ class GroupedChaos(Chaos):
             runner.tables.pop(name, None)
         self.untrusted.discard(name)
 
-    def published_ends(self, name: str) -> range:
-        state = self.memory._published.get(name)
-        return range(SIZE, SIZE * (state.num_blocks if state else 0) + 1, SIZE)
+    def published(self, request: Request) -> list[tuple[int, ...]]:
+        """The prefixes that end with its published blocks."""
+        state = self.memory._published.get(request.request_id)
+        ends = range(SIZE, SIZE * (state.num_blocks if state else 0) + 1, SIZE)
+        return [tuple(request.all_token_ids[:end]) for end in ends]
 
     def preempt(self, name: str) -> None:
         request = self.waiting[name] = self.running.pop(name)
@@ -263,26 +235,22 @@ class GroupedChaos(Chaos):
         assert self.memory.reset_prefix_cache() == is_idle
         assert not is_idle or self.memory.cache.num_cached_blocks == 0
 
-    def check(self) -> None:
-        self.memory.check_invariants(self.running.values())
-        stats = self.memory.cache.stats
-        assert [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit] == self.stats
-
-
-GROUPED = ["submit", "admit", "step"] * 4 + ["advance"] * 5 + ["leave", "leave", "reset"]
-
 
 @pytest.mark.net
 @pytest.mark.parametrize("windows", [(None, 4), (3, 6), (None, 3, 5), (1, None), (4,)])
 def test_any_order_of_calls(windows):
+    operations = ["submit", "admit", "step"] * 4 + ["advance"] * 5 + ["leave", "leave", "reset"]
     num_found = 0
     for seed in range(4):
         chaos = GroupedChaos(windows, rng := random.Random(seed))
+        memory, stats = chaos.memory, chaos.memory.cache.stats
         for _ in range(250):
-            getattr(chaos, rng.choice(GROUPED))()
-            chaos.check()
+            getattr(chaos, rng.choice(operations))()
+            memory.check_invariants(chaos.running.values())
+            counts = [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit]
+            assert counts == chaos.stats
         for name in list(chaos.running):
             chaos.free(chaos.running.pop(name))
-        assert chaos.memory.num_blocks_in_use == 0 and chaos.memory.reset_prefix_cache()
+        assert memory.num_blocks_in_use == 0 and memory.reset_prefix_cache()
         num_found += chaos.stats[2]
     assert num_found > 0

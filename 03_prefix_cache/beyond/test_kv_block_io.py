@@ -11,7 +11,6 @@ from paged_attention import PagedKVCache
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 LAYOUTS = ((2, 5, 4, 2, 8), (3, 4, 7, 3, 5), (1, 3, 1, 1, 1))
-NBYTES = 2 * 2 * 4 * 2 * 8 * 4  # of a block of the first layout in float32
 
 
 def make_cache(kind: type[PagedKVCache], layout, dtype: torch.dtype, seed: int) -> PagedKVCache:
@@ -64,19 +63,17 @@ def test_the_layout_is_keys_and_values_of_each_layer_in_turn():
 
 
 @pytest.mark.filterwarnings("error")  # PyTorch knows no tensors that may not be written to
-@pytest.mark.parametrize("block_id", [-1, 0, 1, 4, 5])
-@pytest.mark.parametrize("length", [0, NBYTES - 1, NBYTES, NBYTES + 1])
-def test_a_wrong_block_or_length_is_refused_and_writes_nothing(block_id, length):
+@pytest.mark.parametrize("length", [0, 511, 513])
+def test_a_wrong_block_or_length_is_refused_and_writes_nothing(length):
     """Block 0 is the null block, and -1 would be the last one."""
-    cache = make_cache(PagedKVCache, LAYOUTS[0], torch.float32, 0)
+    cache = make_cache(PagedKVCache, (2, 5, 4, 2, 4), torch.float32, 0)
     io, before = PagedBlockIO(cache), bits(cache)
-    if block_id in (1, 4) and length == NBYTES:
-        io.write_block(block_id, io.read_block(block_id))
-    elif block_id in (1, 4):
-        with pytest.raises(ValueError, match=f"must have {NBYTES} bytes, got {length}"):
+    for block_id in (1, 4):
+        with pytest.raises(ValueError, match=f"must have 512 bytes, got {length}"):
             io.write_block(block_id, bytes(length))
-    else:
-        for call, arguments in ((io.read_block, ()), (io.write_block, (bytes(length),))):
+        io.write_block(block_id, io.read_block(block_id))
+    for block_id in (-1, 0, 5):
+        for call in (io.read_block, lambda block_id: io.write_block(block_id, bytes(512))):
             with pytest.raises(ValueError, match=rf"block_id must be in \[1, 5\), got {block_id}"):
-                call(block_id, *arguments)
+                call(block_id)
     assert torch.equal(bits(cache), before)

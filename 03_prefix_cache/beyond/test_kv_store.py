@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,12 +17,7 @@ from kv_stores import RECORD_NBYTES, STORES, FaultyStore
 from kv_tiers import _FILE_HEADER, DiskTier, HostTier
 from request_chain import Link
 
-
-def link(number: int) -> Link:
-    return number.to_bytes(32, "big"), (number, 7, 2**40)
-
-
-LINKS = [link(number) for number in range(12)]
+LINKS: list[Link] = [(number.to_bytes(32, "big"), (number, 7, 2**40)) for number in range(12)]
 
 
 def content(number: int, version: int = 0) -> bytes:
@@ -30,12 +27,10 @@ def content(number: int, version: int = 0) -> bytes:
 def read(store: KVStore, numbers: list[int]) -> tuple[list[bytes], bool]:
     """The blocks before the first that is missing or damaged, and whether the iterator raised."""
     blocks: list[bytes] = []
-    try:
-        for data in store.get([LINKS[number] for number in numbers]):
-            blocks.append(data)
-    except (LookupError, ValueError):
-        return blocks, True
-    return blocks, False
+    with suppress(LookupError, ValueError):
+        blocks.extend(store.get([LINKS[number] for number in numbers]))
+        return blocks, False
+    return blocks, True
 
 
 def read_all(store: KVStore) -> dict[int, bytes]:
@@ -81,6 +76,13 @@ def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> Ordered
     return naive
 
 
+def make_disk(folder: Path, max_blocks: int, numbers: range = range(0)) -> DiskTier:
+    disk = DiskTier(folder / "kv", max_blocks, RECORD_NBYTES)
+    for number in numbers:
+        disk.put(LINKS[number], content(number))
+    return disk
+
+
 @pytest.mark.net
 def test_a_store_is_a_dictionary(pool: FaultyStore) -> None:
     check(pool, 30, num_turns=150, seed=0)
@@ -93,34 +95,30 @@ def test_a_full_store_loses_what_is_least_recently_used(kind: str, tmp_path: Pat
     for seed in range(6):
         store = STORES[kind](tmp_path, 5)
         naive = check(store.at_node("a"), 5, num_turns=150, seed=seed)
-        if not isinstance(store, DiskTier):
-            continue
-        store.check_invariants()
-        store.close()
-        store.close()
-        store = DiskTier(tmp_path / "kv", 5, RECORD_NBYTES)
-        assert read_all(store) == naive
-        for number in naive:
-            store.drop(LINKS[number])
-        store.close()
+        if isinstance(store, DiskTier):
+            store.check_invariants()
+            store.close()
+            store.close()
+            store = make_disk(tmp_path, 5)
+            assert read_all(store) == naive
+            store.close()
+            (tmp_path / "kv").unlink()
 
 
 # -- a record
 
 
 def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
-    """Every byte changed, every length cut, a longer one; another hash, and other tokens (Trap
-    1)."""
+    """Every byte changed, every length cut, a longer one; another hash, other tokens (Trap 1)."""
     mine, data = LINKS[1], b"key and value bytes"
     record = make_record(mine, data)
     assert open_record(record, mine) == open_record(bytearray(record), mine) == data
     damaged = [(record[:n], mine) for n in range(len(record))] + [(record + b"\0", mine)]
-    for index in range(len(record)):
-        flipped = bytearray(record)
-        flipped[index] ^= 1 << index % 8
-        damaged.append((bytes(flipped), mine))
-    others = (LINKS[2], (mine[0], (1, 7)), (LINKS[2][0], mine[1]))
-    for wrong, wanted in damaged + [(record, other) for other in others]:
+    for index, byte in enumerate(record):
+        flipped = bytes([byte ^ 1 << index % 8])
+        damaged.append((record[:index] + flipped + record[index + 1 :], mine))
+    others = [(record, (LINKS[2][0], mine[1])), (record, (mine[0], (1, 7)))]
+    for wrong, wanted in damaged + others:
         with pytest.raises(ValueError, match="record"):
             open_record(wrong, wanted)
 
@@ -133,13 +131,6 @@ def test_a_checksum_covers_hash_tokens_and_bytes_and_tells_where_each_ends() -> 
 
 
 # -- a tier that threads share, and what a file holds
-
-
-def make_disk(folder: Path, max_blocks: int, numbers: range = range(0)) -> DiskTier:
-    disk = DiskTier(folder / "kv", max_blocks, RECORD_NBYTES)
-    for number in numbers:
-        disk.put(LINKS[number], content(number))
-    return disk
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -164,12 +155,8 @@ def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind: str, tm
 def test_a_write_that_was_interrupted_is_a_miss_and_its_slot_is_free_again(tmp_path, monkeypatch):
     """With a part of the new bytes written, neither the old block nor the new one is found."""
     disk = make_disk(tmp_path, 3, range(2))
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("kv_tiers.record_header", interrupted)
+        patch.setattr("kv_tiers.record_header", Mock(side_effect=KeyboardInterrupt))
         for number in (1, 2):  # in its own slot, and in a free one
             with pytest.raises(KeyboardInterrupt):
                 disk.put(LINKS[number], content(number, version=1))
@@ -185,8 +172,8 @@ def test_a_write_that_was_interrupted_is_a_miss_and_its_slot_is_free_again(tmp_p
 def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
     """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
     disk, changes = make_disk(tmp_path, 2, range(2)), list[tuple[bytes, bool]]()
+    disk.on_change = lambda *change: changes.append(change)
     for place in range(disk._record_nbytes):
-        disk.on_change = lambda *change: changes.append(change)
         disk._map[disk._offset(disk._slots[LINKS[1][0]]) + place] ^= 0x10
         assert read_all(disk) == {0: content(0)} and changes == [(LINKS[1][0], False)], place
         assert disk.num_corrupt == place + 1
@@ -203,15 +190,15 @@ NEXT = [  # the next process wants so many blocks of so many bytes more, in a fi
 ]
 
 
-@pytest.mark.parametrize(("max_blocks", "num_more", "num_kept", "num_found"), NEXT)
-def test_the_next_process_takes_over_the_blocks_that_fit(
-    max_blocks, num_more, num_kept, num_found, tmp_path
-):
+def test_the_next_process_takes_over_the_blocks_that_fit(tmp_path):
     """Whatever is missing is a miss, and no wrong bytes."""
-    make_disk(tmp_path, 8, range(11)).close()
-    (tmp_path / "kv").write_bytes((tmp_path / "kv").read_bytes()[:num_kept])
-    disk = DiskTier(tmp_path / "kv", max_blocks, RECORD_NBYTES + num_more)
-    disk.check_invariants()
-    found = read_all(disk)
-    assert len(disk) == len(found) == num_found
-    assert all(data == content(number) for number, data in found.items())
+    for max_blocks, num_more, num_kept, num_found in NEXT:
+        make_disk(tmp_path, 8, range(11)).close()
+        (tmp_path / "kv").write_bytes((tmp_path / "kv").read_bytes()[:num_kept])
+        disk = DiskTier(tmp_path / "kv", max_blocks, RECORD_NBYTES + num_more)
+        disk.check_invariants()
+        found = read_all(disk)
+        assert len(disk) == len(found) == num_found
+        assert all(data == content(number) for number, data in found.items())
+        disk.close()
+        (tmp_path / "kv").unlink()

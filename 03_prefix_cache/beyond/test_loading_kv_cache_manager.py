@@ -1,7 +1,5 @@
-"""The manager that loads: random orders of calls, and what they do not reach.
-
-A load's blocks hold junk until it ends, so a read before that fails immediately. The behaviour of a
-manager without loads is tested in `test_cached_kv_cache_manager.py`."""
+"""The manager that loads: random orders of calls, and what they do not reach. A load's blocks hold
+junk until it ends, so a read before that fails immediately."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ import pytest
 from kv_connector import KVConnector
 from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
-from kv_orders import BLOCK_SIZES, check_long_run
-from kv_slots import Runner, content
+from kv_slots import BLOCK_SIZES, Runner, check_long_run, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
 from request import Request, RequestStatus
@@ -125,23 +122,19 @@ class LoadingWorld(World):
 
     def held_outside(self, for_good: bool = False) -> set[int]:
         """Blocks of loads. Those that arrived for requests that still wait can be reclaimed."""
-        return {
-            block.block_id
-            for request_id, load in self.manager.loads._loads.items()
-            for block in load.prefix + load.blocks
-            if not for_good or request_id in self.connector.in_flight()
-        }
+        loads, in_flight = self.manager.loads._loads, self.connector.in_flight()
+        held = [loads[name] for name in loads if not for_good or name in in_flight]
+        return {block.block_id for load in held for block in load.prefix + load.blocks}
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         request_id, connector = request.request_id, self.connector
-        was_loading = request_id in connector.loads
+        was_loading, num_calls = request_id in connector.loads, len(connector.calls)
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
         num_held *= bool(connector.in_flight())  # if all have arrived, waiting requests give way
-        num_calls = len(connector.calls)
         computed = super().get_computed_blocks(request)
         kinds = [call[0] for call in connector.calls[num_calls:]]
         assert kinds in ([], ["steps", "load"]), "a load waits for steps; nothing else does"
-        if self.checks and computed is NotReady.LOADING:
+        if computed is NotReady.LOADING:
             num_wanted = connector.num_wanted(request)
             is_too_much = num_held and 2 * (num_held + num_wanted) > self.pool.num_usable_blocks
             assert was_loading or bool(is_too_much) == (request_id not in connector.loads)
@@ -220,7 +213,7 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
 
     assert query("before", 3) is query("early", 4) is query("big", 6) is NotReady.LOADING
     assert set(world.connector.loads) == {"before"}
-    answers: list[ComputedBlocks | NotReady] = []
+    answers: list[bool] = []
     for index in range(MAX_OVERTAKES + 1):  # one of them is always in flight
         assert query(f"small {index}", 2) is NotReady.LOADING
         last = "before" if index == 0 else f"small {index - 1}"
@@ -229,45 +222,47 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
         world.free(last)
         if index == 5:
             world.free("early")
-        answers.append(query("big", 6))
-    assert all(answer is NotReady.LOADING for answer in answers[: MAX_OVERTAKES - 1])
-    assert all(isinstance(answer, ComputedBlocks) for answer in answers[MAX_OVERTAKES - 1 :])
+        answers.append(query("big", 6) is NotReady.LOADING)
+    assert answers == [True] * (MAX_OVERTAKES - 1) + [False] * 2
     assert world.admit("big")
     world.step()
     assert not any(call[:2] == ("load", "big") for call in world.connector.calls)
     world.drain()
 
 
+def test_a_load_that_gets_no_blocks_holds_nothing(make_cache):
+    world = LoadingWorld(make_cache, 4, 2)
+    world.serve("x", [1] * 5)
+    world.free("x")
+    world.serve("y", [2] * 3)
+    assert isinstance(world.query("z", [1] * 9, 4), ComputedBlocks)
+    world.check()
+    world.drain()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache, fails, caplog):
     """But for those with which a request has sampled a token before. A connector that fails costs
-    nothing but its help."""
-    world = LoadingWorld(make_cache, 9, 2)
+    nothing but its help. A load that stands on withdrawn blocks, or brings some, is dropped."""
+    world = LoadingWorld(make_cache, 20, 2)
     if fails:
         world.connector.request_finished = world.connector.invalidate = lambda *_: 1 / 0
-    for name in ("good", "bad"):
-        request = world.serve(name, [1] * (3 if name == "good" else 5))
-        if name == "bad":
-            request.status = RequestStatus.FINISHED_ERROR
-        world.manager.free(world.running.pop(name))
-        world.runner.tables.clear()
-    calls = [call for call in world.connector.calls if call[0] != "steps"]
-    assert calls == [] if fails else calls[0][:2] == ("finished", "good")
-    assert calls[1:] == ([] if fails else [("withdrawn", "bad", 1, 2)])
-    assert world.manager.num_blocks_in_use == 0 and ("ZeroDivision" in caplog.text) == fails
-
-
-@pytest.mark.parametrize("invalidated", ["prefix", "blocks"])
-def test_a_load_is_dropped_if_its_prefix_or_its_blocks_are_invalidated(make_cache, invalidated):
-    world = LoadingWorld(make_cache, 20, 2)
-    world.serve("x", [1, 2, 3, 4, 5])
-    world.free("x")
-    assert world.query("a", [1, 2, 3, 4, 5, 6, 7], 3) is NotReady.LOADING
+    world.serve("good", [1] * 3)
+    bad = world.serve("bad", [1] * 5)
+    for name in ("prefix", "blocks"):
+        assert world.query(name, [1] * 7, 3) is NotReady.LOADING
     loads = world.manager.loads
-    if invalidated == "blocks":
-        world.connector.finish("a", 1)
-        assert not loads.is_in_flight("a")
+    world.connector.finish("blocks", 1)
+    loads.is_in_flight("blocks")
     loads.invalidate(world.pool.blocks[0])
-    assert "a" in loads, "another block"
-    loads.invalidate(getattr(loads._loads["a"], invalidated)[0])
-    assert "a" not in loads and world.manager.num_blocks_in_use == 0
+    assert "prefix" in loads and "blocks" in loads, "another block"
+    loads.invalidate(loads._loads["blocks"].blocks[0])
+    assert "prefix" in loads and "blocks" not in loads
+    bad.status = RequestStatus.FINISHED_ERROR
+    for name in ("good", "bad"):
+        world.manager.free(world.running.pop(name))
+    assert "prefix" not in loads and world.manager.num_blocks_in_use == 0
+    calls = [call for call in world.connector.calls if call[0] in ("finished", "withdrawn")]
+    assert [call[:2] for call in calls[:1]] == ([] if fails else [("finished", "good")])
+    assert calls[1:] == ([] if fails else [("withdrawn", "bad", 1, 2)])
+    assert ("ZeroDivision" in caplog.text) == fails

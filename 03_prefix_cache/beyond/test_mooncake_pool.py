@@ -1,133 +1,152 @@
-"""The pool on the real store: two processes, a master that dies. A store that does not answer
-is that of `test_mooncake_client.py`. Cases of all stores are
-in `test_kv_store.py` and `test_pool_connector.py`.
-
-Without the store these tests are skipped, except in a CI, where it has to be there (`conftest.py`).
-"""
+"""The pool on Mooncake: a client's process against a scripted library that hangs, crashes and lies
+(`conftest.py`). The real one is in `test_mooncake_engines.py`."""
 
 from __future__ import annotations
 
 import os
-import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib import util
+from pathlib import Path
 
+import psutil
 import pytest
 
-from block_pool import BlockPool
-from kv_bytes import MODEL, ByteEngine
-from kv_slots import PREFIX_CACHES
-from mooncake_master import MooncakeMaster
+import mooncake_client
+from bounded_loops import as_long_as
+from mooncake_client import MooncakeClient, StoreDownError
+from mooncake_master import MooncakeAddress, MooncakeMaster, MooncakeUnavailableError
 from mooncake_pool import MooncakePool
-from pool_connector import PoolConnector
-from request_chain import Link
-from store_loads import Loads
 
-WAIT_S = 30.0  # never waited for, unless the test fails
-QUICK_S = 1.0
-TOKENS = list(range(500, 518))  # 4 full blocks and 2 tokens, which no other test stores
-
-Chain = list[tuple[Link, bytes]]
+LIMIT_S = 0.05
+LATE_S = 30.0  # a loaded machine's tolerance; what hangs here hangs for longer, or 100 times
 
 
-def make_chain(name: str, num_blocks: int, kv_nbytes: int = 5_000) -> Chain:
-    rng = random.Random(name)
-    links = [(rng.randbytes(32), (index, 7)) for index in range(num_blocks)]
-    return [(link, rng.randbytes(kv_nbytes)) for link in links]
-
-
-def links_of(chain: Chain) -> list[Link]:
-    return [link for link, _ in chain]
-
-
-def publish(pool: MooncakePool, chain: Chain) -> list[bool]:
-    return [pool.put(link, data) for link, data in chain]
-
-
-def elapsed_s(call: Callable[[], object]) -> float:
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Long before what hangs here would end."""
     start = time.monotonic()
-    call()
-    return time.monotonic() - start
+    yield
+    assert time.monotonic() - start < LATE_S
 
 
-def make_engine(pool: MooncakePool, node_id: str) -> ByteEngine:
-    connector = PoolConnector(pool, node_id, load_timeout_s=WAIT_S)
-    return ByteEngine(connector, PREFIX_CACHES["hash"](BlockPool(9), 4), MODEL)
+@pytest.fixture
+def client(address: MooncakeAddress) -> Iterator[MooncakeClient]:
+    client = MooncakeClient(address, timeout_s=LATE_S)
+    yield client
+    client.close()
 
 
-PUBLISHER = """
-import sys
-from mooncake_master import MooncakeAddress
-from mooncake_pool import MooncakePool
-from test_mooncake_pool import TOKENS, make_engine
-pool = MooncakePool(MooncakeAddress(*sys.argv[1:]), segment_nbytes=32 << 20, timeout_s=30.0)
-engine = make_engine(pool, "publisher")
-engine.serve(TOKENS)
-print(engine.connector.stats.num_blocks_published, flush=True)
-sys.stdin.readline()  # its memory is the store's
-"""
+def test_keys_are_located_up_to_the_first_that_is_missing(client: MooncakeClient) -> None:
+    """And a full store is not a failed one; and the library is not sent through a proxy."""
+    for key in ("a", "b", "gone"):
+        client.put(key, b"value")
+    assert client.locate([]) == client.locate(["unknown", "a"]) == []
+    assert client.locate(["a", "b", "unknown", "a"]) == ["somebody"] * 2
+    # Taken out of the store between the two questions that it takes.
+    assert client.locate(["a", "gone", "b"]) == ["somebody"]
+    assert not client.put("full", b"value") and client.down_reason is None
+    assert client.put("a", b"value") and client.get("full") is None
+    environment = bytes(client.get("environment")).decode()
+    assert "proxy" not in environment.lower() and "PYTHONPATH" in environment
 
 
-def test_an_engine_loads_blocks_published_by_another_process(
-    master: MooncakeMaster, near: MooncakePool
+@pytest.mark.net
+@pytest.mark.sample
+@pytest.mark.parametrize("trouble", ["hang", "crash", "raise", "rpc", "stands still"])
+@pytest.mark.parametrize("operation", ["locate", "get", "put"])
+def test_after_a_failure_a_store_is_an_empty_one_at_once(
+    address: MooncakeAddress, trouble: str, operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And when that process is killed, with its memory, a load fails instead of waiting."""
-    publisher = subprocess.Popen(
-        [sys.executable, "-c", PUBLISHER, master.address.master, master.address.metadata],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    """Of many calls at once, each fails, and all together take one limit."""
+    pool, link = MooncakePool(address, timeout_s=LATE_S), (b"h" * 32, (1, 2))
+    client, value = pool._client, b"x"
+    if trouble == "stands still":  # a socket's buffer is full long before this has been sent
+        value = bytes(50_000_000)
+        os.kill(client.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, client.process.pid, os.WSTOPPED)
+    client.timeout_s = LIMIT_S if trouble in ("hang", "stands still") else LATE_S
+    arguments = {"locate": (["a", trouble],), "get": (trouble,), "put": (trouble, value)}[operation]
+    with in_time(), ThreadPoolExecutor(40) as threads:
+        calls = [threads.submit(getattr(client, operation), *arguments) for _ in range(40)]
+        assert all(isinstance(call.exception(), StoreDownError) for call in calls)
+    assert client.process.poll() is not None, "the client's process is left behind"
+    assert trouble != "raise" or "as scripted" in pool.down_reason
+    with in_time():
+        for _ in range(100):
+            assert pool.has([link]) == pool.total_cached_blocks == 0
+            assert pool.put(link, b"x") is False
+            with pytest.raises(StoreDownError):
+                next(pool.get([link]))
+            pool.drop(link)
+        pool.close()
+    assert pool.down_reason and [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+def test_a_client_that_is_slow_to_close_is_killed_and_stays_closed(client: MooncakeClient) -> None:
+    client.put("slow to close", b"x")
+    client.timeout_s = LIMIT_S
+    with in_time():
+        client.close()
+        client.close()
+    assert client.process.poll() is not None
+    with pytest.raises(StoreDownError, match="closed"):
+        client.get("a")
+
+
+def test_the_client_process_ends_with_its_owner(address: MooncakeAddress) -> None:
+    script = (
+        "import os\n"
+        "from mooncake_client import MooncakeClient, MooncakeAddress\n"
+        f"client = MooncakeClient(MooncakeAddress({address.master!r}, {address.master!r}))\n"
+        "print(client.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
     )
-    with publisher:
-        try:
-            assert publisher.stdout.readline().strip() == "4"
-            pool = MooncakePool(master.address, segment_nbytes=0, timeout_s=WAIT_S)
-            assert make_engine(pool, "reader").serve(TOKENS) == 16
-        finally:
-            publisher.kill()
-    assert all(publish(near, make_chain("after a death", 20))), "a dead client's memory is used"
-    engine = make_engine(pool, "reader")
-    assert elapsed_s(lambda: engine.serve(TOKENS)) < WAIT_S
-    assert engine.connector.stats.num_tokens_loaded == 0 and not engine.io.written
-    pool._client.process.kill()  # without the second that leaving in good order takes
-    pool.close()
+    folder = str(Path(mooncake_client.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(done.stdout))
+        for _ in as_long_as(lambda: process.status() != psutil.STATUS_ZOMBIE, seconds=LATE_S):
+            time.sleep(0.01)
 
 
-def check_down(pool: MooncakePool, chain: Chain) -> None:
-    """A store that has failed is an empty one, at once."""
-    assert pool.has(links_of(chain)) == 0 and pool.down_reason
-    assert publish(pool, make_chain("later", 1)) == [False]
-    with pytest.raises(RuntimeError):
-        next(pool.get(links_of(chain)))
-    pool.drop(chain[0][0])
-    assert pool.total_cached_blocks == 0
-    pool.close()
+UNAVAILABLE = {
+    **dict.fromkeys(["hang", "crash", "raise", "rpc"], "Its log ends"),
+    "no library": r"libibverbs.so.1: no.*apt-get install",
+    "no store": "cannot reach a Mooncake store at 127.0.0.1:1",
+    "no package": "pip install",
+    "another package of that name": "pip install",
+    "does not start": r"(?s)apt-get install.*so.1 is missing",
+}
 
 
-def test_a_killed_store_is_an_empty_one(
-    doomed: MooncakeMaster, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("trouble", UNAVAILABLE)
+def test_a_store_that_cannot_be_used_is_reported_with_what_to_do(
+    address: MooncakeAddress, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the midst of publishing and loading: nothing hangs, nothing raises, and what was
-    loaded before is right."""
-    pool = MooncakePool(doomed.address, segment_nbytes=64 << 20)
-    chain = make_chain("killed", 50, kv_nbytes=200_000)
-    publish(pool, chain)
-    loads = Loads[bytes](WAIT_S)
-    loads.start("r", pool.get(links_of(chain) * 20))
-    published: list[bool] = []
-    for block in make_chain("killed meanwhile", 500, kv_nbytes=1000):
-        published += publish(pool, [block])
-        if len(published) == 5:
-            doomed.process.kill()
-    loads.wait(WAIT_S)
-    arrived, error = loads.take("r")
-    loads.close()
-    assert error is not None
-    assert arrived == [data for _, data in chain * 20][: len(arrived)]
-    assert published[0] is True and published[-1] is False
-    assert elapsed_s(lambda: check_down(pool, chain)) < QUICK_S
-    assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
-    doomed.stop()
+    """The first six are a client's, the last three a master's."""
+    if trouble == "no library":
+        (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: no')")
+    elif trouble == "no store":
+        address = MooncakeAddress(address.master, "127.0.0.1:1")
+    elif trouble == "does not start":
+        script = tmp_path / "mooncake_master"
+        script.write_text("#!/bin/sh\necho libibverbs.so.1 is missing >&2\nexit 127\n")
+        script.chmod(0o755)
+    spec = util.spec_from_loader("mooncake", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    found = None if trouble == "no package" else spec
+    monkeypatch.setattr(util, "find_spec", lambda name: found)
+    start_timeout_s = LIMIT_S if trouble == "hang" else LATE_S
+    with in_time(), pytest.raises(MooncakeUnavailableError, match=UNAVAILABLE[trouble]):
+        if trouble in list(UNAVAILABLE)[:6]:
+            MooncakeClient(address, host=trouble, start_timeout_s=start_timeout_s)
+        MooncakeMaster()
+    with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):
+        MooncakeClient(address, timeout_s=0)

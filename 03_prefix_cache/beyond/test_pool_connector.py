@@ -1,25 +1,26 @@
 """Engines that share a store: each serves the bytes that it would have computed, whatever happens
 to the store.
 
-`ByteEngine.serve` checks every byte and returns how many tokens were found (`kv_bytes.py`). The
-stores are those of `kv_stores.py`, a throw-away one among them, and Mooncake."""
+`ByteEngine.serve` checks every byte and returns how many tokens were found (`kv_stores.py`). The
+stores are those of `kv_stores.py`, and Mooncake."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from unittest.mock import Mock, call
 
 import pytest
 
 from block_pool import BlockPool
 from global_kv_pool import GlobalKVPool
-from kv_bytes import MODEL, ByteEngine, make_request
-from kv_connector import ConnectorChain
+from kv_connector import ConnectorChain, KVConnector
 from kv_slots import PREFIX_CACHES, MakeCache
 from kv_store import SharedStore, make_record
-from kv_stores import STORES, WAIT_S, FaultyStore, SlowDict
+from kv_stores import MODEL, STORES, WAIT_S, ByteEngine, FaultyStore, make_request
+from kv_tiers import HostTier
 from pool_connector import PoolConnector, PoolConnectorStats
-from store_connector import StoreConnector
+from request import Request
 from tiered_cache import KVTierConfig, TieredCache
 
 SIZE = 4
@@ -72,7 +73,7 @@ OTHER_MODELS = [  # and how many tokens of TOKENS are found
 
 def test_kv_of_another_model_layout_or_tenant_is_not_found():
     """Traps 8 and 12; and a request cannot spell a namespace."""
-    store = SlowDict()
+    store = HostTier(1000)
     make_engine(store, "a").serve(TOKENS)
     for namespace, size, expected in OTHER_MODELS:
         assert make_engine(store, "b", namespace, size).serve(TOKENS) == expected, namespace
@@ -129,9 +130,8 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     assert second.serve(TOKENS) == expected
     assert len(second.io.written) == expected // SIZE
     stats, num_loads = second.connector.stats, fault not in ("has", "negative")
-    expected_stats = PoolConnectorStats(num_loads, num_loads and expected < 16, expected)
-    expected_stats.num_blocks_published = stats.num_blocks_published
-    assert stats == expected_stats
+    counts = stats.num_loads, stats.num_failed_loads, stats.num_tokens_loaded
+    assert counts == (num_loads, num_loads and expected < 16, expected)
     second.serve([1, *TOKENS], is_error=True)  # invalidates blocks of the store
     before = stats.num_blocks_published
     second.serve([2, *TOKENS])
@@ -141,7 +141,7 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     assert make_engine(pool, "c").serve(TOKENS) == 16
 
 
-@pytest.mark.parametrize("moment", ["under way", "arrived"])
+@pytest.mark.parametrize("moment", ["under way", "arrived", "closed"])
 def test_a_cancelled_load_writes_nothing_afterwards(engines, pool, moment):
     """Trap 34: its blocks may be another request's by then. A load of the same name in another
     engine goes on (Trap 50)."""
@@ -152,26 +152,22 @@ def test_a_cancelled_load_writes_nothing_afterwards(engines, pool, moment):
     second.begin(request)
     first.begin(same_name)
     assert pool.entered.wait(WAIT_S)
+    connector = second.connector
     if moment == "arrived":
         pool.hold.set()
-        second.connector.wait_for_load(WAIT_S)
-    second.manager.free(request)
+        connector.wait_for_load(WAIT_S)
+    if moment == "closed":
+        connector.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            second.begin(make_request("1", TOKENS))
+    else:
+        second.manager.free(request)
     pool.hold.set()
-    connector = second.connector
-    assert not connector._found and not connector._loading and not connector._loads._loads
+    assert not connector._loading and "0" not in connector._loads._loads
     assert first.wait_until_ready(same_name).num_tokens == 8
-    assert not second.io.written and second.serve(TOKENS) == 16
-
-
-def test_a_closed_connector_loads_nothing_and_leaves_the_pool_to_others(engines, pool):
-    _, second = engines
-    pool.hold.clear()
-    second.begin(make_request("0", TOKENS))
-    second.connector.close()
-    pool.hold.set()
-    with pytest.raises(RuntimeError, match="closed"):
-        second.manager.get_computed_blocks(make_request("1", TOKENS))
-    assert not second.io.written and make_engine(pool, "c").serve(TOKENS) == 16
+    assert not second.io.written
+    assert make_engine(pool, "c").serve(TOKENS) == 16
+    assert moment == "closed" or (second.serve(TOKENS) == 16 and not connector._found)
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 3])
@@ -182,10 +178,10 @@ def test_a_full_store_loses_the_tail_of_a_saved_chain_first(kind, num_known, tmp
     engine, request = make_engine(store, "a"), make_request("0", TOKENS)
     engine.serve(TOKENS[: num_known * SIZE + 1])
     engine.serve(TOKENS)
-    tier = store._nodes["a"] if isinstance(store, GlobalKVPool) else store
-    hashes = [block_hash for block_hash, _ in engine.connector._chains.chain(request, 4)]
+    tier = store._nodes["a"] if kind == "pool" else store
+    links = engine.connector._chains.chain(request, 4)
     for num_other in range(5):
-        held = [block_hash in tier for block_hash in hashes]  # `has` would be a use
+        held = [block_hash in tier for block_hash, _ in links]  # `has` would be a use
         assert held == [index < 4 - num_other for index in range(4)]
         engine.serve([num_other] * SIZE)
 
@@ -194,14 +190,11 @@ def test_a_block_that_its_reader_rejects_is_not_kept_in_a_nearer_tier():
     pool = GlobalKVPool(9)
     first, second = make_engine(pool, "a"), make_engine(pool, "b")
     first.serve(TOKENS)
-    block_hash, token_ids = first.connector._chains.chain(make_request("1", TOKENS), 2)[1]
-    pool.invalidate([block_hash])
-    pool.publish(block_hash, "a", token_ids, b"intact, but not a record")
-    request = make_request("2", TOKENS)
-    second.begin(request)
-    assert second.wait_until_ready(request).num_tokens == SIZE
-    assert block_hash not in pool._nodes.get("b", {}) and block_hash not in pool._copies
-    pool.close()
+    link = first.connector._chains.chain(make_request("1", TOKENS), 2)[1]
+    pool.invalidate([link[0]])
+    pool.at_node("a").put(link, b"intact, but not a record")
+    assert second.serve(TOKENS) == SIZE
+    assert len(pool._copies[link[0]]) == 1, "computed, and published by the reader"
 
 
 @pytest.mark.parametrize(("start", "end", "num_stored"), [(1, 3, 4), (3, 4, 12)])
@@ -213,31 +206,25 @@ def test_only_invalidated_blocks_leave_the_store(engines, pool, start, end, num_
 
 # -- random prompts
 
-EXACT = ("slow dict", "host tier", "disk tier", "tiers and slow dict")  # no block is ever lost
-LOSSY = ("host", "disk", "pool", "small tiers", "small tiers, write through")
 TIERS = {
     "host tier": KVTierConfig(1000),
     "disk tier": KVTierConfig(0, 1000, write_policy="write_through"),
-    "tiers and slow dict": KVTierConfig(2, 1000),
+    "tiers and a store": KVTierConfig(2, 1000),
     "small tiers": KVTierConfig(1, 5),
     "small tiers, write through": KVTierConfig(3, 4, write_policy="write_through"),
 }
+EXACT = ("a store", "host tier", "disk tier", "tiers and a store")  # no block is ever lost
+LOSSY = ("host", "disk", "pool", "small tiers", "small tiers, write through")
 
 
-def make_connectors(kind: str, pool: FaultyStore, node_id: str) -> list[StoreConnector]:
-    """An engine's connectors: to tiers of its own, to the pool, or to both."""
-    connectors: list[StoreConnector] = [TieredCache(TIERS[kind])] if kind in TIERS else []
-    if kind in STORES or kind == "tiers and slow dict":
+def make_small_engine(kind: str, pool: FaultyStore, node_id: str, make_cache) -> ByteEngine:
+    """With tiers of its own, with the pool, or with both."""
+    connectors = [TieredCache(TIERS[kind])] if kind in TIERS else []
+    if kind not in TIERS or kind == "tiers and a store":
         connectors.append(PoolConnector(pool, node_id, load_timeout_s=3 * WAIT_S))
-    return connectors
-
-
-def make_small_engine(connectors: list[StoreConnector], make_cache: MakeCache) -> ByteEngine:
-    first = connectors[0]
-    connector = ConnectorChain(connectors) if len(connectors) > 1 else first
-    engine = ByteEngine(connector, make_cache(BlockPool(9), SIZE), MODEL)
-    if isinstance(first, TieredCache):
-        engine.cache.listener = first
+    engine = ByteEngine(ConnectorChain(connectors), make_cache(BlockPool(9), SIZE), MODEL)
+    if kind in TIERS:
+        engine.cache.listener = connectors[0]
     return engine
 
 
@@ -249,10 +236,9 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
     """Engines too small for their prompts. A store that loses nothing serves each prompt all that
     was computed before; of the others, a part of all reads and writes fails."""
     rng = random.Random(f"{kind} {seed}")
-    pool = FaultyStore(STORES.get(kind, STORES["slow dict"])(tmp_path, 30))
-    parts = [make_connectors(kind, pool, node_id) for node_id in "ab"[: 1 + (kind in STORES)]]
-    engines = [make_small_engine(connectors, make_cache) for connectors in parts]
-    every_connector = [connector for connectors in parts for connector in connectors]
+    pool = FaultyStore(STORES.get(kind, STORES["host"])(tmp_path, 30 if kind in LOSSY else 1000))
+    node_ids = "a" if kind in TIERS else "ab"
+    engines = [make_small_engine(kind, pool, node_id, make_cache) for node_id in node_ids]
     heads = [[family] * rng.randint(3, 14) for family in range(3)]
     known: set[tuple] = set()
     for _ in range(40):
@@ -268,20 +254,86 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
         expected = [end for end in ends if (keys, *tokens[:end]) in known and end < len(tokens)]
         assert kind in LOSSY or found == max(expected, default=0), f"{kind} {seed}"
         known |= {(keys, *tokens[:end]) for end in ends}
-        for connector in every_connector:
-            assert not connector._found and not connector._loading, "of a request that is gone"
-            if isinstance(connector, TieredCache):
-                connector.check_invariants()
-                if kind in LOSSY and rng.random() < 0.2:
-                    damage(connector, rng)
+        for engine in engines:
+            check_small_engine(engine, rng if kind in LOSSY else None)
     assert sum(len(engine.io.written) for engine in engines) > 0, "nothing was loaded"
-    for connector in every_connector:
-        connector.close()
-    pool.close()
+    for engine in engines:
+        engine.connector.close()
 
 
-def damage(tiers: TieredCache, rng: random.Random) -> None:
-    """Flip a bit of some record of the file."""
-    if tiers.disk is not None and len(tiers.disk):
-        offset = tiers.disk._offset(rng.choice(list(tiers.disk._slots.values())))
-        tiers.disk._map[offset + rng.randrange(tiers.disk._record_nbytes)] ^= 1
+def check_small_engine(engine: ByteEngine, rng: random.Random | None) -> None:
+    """Nothing is kept for a request that is gone. Sometimes a bit of some record of the file is
+    flipped then."""
+    assert not engine.connector._chosen
+    for connector in engine.connector.connectors:
+        assert not connector._found and not connector._loading
+        if not isinstance(connector, TieredCache):
+            continue
+        connector.check_invariants()
+        disk = connector.disk
+        if rng is not None and disk is not None and len(disk) and rng.random() < 0.2:
+            offset = disk._offset(rng.choice(list(disk._slots.values())))
+            disk._map[offset + rng.randrange(disk._record_nbytes)] ^= 1
+
+
+# -- a chain of connectors asks all, loads from one, and saves to all
+
+A, B = (make_request(name, [1, 2, 3]) for name in "ab")
+CHOICES = [((8,), 0), ((0, 8), 1), ((8, 4), 0), ((4, 8, 8, 2), 1), ((8, 12), 1), ((0, 0), None)]
+
+
+def ask(chain: ConnectorChain, request: Request, *offers: int) -> list[Mock]:
+    """Ask all, of which each has so many tokens; 12 are there at once."""
+    for mock, num_tokens in zip(chain.connectors, offers, strict=True):
+        mock.get_num_new_matched_tokens.return_value = (num_tokens, num_tokens != 12)
+    best = max(offers)
+    assert chain.get_num_new_matched_tokens(request, 4) == (best, best not in (0, 12))
+    for mock in chain.connectors:
+        assert mock.mock_calls == [call.get_num_new_matched_tokens(request, 4)]
+        mock.reset_mock()
+    return chain.connectors
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("offers", "chosen"), CHOICES)
+def test_the_first_of_those_with_the_most_tokens_loads(offers, chosen):
+    """The last answer counts: asked again after the cache has evicted blocks, another connector
+    can have more, or none any."""
+    for before in (0, 4, 16):
+        chain = ConnectorChain([Mock(spec=KVConnector) for _ in offers])
+        ask(chain, A, *[before] * len(offers))
+        mocks, expected = ask(chain, A, *offers), [[] for _ in offers]
+        if chosen is not None:
+            chain.update_state_after_alloc(A, [7, 9], max(offers))
+            mocks[chosen].get_finished_load.side_effect = [None, 4]
+            assert [chain.get_finished_load("a") for _ in range(2)] == [None, 4]
+            expected[chosen] = [call.update_state_after_alloc(A, [7, 9], max(offers))]
+            expected[chosen] += [call.get_finished_load("a")] * 2
+        chain.wait_for_load(1.0)
+        assert [mock.mock_calls for mock in mocks] == expected, "the others are not troubled"
+
+
+def test_loads_share_a_wait_and_all_connectors_are_told_and_counted():
+    chain = ConnectorChain([Mock(spec=KVConnector), Mock(spec=KVConnector)])
+    ask(chain, A, 4, 8)
+    first, second = ask(chain, B, 16, 8)
+    told = [call.cancel_load("b"), call.request_finished(A, [1, 2]), call.invalidate(A, 1, 2)]
+    told += [call.clear(), call.close()]
+    for name, arguments, _ in [call.wait_for_load(1.0), *told, call.wait_for_load(1.0)]:
+        getattr(chain, name)(*arguments)
+    assert first.mock_calls == [call.wait_for_load(0.5), *told]
+    assert second.mock_calls == [call.wait_for_load(0.5), *told, call.wait_for_load(1.0)]
+    first.num_loaded_blocks.return_value = {"host": 1}
+    second.num_loaded_blocks.return_value = {"disk": 2}
+    assert chain.num_loaded_blocks() == {"host": 1, "disk": 2}
+
+
+def test_a_connector_is_bound_to_one_memory():
+    """The first engine would load into the second's, and save what is there: wrong tokens."""
+    first, second, third = (TieredCache(KVTierConfig(host_blocks=1)) for _ in range(3))
+    chain, io = ConnectorChain([first, second]), object()
+    chain.bind(io, 4, [("model", "m")])
+    for connector in (chain, first, second, ConnectorChain([third, second])):
+        with pytest.raises(ValueError, match="must belong to this engine"):
+            connector.bind(object(), 4, [])
+    assert first.io is second.io is io and not third.is_bound, "all of a chain, or none"

@@ -15,12 +15,19 @@ WAIT_S = 20.0  # never waited for, unless the test fails
 PARTS = [b"a", b"b", b"c"]
 
 
-class Gate:
-    """Parts that stand still before each, until they are let through."""
+class World:
+    """Loads with a deadline after 5 s of a clock that the test sets. The first load of each thread
+    stands still before each of its parts, until it is let through."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
+        self.now_s, self.num_begun, self.ends = 0.0, 0, list[bool]()
         self.entered, self.open = threading.Semaphore(0), threading.Semaphore(0)
-        self.num_begun = 0
+        known = set(threading.enumerate())
+        self.loads = Loads[bytes](5.0, num_threads, clock=lambda: self.now_s)
+        self.threads = set(threading.enumerate()) - known
+        for name, _ in zip("abc", self.threads):
+            self.loads.start(name, self.parts(), self.ends.append)
+            assert self.entered.acquire(timeout=WAIT_S), "another thread is free"
 
     def parts(self) -> Iterator[bytes]:
         for part in PARTS:
@@ -29,42 +36,23 @@ class Gate:
             assert self.open.acquire(timeout=WAIT_S)
             yield part
 
-    def let(self, num_parts: int) -> None:
-        """Let parts through, and wait until the thread stands still before the next one."""
-        self.open.release(num_parts)
-        for _ in range(num_parts):
-            assert self.entered.acquire(timeout=WAIT_S)
-
-
-class World:
-    """Loads of one thread, with a deadline after 5 s of a clock that the test sets. The first load
-    stands still before its first part."""
-
-    def __init__(self) -> None:
-        self.now_s, self.gate, self.ends = 0.0, Gate(), list[bool]()
-        self.loads = Loads[bytes](5.0, 1, clock=lambda: self.now_s)
-        self.loads.start("a", self.gate.parts(), self.ends.append)
-        assert self.gate.entered.acquire(timeout=WAIT_S)
-
-    def finish(self, name: str) -> tuple[list[bytes], str | None]:
+    def run(self, parts: Iterator[bytes], name: str = "run") -> tuple[list[bytes], str | None]:
+        """The result of another load, after all that the thread has begun."""
+        self.loads.start(name, parts, self.ends.append)
         while not self.loads.has_ended(name):
             start = time.monotonic()
             self.loads.wait(WAIT_S)
             assert time.monotonic() - start < WAIT_S / 2, "it is woken"
         return self.loads.take(name)
 
-    def run(self, parts: Iterator[bytes]) -> tuple[list[bytes], str | None]:
-        """Another load, after all that the thread has begun."""
-        self.loads.start("run", parts, self.ends.append)
-        return self.finish("run")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.loads.close()
-    world.gate.open.release(20)
+    def close(self) -> None:
+        """Waits for no thread, and ends all."""
+        self.loads.close()
+        self.loads.close()
+        self.open.release(20)
+        for thread in self.threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def raising() -> Iterator[bytes]:
@@ -72,56 +60,45 @@ def raising() -> Iterator[bytes]:
     raise OSError("cable cut")
 
 
-ENDS = {  # a load is let through by two parts; then: what is taken, and the reason
-    "all arrive": (PARTS, None),
-    "deadline": (PARTS[:2], "timed out after 5.0 s"),
-    "close": (PARTS[:2], "the loads were closed"),
-}
-
-
 @pytest.mark.net
-@pytest.mark.parametrize("end", ENDS)
-def test_what_has_arrived_at_the_end_is_the_result_once(world, end):
-    """And what comes late is in no result."""
-    loads, gate = world.loads, world.gate
-    gate.let(2)
+@pytest.mark.parametrize("end", ["timed out after 5.0 s", "the loads were closed"])
+def test_what_has_arrived_at_the_end_is_the_result_once(end):
+    """A load is let through by two parts. What comes late is in no result."""
+    world = World()
+    loads = world.loads
+    world.open.release(2)
+    assert world.entered.acquire(timeout=WAIT_S) and world.entered.acquire(timeout=WAIT_S)
+    world.now_s = 4.9
     assert not loads.has_ended("a")
     with pytest.raises(ValueError, match="'a': still in flight"):
         loads.take("a")
     with pytest.raises(ValueError, match="'a' exists"):
         loads.start("a", iter(PARTS))
-    if end == "deadline":
-        world.now_s = 4.9
-        assert not loads.has_ended("a")
-        world.now_s = 5.0
-        loads.wait(WAIT_S)  # returns immediately
-    elif end == "close":
+    if end == "the loads were closed":
         loads.close()
-    else:
-        gate.open.release()
-    result = world.finish("a")
-    assert result == ENDS[end]
+        with pytest.raises(RuntimeError, match="closed"):
+            loads.start("b", iter(PARTS))
+    world.now_s = 5.0
+    loads.wait(WAIT_S)  # returns immediately
+    assert loads.has_ended("a") and (result := loads.take("a")) == (PARTS[:2], end)
     for call in (loads.has_ended, loads.take):
         with pytest.raises(ValueError, match="'a' is unknown"):
             call("a")
     loads.cancel("a")
-    gate.open.release(2)
-    if end == "close":
-        with pytest.raises(RuntimeError, match="closed"):
-            loads.start("b", iter(PARTS))
-        assert world.ends[0] is False
-        return
-    assert world.run(iter(PARTS)) == (PARTS, None) and world.run(iter(())) == ([], None)
-    assert world.run(raising()) == (PARTS[:2], "cable cut")
-    assert world.ends == [end == "all arrive", True, True, False]
-    assert result == ENDS[end] and gate.num_begun == 3
+    world.open.release(2)
+    if "closed" not in end:
+        assert world.run(iter(PARTS)) == (PARTS, None) and world.run(iter(())) == ([], None)
+        assert world.run(raising()) == (PARTS[:2], "cable cut")
+        assert world.ends == [False, True, True, False]
+    world.close()
+    assert result == (PARTS[:2], end) and world.num_begun == 3 and not world.ends[0]
 
 
 @pytest.mark.parametrize("end", ["cancel", "take", "close"])
-def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(world, end):
+def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(end):
     """The thread hangs in another, so the load stays in its queue."""
-    later = Gate()
-    parts = later.parts()
+    world = World()
+    parts = world.parts()
     pinned = weakref.ref(parts)
     world.loads.start("b", parts)
     del parts
@@ -129,24 +106,14 @@ def test_a_load_that_is_over_before_it_begins_is_not_read_and_holds_no_block(wor
     taken = getattr(world.loads, end)(*["b"] * (end != "close"))
     assert pinned() is None and taken in (None, ([], "timed out after 5.0 s"))
     world.loads.cancel("a")
-    world.gate.open.release()
+    world.open.release()
     if end != "close":
         world.run(iter(PARTS))
-    assert later.num_begun == 0 and world.gate.num_begun == 1
+    assert world.num_begun == 1
+    world.close()
 
 
 def test_threads_read_side_by_side_and_a_close_waits_for_none():
-    known, gate = set(threading.enumerate()), Gate()
-    loads = Loads[bytes](WAIT_S, num_threads=3)
-    threads = set(threading.enumerate()) - known
-    for name in "abc":
-        loads.start(name, gate.parts())
-    for _ in threads:
-        assert gate.entered.acquire(timeout=WAIT_S), "another thread is free"
-    loads.close()
-    loads.close()
-    gate.open.release(9)
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert len(threads) == gate.num_begun == 3
+    world = World(num_threads=3)
+    world.close()
+    assert len(world.threads) == world.num_begun == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from block_pool import Block, BlockPool
-from kv_bytes import MODEL, ByteEngine, ByteMemory, make_request
+from kv_stores import MODEL, ByteEngine, ByteMemory, make_request
 from prefix_cache_local import compute_hash_chain
 from request_chain import Link
 from tiered_cache import KVTierConfig, TieredCache
@@ -30,12 +30,12 @@ class TierWords:
     """
 
     def __init__(self, num_host: int, num_disk: int) -> None:
-        self.io = ByteMemory()
-        self.tiers = TieredCache(KVTierConfig(num_host, num_disk))
+        self.io, self.tiers = ByteMemory(), TieredCache(KVTierConfig(num_host, num_disk))
         self.tiers.bind(self.io, BLOCK_SIZE, MODEL)
 
     def say(self, action: str, names: str) -> None:
         tiers, request = self.tiers, make_request("r", PROMPT[: len(names) * BLOCK_SIZE + 1])
+        called = {"evict": tiers.blocks_evicted, "drop": tiers.blocks_invalidated}
         if action in ("find", "load"):
             num_found, is_slow = tiers.get_num_new_matched_tokens(request, 0)
             assert num_found == len(names) * BLOCK_SIZE
@@ -46,19 +46,13 @@ class TierWords:
             assert tiers.get_finished_load("r") == num_found
         for name in names:
             block, data = Block(ord(name)), name.encode() * self.io.block_nbytes
-            if action in ("evict", "drop"):
+            if action in called:
                 tiers._link_of[block.block_id] = LINKS[name]
                 self.io.data[block.block_id] = data
-                called = {"evict": tiers.blocks_evicted, "drop": tiers.blocks_invalidated}
                 called[action]([block])
             elif action in ("host", "disk"):
                 getattr(tiers, action).put(LINKS[name], data)
         tiers.check_invariants()
-
-    def contents(self) -> list[str]:
-        """The blocks of both tiers, the least recently used first."""
-        tiers = self.tiers.host._blocks, self.tiers.disk._slots
-        return ["".join(NAMES[block_hash] for block_hash in tier) for tier in tiers]
 
 
 MOVES = [  # host and disk: their sizes, and their blocks at the end, the next to be lost first
@@ -88,66 +82,47 @@ MOVES = [  # host and disk: their sizes, and their blocks at the end, the next t
 @pytest.mark.net
 @pytest.mark.parametrize("row", MOVES, ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
 def test_blocks_move_between_tiers(row: tuple[int, int, str, str, str]):
-    num_host, num_disk, script, host, disk = row
-    words = TierWords(num_host, num_disk)
-    added: list[bytes] = []
-    words.tiers.disk.on_change = lambda name, is_here: added.extend([name] * is_here)
+    num_host, num_disk, script, *expected = row
+    words, added = TierWords(num_host, num_disk), list[bytes]()
+    host, disk = tiers = words.tiers.host, words.tiers.disk
+    disk.on_change = lambda name, is_here: added.extend([name] * is_here)
     for sentence in script.split(", "):
         words.say(*sentence.split())
-    assert words.contents() == [host, disk]
+    kept = [[NAMES[name] for name in of_tier] for of_tier in (host._blocks, disk._slots)]
+    assert ["".join(names) for names in kept] == expected, "the least recently used first"
     assert len(added) == len(set(added)), "written to disk twice"
-    for tier, names in ((words.tiers.host, host), (words.tiers.disk, disk)):
+    for tier, names in zip(tiers, kept, strict=True):
         for name in names:
             assert list(tier.get([LINKS[name]])) == [name.encode() * words.io.block_nbytes]
     words.tiers.close()
-
-
-# -- under a cache of 8 blocks
-
-
-def make_engine(make_cache, config: KVTierConfig, namespace=MODEL) -> ByteEngine:
-    tiers = TieredCache(config)
-    engine = ByteEngine(tiers, make_cache(BlockPool(9), BLOCK_SIZE), namespace)
-    engine.cache.listener = tiers
-    return engine
-
-
-@pytest.mark.parametrize("num_copied", [0, 8], ids=["write_back", "write_through"])
-def test_an_evicted_block_is_copied_once_and_loaded_again(make_cache, num_copied, tmp_path):
-    """Four prompts of 8 blocks in a device of 8: each but the last has been evicted whole. Copies
-    below stay, so what leaves the device again is not read a second time."""
-    policy = "write_through" if num_copied else "write_back"
-    engine = make_engine(make_cache, KVTierConfig(8, 100, tmp_path / "kv", policy))
-    prompts, tiers = [[n] * 16 for n in range(4)], engine.connector
-    engine.serve(prompts[0])
-    assert tiers.stats.num_saved == num_copied
-    assert [engine.serve(prompt) for prompt in prompts[1:]] == [0, 0, 0]
-    for _ in range(2):
-        assert [engine.serve(prompt) for prompt in prompts] == [14, 14, 14, 14]
-    assert len(engine.io.read) == tiers.stats.num_saved == 32
-    assert tiers.num_loaded_blocks().keys() == {"host", "disk"}
-    assert sum(tiers.num_loaded_blocks().values()) == len(engine.io.written) == 56
-    assert tiers.stats.num_disk_hits > 0 == tiers.stats.num_short_loads
-    tiers.close()
 
 
 @pytest.mark.parametrize(
     ("model", "keys", "num_found"), [("tiny", SALT, 4), ("another", SALT, 0), ("tiny", (), 0)]
 )
 def test_a_file_serves_the_next_engine_of_the_model(make_cache, model, keys, num_found, tmp_path):
-    """And the same tenant. A temporary file is removed."""
+    """And the same tenant. What is in it is not written again. A temporary file is removed."""
+
+    def make_engine(namespace) -> ByteEngine:
+        tiers = TieredCache(config)
+        engine = ByteEngine(tiers, make_cache(BlockPool(9), BLOCK_SIZE), namespace)
+        engine.cache.listener = tiers
+        return engine
+
     for config in (KVTierConfig(0, 50, tmp_path / "kv", "write_through"), KVTierConfig(0, 10)):
-        first = make_engine(make_cache, config)
-        assert first.serve([3] * 10, SALT) == 0
-        path = first.connector.disk.path
-        assert path.exists()
+        first = make_engine(MODEL)
+        assert first.serve([3] * 10, SALT) == first.serve([4] * 16) == 0
+        path, is_kept = first.connector.disk.path, config.disk_path is not None
+        assert path.exists() and first.connector.stats.num_saved == (13 if is_kept else 5)
+        assert len(first.io.read) == first.connector.stats.num_saved
         first.connector.close()
         first.connector.close()
-        assert path.exists() == (config.disk_path is not None)
-        if path.exists():
-            second = make_engine(make_cache, config, (("model", model), MODEL[1]))
+        assert path.exists() == is_kept
+        if is_kept:
+            second = make_engine((("model", model), MODEL[1]))
             assert second.serve([3] * 10, keys) == num_found * BLOCK_SIZE
             assert second.connector.num_loaded_blocks() == {"host": 0, "disk": num_found}
+            assert second.connector.stats.num_saved == (0 if num_found else 5)
             second.connector.close()
 
 

@@ -11,6 +11,7 @@ from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, HasBlockId
+from radix_cache import RadixCache
 
 
 def ids(blocks: Iterable[HasBlockId]) -> list[int]:
@@ -88,3 +89,23 @@ class Rig:
             call(*args, **kwargs)
         assert self.snapshot() == before
         self.check()
+
+
+def nodes_of(cache: RadixCache) -> dict[str, int]:
+    """The tree, as the words of its nodes and their locks: `{"AB": 1, "AB.CD": 0}`."""
+    nodes: dict[str, int] = {}
+    for node in cache.tree.nodes():
+        path = [as_word(link.key, cache.page_size) for link in cache.tree.path_to(node)]
+        if path:
+            nodes[".".join(path)] = node.lock_ref
+    return nodes
+
+
+class TreeRig(Rig):
+    cache: RadixCache
+
+    def __init__(self, num_pages: int = 40, page_size: int = 4) -> None:
+        super().__init__(lambda pool, size: RadixCache(size, pool), num_pages, page_size)
+
+    def nodes(self) -> dict[str, int]:
+        return nodes_of(self.cache)

@@ -7,15 +7,17 @@ and to the model, and compares everything they show."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from block_pool import Block
-from cache_words import Rig, ids
+from cache_words import Rig, as_word, ids, nodes_of
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, MatchCursor, NormalKeys, normalise_extra_keys
+from radix_cache import RadixCache
+from step_log import StepLog
 
 Prefix = tuple[NormalKeys, tuple[int, ...]]  # every token up to a block's end
 
@@ -281,3 +283,107 @@ class World(Rig):
             assert self.left == [shown[:2]]
         self.check()
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
+
+
+# -- a log; `lookups.txt` says how to read one
+
+
+class CacheLog(StepLog):
+    """Performs the actions of a case in a `World`, which compares the cache with a naive model."""
+
+    def __init__(self, make_cache: MakeCache, block_size: int, num_blocks: int = 40) -> None:
+        self.world = World(make_cache, num_blocks, block_size)
+        self.cache = self.world.cache
+        self.tenants: dict[str, Tenant] = {}
+        self.ended: dict[str, list[Block]] = {}  # what they held
+
+    def act(self, action: str) -> str:
+        self.world.left = []
+        words = action.removesuffix(": refused").split()
+        if action.endswith(": refused"):
+            self.world.refused(None, self.perform_words, words)
+            return action
+        performed = self.perform_words(words)
+        self.world.check()
+        return performed
+
+    def perform_words(self, words: list[str]) -> str:
+        world = self.world
+        tenant = self.tenants.setdefault(words[0], Tenant(cursor=MatchCursor()))
+        match words:
+            case ["cache", *prefixes]:
+                for prefix in prefixes:
+                    world.cache_computed(self.tokens(prefix))
+            case ["evict", number, *_]:
+                world.evict(int(number.strip(":")))
+                return f"evict {number} {self.shown(p for _, p in world.left)}"
+            case ["invalidate", prefix, *_]:
+                path = world.model.path(self.tokens(prefix.strip(":")), ())
+                block = world.pool.blocks[world.model.block_of.get(path[-1], 0)]
+                if not self.cache.owns(block):
+                    self.cache.invalidate(block)
+                world.invalidate(block)
+                return f"invalidate {prefix} {self.shown(sorted(p for _, p in world.left))}"
+            case ["cached", *_]:
+                return f"cached {self.shown(sorted(p for _, p in world.heard.values()))}"
+            case ["users", *_]:
+                used = world.used()
+                users = {self.shown([p]): used[i] for i, (_, p) in world.heard.items()}
+                return f"users {shown(f'{p}:{users[p]}' for p in sorted(users))}"
+            case ["nodes", *_]:
+                assert isinstance(self.cache, RadixCache)
+                locks = nodes_of(self.cache)
+                nodes = [f"{node}:{locks[node]}".removesuffix(":0") for node in sorted(locks)]
+                return f"nodes {shown(nodes)}"
+            case [prefix, "hits", _]:
+                found = world.match(self.tokens(prefix))
+                return f"{prefix} hits {self.shown(world.heard[b.block_id][1] for b in found[-1:])}"
+            case [_, "uses", prefix, *longer]:
+                tenant.tokens = self.tokens(prefix)
+                if longer:
+                    tokens = self.tokens(longer[-1])
+                    tenant.table = world.match(tokens, (), tenant.cursor)[: len(prefix)]
+                    self.cache.touch(tenant.table)
+                    tenant.num_published = len(prefix)
+                    world.tenants.append(tenant)
+                else:
+                    assert world.start(tenant)
+                    world.publish(tenant, len(prefix))
+            case [_, "computes", prefix]:
+                tenant.tokens = self.tokens(prefix)
+                world.tenants += [] if tenant in world.tenants else [tenant]
+                assert world.grow(tenant)
+            case [name, "publishes", *parts]:
+                num_blocks = sum(len(part.strip(",")) for part in parts if part != "frees")
+                return f"{name} publishes {self.publish(tenant, num_blocks)}"
+            case [_, "drops", part]:
+                world.drop(tenant, len(tenant.table) - len(part))
+            case [name, "ends"]:
+                if tenant not in world.tenants:  # once more
+                    self.cache.release(self.ended[name])
+                self.ended[name] = tenant.table[:]
+                world.drop(tenant)
+            case _:
+                raise AssertionError(f"cannot read {' '.join(words)!r}")
+        return " ".join(words)
+
+    def tokens(self, prefix: str) -> list[int]:
+        """The tokens of `AB`; those of `Ab` lack the last one."""
+        tokens = self.world.spell(prefix.strip("-").upper())
+        return tokens[:-1] if prefix[-1].islower() else tokens
+
+    def shown(self, prefixes: Iterable[Sequence[int]]) -> str:
+        return shown(as_word(tokens, self.world.block_size) for tokens in prefixes)
+
+    def publish(self, tenant: Tenant, num_blocks: int) -> str:
+        first = tenant.num_published
+        frees = self.world.publish(tenant, num_blocks)
+        ids_published = ids(tenant.table[first : tenant.num_published])
+        letters = [self.shown([self.world.heard[block_id][1]])[-1] for block_id in ids_published]
+        freed = "".join(letters[index - first] for index in frees)
+        kept = "".join(letter for i, letter in enumerate(letters, first) if i not in frees)
+        return (kept or "-") + (f", frees {freed}" if freed else "")
+
+
+def shown(words: Iterable[str]) -> str:
+    return " ".join(words) or "-"

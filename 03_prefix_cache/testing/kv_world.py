@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady
-from kv_orders import Chaos
-from kv_slots import MakeCache, Runner, make_request
+from kv_slots import Chaos, MakeCache, Runner, make_request
 from prefix_cache import KeyedRequest, extra_keys_of, normalise_extra_keys
 from request import Request
 
@@ -99,14 +98,11 @@ class World:
         """The whole state except the order of use, unless what waits can give way to a table."""
         if self.held_outside() != self.held_outside(for_good=True):
             return None
-        return (
-            {name: list(table.block_ids) for name, table in self.manager._tables.items()},
-            dict(self.manager._in_flight),
-            list(self.manager._moves),
-            [block.ref_cnt for block in self.pool.blocks],
-            [block.block_id for block in self.pool.free_order()],
-            self.prefixes(),
-        )
+        tables = {name: list(table.block_ids) for name, table in self.manager._tables.items()}
+        refs = [(block.block_id, block.ref_cnt) for block in self.pool.free_order()]
+        refs += [(block.block_id, block.ref_cnt) for block in self.pool.blocks]
+        notes = dict(self.manager._in_flight), list(self.manager._moves)
+        return tables, refs, notes, self.prefixes()
 
     # -- requests come, run and go
 
@@ -132,48 +128,39 @@ class World:
         assert [block.block_id for block in computed.blocks] == found
         assert computed.num_tokens == len(found) * self.block_size
 
-    def admit(self, request_id: str, num_new: int = 10**9, num_reserved: int = 0) -> bool:
+    def admit(
+        self,
+        request_id: str,
+        num_new: int = 10**9,
+        num_reserved: int = 0,
+        num_watermark_blocks: int = 0,
+        freeing: str | None = None,
+    ) -> bool:
+        """Admit a request if it fits, perhaps in place of the request `freeing`. The question comes
+        first, except while blocks are held outside of tables, which may give way to it."""
         request = self.waiting[request_id]
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             return False
         num_new = min(num_new, request.num_tokens - computed.num_tokens)
+        if request.num_preemptions or not self.held_outside():
+            before, victim = self.snapshot(), self.running.get(freeing)
+            fits = self.fits(request, num_new, computed, num_watermark_blocks, freeing)
+            asked = request, num_new, computed, num_watermark_blocks, victim
+            answer = self.manager.can_allocate(*asked)
+            assert answer == fits, "promised or denied against the count of blocks"
+            assert before in (None, self.snapshot()), "a question changed something"
+            if answer and freeing is not None:
+                self.preempt(freeing)
         if not self._allocate(request, num_new, num_reserved, computed):
             return False
         self.running[request_id] = self.waiting.pop(request_id)
         request.num_computed_tokens = self.written[request_id] = computed.num_tokens
-        self._count(request, computed)
+        if request.num_preemptions == 0:  # the cache counts each admission once
+            counts = zip(self.stats, (1, request.num_tokens, computed.num_tokens))
+            self.stats = [count + more for count, more in counts]
         self._put_in_plan(request, num_new)
         return True
-
-    def _count(self, request: Request, computed: ComputedBlocks) -> None:
-        """The cache counts each admission that does not follow a preemption."""
-        if request.num_preemptions == 0:
-            for i, more in enumerate((1, request.num_tokens, computed.num_tokens)):
-                self.stats[i] += more
-
-    def probe(
-        self, request_id: str, num_tokens: int, num_watermark_blocks: int, freeing: str | None
-    ) -> None:
-        """Ask whether a waiting request could be admitted if `freeing` were freed. If it can, free
-        `freeing` and admit it."""
-        request, manager = self.waiting[request_id], self.manager
-        computed = self.get_computed_blocks(request)
-        if isinstance(computed, NotReady):
-            return
-        victim = None if freeing is None else self.running[freeing]
-        before = self.snapshot()
-        fits = self.fits(request, num_tokens, computed, num_watermark_blocks, freeing)
-        answer = manager.can_allocate(request, num_tokens, computed, num_watermark_blocks, victim)
-        assert answer == fits, "promised or denied against the count of blocks"
-        assert before in (None, self.snapshot()), "a question changed something"
-        if answer:
-            if freeing is not None:
-                self.preempt(freeing)
-            assert manager.allocate_slots(request, num_tokens, 0, computed), "promised"
-            self.written[request_id] = computed.num_tokens
-            self._count(request, computed)
-            self._leave(request)
 
     def advance(self, request_id: str, num_new: int = 10**9) -> bool:
         request = self.running[request_id]
@@ -228,7 +215,8 @@ class World:
         self, sample: Callable[[Request], int] = lambda _: 0, abort: Sequence[str] = ()
     ) -> None:
         """Run a step. Requests in `abort` are aborted between plan and forward pass."""
-        self.tell_runner()
+        moves = self.manager.pop_table_updates()
+        self.runner.update(self.plan, self.manager.get_block_ids, moves)
         batch = [(self.running[r], *self.plan[r]) for r in self.plan]
         tables = dict(self.runner.tables)
         for request_id in abort:
@@ -252,15 +240,6 @@ class World:
 
     def forward(self, batch: Sequence[tuple[Request, int, int]]) -> None:
         self.runner.forward(batch, self.running)
-
-    def tell_runner(self) -> None:
-        moves = self.manager.pop_table_updates()
-        for request_id in self.plan:
-            known = self.runner.tables.setdefault(request_id, [])
-            known += self.manager.get_block_ids(request_id)[len(known) :]
-        self.runner.move_blocks(moves)
-        for request_id, table in self.runner.tables.items():
-            assert table == self.manager.get_block_ids(request_id)[: len(table)], "not told"
 
     def check(self) -> None:
         self.manager.check_invariants(self.running.values())
@@ -292,7 +271,7 @@ class World:
 # -- in any order
 
 OPERATIONS = [
-    *(["submit", "probe"] * 3 + ["admit"] * 5 + ["advance", "advance_all", "step"] * 3),
+    *(["submit", "advance", "advance_all", "step"] * 3 + ["admit"] * 7),
     *["leave", "abort_waiting", "reset"],
 ]
 
@@ -310,20 +289,12 @@ class KVChaos(Chaos):
             world.submit(next(self.ids), head + self.tokens(1, 2 * size + 1), salt)
 
     def admit(self) -> None:
-        request_id = self.choose(self.world.waiting)
+        world, request_id = self.world, self.choose(self.world.waiting)
         if request_id is not None:
-            num_new = 10**9 if self.pick(0, 1) else self.pick(1, 2 * self.world.block_size)
-            self.world.admit(request_id, num_new, max(0, self.pick(-4, 3)))
-
-    def probe(self) -> None:
-        """While blocks are held outside of tables, only for requests that were preempted."""
-        world, is_calm = self.world, not self.world.held_outside()
-        names = [r for r, q in world.waiting.items() if is_calm or q.num_preemptions]
-        request_id = self.choose(names)
-        if request_id is not None:
-            freeing = self.choose(world.running) if self.pick(0, 1) else None
-            num_tokens = self.pick(1, 5 * world.block_size)
-            world.probe(request_id, num_tokens, max(0, self.pick(-2, 2)), freeing)
+            num_new = 10**9 if self.pick(0, 1) else self.pick(1, 5 * world.block_size)
+            freeing = self.choose(world.running) if self.pick(0, 2) == 0 else None
+            num_reserved, num_watermark_blocks = max(0, self.pick(-4, 3)), max(0, self.pick(-2, 2))
+            world.admit(request_id, num_new, num_reserved, num_watermark_blocks, freeing)
 
     def advance(self) -> None:
         request_id = self.choose(self.world.running.keys() - self.world.plan.keys())

@@ -12,11 +12,11 @@ from batch_layout import Queries
 from block_delta import PagedRunnerState
 from block_pool import BlockPool
 from bounded_loops import as_long_as
+from cache_words import TreeRig
 from exact_law import step_laws
 from fcfs_scheduler import FCFSScheduler
 from kv_cache_manager import KVCacheManager
 from mixed_batch import MixedMetadata, compose
-from radix_words import TreeRig
 from rejection_sampler import rejection_sample
 from request import Request
 from scheduler import Scheduler
@@ -84,7 +84,7 @@ def test_position_to_slot() -> None:
 
 
 def test_radix_split() -> None:
-    """A letter is a page, as in `radix_words.py`."""
+    """A letter is a page, as in `cache_words.py`."""
     picture, rig = Picture("radix_split"), TreeRig(num_pages=7)
     key = picture.key()
 
