@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from base_scheduler import DeltaEncoder, SchedulerPlugin
+from base_scheduler import SchedulerPlugin
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
@@ -324,22 +324,6 @@ def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
         assert scheduler.taken == taken
     plugin.held = ""
     assert list(held.schedule().num_scheduled_tokens) == ["held", "b", "a"]
-
-
-@pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
-def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
-    delta, request = DeltaEncoder(), make("a", 3, 9)
-    request.num_computed_tokens = 2  # not what the runner knows
-    for _ in range(num_outputs):
-        request.append_output_token(6)
-    delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
-    assert plan.scheduled_cached_reqs.req_ids == []  # it is new: all of it is sent
-    for tokens in ([], [7], [8, 9], []):
-        for token in tokens:
-            request.append_output_token(token)
-        delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
-        cached = plan.scheduled_cached_reqs
-        assert (cached.new_token_ids, cached.num_computed_tokens) == ([tokens], [2])
 
 
 def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():

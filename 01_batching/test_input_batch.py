@@ -116,6 +116,5 @@ def test_two_runners_of_one_plan_share_nothing():
     one, other = RunnerState(), RunnerState()
     assert prepare(plan, one) == prepare(plan, other)
     one.append(CachedRequestData(["a"], [[7]], [3], [1]))
-    assert one.requests["a"].output_token_ids == [7]
     assert other.requests["a"].output_token_ids == []
     assert plan.scheduled_new_reqs[0].prompt_token_ids == [1, 2, 3]

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from request import Request, RequestStatus, SamplingParams, check_integers
+from request import Request, SamplingParams, check_integers
 
 NAN, INF = math.nan, math.inf
 
@@ -97,14 +97,6 @@ def test_when_a_request_ends(ending):
     assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
     with pytest.raises(AssertionError, match="finished"):
         request.append_output_token(7)
-
-
-def test_statuses_from_stopped_on_are_finished():
-    request, reasons = make(), []
-    for request.status in RequestStatus:
-        reasons.append(request.finish_reason)
-        assert request.is_finished == (request.finish_reason is not None)
-    assert reasons == [None] * 5 + ["stop", "length", "abort", "error"]
 
 
 def test_a_request_owns_its_lists_and_has_the_posts_names():

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -75,11 +74,14 @@ class Case:
         return plan.attend(self.query, self.key_cache, self.value_cache, self.scale)
 
     def check_backend(self, backend: AttentionBackend) -> AttentionPlan:
-        """Return the plan, if the output of two layers is right: other contents, same places."""
+        """Return the plan, if the output of two layers is right: other contents, same places. The
+        second one's query is a part of a projection."""
         plan = self.plan(backend)
         self.check(self.attend(plan))
         self.key_cache.mul_(2), self.value_cache.neg_()
         self.keys, self.values = [k * 2 for k in self.keys], [-v for v in self.values]
+        num_heads = self.query.shape[1]
+        self.query = torch.cat([self.query, self.query * math.nan], 1)[:, :num_heads]
         self.check(self.attend(plan))
         return plan
 
@@ -145,6 +147,16 @@ def make_case(
     query = normal(sum(query_lens) + num_padding_tokens, num_heads, head_dim)
     scale = scale or head_dim**-0.5
     return Case(query, key_cache, value_cache, metadata, scale, keys, values, query_lens)
+
+
+def decode_alone(case: Case, row: int) -> Case:
+    """One of a batch of decodes, without padding tokens, as a batch of its own."""
+    names = ("seq_lens", "block_tables", "slot_mapping")
+    fields = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
+    fields["query_start_loc"] = case.metadata.query_start_loc[:2]
+    fields["max_seq_len"] = int(fields["seq_lens"])
+    metadata = replace(case.metadata, **fields)
+    return replace(case, query=case.query[row : row + 1], metadata=metadata)
 
 
 # -- the contract of everything that attends
@@ -267,21 +279,6 @@ def test_written_tokens_stand_in_their_slots_and_nothing_else_changes(block_size
 def test_which_queries_are_attended_together_does_not_matter(short, attention, monkeypatch):
     monkeypatch.setattr(attention_plan, "SHORT_QUERIES", short)
     attention.check(LONG, 3, num_kv_heads=3)
-
-
-def test_decode_groups_hold_similar_lengths_within_the_limit():
-    lens = np.array([100, 7, 60, 51, 50, 49, 3, 1])
-    for rows, max_slots, expected in (
-        ([*range(8)], 10**6, [[0, 2, 3, 4], [5], [1], [6], [7]]),
-        ([0, 2, 3, 4], 299, [[0, 2], [3, 4]]),
-        ([0, 1], 1, [[0], [1]]),  # too long for any group
-    ):
-        groups = attention_plan.split_by_length(np.array(rows), lens, max_slots)
-        assert [group.tolist() for group in groups] == expected
-    groups = attention_plan.group_short_queries(np.arange(4), np.array([8, 1, 16, 2]), lens, 10**6)
-    assert [group.tolist() for group in groups] == [[1], [0, 3], [2]], "lengths 1, 2 to 8, more"
-    slots = attention_plan.max_group_slots(torch.zeros(3, 4, 2, 8))  # keys of a slot: 64 bytes
-    assert slots == attention_plan.GROUP_KEY_BYTES["cpu"] // 64
 
 
 def test_a_long_prompt_needs_no_square_of_memory(monkeypatch):

@@ -27,7 +27,6 @@ from scheduler_steps import (
     preempted_ids,
     scheduled_tokens,
 )
-from unchunked import Unchunked
 
 KINDS = (Scheduler, PrefillFirstScheduler)
 BOTH = pytest.mark.parametrize("kind", KINDS)
@@ -152,19 +151,6 @@ def test_a_request_that_outgrows_the_pool_ends_with_a_reason(kind):
 
 
 @BOTH
-def test_a_shuffled_queue_is_asked_in_another_order(kind):
-    def admitted(seed: int, shuffle: bool = True) -> str:
-        sizes = [(name, 2, 2) for name in "abcdefgh"]
-        options = {"max_num_seqs": 8, "shuffle_waiting": shuffle, "seed": seed}
-        return "".join(scheduled_tokens(loop_with(*sizes, kind=kind, **options).step()))
-
-    assert admitted(0, shuffle=False) == "abcdefgh"
-    orders = [admitted(seed) for seed in range(4)]
-    assert all(sorted(order) == list("abcdefgh") for order in orders)
-    assert len(set(orders)) == 4 and admitted(3) == orders[3]
-
-
-@BOTH
 def test_requests_after_many_loads_are_reached_and_no_load_is_forgotten(kind, monkeypatch):
     names = [f"load {i}" for i in range(2 * MAX_SKIPPED)]
     loading = set(names)
@@ -232,18 +218,6 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
 
 
 # -- chunk policies; chapter 6 has those that chunk
-
-
-def test_a_whole_prompt_waits_until_it_fits_unless_no_step_is_large_enough():
-    policy, request = Unchunked(), Request.from_tokens("a", [0] * 30, 5)
-    for num_uncomputed, budget, num_computed in product((1, 7, 8, 9, 20), (1, 7, 8), (0, 1)):
-        request.num_computed_tokens = num_computed
-        given = policy.num_tokens_to_schedule(request, num_uncomputed, budget, max_step_tokens=8)
-        expected = budget if num_computed or num_uncomputed > 8 else 0
-        if num_uncomputed <= budget:
-            expected = num_uncomputed
-        assert given == expected, (num_uncomputed, budget, num_computed)
-    assert policy.max_prompt_len(8) == 8 and policy.can_start(request, 1000)
 
 
 class Holding(ChunksOf):

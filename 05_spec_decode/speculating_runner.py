@@ -130,8 +130,9 @@ class SpeculatingRunner:
         lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
         num_requested = {}
         for request, length, num in zip(ready, lengths, num_outputs, strict=True):
-            # The token that follows the draft tokens is an output too.
-            max_drafts = request.max_tokens - num - 1
+            # The token that follows the draft tokens is an output too. Without an output, this is a
+            # prompt of which a chunk left one token.
+            max_drafts = request.max_tokens - num - 1 if num else 0
             num_requested[request.req_id] = max(0, min(length, max_drafts))
         num_drafts = [num_requested.get(f.request.req_id, 0) for f in inputs]
         self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)

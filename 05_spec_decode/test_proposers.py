@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from input_batch import RunnerRequest
-from ngram_index import BulkNgramProposer, NgramIndex
+from ngram_index import BulkNgramProposer
 from proposers import NgramProposer, ProposerInput
 from request import SamplingParams
 
@@ -69,9 +69,9 @@ def test_a_reused_id_has_no_past():
     assert propose(proposer, make_request([8, 9, 1, 2, 8, 9])) == [1, 2]
 
 
-tokens_of_few_kinds = st.integers(1, 4).flatmap(
-    lambda num_kinds: st.lists(
-        st.lists(st.integers(0, num_kinds - 1), min_size=1, max_size=5), min_size=1, max_size=16
+tokens_of_few_kinds = st.sampled_from([[0], [0, 1], [0, 1, 151_935], [0, 1, 2, 2**31 - 1]]).flatmap(
+    lambda kinds: st.lists(
+        st.lists(st.sampled_from(kinds), min_size=1, max_size=5), min_size=1, max_size=16
     )
 )
 
@@ -104,25 +104,6 @@ def test_it_finds_what_a_search_through_everything_finds(
             if drafts := search(tokens, min(num_drafts, num_spec_tokens), *sizes):
                 expected[request.req_id] = drafts
         assert proposer.propose(follow(*requests), [num_drafts] * len(requests)) == expected
-
-
-@pytest.mark.net
-@settings(deadline=None, max_examples=100)
-@given(
-    tokens=st.lists(st.sampled_from([0, 1, 2, 151_935, 2**31 - 1]), min_size=2),
-    max_ngram=st.integers(1, 6),
-    queries=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=5),
-)
-def test_the_index_of_a_prompt_finds_what_a_search_finds(tokens, max_ngram, queries):
-    """Trap 44. Every beginning of the text itself is asked for, and other texts."""
-    index = NgramIndex(tokens, max_ngram)
-    for text in [tokens[:end] for end in range(1, len(tokens) + 1)] + queries:
-        n, place = index.find(text)
-        suffixes = [text[-size:] for size in range(1, min(max_ngram, len(text)) + 1)]
-        places = range(1, len(tokens))
-        firsts = [next((i for i in places if tokens[:i][-len(s) :] == s), 0) for s in suffixes]
-        found = [(size, first) for size, first in enumerate(firsts, 1) if first]
-        assert (n, place) == (found[-1] if found else (0, 0)), text
 
 
 @pytest.mark.parametrize(

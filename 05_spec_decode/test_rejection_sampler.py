@@ -16,18 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.sampling.sampling_rules import SAMPLING_RULES
-from common.tests.sampling_cases import RECIPES, make_sampling, sampling_probs
-from draft_acceptance import acceptance_probability
 from exact_law import (
     LAST,
     Model,
     Tokens,
-    acceptance,
     continuation,
     distance,
     histories,
-    matching_laws,
     plain_laws,
     step_laws,
 )
@@ -38,7 +33,6 @@ from rejection_sampler import (
     rejection_sample,
     rejection_sampling_batched,
 )
-from request import SamplingParams
 
 EXACT = 1e-12
 NAN = float("nan")
@@ -108,127 +102,32 @@ def rejection_sample_certain(p, drafts, q, *rest) -> VerifiedTokens:
     return rejection_sample(p, drafts, None, *rest)
 
 
-def plain(p: Model, vocab_size: int, num_tokens: int) -> dict:
-    """Plain decoding after every history of fewer than `num_tokens` tokens."""
-    return plain_laws(p, [h for n in range(num_tokens) for h in histories(vocab_size, n)])
-
-
 # -- the rules are exact
 
 
 @pytest.mark.net
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafts", "kind"),
-    [(3, 2, kind) for kind in KINDS]
-    + [(2, 4, "mixed"), (5, 1, "mixed"), (3, 0, "random"), (4, 4, "mixed"), (5, 3, "mixed")],
+    [
+        *((3, 2, kind) for kind in KINDS),
+        *((2, 4, "mixed"), (5, 1, "mixed"), (3, 0, "random"), (4, 4, "mixed"), (5, 3, "mixed")),
+        *((3, 3, "certain-random"), (3, 3, "certain-mixed")),
+    ],
 )
 def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
-    """One step, filled up to k + 1 tokens by plain decoding. Traps 36, 46."""
-    p, q = models(vocab_size, kind)
-    plainly = plain(p, vocab_size, num_drafts + 1)
-    stepwise = plainly | step_laws(rejection_sample, p, q, [()], num_drafts)
+    """One step, filled up to k + 1 tokens by plain decoding. Certain drafts need no probabilities.
+    Traps 36, 46."""
+    p, q = models(vocab_size, kind.removeprefix("certain-"))
+    rule = rejection_sample
+    if kind.startswith("certain"):
+        q, rule = certain(q), rejection_sample_certain
+    before = [h for n in range(num_drafts + 1) for h in histories(vocab_size, n)]
+    plainly = plain_laws(p, before)
+    stepwise = plainly | step_laws(rule, p, q, [()], num_drafts)
     expected = continuation(plainly, num_drafts + 1)
     law = continuation(stepwise, num_drafts + 1)
     assert distance(law, expected) < EXACT
     assert law.keys() <= expected.keys(), "the target gives these no chance"
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("kind", ("random", "mixed"))
-def test_certain_drafts_need_no_probabilities(kind):
-    """Given none, the rule does what it does for a one-hot q, and that is exact."""
-    p, q = models(3, kind, seed=2)
-    q = certain(q)
-    plainly = plain(p, 3, 4)
-    laws = step_laws(rejection_sample_certain, p, q, [()], 3)
-    assert distance(continuation(plainly | laws, 4), continuation(plainly, 4)) < EXACT
-    assert distance(laws[()], step_laws(rejection_sample, p, q, [()], 3)[()]) < EXACT
-
-
-@pytest.mark.parametrize("kind", ("random", "disjoint", "mixed"))
-def test_drafts_are_accepted_as_often_as_the_page_says(kind):
-    """And no rule accepts more often than rejection does."""
-    p, q = models(4, kind, seed=3)
-    pairs = [(q, "rejection", "matching"), (certain(q), "argmax", "argmax")]
-    for model, of_rejection, of_matching in pairs:
-        found = {
-            of_rejection: acceptance(step_laws(rejection_sample, p, model, [()], 1)[()]),
-            of_matching: acceptance(matching_laws(p, model, [()], 1)[()]),
-        }
-        for rule, share in found.items():
-            worked_out = acceptance_probability(p((), ()), q((), ()), rule)
-            assert share == pytest.approx(float(worked_out), abs=EXACT)
-        assert found[of_matching] <= found[of_rejection] + EXACT
-
-
-# -- under the constraints of sampling
-
-VOCAB_SIZE, EOS, PROMPT = 4, 3, [1]
-
-CONSTRAINTS = {
-    **{rule.name: RECIPES[rule.name] for rule in SAMPLING_RULES},
-    "greedy": SamplingParams(temperature=0),
-    "min_tokens": SamplingParams(min_tokens=2),
-    "greedy with penalties": SamplingParams(temperature=0, presence_penalty=-2.0),
-    "all": SamplingParams(
-        **dict(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05, min_tokens=1),
-        **dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
-    ),
-}
-SEES_DRAFTS = {"min_tokens", "greedy with penalties", "all"}
-SEES_DRAFTS |= {rule.name for rule in SAMPLING_RULES if rule.is_penalty}
-
-
-def constrained(params: SamplingParams, seed: int, sees_drafts: bool = True) -> Model:
-    """Random logits after every history of up to two tokens, however they divide into outputs and
-    drafts, then `sampling_probs`. The history of penalties and minimum length includes drafts."""
-    tokens = [h for n in range(3) for h in histories(VOCAB_SIZE, n)]
-    parts = [(h[:cut], h[cut:]) for h in tokens for cut in range(len(h) + 1)]
-    logits = [
-        np.random.default_rng([seed, len(h), *h]).normal(scale=1.5, size=VOCAB_SIZE)
-        for h in (outputs + drafts for outputs, drafts in parts)
-    ]
-    sampling = make_sampling(
-        [params] * len(parts),
-        prompts=[PROMPT] * len(parts),
-        outputs=[list(outputs) for outputs, _ in parts],
-        drafts=[list(drafts) if sees_drafts else [] for _, drafts in parts],
-        eos=[(EOS,)] * len(parts),
-    )
-    probs = sampling_probs(torch.from_numpy(np.stack(logits)), sampling)
-    rows = dict(zip(parts, probs, strict=True))
-    return lambda outputs, drafts: rows[outputs, drafts]
-
-
-def constrained_error(name: str, p: Model) -> float:
-    """Three tokens that come out in steps of 2, 1 and 0 drafts, where the rows of verification are
-    `p`'s: how far their law is from that of plain decoding under the constraint."""
-    params = CONSTRAINTS[name]
-    # As in the engine, the draft model's penalties do not see the drafts of the same run. And of a
-    # greedy one, all but one draft would never be tried.
-    q = constrained(replace(params, temperature=params.temperature or 1.0), 8, False)
-    laws = plain_laws(p, histories(VOCAB_SIZE, 2))
-    for n, k in enumerate((2, 1)):
-        laws |= step_laws(rejection_sample, p, q, histories(VOCAB_SIZE, n), k)
-    plainly = plain(constrained(params, seed=7), VOCAB_SIZE, 3)
-    return distance(continuation(laws, 3), continuation(plainly, 3))
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("name", CONSTRAINTS)
-def test_constraints_give_the_law_of_plain_decoding_under_them(name):
-    """Traps 37, 45. At each position the constraint and its history, drafts before it included. A
-    constraint on the bonus token alone gives another law. A history without drafts does, too."""
-    free, bound = (constrained(params, seed=7) for params in (SamplingParams(), CONSTRAINTS[name]))
-
-    def bound_at_bonus(outputs: Tokens, drafts: Tokens) -> torch.Tensor:
-        is_bonus = len(outputs) + len(drafts) == 2  # the steps above all end there
-        return (bound if is_bonus else free)(outputs, drafts)
-
-    assert constrained_error(name, bound) < EXACT
-    assert constrained_error(name, bound_at_bonus) > 1e-3
-    if name in SEES_DRAFTS:
-        assert constrained_error(name, constrained(CONSTRAINTS[name], 7, False)) > 1e-3
 
 
 # -- the rules in words, for one request

@@ -68,10 +68,8 @@ def test_the_toy_model_reads_tokens_in_order_and_a_noisy_copy_agrees_less_and_le
     assert difference.abs().max() > 1e-2
     ids = random_tokens(100, 32, seed=3)
     p = token_probs(model.get_logits(ids), 1.0)
-    rates = []
-    for noise in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0):
-        q = token_probs(model.noisy_copy(noise).get_logits(ids), 1.0)
-        rates.append(float(acceptance_probability(p, q).mean()))
+    copies = [model.noisy_copy(noise).get_logits(ids) for noise in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)]
+    rates = [float(acceptance_probability(p, token_probs(q, 1.0)).mean()) for q in copies]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == pytest.approx(1, abs=1e-12) and rates[-1] < 0.3
     for make in (lambda seed: SimpleLM(32, seed=seed), lambda seed: model.noisy_copy(0.3, seed)):
@@ -95,14 +93,10 @@ def test_a_token_is_sampled_with_its_probability(temperature):
 
 # -- verifying scripts: every way is certain, so every rule must go it
 
-HOW = [
-    pytest.param({"temperature": 0}, id="greedy"),
-    pytest.param({"rule": "rejection"}, id="rejection"),
-    pytest.param({"rule": "matching"}, id="matching"),
-]
 
-
-@pytest.mark.parametrize("settings", HOW)
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"rule": "rejection"}, {"rule": "matching"}]
+)
 @pytest.mark.parametrize("has_logits", [True, False])
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
     """Trap 36: by the row before it. Its own says what the draft itself is, if it is wrong."""
@@ -217,9 +211,6 @@ def test_acceptance_by_hand():
     assert tuple(by_hand) == RULES
     for rule, chance in by_hand.items():
         assert float(acceptance_probability(p, q, rule)) == pytest.approx(chance)
-    u = torch.arange(1000, dtype=torch.float64) / 1000 + 0.0005  # all ends lie between them
-    drawn = [draw(weights.expand(1000, -1), u)[0] for weights in (p, q)]
-    assert float((drawn[0] == drawn[1]).double().mean()) == pytest.approx(by_hand["shared"])
 
 
 def test_speedup_by_hand():

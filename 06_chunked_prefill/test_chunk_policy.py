@@ -48,14 +48,11 @@ class Run(SchedulerLoop):
     outputs)` returns the drafts of the next (chapter 5)."""
 
     propose: Callable[[str, int], list[int]] | None = None
+    vocab_size = VOCAB
 
     def __init__(self, scheduler) -> None:
-        super().__init__(scheduler, VOCAB)
+        super().__init__(scheduler)
         self.plans: list[dict[str, int]] = []
-
-    def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.take(request)
 
     def schedule(self) -> PreemptiveSchedulerOutput:
         output = super().schedule()
@@ -79,10 +76,6 @@ class Run(SchedulerLoop):
             assert tokens == continuation(prompt, len(tokens), VOCAB), name
 
 
-def two_phase(policy, **options) -> Run:
-    return Run(Scheduler(kv_memory=make_memory(None, 200, 4), chunk_policy=policy, **options))
-
-
 # -- what a policy gives
 
 
@@ -101,21 +94,6 @@ def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_get
     )
     assert num_tokens == min(num_uncomputed_tokens, budget, threshold or num_uncomputed_tokens)
     assert num_tokens >= 1
-
-
-def test_drafts_are_not_a_prompt():
-    """Three draft tokens exceed the threshold and are planned whole, and their request does not
-    count as long."""
-    policy = ChunkedPrefill(2, max_long_partial_prefills=1)
-    run = two_phase(policy, plugins=[DraftPlugin()], max_num_batched_tokens=32)
-    run.add(make_request("a", 1, 30))
-    run.propose = lambda name, _: [0, 0, 0]
-    run.step()
-    run.propose = None
-    run.add(make_request("long", 9, 1))
-    run.step()
-    assert run.plans[-1] == {"a": 4, "long": 2}
-    run.to_the_end()
 
 
 @pytest.mark.parametrize(
@@ -145,19 +123,6 @@ def test_plans(case: Case) -> None:
     SchedulerLog(make_loop(Scheduler, chunk_policy=policy, **options)).perform(case)
 
 
-def test_whoever_decodes_gets_a_token_in_every_step_although_a_chunk_is_before_it():
-    """The long one was admitted first, so it is asked first; it leaves one token for each."""
-    run = two_phase(ChunkedPrefill(12), max_num_batched_tokens=16, max_num_seqs=8)
-    run.add(make_request("long", 50, 2))
-    run.add(*(make_request(f"s{i}", 1, 30) for i in range(3)))
-    run.step()
-    assert run.plans[0] == {"long": 12, "s0": 1, "s1": 1, "s2": 1}
-    run.scheduler.chunk_policy.long_prefill_token_threshold = None
-    run.step()
-    assert run.plans[1] == {"long": 13, "s0": 1, "s1": 1, "s2": 1}
-    run.to_the_end()
-
-
 def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
     policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
     assert [policy.can_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
@@ -183,10 +148,11 @@ def test_drafts_never_keep_a_prompt_out(kind, options):
     run = Run(kind(kv_memory=make_memory(None, 400, 4), **options, **limits))
     decodes = [make_request(f"s{i}", 2, 200, seed=i) for i in range(4)]
     truth = {r.request_id: continuation(r.prompt_token_ids, 210, VOCAB) for r in decodes}
-    run.add(*decodes)
+    for request in decodes:
+        run.take(request)
     for _ in range(4):
         run.step()
-    run.add(make_request("long", 40, 1))
+    run.take(make_request("long", 40, 1))
     run.propose = lambda name, num: truth[name][num : num + 5] if name in truth else []
     for _ in range(30):
         run.step()
@@ -233,7 +199,7 @@ def test_random_runs_change_no_token(maker, cache, kind):
         waiting = [make_request(str(i), rng.randint(1, 32), rng.randint(1, 8)) for i in range(7)]
         for _ in range(6000):
             if waiting and rng.random() < 0.3:
-                run.add(waiting.pop())
+                run.take(waiting.pop())
             if not waiting and not run.scheduler.has_unfinished_requests():
                 break
             running = list(run.scheduler.running)

@@ -101,6 +101,7 @@ class StepLoop:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.finished: list[Request] = []
 
     def take(self, request: Request) -> Request:
         self.scheduler.add_request(request)
@@ -117,12 +118,16 @@ class StepLoop:
         computed = (r for r in plan.scheduled_requests if r.num_computed_tokens == r.num_tokens)
         return StepOutput({r.request_id: [next_token(r.all_token_ids)] for r in computed})
 
-    def update(self, plan: Any) -> None:
-        sampled = self.execute(plan)
+    def receive(self, plan: Any, sampled: StepOutput) -> None:
+        requests = {request.request_id: request for request in plan.scheduled_requests}
         for result in self.scheduler.update_from_output(plan, sampled):
             self.outputs[result.request_id] += result.new_token_ids
             if result.finish_reason:
                 self.reasons[result.request_id] = result.finish_reason
+                self.finished.append(requests[result.request_id])
+
+    def update(self, plan: Any) -> None:
+        self.receive(plan, self.execute(plan))
         self.check()
 
     def check(self) -> None:

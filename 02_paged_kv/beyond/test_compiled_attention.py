@@ -1,16 +1,14 @@
-"""Rows in plain PyTorch and in machine code, against the oracle of `test_paged_attention.py`; and
-the backend with such rows, by its contract."""
+"""The backend with rows in plain PyTorch and in machine code, by the contract of
+`test_paged_attention.py`."""
 
 from __future__ import annotations
 
 import logging
-import math
 import random
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,13 +17,14 @@ import decode_attention
 import tiled_attention
 from attention_plan import SHORT_QUERIES
 from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
-from decode_attention import AttendRows, CompiledRows, QueryRows, attend_rows, compile_rows
+from decode_attention import AttendRows, CompiledRows, attend_rows, compile_rows
 from paged_attention import PagedKVCache, TorchAttentionBackend
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     MIXED,
     Attention,
     Case,
     Lengths,
+    decode_alone,
     make_case,
     test_each_query_attends_to_what_it_sees,
     test_metadata_that_contradicts_itself_is_an_error,
@@ -48,40 +47,37 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def rows_of(case: Case, **options: int) -> QueryRows:
-    """All query tokens of a case, each a row."""
-    metadata = case.metadata
-    starts, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
-    lens = np.diff(starts)
-    sequences, tokens = np.repeat(np.arange(len(lens)), lens), np.arange(starts[-1])
-    num_keys = tokens + 1 + (seq_lens - starts[1:])[sequences]
-    tables = metadata.block_tables
-    return QueryRows(case.key_cache.shape[1], tables, tokens, sequences, num_keys, **options)
+def in_head_major(case: Case) -> Case:
+    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    return case
 
 
-def run(case: Case, function: AttendRows, rows: QueryRows | None = None) -> torch.Tensor:
-    output = torch.full_like(case.query, 7)
-    caches = head_major(case.key_cache), head_major(case.value_cache)
-    function(case.query, *caches, rows or rows_of(case), case.scale, output)
-    return output
+class Compiled(Attention):
+    """`num_rows`: the rows that came to its function, call by call. It is the plain one, which
+    needs no compiler, or machine code."""
 
+    def __init__(self, make_function: Callable[..., AttendRows] | None = None) -> None:
+        self.make_function = make_function
+        self.num_rows: list[int] = []
 
-def check(case: Case, function: AttendRows) -> None:
-    output, expected = run(case, function), case.expected()
-    assert output.dtype == case.query.dtype
-    torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[output.dtype], rtol=0)
+    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
+        return in_head_major(super().make_case(lengths, block_size, **options))
 
+    def make_backend(self, case: Case, others: TorchAttentionBackend | None = None):
+        num_heads, function = case.query.shape[1], attend_rows
+        if self.make_function is not None:
+            case.tolerance, function = TOLERANCE, self.make_function(num_heads, case.key_cache)
 
-def compiled_for(case: Case) -> CompiledRows:
-    return CompiledRows(case.query.shape[1], head_major(case.key_cache))
+        def attend(query, key_cache, value_cache, rows, *rest):
+            self.num_rows.append(len(rows.tokens))
+            function(query, key_cache, value_cache, rows, *rest)
 
-
-def decodes(*seq_lens: int) -> list[tuple[int, int]]:
-    return [(1, seq_len) for seq_len in seq_lens]
+        return CompiledAttentionBackend(attend, num_heads, case.key_cache, others)
 
 
 # Query and sequence lengths: around the borders of blocks and splits, and rows of one sequence.
-LENGTHS = [*decodes(1, 255, 256, 257, 5), (3, 70), (16, 16), (5, 513), (1, 16), (2, 260)]
+LENGTHS: Lengths = [(1, 1), (1, 255), (1, 256), (1, 257), (1, 5), (3, 70), (16, 16), (5, 513)]
+LENGTHS += [(2, 260)]
 
 
 @pytest.mark.net
@@ -98,81 +94,33 @@ LENGTHS = [*decodes(1, 255, 256, 257, 5), (3, 70), (16, 16), (5, 513), (1, 16), 
         (32, torch.float64, 2, 1, 256),
     ],
 )
-def test_machine_code_is_attention(
-    block_size: int, dtype: torch.dtype, num_kv_heads: int, num_shared: int, head_dim: int
-) -> None:
-    """As its specification is, with blocks, heads and head sizes that vectors divide and do not
-    divide; and with windows, for which the specification is the oracle."""
-    sizes = dict(num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=head_dim)
-    case = make_case(LENGTHS, block_size, dtype, seed=block_size, **sizes)
-    compiled = compiled_for(case)
-    for function in (attend_rows, compiled):
-        check(case, function)
-    for window in (1, 16, 300):
-        rows = rows_of(case, window=window)
-        found, right = (run(case, f, rows).double() for f in (compiled, attend_rows))
-        torch.testing.assert_close(found, right, atol=2 * TOLERANCE[dtype], rtol=0)
-        assert not torch.allclose(found, run(case, attend_rows).double(), atol=0.05)
-
-
-# -- both, on small cases of one shape
-
-
-def small_case(*lengths: tuple[int, int], seed: int = 0) -> Case:
-    return make_case(list(lengths), 4, torch.float32, seed=seed)
-
-
-@cache
-def compiled_for_small_cases() -> CompiledRows:
-    return compiled_for(small_case((1, 1)))
-
-
-@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.needs("C++ compiler"))])
-def function(request: pytest.FixtureRequest) -> AttendRows:
-    return attend_rows if request.param == "plain" else compiled_for_small_cases()
-
-
-def test_only_the_rows_tokens_are_written_and_queries_may_be_a_part_of_something(function) -> None:
-    case = small_case((1, 9), (3, 30), (2, 12))
-    rows, expected, query = rows_of(case), case.expected(), case.query
-    for some, dim in (([1, 4, 5], 1), ([0, 2], 3), ([], 1)):
-        case.query = torch.stack((query, query), dim).select(dim, 0)
-        arrays = (a[some] for a in (rows.tokens, rows.sequences, rows.num_keys))
-        output = run(case, function, QueryRows(4, rows.tables, *arrays))
-        torch.testing.assert_close(output[some].double(), expected[some], atol=1e-5, rtol=0)
-        assert (output[[i for i in range(6) if i not in some]] == 7).all()
-
-
-def test_scores_that_overflow_exp_and_non_finite_values_of_another_sequence(function) -> None:
-    case = small_case(*decodes(3, 290, 40))
-    case.scale = 1e4
-    check(case, function)
-    expected = run(case, function)
-    for memory in (case.key_cache, case.value_cache):
-        memory[case.metadata.block_tables[1, :-1].long()] = math.nan
-        output = run(case, function)
-        assert output[1].isnan().all() and torch.equal(output[[0, 2]], expected[[0, 2]])
-
-
-# -- compiled
+def test_machine_code_is_attention(block_size, dtype, num_kv_heads, num_shared, head_dim) -> None:
+    """With blocks, heads and head sizes that vectors divide and do not divide; with windows, and
+    scores that overflow exp."""
+    options = dict(num_kv_heads=num_kv_heads, num_shared=num_shared, head_dim=head_dim)
+    compiled = Compiled(CompiledRows)
+    for more in ({}, {"window": 1}, {"window": 16}, {"window": 300}, {"scale": 1e4}):
+        compiled.check(LENGTHS, block_size, dtype=dtype, **options, **more)
+    assert compiled.num_rows == [31] * 2 * 5
 
 
 @pytest.mark.needs("C++ compiler")
 def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
     """Alone, in any company, in any row, with any number of threads."""
-    compiled, rng, threads = compiled_for_small_cases(), random.Random(0), torch.get_num_threads()
+    compiled, rng, threads = Compiled(CompiledRows), random.Random(0), torch.get_num_threads()
     for seed in range(10):
-        seq_lens = [rng.choice([1, 5, 33, 64, 300, 700]) for _ in range(rng.randint(2, 12))]
-        case = small_case(*decodes(*seq_lens), seed=seed)
-        together, rows = run(case, compiled), rows_of(case)
-        for row in range(len(seq_lens)):
-            alone = (a[[row]] for a in (rows.tokens, rows.sequences, rows.num_keys))
-            output = run(case, compiled, QueryRows(4, rows.tables, *alone))
-            assert torch.equal(output[row], together[row])
+        lengths = [(1, rng.choice([1, 5, 33, 64, 300, 700])) for _ in range(rng.randint(2, 12))]
+        options = {"dtype": torch.float32, "seed": seed, "num_padding_tokens": 0}
+        case = compiled.make_case(lengths, 4, **options)
+        backend = compiled.make_backend(case)
+        together = case.attend(case.plan(backend))
+        for row in range(len(lengths)):
+            alone = decode_alone(case, row)
+            assert torch.equal(alone.attend(alone.plan(backend))[0], together[row])
         try:
             for num_threads in (1, 2, 3):
                 torch.set_num_threads(num_threads)
-                assert torch.equal(run(case, compiled), together)
+                assert torch.equal(case.attend(case.plan(backend)), together)
         finally:
             torch.set_num_threads(threads)
 
@@ -183,31 +131,6 @@ def test_without_a_compiler_it_says_so(monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert compile_rows(4, torch.zeros(2, 4, 2, 8)) is None
     assert "keys are gathered: no C++ compiler" in caplog.text
-
-
-# -- the backend; its function is the plain one, which needs no compiler
-
-
-def in_head_major(case: Case) -> Case:
-    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
-    return case
-
-
-class Compiled(Attention):
-    """`num_rows`: the rows that came to its function, call by call."""
-
-    def __init__(self) -> None:
-        self.num_rows: list[int] = []
-
-    def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
-        return in_head_major(super().make_case(lengths, block_size, **options))
-
-    def make_backend(self, case: Case, others: TorchAttentionBackend | None = None):
-        def attend(query, key_cache, value_cache, rows, *rest):
-            self.num_rows.append(len(rows.tokens))
-            attend_rows(query, key_cache, value_cache, rows, *rest)
-
-        return CompiledAttentionBackend(attend, case.query.shape[1], case.key_cache, others)
 
 
 @pytest.fixture
@@ -281,12 +204,3 @@ def test_long_queries_are_attended_in_tiles(block_size, dtype, tiles, attention,
     assert len(tiles) == 2 * 5
     query, limit = torch.zeros(2, 2, 20, 8, dtype=dtype), tiled_attention.MAX_KEYS
     assert is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)
-
-
-def test_in_bfloat16_it_is_as_exact_as_its_inputs():
-    """Against float64 on the same bfloat16 numbers: an error of the size of bfloat16's steps."""
-    torch.manual_seed(0)
-    inputs = torch.randn(2, 2, 300, 64).bfloat16(), *torch.randn(2, 333, 2, 64).bfloat16()
-    expected = attend_in_tiles(*(t.double() for t in inputs), 64**-0.5)
-    error = (attend_in_tiles(*inputs, 64**-0.5).double() - expected).abs()
-    assert error.max() < 0.04 and error.mean() < 0.0015

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from test_paged_attention import (  # noqa: F401  of the contract
     Attention,
     Case,
     Lengths,
+    decode_alone,
     make_case,
     test_each_query_attends_to_what_it_sees,
     test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
@@ -165,13 +165,9 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, split):
     """The length of a split depends on no other sequence."""
     lengths = [(1, 90), (1, 3), (1, 200), (1, 33)]
     case = split.make_case(lengths, 4, dtype=dtype, num_padding_tokens=0)
-    together, starts = split.attend(case), torch.tensor([0, 1], device=split.device)
-    for row, (_, seq_len) in enumerate(lengths):
-        names = ("seq_lens", "block_tables", "slot_mapping")
-        fields = {name: getattr(case.metadata, name)[row : row + 1] for name in names}
-        metadata = replace(case.metadata, query_start_loc=starts, max_seq_len=seq_len, **fields)
-        alone = split.attend(replace(case, query=case.query[row : row + 1], metadata=metadata))
-        assert torch.equal(alone[0], together[row])
+    together = split.attend(case)
+    for row in range(len(lengths)):
+        assert torch.equal(split.attend(decode_alone(case, row))[0], together[row])
 
 
 @BOTH

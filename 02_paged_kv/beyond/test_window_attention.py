@@ -178,8 +178,3 @@ def test_the_bytes_read_depend_on_the_window_and_not_on_the_length():
     groups = case.plan(TorchAttentionBackend()).groups
     assert sorted(len(group.block_ids) for group in groups) == [1, 2, 3]
     assert case.metadata.seq_lens.tolist() == [8, 9, 3]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention, "QUERY_TILE", 4)
-        case = give_up_blocks(make_case([(40, 40)], 2, window=4))
-        sizes = [len(tile.block_ids) for tile in case.plan(TorchAttentionBackend()).long_queries]
-    assert len(sizes) == 10 and max(sizes) == 4, "4 queries, and 3 tokens before the first"

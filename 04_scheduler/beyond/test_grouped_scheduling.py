@@ -3,15 +3,13 @@ looks at what it reads in each group."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 import test_scheduler_runs as runs
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
-from grouped_kv_memory import GroupedKVMemory, max_blocks
+from grouped_kv_memory import GroupedKVMemory
 from kv_memory import SharingRunnerState
 from request import Request
 from scheduler import Scheduler
@@ -103,30 +101,3 @@ def test_a_request_that_cannot_be_preempted_again_shares_no_window(windows, num_
         scheduler.update_from_output(plan, StepOutput(token_ids=sampled))
         memory.check_invariants(scheduler.running.values())
     assert not scheduler.has_unfinished_requests() and memory.num_blocks_in_use == 0
-
-
-# -- memory by itself
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 8])
-@pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_a_request_of_any_length_holds_only_the_blocks_of_its_window(window: int, block_size: int):
-    """With chunks that begin anywhere. The bound is met, and the pool need not be larger."""
-    step, length = 4, 60
-    num_blocks = max_blocks(length, block_size, [window], step)
-    memory = GroupedKVMemory(BlockPool(num_blocks + 1), block_size, [window], step)
-    longest = memory.capacity
-    assert longest >= length and memory.num_blocks_needed(longest) <= num_blocks
-    highest = 0
-    for first in range(1, step + 1):
-        request = Request.from_tokens("a", [0] * length, 1)
-        for start, stop in pairwise([0, *range(first, length, step), length]):
-            request.num_computed_tokens = start
-            assert memory.allocate_slots(request, stop - start)
-            memory.check_invariants([request])
-            seen = stop - max(0, start - window + 1)
-            assert memory.num_blocks_in_use >= -(-seen // block_size)
-            highest = max(highest, memory.num_blocks_in_use)
-        memory.free(request)
-        assert memory.pool.num_free_blocks == num_blocks and not memory.pop_table_updates()
-    assert num_blocks - 1 <= highest <= num_blocks

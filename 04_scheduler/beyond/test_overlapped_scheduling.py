@@ -26,7 +26,7 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler
 from scheduler_interface import PENDING, FinishedStep, SchedulerOutput, StepOutput
-from scheduler_steps import ChunksOf, preempting
+from scheduler_steps import ChunksOf
 from unchunked import ChunkToBudget
 
 
@@ -112,13 +112,13 @@ class PipelinedWorld(runs.World):
         size = memory.block_size
         self.runner = StagedRunner(lambda: FakeModelRunner(size, runs.VOCAB), num_stages)
 
-    def schedule(self) -> None:
-        super().schedule()
-        *older, newest = self.plans
-        assert 0 not in newest.num_scheduled_tokens.values()
-        for request in {r for plan in older for r in plan.scheduled_requests}:
-            if request in newest.scheduled_requests:
+    def schedule(self) -> SchedulerOutput:
+        plan = super().schedule()
+        assert 0 not in plan.num_scheduled_tokens.values()
+        for request in {r for older in self.plans[:-1] for r in older.scheduled_requests}:
+            if request in plan.scheduled_requests:
                 assert request.num_output_placeholders in (0, 1), "it is behind by known tokens"
+        return plan
 
     def advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         while self.may_schedule and (not self.in_flight or self.plugin.has_work):
@@ -126,7 +126,7 @@ class PipelinedWorld(runs.World):
             if self.plans[-1].is_empty:
                 break
         meanwhile()
-        self.update()
+        self.settle()
 
     def check(self) -> None:
         """At most one step of a request samples: by the tokens that the plans compute."""
@@ -140,8 +140,6 @@ class PipelinedWorld(runs.World):
         assert max(sampling.values(), default=0) <= 1
 
 
-WORLDS = (OverlappedWorld, PipelinedWorld)
-BOTH = pytest.mark.parametrize("world_type", WORLDS)
 EACH = pytest.mark.parametrize("kind", runs.SCHEDULERS)
 
 
@@ -160,7 +158,7 @@ class OverlappedMachine(runs.SchedulerMachine):
 
 
 class PipelinedMachine(runs.SchedulerMachine):
-    """Trap 51."""
+    """Trap 51; and Trap 82: a name is used again while a step of its last request is in flight."""
 
     world_type = PipelinedWorld
 
@@ -187,11 +185,12 @@ THREE_STEPS = (PipelinedWorld, 3)
 @pytest.mark.parametrize(
     ("world", "kind", "policy", "cache", "num_tokens", "prompts", "share"),
     [
-        (OVERLAP, Scheduler, "fcfs", None, 5, runs.PROMPTS, 0.75),
-        (TWO_STEPS, Scheduler, "fcfs", None, 5, THREE, 0.8),
+        (OVERLAP, Scheduler, "fcfs", None, 5, runs.SHORT, 0.8),
+        (TWO_STEPS, Scheduler, "fcfs", None, 5, THREE, 0.7),
         *(
             pytest.param(*parameters, 1, marks=pytest.mark.slow)
             for parameters in [
+                (OVERLAP, Scheduler, "fcfs", None, 5, runs.PROMPTS),
                 (OVERLAP, Scheduler, "priority", None, 5, runs.PROMPTS),
                 (OVERLAP, PrefillFirstScheduler, "fcfs", None, 5, runs.PROMPTS),
                 (OVERLAP, CachingFCFSScheduler, None, None, 5, runs.PROMPTS),
@@ -242,7 +241,7 @@ def make_request(name: str = "a", max_tokens: int = 6, num_prompt: int = 3, **mo
 def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> None:
     """Not a slot more than it needs: the last position of its last block is never written."""
     world = make_world(kind, num_blocks=2, block_size=2)
-    world.add(make_request(max_tokens=max_tokens, num_prompt=5 - max_tokens))
+    world.take(make_request(max_tokens=max_tokens, num_prompt=5 - max_tokens))
     plans = []
     for _ in as_long_as(world.scheduler.has_unfinished_requests, 20):
         world.step()
@@ -255,7 +254,7 @@ def test_nothing_is_planned_behind_the_last_token_allowed(kind, max_tokens) -> N
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_a_full_block_is_published_though_the_next_step_was_planned_before(block_size) -> None:
     world = make_world(cache="hash", block_size=block_size)
-    world.add(request := make_request(max_tokens=9, num_prompt=2 * block_size + 1))
+    world.take(request := make_request(max_tokens=9, num_prompt=2 * block_size + 1))
     for _ in as_long_as(lambda: not request.is_finished, 20):
         if request.output_token_ids:
             num_cached = world.scheduler.kv_memory.cache.num_cached_blocks
@@ -267,10 +266,10 @@ def test_memory_after_the_last_token_is_not_needed_though_it_is_pending() -> Non
     """`a` ends where its page does, and its last token is pending while `b` takes the last page."""
     options = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
     world = make_world(PrefillFirstScheduler, num_blocks=4, block_size=2, **options)
-    world.add(request := make_request("a", max_tokens=2, num_prompt=3))
+    world.take(request := make_request("a", max_tokens=2, num_prompt=3))
     world.schedule()
     assert (request.num_output_placeholders, num_expected_outputs(request)) == (1, 1)
-    world.add(make_request("b", max_tokens=3, num_prompt=1))
+    world.take(make_request("b", max_tokens=3, num_prompt=1))
     world.run()
     assert world.scheduler.get_stats().total_preempted == 0
 
@@ -282,14 +281,14 @@ def test_decodes_are_split_evenly_and_take_turns(kind, num_in_flight, num_stages
     options = {"num_stages": num_stages, "num_in_flight": num_in_flight}
     world = make_world(kind, world_type=PipelinedWorld, num_blocks=200, **options)
     for i in range(6):
-        world.add(make_request(f"r{i}", max_tokens=40))
+        world.take(make_request(f"r{i}", max_tokens=40))
     world.advance()
     planned = []
     for _ in range(30):
         while world.may_schedule and world.plugin.has_work:
             world.schedule()
             planned.append(sorted(world.plans[-1].num_scheduled_tokens))
-        world.update()
+        world.settle()
     assert {*map(len, planned)} == {6 // num_stages}
     for first in range(len(planned) - num_stages + 1):
         turns = planned[first : first + num_stages]
@@ -297,71 +296,19 @@ def test_decodes_are_split_evenly_and_take_turns(kind, num_in_flight, num_stages
     world.run()
 
 
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_chunks_of_one_prompt_follow_each_other(kind) -> None:
-    options = {"chunk_policy": ChunkToBudget(), "max_num_batched_tokens": 4}
-    if kind is PrefillFirstScheduler:
-        options["chunked_prefill_size"] = 4
-    world = make_world(kind, world_type=PipelinedWorld, **options)
-    world.add(request := make_request(num_prompt=11, max_tokens=2))
-    while world.may_schedule:
-        world.schedule()
-    assert [plan.start_positions for plan in world.plans] == [[0], [4], [8]]
-    world.update()
-    world.update()
-    assert request.num_output_placeholders == 1 and not world.plugin.has_work, "the last samples"
-    world.run()
-
-
-class TakesBack(Scheduler):
-    """Rolls back a position, as chapter 5's scheduler does after a rejected draft."""
-
-    def append_sampled_tokens(self, request, start, end, output):
-        result = super().append_sampled_tokens(request, start, end, output)
-        self.rollback_computed_tokens(request, 1)
-        return result
-
-
-def test_rolled_back_positions_of_a_preempted_request_are_not_counted_as_lost() -> None:
-    world = make_world(TakesBack, world_type=PipelinedWorld, max_num_batched_tokens=3)
-    world.add(make_request(max_tokens=3))
-    world.schedule()
-    with preempting(world.scheduler):
-        world.schedule()
-    world.update()
-    world.update()
-    world.schedule()
-    assert world.scheduler.get_stats().total_recomputed_tokens == 2, "of three"
-
-
-@BOTH
-def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only(world_type) -> None:
-    """Eight requests decode after a long prompt, in a pipeline four of them in the other plan."""
+@pytest.mark.parametrize(("world_type", "num_decodes"), [(OverlappedWorld, 8), (PipelinedWorld, 4)])
+def test_a_chunk_leaves_budget_for_the_decodes_of_its_own_plan_only(world_type, num_decodes):
     policy = ChunksOf(4)
     options = {"chunk_policy": policy, "max_num_seqs": 9, "max_num_batched_tokens": 12}
     world = make_world(world_type=world_type, **options)
     world.num_in_flight = 2
-    world.add(make_request("long", num_prompt=120))
+    world.take(make_request("long", num_prompt=120))
     for i in range(8):
-        world.add(make_request(f"r{i}", max_tokens=30, num_prompt=1))
+        world.take(make_request(f"r{i}", max_tokens=30, num_prompt=1))
     world.advance()
     policy.size = 100
-    for _ in range(3):
+    for _ in range(6):
         world.advance()
-    num_decodes = 8 if world_type is OverlappedWorld else 4
-    for _ in range(3):
-        world.advance()
-        share = dict(world.plans[-1].num_scheduled_tokens)
-        assert (share.pop("long"), len(share)) == (12 - num_decodes, num_decodes)
+    share = dict(world.plans[-1].num_scheduled_tokens)
+    assert (share.pop("long"), len(share)) == (12 - num_decodes, num_decodes)
     world.run()
-
-
-def test_a_step_of_another_request_of_the_same_name_keeps_nothing_back() -> None:
-    """Trap 82: the first one has ended."""
-    plugin, ended, preempted = PipelinePlugin(2), *(Request.from_tokens("a", [1]) for _ in range(2))
-    plan = SchedulerOutput()
-    plan.scheduled_requests, plan.num_scheduled_tokens = [ended], {"a": 1}
-    plugin.on_plan(plan)
-    ended.num_output_placeholders = 0
-    ended.num_preemptions = preempted.num_preemptions = 1
-    assert plugin.can_start(preempted) and not plugin.can_start(ended)

@@ -21,8 +21,6 @@ from prefill_adder import (
 from prefix_cache_local import PrefixCacheLocal
 from request import Request
 
-CONTINUE, NO_TOKEN, OTHER = AddReqResult
-
 
 def make_memory(num_pages: int, page_size: int = 4) -> UncachedKVCacheManager:
     return UncachedKVCacheManager(BlockPool(num_pages + 1), page_size)
@@ -74,38 +72,6 @@ def test_work_is_what_the_cache_does_not_have(max_new_tokens, is_taken):
     if is_taken:
         assert (adder.log_hit_tokens, adder.log_input_tokens) == (8, 2)
         assert adder.rem_total_tokens == 20 - 8 - 12
-
-
-def test_the_chunked_slot_has_one_owner():
-    """Trap 25: there is room for a chunk of it, but another request is between two chunks."""
-    adder, second = make_adder(make_memory(1000, 16), 4096, 2048), waiting("b", 2064)
-    assert adder.add_one_req(second, True) is OTHER and adder.can_run_list == []
-    assert adder.add_one_req(second, False) is OTHER
-    assert adder.new_chunked_req is second and adder.num_tokens == {"b": 2048}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "left", "second"),
-    [
-        (0.5, (21, 9), NO_TOKEN),
-        (0.1, (26.6, 14.6), CONTINUE),
-        (0.28, (24.08, 12.08), CONTINUE),
-        (0.29, (23.94, 11.94), NO_TOKEN),
-    ],
-)
-def test_the_budget_of_the_page(ratio, left, second):
-    """`PREFILL_FIRST.md`, with a pencil: a and b decode, c and d wait. Its question 2: 0.28."""
-    memory, running = make_memory(12), (decoding("a", 10, 8, 2), decoding("b", 5, 10, 2))
-    for request in running:
-        num_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
-        assert memory.allocate_slots(request, num_tokens)
-    adder = make_adder(memory, running=running, ratio=ratio)
-    for request, num_left, result in (
-        (waiting("c", 6, 4), left[0], CONTINUE),
-        (waiting("d", 5, 6), left[1], second),
-    ):
-        assert adder.rem_total_tokens == pytest.approx(num_left)
-        assert adder.add_one_req(request, False) is result
 
 
 # -- against a naive recomputation
@@ -176,7 +142,10 @@ def test_the_batch_of_a_naive_recomputation(
     adder = make_adder(memory, max_tokens, chunk, tuple(held), ratio)
     requests = [waiting(f"w{i}", *sizes) for i, sizes in enumerate(prompts)]
     for request in requests:
-        if adder.add_one_req(request, adder.new_chunked_req is not None) is not CONTINUE:
+        if (
+            adder.add_one_req(request, adder.new_chunked_req is not None)
+            is not AddReqResult.CONTINUE
+        ):
             break
     sizes, cut = naive_batch(prompts, numbers, num_pages, page, ratio, max_tokens, chunk)
     assert list(adder.num_tokens.values()) == sizes

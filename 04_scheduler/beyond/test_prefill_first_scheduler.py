@@ -80,17 +80,6 @@ def test_no_decode_waits_longer_than_the_bound(mixing):
                 assert number - last_token[name] <= (0 if mixing else bound), (seed, name)
 
 
-def test_the_share_falls_without_retractions_and_restarts_when_none_run():
-    options = {"init_new_token_ratio": 0.5, "min_new_token_ratio": 0.1}
-    loop = make_loop(PrefillFirstScheduler, new_token_ratio_decay_steps=4, **options)
-    loop.add("a", 4, 7)
-    shares = []
-    for _ in range(8):
-        loop.step()
-        shares.append(loop.scheduler.new_token_ratio)
-    assert shares == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.5])
-
-
 def test_a_chunk_without_memory_waits_and_no_request_takes_its_pages():
     """Others hold all pages but one. It is a prefill's turn; b wants two pages, c one."""
     loop = greedy(8, chunked_prefill_size=8, max_consecutive_prefills=1)
@@ -105,17 +94,3 @@ def test_a_chunk_without_memory_waits_and_no_request_takes_its_pages():
     assert scheduled_tokens(loop.step()) == {"a": 1}
     loop.memory.free(blocker)
     assert scheduled_tokens(loop.step()) == {"b": 8}
-
-
-def test_a_lone_request_is_never_retracted_for_want_of_memory():
-    """A load for a waiting request can take the memory it needs. It is skipped for one step."""
-    loop = make_loop(PrefillFirstScheduler, num_blocks=4)
-    request = loop.add("a", 4, 13)
-    loop.step()
-    load = Request.from_tokens("load", [1])
-    assert loop.memory.allocate_slots(load, 12)
-    for _ in range(2):
-        assert scheduled_tokens(loop.step()) == {} and request.num_preemptions == 0
-    loop.memory.free(load)
-    assert scheduled_tokens(loop.step()) == {"a": 1}
-    loop.run()

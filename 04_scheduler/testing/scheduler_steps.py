@@ -45,10 +45,12 @@ class SchedulerLoop(StepLoop):
     """A scheduler and a fake model with a KV memory; all invariants are checked after every
     step."""
 
-    def __init__(self, scheduler: Scheduler | PrefillFirstScheduler, vocab_size: int = 50) -> None:
+    vocab_size = 50
+
+    def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
         self.memory: Any = scheduler.kv_memory  # must have `check_invariants`
-        self.runner = FakeModelRunner(scheduler.block_size, vocab_size)
+        self.runner: Any = FakeModelRunner(self.memory.block_size, self.vocab_size)
 
     def add(self, name: str, num_prompt: int, max_new_tokens: int = 8, **more: Any) -> Request:
         """Add a request whose prompt begins with its name, so that no two share a prefix. `more`
@@ -78,7 +80,20 @@ class SchedulerLoop(StepLoop):
         self.memory.check_invariants(self.scheduler.running.values())
 
     def continuation(self, request: Request) -> list[int]:
-        return continuation(request.prompt_token_ids, request.max_tokens, self.runner.vocab_size)
+        """All tokens of an uninterrupted run, to the first one that ends it."""
+        tokens = continuation(request.prompt_token_ids, request.max_tokens, self.vocab_size)
+        ends = (i for i, token in enumerate(tokens, 1) if token in request.end_ids)
+        return tokens[: next(ends, None)]
+
+    def check_account(self, num_discarded: int = 0) -> None:
+        """Each token but a request's last was computed once, and again if preemption lost it,
+        unless it was cached."""
+        stats = self.scheduler.get_stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
+        if not stats.total_aborted and stats.total_finished == len(self.finished):
+            num_needed = sum(request.num_tokens - 1 for request in self.finished)
+            num_needed += stats.total_recomputed_tokens - stats.total_cached_tokens
+            assert stats.total_scheduled_tokens == num_needed + num_discarded
 
 
 @contextmanager
@@ -107,8 +122,8 @@ def scheduled_tokens(output: SchedulerOutput) -> dict[str, int]:
     return dict(output.num_scheduled_tokens)
 
 
-def preempted_ids(output: PreemptiveSchedulerOutput) -> list[str]:
-    return [request.request_id for request in output.preempted_requests]
+def preempted_ids(output: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in getattr(output, "preempted_requests", ())]
 
 
 # -- step logs; `plans.txt` says how to read them
@@ -193,15 +208,11 @@ class SchedulerLog(StepLog):
         return " ".join(words)
 
     def check_end(self) -> None:
-        """Check tokens, memory, and the account of computed tokens: each token but a request's last
-        was computed once, and again if preemption lost it, unless it was cached."""
+        """Check tokens, memory, and the account of computed tokens."""
         super().check_end()
         stats = self.loop.scheduler.get_stats()
         assert self.loop.memory.num_blocks_in_use == 0 == stats.kv_cache_usage
-        num_saved = stats.total_cached_tokens - stats.total_recomputed_tokens
-        requests = self.loop.requests.values()
         if stats.total_aborted == 0:
-            num_cached = sum(request.num_cached_tokens for request in requests)
+            num_cached = sum(request.num_cached_tokens for request in self.loop.finished)
             assert num_cached == stats.total_cached_tokens, "those of the first admission"
-            num_needed = sum(request.num_tokens - 1 for request in requests)
-            assert stats.total_scheduled_tokens == num_needed - num_saved
+        self.loop.check_account()

@@ -16,7 +16,6 @@ from functools import cache
 import pytest
 import torch
 
-import test_speculating_runner as speculation
 from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer, MostLikely
@@ -28,7 +27,7 @@ from proposers import ProposerInput
 from request import Request
 from scheduler import Scheduler
 from test_scheduler_runs import CACHES, VOCAB, make_memory, random_load, random_options
-from test_speculating_runner import NO_ATTENTION, SCHEDULERS, Recorder, run_at_random
+from test_speculating_runner import NO_ATTENTION, SCHEDULERS, Recorder, World, run_at_random
 
 POISON = -7
 K = 3  # drafts, where nothing else is said
@@ -149,7 +148,6 @@ class Checked:
         self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         requests = [f.request for f in inputs]
-        before = self._slots()
         drafts = self.last = self.inner.propose(inputs, num_drafts)
         expected = {}
         for request, num in zip(requests, num_drafts, strict=True):
@@ -163,7 +161,6 @@ class Checked:
                 assert probs is None
             else:
                 assert probs.shape[1] == VOCAB and probs[:, 0].tolist() == marks
-        self._check_writes(requests, before)
         self._check_kv(requests)
         return drafts
 
@@ -180,11 +177,6 @@ class Checked:
         block_ids = self.inner.state.block_ids(request.req_id)
         return [block_id * size + i for block_id in block_ids for i in range(size)]
 
-    def _check_writes(self, requests: Sequence[RunnerRequest], before: list[int]) -> None:
-        allowed = {slot for request in requests for slot in self._own_slots(request)}
-        for slot, (old, new) in enumerate(zip(before, self._slots(), strict=True)):
-            assert old == new or slot in allowed, f"slot {slot} belongs to another request"
-
     def _check_kv(self, requests: Sequence[RunnerRequest]) -> None:
         """The proposer's own invariants."""
         now = self._slots()
@@ -199,57 +191,32 @@ class Checked:
             assert self._contents.setdefault(chain, content) == content, f"block {block_id}"
 
 
-class World(speculation.World):
-    """Block size 4 and a hash cache, unless it is told otherwise."""
+def make_world(
+    memory: UncachedKVCacheManager,
+    kind: type = Scheduler,
+    *,
+    errs: Errs = never,
+    num_spec_tokens: int = K,
+    draft_len: int = 200,
+    **options,
+) -> World:
+    def make_proposer(memory: UncachedKVCacheManager, state: SharingRunnerState) -> Checked:
+        kv_cache = PagedKVCache(1, memory.pool.num_blocks, memory.block_size, 1, 1, torch.int64)
+        kv_cache.key_cache[0].fill_(POISON)
+        proposer = DraftModelProposer(
+            *(ScriptedModel(), kv_cache, NO_ATTENTION, state, num_spec_tokens),
+            max_model_len=draft_len,
+            sampler=ErringSampler(errs),
+        )
+        assert proposer.num_lookahead_tokens == num_spec_tokens
+        return Checked(proposer, errs)
 
-    def __init__(
-        self,
-        memory: UncachedKVCacheManager | None = None,
-        kind: type = Scheduler,
-        *,
-        errs: Errs = never,
-        num_spec_tokens: int = K,
-        draft_len: int = 200,
-        **options,
-    ) -> None:
-        def make_proposer(memory: UncachedKVCacheManager, state: SharingRunnerState) -> Checked:
-            kv_cache = poisoned(memory.pool.num_blocks, memory.block_size)
-            proposer = DraftModelProposer(
-                *(ScriptedModel(), kv_cache, NO_ATTENTION, state, num_spec_tokens),
-                max_model_len=draft_len,
-                sampler=ErringSampler(errs),
-            )
-            assert proposer.num_lookahead_tokens == num_spec_tokens
-            return Checked(proposer, errs)
-
-        self.length = Recorder(num_spec_tokens)
-        memory = memory or make_memory("hash", 200, 4)
-        super().__init__(memory, kind, make_proposer, self.length, **options)
-
-    def begin(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> Request:
-        request = Request.from_tokens(request_id, prompt, max_tokens)
-        self.add(request)
-        return request
-
-    def num_fed(self) -> int:
-        """Tokens that the draft model is fed in one step."""
-        before = self.proposer.inner.num_computed_tokens
-        self.step()
-        return self.proposer.inner.num_computed_tokens - before
-
-    def run(self, *args, **options) -> None:
-        super().run(*args, **options)
-        assert self.proposer.inner._followers == {} and self.proposer.inner._probs == {}
+    return World(memory, kind, make_proposer, Recorder(num_spec_tokens), **options)
 
 
-def poisoned(num_blocks: int, block_size: int) -> PagedKVCache:
-    kv_cache = PagedKVCache(1, num_blocks, block_size, 1, 1, torch.int64)
-    kv_cache.key_cache[0].fill_(POISON)
-    return kv_cache
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [hash((seed, i)) % VOCAB for i in range(length)]
+def run(world: World) -> None:
+    world.run()
+    assert world.proposer.inner._followers == {} and world.proposer.inner._probs == {}
 
 
 # -- how much it is fed
@@ -257,25 +224,28 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.net
 @pytest.mark.sample
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("num_right", range(K + 1))
 def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_right, block_size):
     """Trap 41: after full acceptance the draft's KV lags one token, and it is fed two. A request
     without drafts stays current: it is fed what the target has computed."""
-    world = World(make_memory("hash", 200, block_size), errs=wrong_from(num_right))
-    request = world.begin("a", prompt_of(5), 40)
-    other = world.begin("b", prompt_of(5, 1), 60)
+    world = make_world(make_memory("hash", 200, block_size), errs=wrong_from(num_right))
+    requests = [Request.from_tokens(name, [*name.encode()], 50) for name in ("a", "bb")]
+    for request in requests:
+        world.take(request)
     world.step()
     world.step()
     world.length.num_drafts = lambda request_id: K * (request_id == "a")
     world.step()
+    request, other = requests
     for _ in as_long_as(lambda: request.max_num_tokens - request.num_tokens - 1 > 2 * K):
-        before = request.num_tokens
-        num_fed = world.num_fed()
+        before, fed = request.num_tokens, world.proposer.inner.num_computed_tokens
+        world.step()
         assert request.num_tokens - before == num_right + 1
+        num_fed = world.proposer.inner.num_computed_tokens - fed
         assert num_fed == (K if num_right < K else K + 1) + 1
-        assert world.proposer.inner._followers["b"].num_computed == other.num_computed_tokens
-    world.run()
+        assert world.proposer.inner._followers["bb"].num_computed == other.num_computed_tokens
+    run(world)
 
 
 # -- anything at all
@@ -289,7 +259,7 @@ def run_random_trace(seed: int) -> World:
     memory, to_come = random_load(rng, rng.choice((*CACHES, "hash")))
     errs = (never, always, wrong_from(1), wrong_from(2), *[now_and_then(rng.random())] * 3)
     num_spec_tokens = rng.choice([1, 2, 3, 5])
-    world = World(
+    world = make_world(
         memory,
         kind,
         errs=rng.choice(errs),
@@ -311,7 +281,7 @@ def run_random_trace(seed: int) -> World:
     world.step = step_with_changes
     run_at_random(world, rng, to_come, has_aborts=seed % 3 == 0)
     world.step = step
-    world.run()
+    run(world)
     return world
 
 
@@ -323,11 +293,7 @@ def test_a_random_trace_has_the_drafts_of_a_model_without_blocks(first_seed):
     collapse without a visible reason."""
     num_moved = num_preempted = num_cached = 0
     for seed in range(first_seed, first_seed + 10):
-        try:
-            world = run_random_trace(seed)
-        except BaseException as error:
-            error.args = (f"seed {seed}: {error}",)
-            raise
+        world = run_random_trace(seed)
         stats = world.scheduler.get_stats()
         num_moved += world.num_moved
         num_preempted += stats.total_preempted

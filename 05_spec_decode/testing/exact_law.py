@@ -6,19 +6,16 @@ decision, which changes at points: below a point it is one way, above it the oth
     accept_u[j]    |---- draft j accepted ----|---- rejected ----|
     sample_u[j]    |-- 0 --|-- 1 --|------------ 2 --------------|    the token drawn at row j
 
-A search finds the points without any theory of where they should be. Their distances are
-probabilities, so the distribution of the output, given the drafts, is a product of lengths; summed
-over all drafts that the draft model may propose, it is the distribution that a user sees. It is
-exact to about 1e-15, where counting a million samples would give three digits. That the numbers
-decide nothing else, and nothing twice, is what `test_runs_are_those_of_a_loop_over_one_request`
-shows.
+A search finds the points. Their distances are probabilities, so the distribution of the output,
+given the drafts, is a product of lengths; summed over all drafts that may be proposed, it is what a
+user sees, exact to about 1e-15. That the numbers decide nothing else, and nothing twice, is what
+`test_runs_are_those_of_a_loop_over_one_request` shows.
 
 Models are functions of a history, given in two parts: output tokens, and the drafts after them.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +23,7 @@ from itertools import product
 
 import torch
 
-from rejection_sampler import VerifiedTokens, rejection_sampling_batched
+from rejection_sampler import VerifiedTokens
 
 Tokens = tuple[int, ...]
 Law = dict[Tokens, float]
@@ -61,31 +58,6 @@ def step_laws(
     return laws
 
 
-def matching_laws(
-    p: Model, q: Model, outputs: Iterable[Tokens], num_drafts: int
-) -> dict[Tokens, Law]:
-    """The same for `rejection_sampling_batched`: over all drafts and all samples of the target."""
-    cases = Cases.of(p, q, outputs, num_drafts)
-    num_cases, num_rows, vocab_size = cases.target_probs.shape
-    sampled = torch.tensor(histories(vocab_size, num_rows))  # [num_samples, num_rows]
-    case = torch.arange(num_cases).repeat_interleave(len(sampled))
-    sampled = sampled.repeat(num_cases, 1)
-    of_rows = cases.target_probs[case].gather(2, sampled[..., None])[..., 0]
-    chance = cases.chance[case] * of_rows.prod(dim=1)
-    runs, lengths = rejection_sampling_batched(
-        sampled.flatten(),
-        cases.drafts[case].flatten(),
-        torch.arange(len(case) + 1) * num_rows,
-        num_drafts,
-    )
-    laws: dict[Tokens, Law] = {history: defaultdict(float) for history in cases.outputs}
-    columns = (case.tolist(), runs.tolist(), lengths.tolist(), chance.tolist())
-    for i, run, length, value in zip(*columns, strict=True):
-        if value > 0:
-            laws[cases.outputs[i]][tuple(run[:length])] += value
-    return laws
-
-
 def plain_laws(p: Model, outputs: Iterable[Tokens]) -> dict[Tokens, Law]:
     """The distribution for plain decoding steps: one token each."""
     return {
@@ -111,11 +83,6 @@ def continuation(laws: dict[Tokens, Law], num_tokens: int, outputs: Tokens = ())
 def distance(law: Law, other: Law) -> float:
     """The largest difference in the probability of one sequence."""
     return max(abs(law.get(run, 0.0) - other.get(run, 0.0)) for run in law.keys() | other.keys())
-
-
-def acceptance(law: Law) -> float:
-    """The chance that the first draft of a step is accepted."""
-    return math.fsum(chance for run, chance in law.items() if len(run) > 1)
 
 
 @dataclass(frozen=True, slots=True)

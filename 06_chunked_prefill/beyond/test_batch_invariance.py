@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -196,22 +197,23 @@ def test_the_smallest_tile_and_the_cheapest_call_that_keep_the_bits_are_taken(
 # -- looking, when an engine is made
 
 
-def test_a_processor_with_variant_products_is_refused():
-    """Rows that are other ones in one place of a tile, with what to do; a tile of one row has no
-    other place, so there the place of the call decides."""
-    calls = iter(range(10**6))
-    linear = Faulty(lambda n: slice(n // 2, None, 8) if n > 1 else (ALL, NONE)[next(calls) % 2])
-    with pytest.raises(ValueError, match=r"batch_invariant=True .*\(64, 32\).*ONEDNN_MAX_CPU"):
-        choose_tile(linear, torch.float32)
+calls = count()
+VARIANT = [
+    # Rows that are other ones in one place of a tile; a tile of one row has no other place, so
+    # there the place of the call decides.
+    lambda n: slice(n // 2, None, 8) if n > 1 else (ALL, NONE)[next(calls) % 2],
+    lambda n: ALL if torch.get_num_threads() > 1 else NONE,
+]
 
 
-def test_other_bits_with_more_threads_are_seen():
-    linear = Faulty(lambda n: ALL if torch.get_num_threads() > 1 else NONE)
+@pytest.mark.parametrize("is_other", VARIANT)
+def test_a_processor_with_variant_products_is_refused(is_other):
+    """And it is said what to do."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with pytest.raises(ValueError, match="batch_invariant=True"):
-            choose_tile(linear, torch.float32)
+        with pytest.raises(ValueError, match=r"batch_invariant=True .*\(64, 32\).*ONEDNN_MAX_CPU"):
+            choose_tile(Faulty(is_other), torch.float32)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

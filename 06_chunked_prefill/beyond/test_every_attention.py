@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import attention_plan
 import invariant_attention
 import mixed_attention
 import paged_attention
 from invariant_attention import InvariantAttentionBackend
-from mixed_attention import MixedAttentionBackend
 from paged_attention import TorchAttentionBackend
 from test_compiled_attention import Compiled
-from test_mixed_attention import Mixed, mixed_metadata
+from test_mixed_attention import Mixed
 from test_paged_attention import BATCHES, WINDOWS, Attention, Case
 from test_window_attention import GivesUp
 
@@ -73,23 +71,3 @@ def test_every_query_sees_what_it_should(name, kind):
     For invariant attention: spans in which some rows see nothing, and chunks that begin after the
     first one."""
     GivesUp(KINDS[kind]).check(**BATCHES[name])
-
-
-@pytest.mark.parametrize(
-    ("decode_threshold", "window", "num_rows"),
-    [(None, None, 3), (1, None, 3), (3, None, 8), (3, 64, 15)],
-)
-def test_short_queries_go_to_the_function_and_chunks_stay_with_the_others(
-    decode_threshold, window, num_rows, monkeypatch
-):
-    """One decode has more keys than a group may have: it is not attended in spans. With a window
-    there is no border, and all short queries are rows."""
-    lengths = [(1, 1), (1, 40), (1, 100), (2, 35), (3, 3), (7, 20), (40, 120), (33, 33)]
-    compiled = Compiled()
-    case = GivesUp(compiled).make_case(lengths, 3, window=window)
-    if decode_threshold is not None and window is None:
-        case.metadata = mixed_metadata(case, decode_threshold)
-    budget = 50 * case.key_cache[0, 0].nbytes
-    monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
-    plan = case.check_backend(compiled.make_backend(case, MixedAttentionBackend()))
-    assert len(plan.rows.tokens) == num_rows and not plan.groups

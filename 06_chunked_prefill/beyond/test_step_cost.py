@@ -217,14 +217,3 @@ def test_a_decode_counts_with_its_drafts_and_leaves_less_for_a_chunk():
         starts, lens = [299] * 8 + [0], [num_tokens] * 8 + [sizes[-1]]
         assert true_ms(count_work(starts, lens)) == pytest.approx(20, rel=0.05)
     assert sizes[1] < sizes[0] - 8 * 8 // 2
-
-
-def test_two_prompts_share_the_time_of_a_step():
-    policy = AdaptiveChunks(20.0)
-    prefill_alone(policy, 2000)
-    policy.begin_step([], num_known_after)
-    n = policy.num_tokens_to_schedule(prompt_of(60), 60, 4096, 4096)
-    m = policy.num_tokens_to_schedule(prompt_of(2000), 2000, 4096, 4096)
-    assert n == 60 and m > 0
-    assert true_ms(count_work([0, 0], [n, m])) <= 1.03 * 20
-    assert true_ms(count_work([0, 0], [n, m + 20])) > 20
