@@ -61,7 +61,7 @@ _TABLES = {
     "workshop/measure/bench/": (
         ("workshop.bench", "--write-readme"),
         ("workshop.ladder", "--write-readme"),
-        ("workshop.bench.gpu_table", "--write-readme"),
+        ("workshop.bench.gpu", "pages"),
         ("workshop.bench.features", "--tables"),
     ),
 }
