@@ -127,7 +127,7 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
     views = [
         View(
             f"{shot.start(moment)}&lang={language}",
-            _HEADINGS[i].format(shot.step(moment), shot.say(moment.words)[i]),
+            _HEADINGS[i].format(moment.step, moment.words[i]),
             moment.still,
         )
         for moment in shot.film.moments
