@@ -205,7 +205,8 @@ def measure_memory(measurement: Measurement) -> dict:
 
 def profile(num_running: int = 1024) -> None:
     """Decode requests whose prompts are computed, at different positions in their blocks."""
-    limits = {"max_num_seqs": num_running, "max_num_batched_tokens": 40 * num_running}
+    limits: dict[str, Any] = {"max_num_seqs": num_running}
+    limits["max_num_batched_tokens"] = 40 * num_running
     scheduler, rng = (
         Scheduler(**limits, kv_memory=make_kv_memory(41 * num_running)),
         random.Random(0),

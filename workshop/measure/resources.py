@@ -154,16 +154,17 @@ def compile_all(every: int = 1) -> list[Resources]:
     """Compile each machine code once, though several engines launch it: one in `every`, and the
     first of each kernel, family, dtype and architecture."""
     launches = {
-        f"{launch.kernel.__name__} {one[2]} {launch}": (launch, *one[:3])
+        f"{launch.kernel.__name__} {one[2]} {launch}": (launch, one)
         for one in reversed(wanted())
         for launch in launches_of(*one)
     }
     known: set[object] = set()
     found = []
-    for i, (launch, *where) in enumerate(reversed(launches.values())):
-        if i % every == 0 or not known.issuperset({*where, launch.kernel.__name__}):
-            known.update((*where, launch.kernel.__name__))
-            found.append(compile_launch(launch, *where))
+    for i, (launch, (family, kind, architecture, _)) in enumerate(reversed(launches.values())):
+        new = {family, kind, architecture, launch.kernel.__name__}
+        if i % every == 0 or not known.issuperset(new):
+            known |= new
+            found.append(compile_launch(launch, family, kind, architecture))
     return found
 
 

@@ -124,7 +124,8 @@ class Lab:
             return 1e3 * (time.perf_counter() - start)
         from triton.testing import do_bench_cudagraph
 
-        return do_bench_cudagraph(call, rep=50, return_mode="median")
+        ms: Any = do_bench_cudagraph(call, rep=50, return_mode="median")
+        return ms
 
     @cached_property
     def ceilings(self) -> tuple[float, float]:
@@ -279,12 +280,13 @@ def against(model: Any, prompts: list[list[int]], answers: list[Any]) -> dict[st
 def speed(lab: Lab) -> None:
     """Random weights take the same time as trained ones."""
     loaded = random_model(lab.sizes.model, 0, torch.bfloat16, lab.device)
+    num_weights = sum(m.plain_weight().numel() for m in linear_layers(loaded.model))
     freeze_gc_heap()
 
     def measure(mode: str) -> str:
         with engine_of(lab, mode, loaded) as engine:
             for cell in lab.sizes.cells:
-                work = partial(time_steps, lab, engine, *cell)
+                work = partial(time_steps, lab, engine, num_weights, *cell)
                 lab.attempt("{} x {:,}, {}".format(*cell, mode), work)
             for name in lab.sizes.workloads:
                 lab.attempt(f"{name}, {mode}", partial(time_workload, lab, engine, name))
@@ -294,13 +296,17 @@ def speed(lab: Lab) -> None:
         lab.attempt(f"engine, {mode}", partial(measure, mode))
 
 
-def time_steps(lab: Lab, engine: LLMEngine, num_seqs: int, context: int) -> dict[str, float]:
+def time_steps(
+    lab: Lab, engine: LLMEngine, num_weights: int, num_seqs: int, context: int
+) -> dict[str, float]:
     """Time decode steps of `num_seqs` requests of about `context` keys. Each step ends when its
     tokens are on the host."""
     usable = engine.kv_manager.pool.num_usable_blocks
     if num_seqs * (context // BLOCK_SIZE + 6) > usable:
         raise MemoryError(f"{num_seqs} sequences of {context} keys do not fit")
-    requests = make_requests(num_seqs, (context - 1,) * 2, (1, 1), lab.sizes.model.vocab_size, 0)
+    requests = make_requests(
+        num_seqs, (context - 1, context - 1), (1, 1), lab.sizes.model.vocab_size, 0
+    )
     names = [f"decode-{i}" for i in range(num_seqs)]
     params = params_of(engine.max_model_len - context)
     engine.reset_prefix_cache()
@@ -321,7 +327,6 @@ def time_steps(lab: Lab, engine: LLMEngine, num_seqs: int, context: int) -> dict
         while engine.has_unfinished_requests():
             engine.step()
         engine.step()  # nothing is in flight after this
-    num_weights = sum(m.plain_weight().numel() for m in linear_layers(engine.core.runner.model))
     cost = decode_cost(lab.sizes.model, num_weights, num_seqs, context + len(times) // 2)
     return lab.beside_floor(median(times), cost)
 
