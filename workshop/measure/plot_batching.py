@@ -41,15 +41,12 @@ from workshop.measure.bench.random_weights import random_model, shape_of
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
-BENCH_RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "bench_qwen3-0.6b.json"
-QWEN3_0_6B_BYTES = 2 * 28 * 8 * 128 * 2  # KV of one token: K and V, layers, heads, head_dim, bf16
 
 SEED = 0
 NUM_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 128, 256, 256  # the real workload; longer ones are cut
 NUM_SLOTS = 16
 BATCH_SIZES = [4, 8, 16, 32]
 TIMELINE_SHRINK = 8  # divisor of the lengths, so that single steps are visible
-COPY_REQUESTS, COPY_PROMPT, COPY_OUTPUT = 16, 16, 128
 MAX_NUM_BATCHED_TOKENS = 2048
 
 Lengths = Sequence[tuple[int, int]]  # (prompt tokens, output tokens) of each request
