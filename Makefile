@@ -63,7 +63,7 @@ WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every measured figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
-WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record, tune or rehearse
+WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record or rehearse
 WHAT_book := build the web site of the book, both languages, in build/book; ARGS=--check tests it in a browser
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_lock := write the newest version of every package, for each Python, to requirements.lock

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image, ImageChops
 
-from conftest import need
 from workshop.measure.bench.bench_record import replace_between_markers
-from workshop.practice.museum import museum_page
-from workshop.practice.museum.exhibits import EXHIBITS
-from workshop.practice.museum.pictures import FOLDER as PICTURES
-from workshop.practice.museum.pictures import SCENES, picture_of
 from workshop.watch import films, live_still, page_maker
 from workshop.watch.film_captions import (
     MARKER,
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 ALL = FILMS | BEYOND
-IN_BOTH = pytest.mark.parametrize("language", LANGUAGES)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,18 +52,15 @@ def test_a_page_shows_its_film_and_a_chapters_notebook_too(
 
 @pytest.mark.sample(every=7)
 @pytest.mark.parametrize("name", ALL)
-@IN_BOTH
 def test_a_picture_equals_the_browsers_drawing(
-    name: int | str, language: str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
+    name: int | str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine. Columns that are as wide as their steps took differ in each
     run: such a picture is only as large."""
-    if language == "zh":
-        need("Chinese font")
     film = shots[name].film
     shot = replace(shots[name], film=replace(film, columns=""))
-    drawn = take_still(browser, shot, tmp_path, language)
-    still = (ROOT / film.folder / film.page).parent / f"{film.picture}{LANGUAGES[language]}"
+    drawn = take_still(browser, shot, tmp_path)
+    still = (ROOT / film.folder / film.page).parent / f"{film.picture}.png"
     with Image.open(still) as kept:
         assert drawn.size == kept.size
         small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
@@ -78,18 +69,9 @@ def test_a_picture_equals_the_browsers_drawing(
     assert film.columns or mean < 1.5, "draw it again: python -m workshop.watch --stills"
 
 
-def test_exhibits_and_the_servers_page_have_their_pictures() -> None:
-    exhibits = {exhibit.title: exhibit for exhibit in EXHIBITS}
-    pictures = [picture_of(exhibits[title]) for title in SCENES]
-    assert all(picture.name in museum_page.render() for picture in pictures)
-    kept = {path.name for path in PICTURES.glob("*.png") if ".zh" not in path.suffixes}
-    assert kept == {picture.name for picture in pictures}
+def test_the_servers_page_has_its_picture() -> None:
     for ending in LANGUAGES.values():
-        for path in (
-            *(p.with_suffix(ending) for p in pictures),
-            live_still.FOLDER / f"live{ending}",
-        ):
-            assert path.stat().st_size < 150_000
+        assert (live_still.FOLDER / f"live{ending}").stat().st_size < 150_000
         page = ROOT / "common" / "serve" / f"README{ending.removesuffix('.png')}.md"
         assert f"](figures/live{ending})" in page.read_text(encoding="utf-8")
 
@@ -97,7 +79,7 @@ def test_exhibits_and_the_servers_page_have_their_pictures() -> None:
 # -- commands
 
 
-def test_a_film_or_all_with_the_page_that_leads_to_them_are_written_and_opened_if_asked(
+def test_a_film_is_written_and_opened_if_asked(
     tmp_path: Path, shots: dict[int | str, Shot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
@@ -106,11 +88,6 @@ def test_a_film_or_all_with_the_page_that_leads_to_them_are_written_and_opened_i
     out = tmp_path / "deep" / "film.html"
     assert main(["--film", "4", "--out", str(out)]) == 0 and opened == []
     assert "Chapter 4: memory runs out" in out.read_text(encoding="utf-8")
-    assert main(["--films", "--open", "--out", str(tmp_path)]) == 0
-    assert opened == [(tmp_path / "index.html").as_uri()]
-    index = (tmp_path / "index.html").read_text(encoding="utf-8")
-    for chapter in FILMS:
-        assert f'href="film_{chapter}.html"' in index
-        assert (tmp_path / f"film_{chapter}.html").exists()
+    assert main(["--film", "4", "--open", "--out", str(out)]) == 0 and opened == [out.as_uri()]
     with pytest.raises(SystemExit):
         main(["--film", "7"])

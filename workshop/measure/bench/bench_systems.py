@@ -16,9 +16,8 @@ timed. A token counts for its user when its step has ended. Where an answer is s
     chunked                   and chapter 6: long prompts in chunks
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
-    vllm, vllm-eager          vLLM's CPU build, if it is installed: a separate process
 
-The last four serve what is there at the start. All but vLLM read the same weights: the
+The last two serve what is there at the start. All read the same weights: the
 `transformers` model is a second view of our model's memory. The KV memory is that of `Limits`.
 Without pages it holds as many requests as it holds of the longest, with pages as many as fit.
 """
@@ -42,7 +41,6 @@ from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
 from step_record import RecordedScheduler, StepRecord
-from workshop.measure.bench.bench_latency import describe_decode
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import (
     BenchRequest,
@@ -52,7 +50,6 @@ from workshop.measure.bench.bench_work import (
     Served,
     greedy,
 )
-from workshop.measure.bench.vllm_system import vllm
 
 System = Callable[[BenchModels, Limits], AbstractContextManager[Serve]]
 CHUNK = 128  # tokens: about the knee of the curve in chapter 6
@@ -129,8 +126,7 @@ def _drive(
             num_wanted = requests[index].num_outputs - len(token_ids[index])
             token_ids[index] += new_token_ids[:num_wanted]
             token_times[index] += [end] * len(new_token_ids[:num_wanted])
-    details = {"num_steps": len(steps)} | describe_decode(steps)
-    return Served(token_ids, token_times, details, seconds)
+    return Served(token_ids, token_times, {"num_steps": len(steps)}, seconds)
 
 
 def _request_of(index: int, request: BenchRequest) -> Request:
@@ -279,6 +275,4 @@ SYSTEMS: dict[str, System] = {
     "chunked": partial(paged, **_GUESSING, chunked_prefill=CHUNK),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
-    "vllm": partial(vllm, enforce_eager=False),
-    "vllm-eager": partial(vllm, enforce_eager=True),
 }

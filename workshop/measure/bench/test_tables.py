@@ -8,16 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench
+from workshop.measure.bench import bench, bench_table, gpu, ladder_bench
 from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
     ROOT,
-    made_on,
     read_record,
     replace_between_markers,
 )
-from workshop.measure.bench.features import FEATURES, RECORDS
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
@@ -26,12 +24,9 @@ def shown() -> Iterator[tuple[str, str, str]]:
     """Yield each page, the name of a table on it, and the table's text."""
     for driver in (bench.DRIVER, ladder_bench.DRIVER):
         yield from places_of(driver.name, driver.tables(driver.committed))
-    for name, feature in FEATURES.items():
-        record = read_record(RECORDS / f"{name}.json")
-        yield feature.page, name, "\n\n".join([*feature.tables(record), made_on(record)])
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
-    texts = gpu_table.texts_of(records)  # without a record they say so, in two languages
-    yield from ((page, name, texts[name]) for page, name in gpu_table.PAGES.items())
+    texts = gpu.texts_of(records)  # without a record they say so, in two languages
+    yield from ((page, name, texts[name]) for page, name in gpu.PAGES.items())
 
 
 @pytest.mark.parametrize(
@@ -50,7 +45,7 @@ def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
     systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
     lines = bench_table.render(record).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | no manager | | | | | |"
+    assert rows["static"] == "| static | no manager | | | |"
     assert "commit 012345678* with uncommitted changes" in lines[-1]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
-from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines, log_row
 from workshop.practice.source_patch import ROOT
@@ -97,12 +96,11 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
         trap = f"Trap {exhibit.trap}"
     title = words.text("title")
-    picture = shown_in(exhibit, title, is_chinese)
     parts = [f"**{LABELS[part][is_chinese]}** {words.text(part)}" for part in _ON_THE_PAGE]
     return _folded(
         f"bug-{number}",
         f"{number}. {title}",
-        "\n\n".join([f"*{origin} · {trap}*", *parts]) + f"\n{picture}",
+        "\n\n".join([f"*{origin} · {trap}*", *parts]) + "\n",
     )
 
 
