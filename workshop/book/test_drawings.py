@@ -118,9 +118,11 @@ def test_nothing_in_a_drawing_is_in_the_way(end: str, page: Page) -> None:
     """Texts are inside the card and their boxes, nothing runs through them or over them, and they
     stand out from what is under them."""
     faults = {}
-    for path in DRAWINGS:
-        page.goto(path.with_suffix(end).as_uri())
+    for path in (drawing.with_suffix(end) for drawing in DRAWINGS):
+        if not path.exists():  # no Chinese page shows it
+            continue
+        page.goto(path.as_uri())
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
             faults[path.stem, scheme] = page.evaluate(LOOK)
-    assert not {drawing: found for drawing, found in faults.items() if found} and len(faults) > 40
+    assert not {drawing: found for drawing, found in faults.items() if found} and len(faults) > 30
