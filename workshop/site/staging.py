@@ -138,7 +138,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         return f"source:{place}{anchor}"
 
     if name == "index":
-        text = home_page(text, tree.repository, tree.is_chinese)
+        text = home_page(text, tree.repository)
     if has_films:
         text = STILL.sub(film, text)
     text = with_panel(text, tree.is_chinese)

@@ -96,20 +96,6 @@ def render_questions(record: dict[str, Any]) -> str:
     return markdown_table(head, rows) if rows else ""
 
 
-def render_short(record: dict[str, Any]) -> str:
-    """Render every configuration where many users queue: throughput, both waits, and a phrase."""
-    regime = record["regimes"]["many"]
-    head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
-    rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
-    lines = markdown_table(head, rows).splitlines()
-    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is left-aligned
-    return "\n".join(lines) + (
-        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; "
-        f"{_measured(record)} "
-        "[All columns, and few users](workshop/measure/bench/README.md#the-ladder).</sub>"
-    )
-
-
 def render_rows(record: dict[str, Any]) -> dict[str, str]:
     """Render a row for each chapter: its question's work without the chapter and with it, and the
     distance from its floor."""

@@ -9,8 +9,8 @@ lines; the rest of the row, in either language, is written by hand:
     | [`request.py::Request`](01_batching/request.py) | 104 | ... |
     | **together** | **231** | |
 
-These tables are the only list of files to read, and their order. README's map, in both languages,
-and the head of each chapter follow that order, with their own words.
+These tables are the only list of files to read, and their order. The head of each chapter follows
+that order, with its own words.
 
 The minutes are derived, too, from the tasks: for each task, for an evening's tasks together, for
 the evenings from the shortest to the longest, and for all parts of an evening together:
@@ -39,8 +39,6 @@ _ROW = re.compile(
     r"^(?P<front>\| \[`[\w.]+\.py(?:::(?P<symbol>[\w.]+))?`\]\((?P<path>[\w./]+)\) \| )"
     r"(?P<number>[\d,]+)(?= \|)"
 )
-# README: | 2 [paged KV](...) | what you learn | 2.5 | [`small_paging.py`](...), [...](...) | skip |
-_MAP_ROW = re.compile(r"^(\| (\d) \[[^|]+\|[^|]+\|[^|]+\| )[^|]+(?= \|)", re.MULTILINE)
 # A chapter: 1. `small_paging.py`: what it is        and of what the evening does not read: * `...`
 _ITEM = re.compile(r"^(?:\d+\.|\*) `(\w+\.py)`(.*)\n", re.MULTILINE)
 _ITEMS = re.compile(f"(?:{_ITEM.pattern})+", re.MULTILINE)
@@ -114,17 +112,6 @@ def files_of_evenings() -> dict[int, list[str]]:
     return {number: [Path(path).name for path in paths] for number, paths in found}
 
 
-def with_map(text: str) -> str:
-    """Return README with links to the files of its evening in each chapter."""
-    paths = paths_of_evenings()
-
-    def row(match: re.Match[str]) -> str:
-        links = (f"[`{Path(path).name}`]({path})" for path in paths[int(match[2])])
-        return match[1] + ", ".join(links)
-
-    return _MAP_ROW.sub(row, text)
-
-
 def with_head(text: str, first: list[str]) -> str:
     """Return a chapter's page with the numbered files of its evening, then the rest of its root."""
     head, mark, rest = text.partition("\n## 1.")
@@ -147,7 +134,6 @@ def derived() -> Iterator[tuple[Path, str]]:
         if page.is_file():
             yield page, counted(page.read_text(encoding="utf-8"))
     for name in ("README.md", "README.zh.md"):
-        yield ROOT / name, with_map((ROOT / name).read_text(encoding="utf-8"))
         for number, files in files_of_evenings().items():
             (page,) = ROOT.glob(f"0{number}_*/{name}")
             yield page, with_head(page.read_text(encoding="utf-8"), files)

@@ -87,7 +87,7 @@ def commands_of_make() -> list[str]:
     """Return the commands of the Makefile's head and of the pages that a reader types from first,
     in both languages."""
     texts = [(ROOT / "Makefile").read_text(encoding="utf-8").partition("\n\n")[0]]
-    for page in ("README", "COURSE", "workshop/site/pages/FIRST_HOUR"):
+    for page in ("README", "COURSE", "FIRST_HOUR"):
         texts += [path.read_text(encoding="utf-8") for path in ROOT.glob(f"{page}*.md")]
     typed = "\n".join(texts).replace("\\\n", " ")
     return sorted({" ".join(found.split()) for found in COMMAND.findall(typed)})
