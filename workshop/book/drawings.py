@@ -82,7 +82,7 @@ def derived(path: Path, words: Words) -> dict[Path, str]:
             raise ValueError(f"the drawing must have one <style></style>, got {number}")
         twin = path.with_suffix(".zh.svg")
         files = {path: styled}
-        return files | {twin: in_chinese(styled, words)} if _is_shown(twin.name) else files
+        return files | {twin: in_chinese(styled, words)} if is_shown(twin.name) else files
     except ValueError as error:
         raise ValueError(f"{path.relative_to(ROOT)}: {error}") from None
 
@@ -92,7 +92,8 @@ def _chinese_text() -> str:
     return "".join(page.read_text(encoding="utf-8") for page in chinese_pages())
 
 
-def _is_shown(name: str) -> bool:
+def is_shown(name: str) -> bool:
+    """Whether a Chinese page shows the figure."""
     return f"figures/{name}" in _chinese_text()
 
 

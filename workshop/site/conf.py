@@ -11,7 +11,7 @@ from docutils import nodes
 
 ROOT = Path(__file__).parents[2]
 is_chinese = os.environ["BOOK_LANGUAGE"] == "zh"
-repository = os.environ["BOOK_REPOSITORY"]  # "": sources are copied into the site
+repository = os.environ["BOOK_REPOSITORY"]  # "": the site has no links to sources
 commit = os.environ["BOOK_COMMIT"]
 
 project = html_title = "vllm-from-scratch"
@@ -59,7 +59,7 @@ TERM = re.compile(r"^\| (?P<terms>\*\*.*?) \| (?P<meaning>.*?) \|", re.MULTILINE
 def resolve(app, doctree, docname):
     """Turn the addresses `source:`, `film:` and `other:` of staged pages into those of the site."""
     up = "../" * (docname.count("/") + 1)
-    for node in doctree.findall(nodes.reference):
+    for node in list(doctree.findall(nodes.reference)):
         scheme, _, target = node.get("refuri", "").partition(":")
         path, _, anchor = target.partition("#")
         anchor = anchor and f"#{anchor}"
@@ -67,7 +67,7 @@ def resolve(app, doctree, docname):
             kind = "tree" if (ROOT / path).is_dir() else "blob"
             node["refuri"] = f"{repository}/{kind}/{commit}/{path}{anchor}"
         elif scheme == "source":
-            node["refuri"] = f"{up}source/{path}.html{anchor}"
+            node.replace_self(node.children)
         elif scheme == "film":
             node["refuri"] = f"{up}films/film_{path}.html#{'lang=zh' if is_chinese else ''}"
         elif scheme == "other":

@@ -2,14 +2,13 @@
 
     build/book/en/, build/book/zh/      the pages, built by Sphinx, each language with its search
     build/book/films/                   the recorded runs that the pages show
-    build/book/source/                  a copy of each file that a page links to
 
 `--no-films` shows the films' stills instead. `--check` opens the site in a browser afterwards and
-tests it (`check_book.py`); `--pdf` also prints it, one PDF a language. The site makes no request
-to another host, and apart from its search works from `file://`.
+tests it (`check_book.py`). The site makes no request to another host, and apart from its search
+works from `file://`.
 
 If the environment variable `BOOK_REPOSITORY`, else `[project.urls] Repository`, names the
-repository, links to source files go there, at the built commit."""
+repository, links to source files go there, at the built commit; else file names are text."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from workshop.book.path import ROOT
 from workshop.book.repository import site_repository
-from workshop.site import source_pages, staging
+from workshop.site import staging
 from workshop.site.page_tree import LANGUAGES, git
 
 HERE = Path(__file__).parent
@@ -81,15 +80,12 @@ def build(has_films: bool) -> None:
 
 def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
     repository, commit = site_repository(), git("rev-parse", "HEAD").strip()
-    sources, commands = source_pages.Sources(), []
+    commands = []
     for language in LANGUAGES:
         tree = staging.stage(folder / language, language == "zh", has_films, repository)
-        sources.add(tree, language)
         command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
         command += ["-c", str(HERE), "-d", str(folder / f"{language}.doctrees")]
         commands.append([*command, str(tree.folder), str(site / language)])
-    if not repository:
-        sources.write(site / "source")
     settings = {**os.environ, "BOOK_REPOSITORY": repository, "BOOK_COMMIT": commit}
     runs = [
         subprocess.Popen(
@@ -122,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--no-films", action="store_true", help="stills in place of the films")
     parser.add_argument("--check", action="store_true", help="test the built site in a browser")
-    parser.add_argument("--pdf", action="store_true", help="print the book, a PDF a language")
     options = parser.parse_args(arguments)
     if sys.version_info < (3, 11) or find_spec("sphinx") is None:
         raise SystemExit(
@@ -138,10 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{OUT / 'index.html'}: {num_pages} pages in {time.monotonic() - start:.0f} s. To search, "
         f"serve it: python -m http.server -d {OUT.relative_to(ROOT)}"
     )
-    if options.pdf:
-        from workshop.site.print_book import print_book
-
-        print_book(OUT)
     if options.check:
         command = [sys.executable, "-m", "pytest", "-q", str(HERE / "check_book.py")]
         environment = {**os.environ, "VLLM_FS_REQUIRE_ALL": "1"}  # else they would be skipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from workshop.book.path import ROOT
@@ -51,8 +51,7 @@ class Tree:
     is_chinese: bool
     pages: dict[str, Path]
     english: frozenset[str]
-    repository: str = ""  # the address where sources are; "": in the site
-    sources: dict[str, set[str]] = field(default_factory=dict)  # linked files -> pages
+    repository: str = ""  # the address where sources are; "": nowhere, so that they have no links
 
 
 def git(*arguments: str) -> str:

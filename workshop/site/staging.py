@@ -6,8 +6,8 @@ A page keeps its place, except that a `README.md` becomes the `index.md` of its 
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
 is listed in a group of its own. Links to pages stay relative; those to other files of the
 repository, and file names in code, become `source:PATH#LINE`, which `conf.py` resolves. The site
-adds to a page at marked places: a film's still becomes the film, the ladder's picture a panel,
-`<!-- calculator: kv -->` a calculator, and a quotation gets a link to its lines."""
+adds to a page at marked places: a film's still becomes the film, `<!-- calculator: kv -->` a
+calculator, and a quotation gets a link to its lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line, with_lines
-from workshop.site.ladder_panel import with_panel
 from workshop.site.page_tree import Tree, find_pages, home_page, nothing_remote, page_name, toctrees
 
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -92,16 +91,14 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         if found is None:
             return match[0]
         source, line = found
-        place = str(source.relative_to(ROOT))
-        tree.sources.setdefault(place, set()).add(name)
+        place = source.relative_to(ROOT)
         return f"{match[0]}\n\n{{.lines}}\n[{source.name}:{line}](source:{place}#L{line})\n"
 
     def named_file(match: re.Match[str]) -> str:
         try:
-            place = str(find_file(match["path"], home).resolve().relative_to(ROOT))
+            place = find_file(match["path"], home).resolve().relative_to(ROOT)
         except KeyError:
             return match[0]
-        tree.sources.setdefault(place, set()).add(name)
         return f"[{match[0]}](source:{place})"
 
     def code_with_link(code: str) -> str:
@@ -134,14 +131,12 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(target, copy)
             return f"{up}{place}"
-        tree.sources.setdefault(str(place), set()).add(name)
         return f"source:{place}{anchor}"
 
     if name == "index":
         text = home_page(text, tree.repository)
     if has_films:
         text = STILL.sub(film, text)
-    text = with_panel(text, tree.is_chinese)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)
     text = with_lines(text, home)
     text = BLOCK.sub(quotation, FILE_NAME.sub("", SWITCH.sub("", text, count=1)))

@@ -1,29 +1,24 @@
-"""The filter of the museum, the list of the tickets and the ladder's panel, in a browser. The pages
+"""The filter of the museum and the list of the tickets, in a browser. The pages
 are those of the repository, rendered by markdown-it, with sections as Sphinx makes them."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from markdown_it import MarkdownIt
 
 from workshop.book.path import ROOT
-from workshop.site.ladder_panel import with_panel
 from workshop.watch.conftest import OpenPage
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 STATIC = Path(__file__).parent / "static"
-RECORD = ROOT / "workshop/measure/bench/records/ladder.json"
 PAGE = """<!doctype html><html lang="{language}"><meta charset="utf-8">
 <style>{css}</style><script>{script}</script><body>{body}</body></html>"""
-NUMBERS = ("output_tokens_per_s", "ttft_ms_p50", "inter_token_ms_p99")
 
 
 @pytest.fixture
@@ -32,7 +27,7 @@ def show(open_page: OpenPage, tmp_path: Path) -> Any:
 
     def _show(name: str, language: str = "en", at: str = "") -> Page:
         suffix = ".zh.md" if language == "zh" else ".md"
-        text = with_panel((ROOT / f"{name}{suffix}").read_text("utf-8"), language == "zh")
+        text = (ROOT / f"{name}{suffix}").read_text("utf-8")
         rendered = MarkdownIt().enable("table").render(text)
         rendered = re.sub(r"<img[^>]*>", "", rendered).replace("'", "’")
         head, *parts = rendered.split("<h2>")
@@ -45,9 +40,6 @@ def show(open_page: OpenPage, tmp_path: Path) -> Any:
         return open_page(path, language=language, at=at)
 
     return _show
-
-
-# -- museum
 
 
 def found(page: Page, words: str) -> set[str]:
@@ -88,46 +80,3 @@ def test_the_filter_says_how_many_and_chooses_an_engine(show: Any) -> None:
     page.select_option(".museum-filter select", index=0)
     assert found(page, "nano-vllm 准入") == {"bug-1"}
     assert " 个 bug 中的 1 个" in page.inner_text(".museum-filter output")
-
-
-# -- ladder
-
-
-def record(workload: str = "many") -> list[dict[str, Any]]:
-    return list(json.loads(RECORD.read_text("utf-8"))["regimes"][workload]["rungs"].values())
-
-
-def medians(config: dict[str, Any]) -> list[float]:
-    return [median(run[name] for run in config["runs"]) for name in NUMBERS]
-
-
-def open_ladder(show: Any, language: str = "en") -> Page:
-    return show("workshop/measure/bench/README", language)
-
-
-def rows(page: Page) -> dict[str, list[float]]:
-    """The numbers of each row, by its title."""
-    read = page.locator(".ladder tbody tr").evaluate_all(
-        "rows => rows.map(row => [...row.querySelectorAll('th, b')].map(e => e.textContent))"
-    )
-    return {title: [float(cell.replace(",", "")) for cell in cells] for title, *cells in read}
-
-
-@pytest.mark.parametrize("workload", ["many", "few"])
-def test_every_number_of_the_ladder_is_in_its_record(show: Any, workload: str) -> None:
-    page = open_ladder(show)
-    page.locator(".ladder select").first.select_option(index=["many", "few"].index(workload))
-    shown, configs = rows(page), record(workload)
-    assert list(shown) == [config["title"] for config in configs]
-    highest = [max(run[name] for config in configs for run in config["runs"]) for name in NUMBERS]
-    places = "all => all.map(e => [e.style.left || '0', e.style.width].map(parseFloat))"
-    bars = page.locator(".ladder-bar").evaluate_all(places)
-    for config, cells in zip(configs, shown.values(), strict=True):
-        assert len(cells) == 3
-        for i, (cell, value) in enumerate(zip(cells, medians(config), strict=True)):
-            assert abs(cell - value) <= (0.05 if value < 100 else 0.5)
-            assert any(run[NUMBERS[i]] == value for run in config["runs"])
-            assert bars.pop(0) == pytest.approx([0, 100 * value / highest[i]], rel=1e-3)
-    title = configs[0]["title"]
-    page.get_by_label(title, exact=True).uncheck()
-    assert list(rows(page)) == [config["title"] for config in configs[1:]]

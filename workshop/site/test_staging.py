@@ -36,7 +36,6 @@ def test_every_link_of_a_staged_page_leads_somewhere(tree: Tree) -> None:
             num_links += 1
             assert (path.parent / match["path"]).resolve().is_file(), f"{name}: {match[0]}"
     assert num_links > 200
-    assert not [s for s in tree.sources if s.endswith((".md", ".ipynb"))]
 
 
 def test_the_sidebar_has_every_page_once(tree: Tree) -> None:
@@ -98,8 +97,6 @@ REWRITTEN = [  # page, text, as staged
 def test_links_are_those_of_the_site(tree: Tree) -> None:
     for name, text, expected in REWRITTEN:
         assert staged(text, name, tree.pages[name], tree, True) == expected
-    assert "CONTRIBUTING" in tree.sources["Makefile"]
-    assert {f"{CHAPTER}index", "common/index"} <= tree.sources["common/llm.py"]
     # a heading of a page in the other language is looked up there
     text = "[x](README.md#the-map) [y](README.md) [GLOSSARY.zh.md](GLOSSARY.zh.md#a)"
     there, glossary = "index.md#the-map", "other:GLOSSARY#a"

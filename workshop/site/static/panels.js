@@ -1,6 +1,5 @@
-// What the site adds to three pages: a filter above the museum's entries, a list of the tickets, and
-// the ladder as a figure whose rows can be hidden and two compared. An address such as #bug-12 opens
-// what is folded there.
+// What the site adds to two pages: a filter above the museum's entries and a list of the tickets. An
+// address such as #bug-12 opens what is folded there.
 "use strict";
 (() => {
   const isChinese = document.documentElement.lang.startsWith("zh");
@@ -97,68 +96,9 @@
     document.querySelector("h1 ~ section, h2").before(make("ol", {class: "tickets"}, ...links));
   }
 
-  // -- ladder
-
-  const format = (number, digits) => number.toLocaleString("en-US", {maximumFractionDigits: digits});
-  const shown = (number) => format(number, number < 100 ? 1 : 0);
-  const COLUMNS = [
-    {name: say("throughput", "吞吐"), unit: "tok/s", best: say("more is better", "越多越好")},
-    {name: say("time to first token (p50)", "首 token 延迟（p50）"), unit: "ms", best: say("less is better", "越少越好")},
-    {name: say("inter-token latency (p99)", "token 间延迟（p99）"), unit: "ms", best: say("less is better", "越少越好")},
-  ];
-
-  // "throughput rises to 5.1 times (95 → 486 tok/s)", from the medians.
-  function change({name, unit}, before, after) {
-    const ratio = after / before, percent = 100 * ratio;
-    const times = format(ratio, ratio < 2 ? 2 : ratio < 10 ? 1 : 0);
-    const rest = format(percent, percent < 10 ? 1 : 0);
-    const words = ratio === 1 ? say("stays the same", "不变")
-      : ratio > 1 ? say(`rises to ${times} times`, `升到 ${times} 倍`) : say(`falls to ${rest}%`, `降到 ${rest}%`);
-    return make("li", {}, `${name}${say(" ", "")}`, make("strong", {}, words),
-      say(` (${shown(before)} → ${shown(after)} ${unit})`, `（${shown(before)} → ${shown(after)} ${unit}）`));
-  }
-
-  function ladder(host) {
-    const workloads = JSON.parse(host.dataset.ladder), titles = workloads[0].rows.map((row) => row.title);
-    const boxes = titles.map(() => make("input", {type: "checkbox", checked: ""}));
-    const body = make("tbody"), ratios = make("ul", {"aria-live": "polite"});
-    const [workload, work] = choice(say("Workload", "负载"), workloads.map((one) => one.title), 0, draw);
-    const [from, before] = choice(say("From", "从"), titles, 0, draw);
-    const [to, after] = choice(say("to", "到"), titles, titles.length - 1, draw);
-    boxes.forEach((box) => box.addEventListener("change", draw));
-
-    const cell = ([low, middle, high], most) => {
-      const share = (number) => `${(100 * number) / most}%`;
-      return make("td", {}, make("div", {},
-        make("i", {class: "ladder-bar", style: `width: ${share(middle)}`}),
-        make("i", {class: "ladder-range", style: `left: ${share(low)}; width: ${share(high - low)}`}),
-        make("b", {style: `left: ${share(high)}`}, shown(middle))));
-    };
-    function draw() {
-      const rows = workloads[work.selectedIndex].rows, visible = rows.filter((_, i) => boxes[i].checked);
-      const most = COLUMNS.map((_, i) => Math.max(...visible.map((row) => row.numbers[i][2])));
-      body.replaceChildren(...visible.map((row) =>
-        make("tr", {class: row.isChapter ? "is-chapter" : ""}, make("th", {scope: "row"}, row.title),
-          ...row.numbers.map((numbers, i) => cell(numbers, most[i])))));
-      const [one, other] = [rows[before.selectedIndex], rows[after.selectedIndex]];
-      ratios.replaceChildren(...COLUMNS.map((column, i) => change(column, one.numbers[i][1], other.numbers[i][1])));
-    }
-    draw();
-    const head = COLUMNS.map(({name, unit, best}) => make("th", {scope: "col"}, name, make("small", {}, `${unit}, ${best}`)));
-    host.replaceChildren(
-      make("p", {}, workload),
-      make("fieldset", {}, make("legend", {}, say("Show", "显示")),
-        ...boxes.map((box, i) => make("label", {}, box, ` ${titles[i]}`))),
-      make("table", {}, make("thead", {}, make("tr", {}, make("td"), ...head)), body),
-      make("small", {}, say("A bar is the median of the runs; the thin line goes from the lowest to the highest.",
-        "条是各次运行的中位数，细线从最低的一次到最高的一次。")),
-      make("p", {class: "ladder-pair"}, from, to), ratios);
-  }
-
   addEventListener("DOMContentLoaded", () => {
     museum();
     tickets();
-    document.querySelectorAll(".ladder[data-ladder]").forEach(ladder);
     openTarget();
   });
   addEventListener("hashchange", openTarget);
