@@ -32,9 +32,8 @@ SIDEBAR: dict[tuple[str, str], tuple[str, ...]] = {
     ("The engine", "引擎"): ("common/index",),
     ("Practice", "练习"): ("MUSEUM", "INCIDENTS"),
     ("Workshop", "工具"): (
+        "workshop/index",
         "workshop/measure/bench/index",
-        "workshop/measure/index",
-        "workshop/watch/index",
         "CONTRIBUTING",
         "CHANGELOG",
     ),
