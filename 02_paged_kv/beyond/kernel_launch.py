@@ -80,8 +80,8 @@ class Launch:
 
 
 class DecodeTuning(NamedTuple):
-    """Constants of decode attention that depend on the GPU: any setting is correct, and `make gpu
-    ARGS=tune` times some. A backend has one as its attribute `tuning`."""
+    """Constants of decode attention that depend on the GPU: any setting is correct. A backend has
+    one as its attribute `tuning`."""
 
     split_keys: int = 256  # keys per split; with fewer, merging costs more than it gains
     tile_keys: int | None = None  # keys per tile; None: by head_dim and dtype, as are warps

@@ -61,7 +61,7 @@ _TABLES = {
     "workshop/measure/bench/": (
         ("workshop.bench", "--write-readme"),
         ("workshop.ladder", "--write-readme"),
-        ("workshop.bench.gpu_table", "--write-readme"),
+        ("workshop.bench.gpu", "pages"),
         ("workshop.bench.features", "--tables"),
     ),
 }
@@ -88,8 +88,8 @@ def renew_pages() -> Iterator[str]:
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models_page.PAGE, models_page.render())
-    for page, text in reading.derived():
-        _write(page, text)
+    for page in reading.PAGES:
+        _write(page, reading.counted(page.read_text(encoding="utf-8")))
     words = figure_words.Words()
     for drawing in drawings.drawings():
         try:

@@ -1,30 +1,13 @@
 """Chapter 2's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    paged_kv          counts KV memory without a model
-    compile_border    the model size from which compiling pays: the whole engine, both ways
-    threads           the model size from which a second thread pays
-
 The counts depend on lengths alone, those of functions of Python's standard library, so a scripted
-runner replaces the model. Calls that do the same work are made in turn, and every repeat is kept.
-
-`COMPILE_FROM_PARAMETERS` and `THREADS_FROM_PARAMETERS` in `common/engine_config.py` are chosen from
-the last two parts. Compiling costs time at every start, also when the machine code is on the disk
-already. The longer start is paid back after this many output tokens:
-
-    start_s / (seconds a token, plain - seconds a token, compiled)
-
-`threads` serves one request at a time and 16 together, on a quiet machine and next to a process
-that keeps one core busy.
+runner replaces the model.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,22 +16,16 @@ import torch
 from matplotlib.figure import Figure
 
 from block_pool import Block, BlockPool
-from common.engine import LLMEngine
-from common.models.model_config import ModelConfig
 from engine_core import EngineCore
 from kv_cache_manager import KVCacheManager
 from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
 from workshop.book.palette import DECODE, WASTE, add_key
-from workshop.measure.bench.bench_models import choose_dtype
 from workshop.measure.bench.bench_record import read_record, table_of
 from workshop.measure.bench.bench_table import times_the_floor
-from workshop.measure.bench.bench_work import BenchRequest, Limits, greedy, make_requests
-from workshop.measure.bench.random_weights import random_model, shape_of
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.plot_batching import BENCH_RECORD, stdlib_functions
-from workshop.measure.rounds import run_in_turn
 
 SEED = 0
 NUM_REQUESTS = 256
@@ -227,119 +204,6 @@ def measure_paged_kv(measurement: Measurement) -> dict:
     }
 
 
-# -- the whole engine, compiled or not, with one thread or two
-
-# layers, hidden, inner, heads, KV heads, head dim, vocabulary; the middle ones are of common shapes
-SHAPES = {
-    "8 layers of 256": (8, 256, 768, 4, 2, 64, 4096),
-    "12 layers of 384": (12, 384, 1152, 6, 2, 64, 8192),
-    "30 layers of 576": (30, 576, 1536, 9, 3, 64, 49152),
-    "32 layers of 960": (32, 960, 2560, 15, 5, 64, 49152),
-    "28 layers of 1024": (28, 1024, 3072, 16, 8, 128, 151936),
-}
-TINY_SHAPES = {"2 layers of 64": (2, 64, 96, 2, 1, 32, 89)}
-PROMPT_LENS, OUTPUT_LENS = (32, 256), (16, 32)
-MODES = {"plain": False, "compiled": True}
-# The part `threads`.
-THREAD_SIZES = ("8 layers of 256", "12 layers of 384", "30 layers of 576")
-NUM_TOGETHER, NUM_THREADS = (1, 16), (1, 2)
-SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS = (8, 16), (6, 10)
-
-
-def make_engine(
-    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, longest: int, is_compiled: bool
-) -> tuple[LLMEngine, float]:
-    """Return an engine with separate weights, and the seconds to make it without them."""
-    loaded, limits = random_model(config, 0, dtype), Limits(max_num_seqs, longest=longest)
-    start = time.perf_counter()
-    engine = LLMEngine(limits.engine_config(compile=is_compiled), loaded=loaded)
-    return engine, time.perf_counter() - start
-
-
-def serve_engine(engine: LLMEngine, requests: list[BenchRequest]) -> float:
-    params = [greedy(request.max_tokens) for request in requests]
-    start = time.perf_counter()
-    engine.generate_batch([request.prompt_token_ids for request in requests], params)
-    return round(time.perf_counter() - start, 4)
-
-
-def plain_and_compiled(
-    config: ModelConfig, dtype: torch.dtype, num_seqs: int, repeats: int
-) -> dict[str, Any]:
-    requests = make_requests(num_seqs, PROMPT_LENS, OUTPUT_LENS, config.vocab_size, seed=0)
-    longest, engines, start_s = PROMPT_LENS[1] + OUTPUT_LENS[1], {}, {}
-    for name, is_compiled in MODES.items():
-        settings = config, dtype, num_seqs, longest, is_compiled
-        make_engine(*settings)  # puts its files on the disk
-        engines[name], start_s[name] = make_engine(*settings)
-        serve_engine(engines[name], requests[:2])
-    return {
-        "num_parameters": engines["plain"].num_parameters,
-        "num_output_tokens": sum(request.max_tokens for request in requests),
-        "start_s": {name: round(value, 3) for name, value in start_s.items()},
-        "seconds": run_in_turn(engines, lambda n: serve_engine(engines[n], requests), repeats, 0),
-    }
-
-
-def measure_border(measurement: Measurement) -> dict:
-    dtype, shapes = choose_dtype("auto"), measurement.of(TINY_SHAPES, SHAPES)
-    torch.set_num_threads(2)
-    repeats, num_seqs = measurement.of((1, 2), (3, 32))
-    sizes = {
-        name: plain_and_compiled(shape_of(*shape), dtype, num_seqs, repeats)
-        for name, shape in shapes.items()
-    }
-    config = {
-        "threads": 2, "repeats": repeats, "seed": 0,
-        "dtype": str(dtype).removeprefix("torch."), "num_requests": num_seqs,
-        "prompt_lens": PROMPT_LENS, "output_lens": OUTPUT_LENS,
-    }  # fmt: skip
-    return {"config": config, "sizes": sizes}
-
-
-def measure_threads(measurement: Measurement) -> dict:
-    dtype, repeats = choose_dtype("auto"), measurement.of(1, 3)
-    shapes = measurement.of(TINY_SHAPES, {name: SHAPES[name] for name in THREAD_SIZES})
-    config = {
-        "compile": False, "seed": 0, "dtype": str(dtype).removeprefix("torch."),
-        "prompt_lens": SHORT_PROMPT_LENS, "output_lens": SHORT_OUTPUT_LENS,
-    }  # fmt: skip
-    sizes = {name: threads_of(shape_of(*s), dtype, repeats) for name, s in shapes.items()}
-    return {"config": config, "sizes": sizes}
-
-
-def threads_of(config: ModelConfig, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Return seconds of the same requests with each number of threads."""
-    longest = SHORT_PROMPT_LENS[1] + SHORT_OUTPUT_LENS[1]
-    engine, _ = make_engine(config, dtype, 32, longest, is_compiled=False)
-    runs = {}
-    for n in NUM_TOGETHER:
-        lens = SHORT_PROMPT_LENS, SHORT_OUTPUT_LENS
-        requests = make_requests(n, *lens, config.vocab_size, seed=0)
-        serve_engine(engine, requests)
-
-        def run(number: str, requests: list[BenchRequest] = requests) -> float:
-            torch.set_num_threads(int(number))
-            return serve_engine(engine, requests)
-
-        num_tokens = sum(request.max_tokens for request in requests)
-        for name in ("quiet", "busy"):
-            with keep_a_core_busy() if name == "busy" else nullcontext():
-                seconds = run_in_turn(map(str, NUM_THREADS), run, repeats, 0)
-            runs[f"{n} together, {name}"] = {"num_output_tokens": num_tokens, "seconds": seconds}
-    engine.close()
-    return {"num_parameters": engine.num_parameters, "runs": runs}
-
-
-@contextmanager
-def keep_a_core_busy() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
-
-
 # -- figures
 
 
@@ -451,56 +315,12 @@ def _on_demand(counted: dict) -> dict:
     return next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
 
 
-def _by_model(record: dict) -> dict[str, dict]:
-    sizes = record["sizes"].items()
-    return {f"{name}, {size['num_parameters'] / 1e6:,.0f} M": size for name, size in sizes}
-
-
-def tables_of_border(record: dict) -> dict[str, str]:
-    def speed(mode: str) -> Callable[[dict], str]:
-        return lambda s: f"{s['num_output_tokens'] / statistics.median(s['seconds'][mode]):,.0f}"
-
-    def longer_start(size: dict) -> float:
-        return size["start_s"]["compiled"] - size["start_s"]["plain"]
-
-    def tokens_to_win_back(size: dict) -> str:
-        plain, compiled = (statistics.median(size["seconds"][mode]) for mode in MODES)
-        saved = (plain - compiled) / size["num_output_tokens"]
-        return f"{longer_start(size) / saved:,.0f}" if saved > 0 else "never"
-
-    columns = {
-        "plain tok/s": speed("plain"),
-        "compiled tok/s": speed("compiled"),
-        "longer start, s": lambda size: f"{longer_start(size):.1f}",
-        "won back after, tokens": tokens_to_win_back,
-    }
-    return {"compile_border": table("model", _by_model(record), columns)}
-
-
-def tables_of_threads(record: dict) -> dict[str, str]:
-    """Return output tokens a second with one thread, then with two; medians."""
-
-    def cell(size: dict, title: str) -> str:
-        run = size["runs"][title]
-        medians = map(statistics.median, run["seconds"].values())
-        return " → ".join(f"{run['num_output_tokens'] / s:,.1f}" for s in medians)
-
-    models = _by_model(record)
-    columns = {
-        title: lambda size, title=title: cell(size, title)
-        for title in next(iter(models.values()))["runs"]
-    }
-    return {"threads": table("model", models, columns)}
-
-
 PARTS = {
     "paged_kv": Part(
         measure_paged_kv,
         {"memory_map": draw_memory_map},
         tables,
     ),
-    "compile_border": Part(measure_border, tables=tables_of_border, clock="wall"),
-    "threads": Part(measure_threads, tables=tables_of_threads, clock="wall"),
 }
 
 

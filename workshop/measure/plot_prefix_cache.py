@@ -1,9 +1,6 @@
 """Chapter 3's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
     engine    time to first token in the whole engine: none, hash chain and radix tree in turn
-    loss      the cost where nothing is shared
-    store     one block written to and read from Mooncake, in two processes
-    groups    what windows save, counted without a model: the tables of `beyond/GROUPS.md`
     trace     `--trace FILE`: a trace in Mooncake's format through both caches, counted
 
 Engines share one set of weights. A request is served by each of them before the next one comes, one
@@ -19,10 +16,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,17 +27,12 @@ import torch
 from matplotlib.figure import Figure
 
 from block_pool import BlockPool
-from cached_grouped_memory import CachedGroupedMemory
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.loader import LoadedModel, load_model
-from grouped_kv_memory import max_blocks
-from kv_memory import NotReady
 from kv_slots import PREFIX_CACHES
 from prefix_cache import PrefixCache
-from request import Request
 from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
-from workshop.measure.bench.bench_record import percentiles
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.prefix_workloads import (
@@ -72,18 +63,6 @@ def no_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def with_answers(
-    requests: Sequence[PlannedRequest], vocab_size: int
-) -> Iterator[tuple[PlannedRequest, list[int], list[int]]]:
-    """Yield each request with its prompt and an answer, which later prompts contain."""
-    source, answers = random.Random(5), {}
-    for request in requests:
-        prompt = request.prompt(answers)
-        answer = source.choices(range(vocab_size), k=request.output_len)
-        answers[request.request_id] = answer
-        yield request, prompt, answer
 
 
 # -- the whole engine, with the shipped checkpoint
@@ -221,32 +200,6 @@ def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence
     return times
 
 
-# -- the price where nothing is shared
-
-
-def measure_loss(measurement: Measurement) -> dict:
-    """Processor time of unique prompts, each served by all engines in turn. The memory holds three
-    of them, so a cache also evicts at every request."""
-    loaded, num_prompts = load(), measurement.of(4, 80)
-    num_blocks = 3 * (UNIQUE_LEN + UNIQUE_OUTPUT_LEN) // BLOCK_SIZE + 1
-    engines = make_engines(loaded, num_blocks)
-    sessions = PrefixWorkload(ENGINE_VOCAB_SIZE, seed=29).unique_prompts(
-        num_prompts + 4, UNIQUE_LEN, UNIQUE_OUTPUT_LEN
-    )
-    first, whole = ({name: [] for name in engines} for _ in range(2))
-    with no_collection():
-        for place, (request,) in enumerate(sessions):
-            for name in rotated(engines, place):
-                prompt = request.prompt({})
-                served = serve(engines[name], request.request_id, prompt, request.output_len)
-                assert served.num_computed == len(prompt), "the cache hit a unique prompt"
-                if place >= 4:  # by then the memory is full
-                    first[name].append(round(served.first_cpu_ms, 3))
-                    whole[name].append(round(served.cpu_ms, 3))
-    config = {"prompt_len": UNIQUE_LEN, "output_len": UNIQUE_OUTPUT_LEN}
-    return {"config": describe(loaded) | config, "first_token_ms": first, "whole_ms": whole}
-
-
 def describe(loaded: LoadedModel) -> dict:
     return {
         "model": "common/checkpoints/tiny",
@@ -264,113 +217,6 @@ def measure_engine(measurement: Measurement) -> dict:
         **measure_families(loaded, repeats, scale=measurement.of(1, 3)),
         "shared_ms": measure_shared_lens(loaded, repeats, shared_lens),
     }
-
-
-# -- the real store
-
-
-def _times_ms(call: Callable[[int], object], repeats: int) -> list[float]:
-    times_ms = []
-    for index in range(-2, repeats):  # two to warm up
-        start = time.perf_counter()
-        assert call(index)
-        times_ms.append((time.perf_counter() - start) * 1e3)
-    return times_ms[2:]
-
-
-def measure_store(measurement: Measurement) -> dict:
-    """Return milliseconds of each repeat, by operation. `put` and `get` are the store's calls and a
-    hop to the client's process; `publish` and `fetch` are those of a connector, checksum included.
-    The process that publishes lends all memory."""
-    from kv_store import make_record, open_record
-    from mooncake_master import MooncakeMaster
-    from mooncake_pool import MooncakePool
-
-    kv_nbytes, repeats = 1_000_000, measurement.of(3, 50)
-    kv_data = [os.urandom(kv_nbytes) for _ in range(4)]
-    tokens = tuple(range(BLOCK_SIZE))
-    links = {i: (i.to_bytes(32, "big", signed=True), tokens) for i in range(-2, repeats)}
-    segment_nbytes = 3 * (repeats + 2) * (kv_nbytes + 4096) + (64 << 20)
-    with MooncakeMaster() as master:
-        near = MooncakePool(master.address, segment_nbytes)
-        far = MooncakePool(master.address, segment_nbytes=0)
-        put, get = near._client.put, far._client.get
-        operations = {
-            "put": lambda i: put(f"raw {i}", kv_data[i % 4]),
-            "get": lambda i: get(f"raw {i}") == kv_data[i % 4],
-            "publish": lambda i: near.put(links[i], make_record(links[i], kv_data[i % 4])),
-            "fetch": lambda i: open_record(next(far.get([links[i]])), links[i]) == kv_data[i % 4],
-            "query": lambda i: far.has([links[i]]),
-        }
-        times = {name: _times_ms(call, repeats) for name, call in operations.items()}
-        near.close()
-        far.close()
-    return {"config": {"kv_nbytes": kv_nbytes}, "ms": times}
-
-
-# -- windows: six groups of layers, as Gemma 3's, in the same memory as without windows
-
-STEP, WINDOW, GROUPS_VOCAB_SIZE = 2_048, 1_024, 50_000
-WINDOWS: dict[str, list[int | None]] = {
-    "everything": [None] * 6,
-    "5 of 6 a window": [None, *[WINDOW] * 5],
-}
-LENGTHS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
-CAPACITIES = (8_000, 12_000, 16_000, 24_000, 32_000, 48_000, 64_000, 96_000)  # tokens, all layers
-
-
-def conversations(scale: int) -> list[PlannedRequest]:
-    workload = PrefixWorkload(GROUPS_VOCAB_SIZE, seed=3)
-    sessions = [
-        *workload.chats(4 * scale, 5, first_len=1_500, user_len=300, output_len=300),
-        *workload.shared_system_prompts(scale, 10, 3_000, 200, 100),
-        *workload.unique_prompts(4 * scale, 2_000, 100),
-    ]
-    return workload.arrive(sessions)
-
-
-def serve_windows(
-    windows: Sequence[int | None], capacity: int, requests: list[PlannedRequest]
-) -> float:
-    """Serve the requests one after the other, prompts in steps of 2,048. Returns the share of
-    prompt tokens that is found, in memory for `capacity` tokens of all layers."""
-    pool = BlockPool(1 + len(windows) * capacity // BLOCK_SIZE)
-    memory = CachedGroupedMemory(pool, BLOCK_SIZE, windows, STEP)
-    for planned, prompt, answer in with_answers(requests, GROUPS_VOCAB_SIZE):
-        request = Request.from_tokens(planned.request_id, prompt, planned.output_len)
-        found = memory.get_computed_blocks(request)
-        assert not isinstance(found, NotReady)
-        end = found.num_tokens
-        for token in [None, *answer]:
-            if token is not None:
-                request.output_token_ids.append(token)
-                request.all_token_ids.append(token)
-            while end < request.num_tokens:
-                num_new = min(STEP, request.num_tokens - end)
-                has_room = memory.allocate_slots(request, num_new, 0, found)
-                assert has_room, "the KV cache must fit one request"
-                end, found = end + num_new, None
-                request.num_computed_tokens = end
-                memory.cache_blocks(request, end)
-        memory.free(request)
-    return memory.cache.stats.hit_rate
-
-
-def measure_groups(measurement: Measurement) -> dict:
-    requests = conversations(measurement.of(1, 3))
-    capacities = measurement.of(CAPACITIES[-1:], CAPACITIES)
-    limit = serve_windows([None], 10**6, requests)
-    held = {
-        kind: [max_blocks(n, BLOCK_SIZE, windows, 1) for n in LENGTHS]
-        for kind, windows in WINDOWS.items()
-    }
-    found = {
-        kind: [serve_windows(w, n, requests) for n in capacities] for kind, w in WINDOWS.items()
-    }
-    config = {"block_size": BLOCK_SIZE, "window": WINDOW, "step": STEP}
-    config["num_requests"] = len(requests)
-    record = {"lengths": LENGTHS, "held": held, "capacities": capacities, "found": found}
-    return {"config": config, **record, "limit": limit}
 
 
 # -- a published trace
@@ -455,39 +301,6 @@ def tables_of_engine(record: dict) -> dict[str, str]:
     return {"families": table("requests", rows, columns)}
 
 
-def tables_of_loss(record: dict) -> dict[str, str]:
-    """Compare each request with itself in the engine without a cache."""
-
-    def quarters(part: str) -> Callable[[str], str]:
-        def cell(name: str) -> str:
-            times = zip(record[part][name], record[part]["off"], strict=True)
-            found = percentiles([a / b for a, b in times], [50, 25, 75])
-            return "{:+.1f} % ({:+.1f} - {:+.1f})".format(*(100 * (x - 1) for x in found))
-
-        return cell
-
-    columns = {
-        "to the first token": quarters("first_token_ms"),
-        "whole request": quarters("whole_ms"),
-    }
-    caches = {NAMES[name]: name for name in CACHES}
-    return {"loss": table("no prefix shared, processor time", caches, columns)}
-
-
-def tables_of_store(record: dict) -> dict[str, str]:
-    head = f"{record['config']['kv_nbytes'] / 1e6:.0f} MB, two processes, loopback TCP"
-    return {"store": table(head, record["ms"], {"ms": lambda times: _spread(times, 2)})}
-
-
-def tables_of_groups(record: dict) -> dict[str, str]:
-    rows = {f"{n:,}": i for i, n in enumerate(record["capacities"])}
-    columns = {
-        f"found, %, layers see {kind}": lambda i, kind=kind: f"{100 * record['found'][kind][i]:.1f}"
-        for kind in WINDOWS
-    }
-    return {"groups": table("memory, tokens in all layers", rows, columns)}
-
-
 # -- figures
 
 COLORS = {"off": BASELINE, "hash": CACHED, "radix": shade(CACHED, 0.45)}
@@ -534,38 +347,8 @@ def draw_shared(record: dict) -> Figure:
     return figure
 
 
-def draw_groups(record: dict) -> Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-    for kind, color in zip(WINDOWS, (BASELINE, CACHED)):
-        left.plot(record["lengths"], record["held"][kind], color=color, marker="o", label=kind)
-        rates = [100 * rate for rate in record["found"][kind]]
-        right.plot(record["capacities"], rates, color=color, marker="o")
-    left.set(
-        title="A request holds",
-        xlabel="tokens of a request that decodes",
-        ylabel="blocks, in all six groups",
-        xscale="log",
-        yscale="log",
-    )
-    right.axhline(100 * record["limit"], color=BASELINE, linestyle=":")
-    right.set(
-        title="A cache of that size finds",
-        xlabel="memory, as tokens in all layers",
-        ylabel="prompt tokens found, %",
-        xscale="log",
-        ylim=0,
-    )
-    left.legend(loc="upper left", title="layers see")
-    for axis in (left, right):
-        axis.grid()
-    return figure
-
-
 PARTS = {
     "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
-    "loss": Part(measure_loss, tables=tables_of_loss, clock="processor time"),
-    "store": Part(measure_store, tables=tables_of_store, clock="time.perf_counter"),
-    "groups": Part(measure_groups, {"groups": draw_groups}, tables_of_groups),
     "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}),
 }
 

@@ -1,10 +1,8 @@
 """Chapter 4's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    fit        a cost model of this machine's steps, with which all but `control` are simulated
+    fit        a cost model of this machine's steps, with which the others are simulated
     lab        every policy and both schedulers
     memory     the same requests on one pool: reserved, and filled as needed
-    rules      two rules of admission, each as here and as in vLLM
-    control    times the schedulers alone, and the host's work in a step; wants a quiet machine
 
 One more command prints the parts of a decision with 1,024 running:
 
@@ -18,7 +16,6 @@ import pstats
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -26,17 +23,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from caching_fcfs_scheduler import CachingFCFSScheduler
-from chunk_policy import ChunkedPrefill
 from common.engine import LLMEngine
-from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.requests.gc_utils import freeze_gc_heap
-from common.requests.tokenizer import load_tokenizer
+from common.engine_config import EngineConfig
 from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, SamplingParams
 from scheduler import Scheduler, make_kv_memory
-from scheduler_interface import SchedulerInterface, StepOutput
+from scheduler_interface import StepOutput
 from sglang_policies import POLICIES, policy_over
 from workshop.book.palette import (
     INK,
@@ -44,8 +37,7 @@ from workshop.book.palette import (
     label_axes,
     label_line,
 )
-from workshop.measure.bench.bench_record import markdown_table, percentiles
-from workshop.measure.bench.stub_model import VOCAB_SIZE, stub_model
+from workshop.measure.bench.bench_record import percentiles
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.scheduling_simulator import (
     CostModel,
@@ -208,167 +200,32 @@ def measure_memory(measurement: Measurement) -> dict:
     return {"config": config(len(requests)), "runs": runs}
 
 
-RULES: dict[str, dict[str, Any]] = {
-    "room for every cut prompt; waits for a prefix (ours)": {},
-    "room for its own prompt": {"reserve_for_chunks": "own"},
-    "computes a shared prefix again": {"defer_on_shared_prefix": False},
-    "both (vLLM, across steps)": {"reserve_for_chunks": "own", "defer_on_shared_prefix": False},
-}
-LONGEST_CHUNK = 128  # so that several prompts are cut at one time
+# -- the parts of a decision
 
 
-def measure_rules(measurement: Measurement) -> dict:
-    """Compare two rules of admission, each as here and as in vLLM. Prompts are cut."""
-    cost_model = cost_model_of(measurement)
-    num_requests = measurement.of(12, NUM_REQUESTS)
-    workloads: dict[str, dict] = {}
-    for name, make in WORKLOADS.items():
-        rate = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
-        workloads[name] = {}
-        for rules, options in RULES.items():
-            chunks, requests = ChunkedPrefill(LONGEST_CHUNK), make(num_requests, rate)
-            limits: dict[str, Any] = {"num_blocks": NUM_BLOCKS // 2, "chunk_policy": chunks}
-            _, summary = run_with(requests, cost_model, **limits, **options)
-            workloads[name][rules] = summary
-    settings = {"num_blocks": NUM_BLOCKS // 2, "longest_chunk": LONGEST_CHUNK}
-    return {"config": config(num_requests) | settings, "workloads": workloads}
+def profile(num_running: int = 1024) -> None:
+    """Decode requests whose prompts are computed, at different positions in their blocks."""
+    limits: dict[str, Any] = {"max_num_seqs": num_running}
+    limits["max_num_batched_tokens"] = 40 * num_running
+    scheduler, rng = (
+        Scheduler(**limits, kv_memory=make_kv_memory(41 * num_running)),
+        random.Random(0),
+    )
 
-
-# -- timed: the schedulers alone
-
-NUM_RUNNING = (16, 64, 256, 1024, 4096)
-NUM_WAITING = (0, 1000, 100_000)
-NUM_RUNNING_HOST = (256, 1024, 4096)
-HOST_PARTS = ("schedule", "prepare", "sample", "update", "outputs", "whole")
-MAX_TOKENS = 400
-
-
-def _limits(num_running: int) -> dict:
-    return {
-        "max_num_seqs": num_running,
-        "max_num_batched_tokens": max(8192, 40 * num_running),
-        "kv_memory": make_kv_memory(40 * num_running + 1000),
-    }
-
-
-KINDS: dict[str, Callable[..., SchedulerInterface]] = {
-    "two phases": Scheduler,
-    PREFILL_FIRST: PrefillFirstScheduler,
-    "chapter 1": CachingFCFSScheduler,  # over the same memory
-}
-
-
-def fill(scheduler: SchedulerInterface, num_running: int, num_waiting: int) -> None:
-    """Fill with requests whose prompts are computed, at different positions in their blocks."""
-    rng = random.Random(0)
-
-    def add(name: str, length: int) -> None:
-        prompt = [rng.randrange(50_000) for _ in range(length)]
-        scheduler.add_request(Request.from_tokens(name, prompt, MAX_TOKENS))
+    def decide() -> None:
+        plan = scheduler.schedule()
+        sampled = StepOutput({request_id: [7] for request_id in plan.num_scheduled_tokens})
+        scheduler.update_from_output(plan, sampled)
 
     for i in range(num_running):
-        add(f"running {i}", rng.randint(17, 32))
+        prompt = [rng.randrange(50_000) for _ in range(rng.randint(17, 32))]
+        scheduler.add_request(Request.from_tokens(f"running {i}", prompt, 400))
     while scheduler.get_request_counts() != (num_running, 0):
-        decide(scheduler)
-    for i in range(num_waiting):
-        add(f"waiting {i}", 4)
-    decide(scheduler)
-
-
-def decide(scheduler: SchedulerInterface) -> float:
-    """Return the microseconds of one decode step's decisions."""
-    start = time.perf_counter()
-    output = scheduler.schedule()
-    elapsed = time.perf_counter() - start
-    sampled = StepOutput({request_id: [7] for request_id in output.num_scheduled_tokens})
-    start = time.perf_counter()
-    scheduler.update_from_output(output, sampled)
-    return round((elapsed + time.perf_counter() - start) * 1e6, 1)
-
-
-def profile() -> None:
-    scheduler = Scheduler(**_limits(1024))
-    fill(scheduler, 1024, 0)
+        decide()
     with cProfile.Profile() as profiler:
         for _ in range(200):
-            decide(scheduler)
+            decide()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-
-
-# -- timed: the whole engine around a model that returns the same logits immediately
-
-
-def make_engine(num_running: int) -> LLMEngine:
-    """Build the engine with all requests decoding, at different positions in their blocks."""
-    limits = {name: n for name, n in _limits(num_running).items() if name != "kv_memory"}
-    config = EngineConfig(device="cpu", num_blocks=32 * num_running, **limits)
-    loaded = stub_model(max(NUM_RUNNING_HOST))
-    engine = LLMEngine(config, loaded=loaded, tokenizer=load_tokenizer(SHIPPED_CHECKPOINT))
-    rng = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    for i in range(num_running):
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(17, 32))]
-        engine.add_request(f"running {i}", prompt, params)
-        if i % 128 == 127:
-            engine.step()
-    for _ in range(2):
-        engine.step()
-    return engine
-
-
-def host_step(engine: LLMEngine) -> dict[str, float]:
-    """Return milliseconds of each part of one decode step. `outputs` is the engine's work around
-    the loop of chapter 1; `whole` is all but the model's forward."""
-    start = time.perf_counter()
-    engine.step()
-    total = (time.perf_counter() - start) * 1e3
-    record = engine.recorder.record()
-    parts = {part: getattr(record, f"{part}_ms") for part in HOST_PARTS[:4]}
-    whole = total - record.forward_ms
-    return parts | {"outputs": whole - sum(parts.values()), "whole": whole}
-
-
-def measure_host(measurement: Measurement) -> dict[str, dict[str, list[float]]]:
-    """Return `{number running: {part: microseconds of each step}}`. The sizes take turns. Python's
-    collector is set as in a server, else it runs in every step that makes 700 objects."""
-    freeze_gc_heap()
-    num_rounds, num_steps = measurement.of((1, 3), (5, 32))
-    sizes = NUM_RUNNING_HOST[: measurement.of(1, None)]
-    engines = {str(size): make_engine(size) for size in sizes}
-    found = {size: {part: [] for part in HOST_PARTS} for size in engines}
-    for _ in range(num_rounds):
-        for size, engine in engines.items():
-            for _ in range(num_steps):
-                for part, ms in host_step(engine).items():
-                    found[size][part].append(round(ms * 1e3, 1))
-    return found
-
-
-def measure_control(measurement: Measurement) -> dict:
-    """Return microseconds of each step. The kinds take turns, several steps each."""
-    few = measurement.of(2, None)
-    num_rounds, num_steps = measurement.of((1, 3), (5, 32))
-    running_us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
-    for num_running in NUM_RUNNING[:few]:
-        made = {kind: make(**_limits(num_running)) for kind, make in KINDS.items()}
-        for scheduler in made.values():
-            fill(scheduler, num_running, 0)
-        for _ in range(num_rounds):
-            for kind, scheduler in made.items():
-                times = running_us[kind].setdefault(str(num_running), [])
-                times += [decide(scheduler) for _ in range(num_steps)]
-    waiting_us: dict[str, dict[str, list[float]]] = {"fcfs": {}, "priority": {}}
-    for policy, times_of in waiting_us.items():
-        for num_waiting in NUM_WAITING[:few]:
-            scheduler = Scheduler(policy=policy, **_limits(256))
-            fill(scheduler, 256, num_waiting)
-            times_of[str(num_waiting)] = [decide(scheduler) for _ in range(num_rounds * num_steps)]
-    return {
-        "config": {"num_steps": num_rounds * num_steps},
-        "running_us": running_us,
-        "waiting_us": waiting_us,
-        "host_us": measure_host(measurement),
-    }
 
 
 # -- tables
@@ -385,10 +242,10 @@ def _again(run: dict) -> str:
 
 THROUGHPUT = {"tok/s": lambda run: f"{run['throughput']:,.0f}"}
 TTFT = {"TTFT s p50 / p99": _percentiles_of("ttft_s", "{:.2f} / {:.2f}")}
-COUNTS: dict[str, Callable[[dict], object]] = {
-    "preempted": lambda run: run["num_preemptions"],
-    "tokens again": lambda run: f"{run['num_recomputed_tokens']:,}",
-    "tokens cached": lambda run: f"{run['num_cached_tokens']:,}",
+SHOWN = {  # of the workloads with queues, the systems that differ most
+    "long": ("two phases, fcfs", "two phases, random", "prefill first, mixed batches"),
+    "shared": ("two phases, fcfs", "two phases, lpm", "prefill first, lpm"),
+    "burst": ("two phases, fcfs", "prefill first, no bound (nano-vllm's rule)"),
 }
 
 
@@ -396,15 +253,12 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     columns = THROUGHPUT | TTFT
     columns["between ms p50 / p99"] = _percentiles_of("itl_s", "{:.0f} / {:.0f}", 1e3)
     columns["goodput"] = lambda run: f"{run['goodput']:.0%}"
-    columns["Jain"] = lambda run: f"{run['fairness']:.2f}"
-    columns |= COUNTS | {"KV used": lambda run: f"{run['kv_utilisation']:.0%}"}
-    equal: dict[tuple, list[str]] = {}  # equal rows of a workload are one row
-    for workload, runs in record["workloads"].items():
-        for name, run in runs.items():
-            cells = (workload, *(cell(run) for cell in columns.values()))
-            same = equal.setdefault(cells, [])
-            same.append(name.removeprefix("two phases, ") if same else name)
-    rows = [[f"{cells[0]}: {' = '.join(same)}", *cells[1:]] for cells, same in equal.items()]
+    columns["preempted"] = lambda run: f"{run['num_preemptions']}"
+    runs = {
+        f"{workload}: {name}": record["workloads"][workload][name]
+        for workload, names in SHOWN.items()
+        for name in names
+    }
     config = record["config"]
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in config["rates"].items())
     note = (
@@ -414,7 +268,7 @@ def tables_of_lab(record: dict) -> dict[str, str]:
         "Goodput: the share of requests with a first token within "
         f"{config['max_ttft_s']:g} s and {1e3 * config['max_itl_s']:g} ms a token after it."
     )
-    return {"lab": markdown_table(["simulated", *columns], rows), "lab_note": note}
+    return {"lab": table("simulated", runs, columns), "lab_note": note}
 
 
 def tables_of_fit(record: dict) -> dict[str, str]:
@@ -425,15 +279,6 @@ def tables_of_fit(record: dict) -> dict[str, str]:
         f"median error {record['median_relative_error']:.0%}: {numbers}."
     )
     return {"fit": note}
-
-
-def tables_of_rules(record: dict) -> dict[str, str]:
-    runs = {
-        f"{workload}: {rules}": run
-        for workload in ("long", "shared")  # the others' prompts are never cut, and share nothing
-        for rules, run in record["workloads"][workload].items()
-    }
-    return {"rules": table("simulated", runs, THROUGHPUT | TTFT | COUNTS)}
 
 
 def mean_while_others_wait(run: dict) -> float:
@@ -474,12 +319,7 @@ PARTS = {
     "fit": Part(measure_fit, tables=tables_of_fit, clock="time.perf_counter"),
     "lab": Part(measure_lab, tables=tables_of_lab),
     "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
-    "rules": Part(measure_rules, tables=tables_of_rules),
-    "control": Part(measure_control, clock="time.perf_counter"),
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--profile"]:
-        profile()
-    else:
-        run_lab(__file__, "04_scheduler", PARTS)
+    profile() if sys.argv[1:] == ["--profile"] else run_lab(__file__, "04_scheduler", PARTS)

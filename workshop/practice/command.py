@@ -18,7 +18,6 @@ from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, 
 from workshop.practice.museum.museum_page import side_by_side
 from workshop.practice.museum.two_films import compared, films, page_of_films
 from workshop.practice.museum.watched_run import line_of, parting
-from workshop.practice.tasks import reading
 from workshop.practice.tasks.answer import answer_to
 from workshop.practice.tasks.blank import filled
 from workshop.practice.tasks.course import (
@@ -237,11 +236,7 @@ def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None
     one.add_argument("--solution", action="store_true", help="our answer")
     one.add_argument("--demo", action="store_true", help="run the engine on your answer")
     one.add_argument("--again", action="store_true", help="begin with a blank; the old is kept")
-    one.add_argument("--write", action="store_true", help="count COURSE.md's lines anew and stop")
     options = parser.parse_args(arguments)
-    if options.write:
-        reading.write()
-        return 0
     asked = [name for name, value in vars(options).items() if value is True]
     if options.evening is not None and (options.number is not None or asked):
         parser.error("--evening writes the files of a whole evening; give nothing else with it")

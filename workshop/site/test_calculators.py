@@ -29,7 +29,7 @@ from grouped_kv_memory import max_blocks
 from kv_budget import BytesForKV, MemoryReading, remaining_bytes, size_kv_cache
 from workshop.book.path import ROOT
 from workshop.measure.bench.bench_roofline import kv_bytes_per_token
-from workshop.measure.bench.gpu_lab import REHEARSAL, Lab, attention_cost, decode_cost
+from workshop.measure.bench.gpu_work import attention_cost, decode_cost, floor_ms
 from workshop.watch.conftest import OpenPage
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_a_config_json_is_read_as_the_engine_reads_it(page: Page) -> None:
 
 
 def num_weights(model: DecoderModel) -> int:
-    """Weights of the matrices that are multiplied, as `Lab.num_weights` counts them."""
+    """Weights of the matrices that are multiplied, each once."""
     return sum(matrix.shape.numel() for matrix in linear_layers(model))
 
 
@@ -293,18 +293,9 @@ def test_the_floor_of_a_decode_step_is_that_of_the_gpu_report(page: Page) -> Non
         cost = cost_of(model, settings)
         assert answer["bytes"] == pytest.approx(cost[0], rel=1e-12), case
         assert answer["operations"] == pytest.approx(cost[1], rel=1e-12), case
-        lab = Lab(torch.device("cpu"), REHEARSAL, 0)
-        ceilings = {
-            "copy_gb_per_s": [settings["bandwidth"]],
-            "matrix_tflop_per_s": [settings["rate"]],
-        }
-        lab.__dict__["ceilings"] = ceilings  # instead of measuring them
-        measured_ms = rng.uniform(1, 1000)
-        floor = lab.beside_floor([measured_ms], (round(cost[0]), round(cost[1])))
-        assert answer["ms"] == pytest.approx(floor["floor_ms"], rel=1e-6, abs=1e-6), case
-        by = "memory" if answer["memoryMs"] > answer["arithmeticMs"] else "arithmetic"
-        assert by == floor["by"], case
-        bounds.add(by)
+        ceilings = settings["bandwidth"] * 1e6, settings["rate"] * 1e9
+        assert answer["ms"] == pytest.approx(floor_ms(cost, ceilings), rel=1e-6), case
+        bounds.add("memory" if answer["memoryMs"] > answer["arithmeticMs"] else "arithmetic")
     assert bounds == {"memory", "arithmetic"}
 
 

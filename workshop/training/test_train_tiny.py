@@ -1,4 +1,4 @@
-"""The trainer, on a model of a few thousand weights; and the checkpoints that it has left here."""
+"""The trainer, on a model of a few thousand weights; and the checkpoints that are shipped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.engine_config import SHIPPED_ADAPTER
+from common.features.adapters.adapter_files import CONFIG, WEIGHTS
 from workshop.training import tiny_eval, train_tiny
 from workshop.training.tiny_data import (
     HELD_OUT,
@@ -34,28 +36,16 @@ def test_held_out_files_are_not_trained_on(files: tuple[dict[str, str], dict[str
     assert not any(text in texts for text in held_out.values()), "a copy under another name"
 
 
-def test_distillation_is_least_at_the_teachers_own_distribution() -> None:
-    torch.manual_seed(0)
-    teacher = torch.randn(2, 5, 11, dtype=torch.float64)
-    probs = teacher.softmax(-1)
-    tokens = torch.arange(11).expand(2, 5, 11).flip(-1)  # any order of the kept tokens
-    student = teacher.clone().requires_grad_()
-    loss = train_tiny.distillation_loss(student, tokens, probs.flip(-1))
-    loss.backward()
-    assert student.grad.abs().max() < 1e-7
-    entropy = -(probs * probs.log()).sum(-1).mean().item()
-    assert loss.item() == pytest.approx(entropy, abs=1e-6)
-
-
 def test_interrupted_run_goes_on_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[dict[str, str], dict[str, str]]
 ) -> None:
     some = dict(list(files[0].items())[:4])
     held_out = {"held.py": "def f(x):\n    return x\n"}
     monkeypatch.setattr(train_tiny, "corpus", lambda: (some, held_out))
-    monkeypatch.setitem(train_tiny._SHAPES, "target", (16, 24, 1, 2, 1, 8))
+    small = zip(train_tiny.SHAPE, (16, 24, 1, 2, 1, 8), strict=True)
+    monkeypatch.setattr(train_tiny, "SHAPE", dict(small))
     config = train_tiny.TrainConfig(
-        "target", tokens_total=6 * 64, batch_tokens=64, seq_len=16, long_seq_len=32
+        tokens_total=6 * 64, batch_tokens=64, seq_len=16, long_seq_len=32
     )
     cpu = torch.device("cpu")
 
@@ -115,3 +105,11 @@ def test_recorded_loss_and_agreement_are_those_of_the_shipped_weights(
     assert record["greedy_agreement"] >= 0.55, "a draft that knows nothing of its target"
     agreement = tiny_eval.greedy_agreement(target, draft, tokenizer, text)
     assert agreement == pytest.approx(record["greedy_agreement"], abs=0.1)
+
+
+def test_the_shipped_adapter_is_small_and_writes_tests() -> None:
+    files = {path.name: path.stat().st_size for path in SHIPPED_ADAPTER.iterdir()}
+    assert set(files) == {CONFIG, WEIGHTS, "README.md", "training_record.json"}
+    assert sum(files.values()) <= 500 * 1024
+    found = json.loads((SHIPPED_ADAPTER / "training_record.json").read_text())["held_out"]
+    assert found["base"]["share_of_tests"] < 0.1 < 0.5 <= found["adapter"]["share_of_tests"]

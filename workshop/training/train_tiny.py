@@ -1,13 +1,10 @@
-"""Train the two checkpoints that ship with the repository, from scratch, offline.
+"""Train the checkpoint that ships with the repository, from scratch, offline.
 
     python -m workshop.training.train_tiny target --out common/checkpoints/tiny
-    python -m workshop.training.train_tiny draft  --out common/checkpoints/tiny-draft
     python -m workshop.training.train_tiny evaluate
 
-The target is trained on next tokens of the standard library. The draft, a model with a sixth of the
-target's arithmetic, is trained to imitate the target's whole next-token distribution on the same
-text (distillation: Hinton et al., arXiv 1503.02531), because speculative decoding (chapter 5) gains
-from agreement, not from likelihood.
+It is trained on next tokens of the standard library. (The draft, which imitates the target's
+distributions, and the adapter were trained by code at commit `6162994a`: their cards say how.)
 
 Matrices are updated with Muon (momentum, then the nearest semi-orthogonal matrix; K. Jordan, 2024),
 everything else with AdamW. The learning rate warms up, stays constant, and falls linearly to zero
@@ -51,16 +48,15 @@ from workshop.training.tiny_data import (
     train_tokenizer,
 )
 from workshop.training.tiny_eval import CHECKPOINTS, evaluate, flops_per_token, load, report
-from workshop.training.tiny_teacher import distillation_loss, teacher_targets
 
 MAX_POSITIONS = 2048
-_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-)
-_SHAPES = {  # of the two models, field by field
-    "target": (256, 768, 6, 4, 2, 64),
-    "draft": (128, 352, 2, 4, 2, 32),
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
 }
 
 
@@ -68,7 +64,6 @@ _SHAPES = {  # of the two models, field by field
 class TrainConfig:
     """Settings of one run. `tokens_total` counts every token trained on, with repetition."""
 
-    role: str
     tokens_total: int
     batch_tokens: int = 6144
     seq_len: int = 512
@@ -91,7 +86,7 @@ class TrainConfig:
     @property
     def command(self) -> str:
         return (
-            f"python -m workshop.training.train_tiny {self.role} "
+            f"python -m workshop.training.train_tiny target "
             f"--tokens {self.tokens_total} "
             f"--batch-tokens {self.batch_tokens}"
         )
@@ -157,12 +152,11 @@ class Muon(torch.optim.Optimizer):
                     p.mul_(kept).add_(update, alpha=-lr)
 
 
-def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
-    shape: dict[str, Any] = dict(zip(_FIELDS, _SHAPES[role], strict=True))
+def build_model(seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            **shape,
+            **SHAPE,
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=MAX_POSITIONS,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -172,16 +166,6 @@ def build_model(role: str, seed: int) -> Qwen3ForCausalLM:
             pad_token_id=1,
         )
     )
-
-
-@torch.no_grad()
-def start_from_teacher(draft: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM) -> None:
-    """Start with the best rank-`hidden_size` approximation of the teacher's token embeddings, which
-    are also its output layer: most of a small model's weights, and the slowest to learn."""
-    wanted = teacher.model.embed_tokens.weight
-    own = draft.model.embed_tokens.weight
-    left, scale, _ = torch.linalg.svd(wanted, full_matrices=False)
-    own.copy_(left[:, : own.shape[1]] * scale[: own.shape[1]])
 
 
 def sample_batch(
@@ -197,14 +181,9 @@ def train(
     config: TrainConfig, out: Path, state_path: Path, save_every: int, device: torch.device
 ) -> None:
     train_files, held_out = corpus()
-    tokenizer = prepare_tokenizer(config.role, train_files, state_path)
+    tokenizer = prepare_tokenizer(train_files, state_path)
     stream = token_stream(tokenizer, train_files, config.seed)
-    model = build_model(config.role, config.seed).to(device)  # pyright: ignore[reportArgumentType]
-    teacher = None
-    if config.role == "draft":
-        teacher = load(CHECKPOINTS / "tiny").to(device)  # pyright: ignore[reportArgumentType]
-        start_from_teacher(model, teacher)
-        targets = teacher_targets(teacher, stream, state_path.with_suffix(".teacher"), device)
+    model = build_model(config.seed).to(device)  # pyright: ignore[reportArgumentType]
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -235,18 +214,12 @@ def train(
         for optimizer, base in zip(optimizers, base_lrs, strict=True):
             optimizer.param_groups[0]["lr"] = base * config.lr_scale(step)
         with autocast:
-            if teacher is None:
-                # A function of the step, so a resumed run repeats nothing.
-                rng = np.random.default_rng([config.seed, step])
-                seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
-                num_rows = config.batch_tokens // seq_len
-                batch = sample_batch(stream, num_rows, seq_len, rng).to(device)
-                logits = model(input_ids=batch[:, :-1]).logits
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            else:
-                batch = targets.batch(config.batch_tokens, step, config.seed)
-                ids, top, probs = (t.to(device) for t in batch)
-                loss = distillation_loss(model(input_ids=ids).logits, top, probs)
+            # A function of the step, so a resumed run repeats nothing.
+            rng = np.random.default_rng([config.seed, step])
+            seq_len = config.long_seq_len if config.in_decay(step) else config.seq_len
+            batch = sample_batch(stream, config.batch_tokens // seq_len, seq_len, rng).to(device)
+            logits = model(input_ids=batch[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
@@ -277,10 +250,7 @@ def train(
     export(model, tokenizer, config, curve, commands, held_out, out, device)
 
 
-def prepare_tokenizer(role: str, train_files: dict[str, str], state_path: Path) -> Tokenizer:
-    """Fit the tokenizer in the target's run; the draft's run takes the target's."""
-    if role == "draft":
-        return Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
+def prepare_tokenizer(train_files: dict[str, str], state_path: Path) -> Tokenizer:
     path = state_path.with_suffix(".tokenizer.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +302,7 @@ def export(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("role", choices=["target", "draft", "evaluate"])
+    parser.add_argument("role", choices=["target", "evaluate"])
     parser.add_argument("--tokens", type=int, default=8_400_000)
     parser.add_argument("--batch-tokens", type=int, default=6144)
     parser.add_argument("--out", type=Path)
@@ -342,10 +312,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.role == "evaluate":
         return report()
-    out = args.out or CHECKPOINTS / {"target": "tiny", "draft": "tiny-draft"}[args.role]
-    state = args.state or Path("build") / f"train_{args.role}.pt"
+    out = args.out or CHECKPOINTS / "tiny"
+    state = args.state or Path("build") / "train_target.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
-    config = TrainConfig(args.role, args.tokens, batch_tokens=args.batch_tokens)
+    config = TrainConfig(args.tokens, batch_tokens=args.batch_tokens)
     train(config, out, state, args.save_every, torch.device(args.device))
 
 

@@ -3,7 +3,8 @@
 --film 3 [--open]      the film of chapter 3: performed now, and one page made of it
 --film adapters        that of a page beyond the chapters; or "grammars", "windows"
 --films                all six, with a page that leads to them, in build/films/
---stills               their decisive steps as pictures, for the chapters' texts"""
+--stills               their decisive steps as pictures, for the chapters' texts
+--facts                what they show today, into films.txt"""
 
 from __future__ import annotations
 
@@ -24,20 +25,23 @@ def add_films(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--films", action="store_true", help=f"all six, into {FOLDER}/")
     group.add_argument("--stills", action="store_true", help="pictures of them, into the chapters")
+    group.add_argument("--facts", action="store_true", help="what they show, into films.txt")
 
 
 def is_about_films(args: argparse.Namespace) -> bool:
-    return args.film is not None or args.films or args.stills
+    return args.film is not None or args.films or args.stills or args.facts
 
 
 def make_films(args: argparse.Namespace, mine: tuple[int, int] | None = None) -> None:
     """Make the requested films. `mine` is as for `page_of`. Raises `ValueError` if that fails."""
-    from workshop.watch.films import BEYOND, FILMS, film_pages  # torch, and all that computes
+    from workshop.watch.films import BEYOND, FILMS, film_pages, renew_facts  # torch, and all
 
     if args.stills:
         from workshop.watch.stills import make_stills
 
         make_stills()
+    elif args.facts:
+        renew_facts()
     elif args.film is not None:
         film = BEYOND.get(args.film) or FILMS[int(args.film)]
         ((shot, page),) = film_pages([film], mine)

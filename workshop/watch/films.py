@@ -3,22 +3,23 @@
     shot = shoot(FILMS[3], folder)        perform its scripts, and read the facts they show
     page_of(shot)                         the watch page, with its caption and moments
 
-A caption names steps, requests and blocks that are read from the events of its own film
-(`film_facts.py`). A film that does not show its point has no caption: `NotShown`.
+A caption names steps, requests and blocks of its own film, and the film is checked for what it
+must show (`film_facts.py`). A film that does not show it has no caption: `NotShown`.
 
 The texts are in `films.txt`, in two languages, a row for a film and then its moments:
 
     film 3 03_prefix_cache                  a chapter's number or another name, and the folder
     title, label, caption, note             see `ChapterFilm`; in Chinese `title_zh`, ...
-    facts shared_prefix PREFIXES            of `film_facts.py`, and scripts of `film_scripts.py`
+    scripts STATIC CONTINUOUS               of `film_scripts.py`
+    shows 0 4 running ["a", "b"]            see `film_facts.py`; one line each
     scenes grid words cache                 open scenes, in this order; the others on demand
     columns time                            grid columns as wide as a step took; or all equal
     knob num_blocks=18 {"num_blocks": 18}   the last script again with this change; one line each
 
-    moment step b                           names of facts: the step, the request to select or none
+    moment 4 b                              the step, the request to select or none
     words                                   what the moment shows
     ask                                     what to point at, in the step before it
-    answer request b                        or "block", and the name of a fact
+    answer request b                        or "block 6"
     why                                     the reason for the answer, in whole sentences
     still pool 250 cache 186                scenes and their heights"""
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,6 @@ from typing import Any
 
 from workshop.book.text_rows import TextRow, read_rows
 from workshop.watch import film_facts, film_scripts
-from workshop.watch.film_facts import Facts
 from workshop.watch.page_maker import Reel, make_page
 from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, load_cast, perform
@@ -46,13 +46,13 @@ Both = tuple[str, str]  # in English, in Chinese
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A step to look at. `step` and the names in braces are names of facts."""
+    """A step to look at."""
 
-    step: str
+    step: int
     words: Both
-    request: str | None  # the request to select there, the name of a fact
+    request: str | None  # to select there
     ask: Both  # a question before it, which is answered by pointing; "": none
-    answer: str  # "request" or "block", and the name of a fact
+    answer: tuple[str, str | int] | None  # ("request", "b") or ("block", 6); None: asks nothing
     why: Both  # is that the answer
     still: tuple[tuple[str, int], ...]  # scenes of the still picture, and how high they are
 
@@ -66,7 +66,7 @@ class ChapterFilm:
     folder: str
     title: Both
     scripts: tuple[Script, ...]
-    facts: Callable[..., Facts]
+    shows: tuple[str, ...]
     caption: Both
     moments: tuple[Moment, ...]
     scenes: tuple[str, ...]
@@ -93,29 +93,16 @@ class Shot:
 
     film: ChapterFilm
     paths: tuple[Path, ...]
-    facts: Facts
     turned: tuple[Path, ...] = ()  # with the other settings of the knob
 
     @property
     def caption(self) -> Both:
-        return self.say(self.film.caption)
-
-    def say(self, words: Both) -> Both:
-        english, chinese = (text.format(**self.facts) for text in words)
-        return english, chinese
-
-    def step(self, moment: Moment) -> int:
-        return int(self.facts[moment.step])
-
-    def answer(self, moment: Moment) -> tuple[str, int | str] | None:
-        """The thing to point at, such as ("block", 6). None: the moment asks nothing."""
-        kind, _, fact = moment.answer.partition(" ")
-        return (kind, self.facts[fact]) if kind else None
+        return self.film.caption
 
     def address(self, moment: Moment) -> str:
         """The page address that shows the moment."""
-        name = "" if moment.request is None else f"&request={self.facts[moment.request]}"
-        return f"step={self.step(moment)}{name}"
+        name = "" if moment.request is None else f"&request={moment.request}"
+        return f"step={moment.step}{name}"
 
     def start(self, moment: Moment) -> str:
         """The page address of the moment, with the film's setting of the grid columns."""
@@ -145,7 +132,8 @@ def shoot(
     turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
     for changes, path in zip(settings, turned):
         perform(last.but(**changes), path, cast)
-    return Shot(film, paths, film.facts(*map(Film.read, paths)), turned)
+    film_facts.check(list(map(Film.read, paths)), film.shows)
+    return Shot(film, paths, turned)
 
 
 def title_of(film: ChapterFilm) -> Both:
@@ -169,12 +157,12 @@ def page_of(
     moments = [
         {
             "address": shot.address(moment),
-            "step": shot.step(moment),
-            "request": shot.facts[moment.request] if moment.request else None,
-            "words": shot.say(moment.words),
-            "ask": shot.say(moment.ask),
-            "answer": shot.answer(moment),
-            "why": shot.say(moment.why),
+            "step": moment.step,
+            "request": moment.request,
+            "words": moment.words,
+            "ask": moment.ask,
+            "answer": moment.answer,
+            "why": moment.why,
         }
         for moment in film.moments
     ]
@@ -218,27 +206,38 @@ def _ms_of(step: list[str]) -> float:
     return sum(times) + sum(plan["schedule_ms"] for plan in plans)
 
 
+def renew_facts() -> None:
+    """Write what each film shows today into the table."""
+    shown, text = [], TABLE.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for film in (EVERYTHING, *_OTHERS):
+            paths = [Path(folder, str(i)) for i in range(len(film.scripts))]
+            for script, path in zip(film.scripts, paths):
+                perform(script, path, load_cast())
+            shown.append((list(map(Film.read, paths)), film.shows))
+    TABLE.write_text(film_facts.renewed(text, shown), encoding="utf-8")
+
+
 # -- the table
 
 
 def read_films(text: str) -> Iterator[ChapterFilm]:
     words = "title label caption note rule words ask why"
     in_chinese = " ".join(f"{word}_zh" for word in words.split())
-    others = "facts scenes columns knob answer still"
+    others = "scripts shows scenes columns knob answer still"
     rows = list(read_rows(text, f"{others} {words} {in_chinese}"))
     starts = [i for i, row in enumerate(rows) if row.head.startswith("film ")]
     for start, end in pairwise([*starts, len(rows)]):
         row, *moments = rows[start:end]
         labels = tuple(zip(row.said["label"], row.said["label_zh"]))
         _, name, *folder = row.head.split()
-        facts, *scripts = row.text("facts").split()
         yield ChapterFilm(
             name=name,
             chapter=int(name) if name.isdigit() else 0,
             folder="".join(folder),
             title=_both(row, "title"),
-            scripts=tuple(getattr(film_scripts, name) for name in scripts),
-            facts=getattr(film_facts, facts),
+            scripts=tuple(getattr(film_scripts, name) for name in row.text("scripts").split()),
+            shows=tuple(row.said["shows"]),
             caption=_both(row, "caption"),
             moments=tuple(map(_moment, moments)),
             scenes=tuple(row.text("scenes").split()),
@@ -259,8 +258,16 @@ def _moment(row: TextRow) -> Moment:
     scenes = row.text("still").split()
     still = tuple(zip(scenes[::2], map(int, scenes[1::2])))
     _, step, *request = row.head.split()
-    asked = _both(row, "ask"), row.text("answer"), _both(row, "why")
-    return Moment(step, _both(row, "words"), "".join(request) or None, *asked, still)
+    kind, _, what = row.text("answer").partition(" ")
+    return Moment(
+        step=int(step),
+        words=_both(row, "words"),
+        request="".join(request) or None,
+        ask=_both(row, "ask"),
+        answer=(kind, int(what) if kind == "block" else what) if kind else None,
+        why=_both(row, "why"),
+        still=still,
+    )
 
 
 def _both(row: TextRow, word: str) -> Both:

@@ -172,30 +172,6 @@ focused: () => {
   return [Number(e.dataset.control ?? -1), hasRing, isInSight];
 },
 
-// How much of each cell of the grid at (row, step) has a colour: read from the canvas. Measured here
-// as in grid.js: the head, the gutter with the labels, cells of one size.
-shares: (cells) => {
-  const [canvas, box, space] = [".grid-box canvas", ".grid-box", ".grid-space"]
-    .map((name) => document.querySelector(name));
-  const copy = new OffscreenCanvas(canvas.width, canvas.height);
-  const pen = copy.getContext("2d", {willReadFrequently: true});
-  pen.drawImage(canvas, 0, 0);
-  const ids = Watch.store.films[0].requests.map(({id}) => id);
-  const gutter = Math.min(110, 34 + 8 * Math.max(3, ...ids.map((id) => Watch.label(id).length)));
-  const height = (parseFloat(space.style.height) - 19) / ids.length;
-  const width = (parseFloat(space.style.width) - gutter - 4) / Watch.numSteps();
-  return cells.map(([row, step, colour]) => {
-    const [x, y] = [gutter + step * width - box.scrollLeft, 17 + row * height - box.scrollTop];
-    const {data} = pen.getImageData(...[x, y, width, height].map((n) => n * devicePixelRatio));
-    const want = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-    let same = 0;
-    for (let i = 0; i < data.length; i += 4) {
-      same += want.every((part, channel) => Math.abs(part - data[i + channel]) < 12);
-    }
-    return same / (data.length / 4);
-  });
-},
-
 // What the panels say, as texts: a list a panel.
 panels: () => {
   const all = (selector, read = (one) => one.innerText) =>

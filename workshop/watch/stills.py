@@ -1,9 +1,8 @@
 """Still pictures of the films, for the chapters' texts: the scenes of a decisive step, cut out of
 the page as the browser draws it.
 
-    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the
-                                               captions; some exhibits of the museum;
-                                               and the server's page (`live_still.py`)
+    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions; and the
+                                        server's page (`live_still.py`)
 
 A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts,
 and in its notebook's script, is written with the picture, from the same film (`film_captions.py`).
@@ -11,7 +10,6 @@ Only film 6's picture varies from run to run: its columns are as wide as the ste
 
 from __future__ import annotations
 
-import contextlib
 import io
 import tempfile
 from collections.abc import Sequence
@@ -129,7 +127,7 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
     views = [
         View(
             f"{shot.start(moment)}&lang={language}",
-            _HEADINGS[i].format(shot.step(moment), shot.say(moment.words)[i]),
+            _HEADINGS[i].format(moment.step, moment.words[i]),
             moment.still,
         )
         for moment in shot.film.moments
@@ -158,30 +156,7 @@ def make_stills(cast: Cast | None = None) -> None:
                     still.save(target, optimize=True)
                     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
                 write_captions(shot, ROOT)
-            for path in [*take_exhibits(browser, Path(folder)), *take_lives(browser, LANGUAGES)]:
+            for path in take_lives(browser, LANGUAGES):
                 print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
         raise ValueError(f"stills are drawn by a browser: {error}") from None
-
-
-def take_exhibits(browser: Browser, folder: Path) -> list[Path]:
-    """Draw the museum's stills: runs with and without the bug, where they diverge. Returns the
-    files."""
-    from workshop.practice.command import watch
-    from workshop.practice.museum import pictures
-    from workshop.practice.museum.exhibits import EXHIBITS
-
-    drawn = []
-    for number, exhibit in enumerate(EXHIBITS, 1):
-        if (scenes := pictures.SCENES.get(exhibit.title)) is None:
-            continue
-        page = folder / f"exhibit_{number}.html"
-        with contextlib.redirect_stdout(io.StringIO()):
-            watch(number, exhibit, page)
-        titles = exhibit.title, exhibit.chinese.text("title")
-        for (language, ending), title in zip(LANGUAGES.items(), titles):
-            path = pictures.picture_of(exhibit).with_suffix(ending)
-            picture = photograph(browser, page, [View(f"lang={language}", title, scenes)])
-            picture.save(path, optimize=True)
-            drawn.append(path)
-    return drawn

@@ -10,7 +10,6 @@ import pytest
 
 from workshop.watch.conftest import OpenPage, RunPage, until
 from workshop.watch.films import BEYOND, FILMS, Shot, page_of
-from workshop.watch.sentence_needs import TOLD, unproven
 from workshop.watch.watch_command import main
 
 if TYPE_CHECKING:
@@ -35,26 +34,24 @@ def opened(open_page: OpenPage, shots: dict[Name, Shot], tmp_path: Path) -> Open
 def test_a_film_opens_at_its_first_moment_and_its_buttons_lead_to_all(
     name: Name, opened: Opened, shots: dict[Name, Shot]
 ) -> None:
-    """In both languages, all of it on a screen of 1280 x 800; its sentences are true."""
+    """In both languages, all of it on a screen of 1280 x 800."""
     shot, run = shots[name], opened(name)
-    assert run.shown("step") == [shot.step(shot.film.moments[0])]
+    assert run.shown("step") == [shot.film.moments[0].step]
     assert run.text(".film-caption .text") == shot.caption[0]
     assert shot.film.title[0] in run.page.title()
     assert run.ask("document.documentElement.scrollHeight") <= 800
-    assert unproven(run.ask(TOLD)) == []
     run.press("End")
     for number, moment in enumerate(shot.film.moments):
         button = run.page.locator(".film-caption .look").nth(number)
         button.click()
         run.settle()
-        request = None if moment.request is None else shot.facts[moment.request]
-        assert run.shown("step", "request") == [shot.step(moment), request]
+        assert run.shown("step", "request") == [moment.step, moment.request]
         pressed = run.texts(".film-caption .look[aria-pressed=true]")
-        assert pressed == [button.inner_text()] and shot.say(moment.words)[0] in pressed[0]
+        assert pressed == [button.inner_text()] and moment.words[0] in pressed[0]
     run.show(language="zh")
     assert run.text(".film-caption .text") == shot.caption[1]
     assert shot.film.title[1] in run.page.title() == run.text("h1")
-    assert shot.say(shot.film.moments[0].words)[1] in run.text(".film-caption button")
+    assert shot.film.moments[0].words[1] in run.text(".film-caption button")
 
 
 SAID = [  # film, where, selector, and what it says there
@@ -86,8 +83,8 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
     moment = shot.film.moments[0]
     run.click(".film-caption .ask")
     run.page.wait_for_selector(".film-caption .look", state="hidden")
-    assert run.text(".film-caption .text") == shot.say(moment.ask)[0]
-    assert run.shown("step") == [shot.step(moment) - 1]
+    assert run.text(".film-caption .text") == moment.ask[0]
+    assert run.shown("step") == [moment.step - 1]
     painted = run.ask(
         """() => { const seen = new Set(); const {cellOf} = Watch;
             Watch.cellOf = (film, id, step) => { seen.add(step); return cellOf(film, id, step); };
@@ -95,12 +92,12 @@ def test_it_asks_before_the_decisive_step_and_tells_what_happened(
             return new Promise((done) => requestAnimationFrame(() => setTimeout(() => {
                 Watch.cellOf = cellOf; done(Math.max(...seen)); }))); }"""
     )
-    assert painted == shot.step(moment) - 1, "what comes next can be seen"
-    kind, right = shot.answer(moment) or ("", "")
+    assert painted == moment.step - 1, "what comes next can be seen"
+    kind, right = moment.answer or ("", "")
     run.show(**{kind: given})
     text = run.text(".film-caption .text")
     assert text.startswith("Right, it is " if given == right else "It is ") and str(right) in text
-    assert shot.say(moment.why)[0] in text and run.shown("step") == [shot.step(moment)]
+    assert moment.why[0] in text and run.shown("step") == [moment.step]
 
 
 # -- in a page of the book
@@ -145,13 +142,13 @@ def test_in_the_book_a_question_and_what_to_point_at_are_in_sight_together(
     name: Name, embedded: Any, shots: dict[Name, Shot]
 ) -> None:
     moment = next(moment for moment in shots[name].film.moments if moment.answer)
-    kind, _ = shots[name].answer(moment) or ("", "")
+    kind, _ = moment.answer or ("", "")
     of_blocks = ".scene-cache .cache-scroll" if name == 3 else ".scene-pool .pool-cells"
     place = ".scene-grid .root:last-child .grid-box" if kind == "request" else of_blocks
     for width, language in ((736, 0), (358, 1)):
         page, frame = embedded(name, width)
         show(frame, language=["en", "zh"][language])
-        assert frame.inner_text(".film-caption .text") == shots[name].say(moment.ask)[language]
+        assert frame.inner_text(".film-caption .text") == moment.ask[language]
         top = 0.0
         for part in (".transport", ".film-caption", place):
             for box in frame.evaluate(BOXES, part):

@@ -12,7 +12,6 @@ import pytest
 from bounded_loops import as_long_as
 from workshop.watch.big_run import make_big_run
 from workshop.watch.conftest import OpenPage, OpenRun, RunPage, until
-from workshop.watch.film_facts import cells
 from workshop.watch.replay.film import Film
 from workshop.watch.scene_runs import shown_run
 from workshop.watch.source_lines import ROOT
@@ -215,29 +214,6 @@ def test_what_is_pointed_at_is_followed_and_what_is_clicked_is_chosen(
     assert step not in (0, 20) and request is not None
     run.press("Escape")
     assert run.shown("request") == [None]
-
-
-def test_the_cells_of_the_grid_have_the_colours_of_their_kinds(
-    open_default: OpenDefault, film: Film
-) -> None:
-    """Much of a cell of one kind has its colour, and next to nothing of one that waits."""
-    run = open_default()
-    colour = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
-    names = {"prompt": "--prompt", "decode": "--decode", "recomputed": "--preempted"}
-    colours = {kind: run.ask(colour, name) for kind, name in names.items()}
-    rows = list(film.requests())
-    filled, empty = [], []
-    for step, computed in enumerate(cells(film)):
-        for name in rows:
-            kinds = {kind for one, kind, *_ in computed if one == name}
-            if len(kinds) == 1 and kinds <= colours.keys():
-                filled.append((rows.index(name), step, colours[kinds.pop()]))
-        waits = [rows.index(name) for name in film.step(step).reasons]
-        empty += [(row, step, each) for row in waits for each in colours.values()]
-    assert {cell[2] for cell in filled} == set(colours.values()) and min(
-        len(filled), len(empty)
-    ) > 50
-    assert min(run.check("shares", filled)) > 0.2 and max(run.check("shares", empty)) < 0.05
 
 
 # -- files

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image, ImageChops
 
-from conftest import need
 from workshop.measure.bench.bench_record import replace_between_markers
-from workshop.practice.museum import museum_page
-from workshop.practice.museum.exhibits import EXHIBITS
-from workshop.practice.museum.pictures import FOLDER as PICTURES
-from workshop.practice.museum.pictures import SCENES, picture_of
 from workshop.watch import films, live_still, page_maker
 from workshop.watch.film_captions import (
     MARKER,
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 ALL = FILMS | BEYOND
-STILLS = [(name, language) for name, film in ALL.items() for language in languages_of(film)]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,18 +52,16 @@ def test_a_page_shows_its_film_and_a_chapters_notebook_too(
 
 
 @pytest.mark.sample(every=7)
-@pytest.mark.parametrize(("name", "language"), STILLS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_picture_equals_the_browsers_drawing(
-    name: int | str, language: str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
+    name: int | str, shots: dict[int | str, Shot], browser: Browser, tmp_path: Path
 ) -> None:
     """Up to the fonts of a machine. Columns that are as wide as their steps took differ in each
     run: such a picture is only as large."""
-    if language == "zh":
-        need("Chinese font")
     film = shots[name].film
     shot = replace(shots[name], film=replace(film, columns=""))
-    drawn = take_still(browser, shot, tmp_path, language)
-    still = (ROOT / film.folder / film.page).parent / f"{film.picture}{LANGUAGES[language]}"
+    drawn = take_still(browser, shot, tmp_path)
+    still = (ROOT / film.folder / film.page).parent / f"{film.picture}.png"
     with Image.open(still) as kept:
         assert drawn.size == kept.size
         small = [image.convert("L").resize((90, 60)) for image in (drawn, kept)]
@@ -78,18 +70,9 @@ def test_a_picture_equals_the_browsers_drawing(
     assert film.columns or mean < 1.5, "draw it again: python -m workshop.watch --stills"
 
 
-def test_exhibits_and_the_servers_page_have_their_pictures() -> None:
-    exhibits = {exhibit.title: exhibit for exhibit in EXHIBITS}
-    pictures = [picture_of(exhibits[title]) for title in SCENES]
-    assert all(picture.name in museum_page.render() for picture in pictures)
-    kept = {path.name for path in PICTURES.glob("*.png") if ".zh" not in path.suffixes}
-    assert kept == {picture.name for picture in pictures}
+def test_the_servers_page_has_its_picture() -> None:
     for ending in LANGUAGES.values():
-        for path in (
-            *(p.with_suffix(ending) for p in pictures),
-            live_still.FOLDER / f"live{ending}",
-        ):
-            assert path.stat().st_size < 150_000
+        assert (live_still.FOLDER / f"live{ending}").stat().st_size < 150_000
         page = ROOT / "common" / "serve" / f"README{ending.removesuffix('.png')}.md"
         assert f"](figures/live{ending})" in page.read_text(encoding="utf-8")
 

@@ -1,109 +1,127 @@
 """`make gpu ARGS=look`: a check of this code on this machine's GPU, in minutes.
 
-    look        what breaks, which numbers are wrong, where the time goes
-    record      the tests of the kernels, then the record that README's table is made from
-    tune        decode attention with other tiles, stages and splits
-    rehearse    every part of the three on a CPU, tiny and interpreted; the times mean nothing
+    look        kernels beside PyTorch, greedy tokens beside transformers, speed
+    record      the tests of the kernels too, then the record that the pages' table is made from
+    rehearse    the same on a CPU, tiny and interpreted; the times mean nothing
 
-Each part is a process with a separate time limit, so an error of the device or a hang ends one part
-only. The record, written after every step of a part, is in `build/gpu` (`$OUT/gpu` if OUT is set)
-with the output of the parts; a copy goes to `records/`. The exit status is 1 if a part failed.
-No network, `.venv` or `.git` is needed. This process imports no torch, which would take memory."""
+Each part is a process with its own time limit, so an error of the device ends one part only. Record
+and output of the parts are in `build/gpu` (`$OUT/gpu` if OUT is set); a copy of the record goes to
+`records/`. The exit status is 1 if a part failed. No network, `.venv` or `.git` is needed."""
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from workshop.measure.bench.bench_record import ROOT, describe_commit, read_record, write_record
+from workshop.measure.bench.bench_record import (
+    ROOT,
+    describe_commit,
+    describe_environment,
+    markdown_table,
+    read_record,
+    write_between_markers,
+    write_record,
+)
 
-HERE, RECORDS = "workshop.measure.bench", Path(__file__).parent / "records"
-PARTS = {  # the functions that each calls
-    "here": "gpu_lab.describe_here",
-    "prewarm": "gpu_kernels.prewarm",
-    "tests": "gpu_kernels.run_tests",
-    "right": "gpu_engine.check_tokens",
-    "engine": "gpu_engine.time_engine",
-    "profile": "gpu_engine.profile",
-    "tune": "gpu_kernels.tune",
-}
-COMMANDS = {  # seconds of each part, process start included
-    "look": {"here": 20, "prewarm": 45, "right": 70, "tests": 45, "engine": 65, "profile": 45},
-    "record": {"here": 15, "prewarm": 40, "tests": 60, "right": 60, "engine": 95, "profile": 45},
-    "tune": {"here": 15, "tune": 90},
-    "rehearse": dict.fromkeys(PARTS, 900),
-}
+RECORDS = Path(__file__).parent / "records"
+LIMITS = {"kernels": 60, "tokens": 120, "speed": 120}  # seconds, process start included
+COMMANDS = {"look": LIMITS, "record": {"tests": 120} | LIMITS}
+COMMANDS["rehearse"] = dict.fromkeys(COMMANDS["record"], 900)
 NEEDED = "torch triton numpy transformers tokenizers safetensors psutil sortedcontainers msgpack"
 NEEDED_BY_TESTS = "pytest hypothesis pytest_timeout xdist scipy"
+TESTS = (  # of kernels: those marked `gpu`
+    "02_paged_kv/beyond/test_split_attention_triton.py",
+    "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
+    "common/models/regions/test_regions.py",
+    "common/sampling/test_sampler_kernel.py",
+    "05_spec_decode/beyond/test_rejection_sampler_triton.py",
+    "05_spec_decode/beyond/test_verification_kernels.py",
+    "common/runner/test_graphs.py",
+    "common/models/test_model.py",
+)
+Record = Mapping[str, Any]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("make gpu", description=__doc__, formatter_class=how)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=[*COMMANDS, "pages"], help="pages: renew their tables")
     parser.add_argument("--commit", help="of this code, in 40 digits, where there is no .git")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="no copy goes to records/")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of all inputs")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # this process runs one part
-    args = parser.parse_args(argv)
-    args.plan, args.is_rehearsal = COMMANDS[args.command], args.command == "rehearse"
-    wanted = ["here", *(args.only or PARTS)]
-    args.plan = {name: limit_s for name, limit_s in args.plan.items() if name in wanted}
-    folder = Path(os.environ.get("OUT") or ROOT / "build")
-    args.out = folder / ("gpu-rehearsal" if args.is_rehearsal else "gpu")
-    args.record = args.out / f"{args.command}.json"
-    return args
+    parser.add_argument("--only", nargs="+", choices=COMMANDS["record"], help="kept in build/")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.part:
-        return run_here(args)
+    if args.command == "pages":
+        write_pages()
+        return 0
+    is_rehearsal = args.command == "rehearse"
+    out = Path(os.environ.get("OUT") or ROOT / "build") / (
+        "gpu-rehearsal" if is_rehearsal else "gpu"
+    )
+    plan = {
+        part: s
+        for part, s in COMMANDS[args.command].items()
+        if part in (args.only or COMMANDS["record"])
+    }
     try:
-        commit = checked_commit(args)
+        environment = describe_here(plan, args.commit, is_rehearsal)
     except (RuntimeError, ValueError) as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 1
-    record: dict[str, Any] = {"command": f"make gpu ARGS={args.command}", "seed": args.seed}
-    record |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "is_rehearsal": args.is_rehearsal}
-    write_record(args.record, record | {"environment": commit, "parts": {}})
-    for name in args.plan:
-        record = run_part(args, name)
-        device = record["environment"].get("device", {}).get("name")
-        if device is None:
-            return 1  # `here` has printed the reason
-        if not args.is_rehearsal and not args.only:
-            slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-            write_record(RECORDS / f"gpu_{args.command}_{slug}.json", record)
-    from workshop.measure.bench.gpu_table import render
-
+    record: dict[str, Any] = {
+        "command": f"make gpu ARGS={args.command}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "is_rehearsal": is_rehearsal,
+        "environment": environment,
+        "parts": {},
+    }
+    for part, limit_s in plan.items():
+        record["parts"][part] = run_part(part, out, limit_s, is_rehearsal)
+        write_record(out / f"{args.command}.json", record)
+    if not is_rehearsal and not args.only:
+        slug = re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
+        write_record(RECORDS / f"gpu_{args.command}_{slug}.json", record)
     print(f"\n{render(record)}")
     return int(any(part["errors"] for part in record["parts"].values()))
 
 
-def checked_commit(args: argparse.Namespace, root: Path = ROOT) -> dict[str, Any]:
-    """Return the record's `commit` and `is_dirty`. Raises `RuntimeError` if a package is missing,
-    and `ValueError` if this code is not `--commit`."""
-    names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in args.plan else ''}".split()
+def describe_here(
+    plan: Mapping[str, int], commit: str | None, is_rehearsal: bool
+) -> dict[str, Any]:
+    """Raises `RuntimeError` if a package or the device is missing, `ValueError` for a wrong
+    `commit`."""
+    names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in plan else ''}".split()
     if missing := [name for name in names if find_spec(name) is None]:
         raise RuntimeError(f"{sys.executable} lacks {', '.join(missing)}. Install what is missing "
                            "(pip install -e '.[test]', with the PyTorch of your GPU), or name "
                            "another Python: make gpu PYTHON=.venv/bin/python")  # fmt: skip
-    found, given = describe_commit(root), args.commit
+    known = checked_commit(commit)
+    found = describe_environment() | known
+    if not found["gpus"] and not is_rehearsal:
+        raise RuntimeError(
+            f"torch {found['torch']} finds no CUDA device; run this where there is one, or try it "
+            "here: make gpu ARGS=rehearse"
+        )
+    return found | {"device": "rehearsal" if is_rehearsal else found["gpus"][0]}
+
+
+def checked_commit(given: str | None, root: Path = ROOT) -> dict[str, Any]:
+    """Return the record's `commit` and `is_dirty`. Raises `ValueError` if this code is not
+    `given`."""
+    found = describe_commit(root)
     if given is None:
         return found
     if not re.fullmatch(r"[0-9a-f]{40}", given):
@@ -115,64 +133,131 @@ def checked_commit(args: argparse.Namespace, root: Path = ROOT) -> dict[str, Any
     return {"commit": given, "is_dirty": False}
 
 
-def environment_of(part: str, is_rehearsal: bool) -> dict[str, str]:
-    """Return a part's environment variables. Triton reads at import whether to interpret kernels;
-    those of a rehearsal's `prewarm` are compiled, for a GPU that is not there."""
+# -- a part
+
+
+def command_of(part: str, result: Path, is_rehearsal: bool) -> list[str]:
+    if part == "tests":
+        how = "--collect-only" if is_rehearsal else "-n 10 --timeout 100 --tb=short --maxfail 40"
+        return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *how.split(), *TESTS]
+    size = "rehearsal" if is_rehearsal else "full"
+    return [sys.executable, "-m", "workshop.measure.bench.gpu_work", part, size, str(result)]
+
+
+def environment_of(is_rehearsal: bool) -> dict[str, str]:
+    """Triton reads at import whether to interpret kernels."""
     rooms = sorted([*ROOT.glob("[0-9][0-9]_*"), *ROOT.glob("[0-9][0-9]_*/beyond")])
     paths = [str(ROOT), *map(str, rooms), os.environ.get("PYTHONPATH", "")]
     cache = os.environ.get("TRITON_CACHE_DIR") or f"{tempfile.gettempdir()}/triton-of-make-gpu"
     return {
         **os.environ,
-        **{"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_CACHE_DIR": cache},
-        **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
-        "TRITON_INTERPRET": "1" if is_rehearsal and part != "prewarm" else "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TRITON_CACHE_DIR": cache,
+        "TRITON_INTERPRET": str(int(is_rehearsal)),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
     }
 
 
-def run_part(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Run a part in a new process. Returns the record after it."""
-    limit_s, log, start = args.plan[name], args.out / f"{name}.log", time.monotonic()
-    print(f"## {name}, at most {limit_s} s, {time.strftime('%T')}", flush=True)
-    command = [sys.executable, "-m", f"{HERE}.gpu", args.command, "--part", name]
-    how: dict[str, Any] = {"cwd": ROOT, "env": environment_of(name, args.is_rehearsal)}
-    with log.open("wb") as out:
-        how |= {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen([*command, "--seed", f"{args.seed}"], **how)
+def run_part(part: str, out: Path, limit_s: float, is_rehearsal: bool) -> dict[str, Any]:
+    """Run a part in a new process. Returns its results and errors."""
+    print(f"## {part}, at most {limit_s} s", flush=True)
+    result, log, start = out / f"{part}.json", out / f"{part}.log", time.monotonic()
+    write_record(result, {"results": {}, "errors": []})
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command_of(part, result, is_rehearsal),
+            cwd=ROOT,
+            env=environment_of(is_rehearsal),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            ended = f"it ended with status {process.wait(limit_s)}"
+            status = process.wait(limit_s)
+            ended = f"it ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             ended = f"it was ended after {limit_s} s"
         finally:
             with suppress(ProcessLookupError):  # with the processes it has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    record, lines = read_record(args.record), log.read_text(errors="replace").splitlines()
-    part = record["parts"].setdefault(name, {"errors": [], "notes": [], "results": {}})
-    if not part.pop("is_over", False):
-        part["errors"].append(f"{ended}: {' / '.join(lines[-4:])[-600:]}")
-    part |= {"seconds": round(time.monotonic() - start, 1), "limit_s": limit_s}
-    write_record(args.record, record)
-    print(*(line[:170] for line in lines if line.startswith("--")), sep="\n")
-    print(*(f"   !! {error[:400]}" for error in part["errors"]), sep="\n", flush=True)
-    return record
+    found = read_record(result)
+    lines = log.read_text(errors="replace").splitlines()
+    if ended:
+        found["errors"].append(f"{ended}: {' / '.join(lines[-4:])[-600:]}")
+    elif part == "tests":
+        found["results"]["pytest"] = lines[-1].strip("= ")
+    print(*(f"   !! {error}" for error in found["errors"]), sep="\n", end="", flush=True)
+    return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def run_here(args: argparse.Namespace) -> int:
-    """Run a part in this process, which gets some seconds to end by itself."""
-    from workshop.measure.bench.gpu_lab import Lab, Part
+# -- the table
 
-    limit_s, start = args.plan[args.part], time.monotonic()
-    faulthandler.dump_traceback_later(limit_s - 3, exit=True)
-    part = Part(args.part, args.record, start + 0.9 * limit_s - 4)
-    module, _, function = PARTS[args.part].partition(".")
-    try:
-        lab = Lab.of(args.is_rehearsal, args.seed)
-        getattr(import_module(f"{HERE}.{module}"), function)(lab, part)
-    except Exception as error:
-        part.fail("the part", error)
-    part.is_over = True
-    part.keep()
-    return int(bool(part.errors))
+NOTHING = (
+    "No GPU has been measured yet. Tests on a CPU run the kernels in Triton's interpreter and the "
+    "graphs in an emulator, which checks their results but not their speed."
+)
+NOTHING_ZH = (
+    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA "
+    "graph：能核对结果，但看不出速度。"
+)
+PAGES = {"README.md": "gpu", "06_chunked_prefill/README.md": "gpu"}
+PAGES |= {"README.zh.md": "gpu_zh", "06_chunked_prefill/README.zh.md": "gpu_zh"}
+PAGES |= {"common/README.md": "gpu_cells", "common/README.zh.md": "gpu_cells_zh"}
+
+
+def render(record: Record) -> str:
+    """Return the record as a table, a row for each thing that was compared or timed."""
+    title = f"**{record['environment']['device']}**"
+    if record["is_rehearsal"]:
+        title = "**A rehearsal on a CPU: these numbers say nothing**"
+    rows = []
+    for part, one in record["parts"].items():
+        rows += [[part, name, spoken(found)] for name, found in one["results"].items()]
+        rows += [[part, "error", spoken(error)] for error in one["errors"]]
+    where = record["environment"]
+    versions = ", ".join(f"{name} {where.get(name)}" for name in ("torch", "triton", "python"))
+    commit = (where["commit"] or "unknown")[:10] + " and changes" * bool(where["is_dirty"])
+    how = f"`{record['command']}`, {record['date']}, commit {commit}, {versions}"
+    table = markdown_table(["part", "what", "found"], rows, "---")
+    return f"{title}\n\n{table}\n\n<sub>{how}. Medians; Qwen3-0.6B's shape, bfloat16.</sub>"
+
+
+def spoken(found: object) -> str:
+    if isinstance(found, Mapping):
+        return ", ".join(f"{name} {value:,.4g}" for name, value in found.items())
+    return str(found).replace("|", "/")
+
+
+def texts_of(records: Sequence[Record]) -> dict[str, str]:
+    """Return the text for each marker. Raises `ValueError` for a record that is not of a clean,
+    known commit on a GPU."""
+    english, chinese, fastest = NOTHING, NOTHING_ZH, 0.0
+    for record in records:
+        where = record["environment"]
+        if record["is_rehearsal"] or where["is_dirty"] or where["commit"] is None:
+            raise ValueError(
+                f"cannot publish the record of {where['device']}: it is a rehearsal or of no known "
+                "commit. Measure a clean checkout, or name the commit: --commit"
+            )
+        for name, found in record["parts"]["speed"]["results"].items():
+            if found.get("tokens out/s", 0) > fastest:
+                fastest = found["tokens out/s"]
+                how = f"({name}; `{record['command']}`)"
+                english = f"{fastest:,.0f} output tokens a second on {where['device']} with "
+                english += f"Qwen3-0.6B's shape {how}."
+                chinese = f"在 {where['device']} 上，Qwen3-0.6B 的形状每秒输出 {fastest:,.0f} 个 "
+                chinese += f"token {how}。"
+    tables = "\n\n".join(map(render, records))
+    return {"gpu": english, "gpu_zh": chinese, "gpu_cells": tables or english,
+            "gpu_cells_zh": tables or chinese}  # fmt: skip
+
+
+def write_pages() -> None:
+    texts = texts_of([read_record(path) for path in sorted(RECORDS.glob("gpu_record_*.json"))])
+    for page, name in PAGES.items():
+        write_between_markers(ROOT / page, name, texts[name])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import subprocess
 import time
-from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,88 +12,40 @@ import psutil
 import pytest
 import torch
 
-from workshop.measure.bench import gpu, gpu_engine, gpu_kernels, gpu_lab, gpu_table
+from workshop.measure.bench import gpu, gpu_work
 from workshop.measure.bench.bench_record import ROOT, read_record, write_record
-from workshop.measure.bench.gpu_lab import Part
 
-MODULES = [gpu, gpu_lab, gpu_kernels, gpu_engine, gpu_table]
 CANNOT = torch.cuda.is_available() or not gpu.find_spec("triton")
-interpreted = pytest.mark.skipif(CANNOT, reason="a rehearsal is of a CPU, with Triton")
 
 
-@pytest.fixture
-def part(tmp_path: Path) -> Part:
-    write_record(tmp_path / "record.json", {"environment": {"commit": None}, "parts": {}})
-    return Part("p", tmp_path / "record.json", time.monotonic() + 100)
-
-
-# -- names
-
-
-def test_every_module_path_and_test_that_is_named_exists() -> None:
+def test_every_test_of_a_kernel_and_every_package_is_named() -> None:
     """A later move cannot leave one out: no import sees strings."""
-    modules = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-    for name in gpu.PARTS.values():
-        module, _, function = name.partition(".")
-        signature = inspect.signature(getattr(modules[module], function))
-        assert list(signature.parameters) == ["lab", "part"]
-    assert gpu.PARTS.keys() == {name for plan in gpu.COMMANDS.values() for name in plan}
-    for path in (*gpu_kernels.TESTS, *gpu_table.PAGES):
-        assert (ROOT / path).is_file(), path
+    assert [path for path in (*gpu.TESTS, *gpu.PAGES) if not (ROOT / path).is_file()] == []
     tests = {p.relative_to(ROOT).as_posix(): p for p in ROOT.glob("[0cw]*/**/test_*.py")}
     marked = {n for n, p in tests.items() if "@pytest.mark.gpu\n" in p.read_text("utf-8")}
-    assert marked - {"common/tests/test_commands.py"} <= {*gpu_kernels.TESTS}
+    assert marked - {"common/tests/test_commands.py"} <= {*gpu.TESTS}
     for name in f"{gpu.NEEDED} {gpu.NEEDED_BY_TESTS}".split():
         assert gpu.find_spec(name) or name == "triton", name
 
 
-# -- the whole of it, and a sample
-
-
-def rehearse(folder: Path, *options: str) -> dict:
-    run = subprocess.run(
-        [gpu.sys.executable, "-m", "workshop.bench.gpu", "rehearse", *options],
-        cwd=ROOT,
-        **{"env": os.environ | {"OUT": str(folder), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}},
-        **{"capture_output": True, "text": True},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "these numbers say nothing" in run.stdout
-    record = read_record(folder / "gpu-rehearsal" / "rehearse.json")
-    assert record["is_rehearsal"] and record["command"] == "make gpu ARGS=rehearse"
-    assert {error for one in record["parts"].values() for error in one["errors"]} == set()
-    return record
-
-
-@interpreted
-def test_a_rehearsal_of_one_part_runs_to_its_end(tmp_path: Path) -> None:
-    record = rehearse(tmp_path, "--only", "tune")
-    assert list(record["parts"]) == ["here", "tune"]
-    assert len(record["parts"]["tune"]["results"]["tuned"]) == 2
-    assert record["environment"]["device"]["name"] == "rehearsal"
-
-
-@interpreted
-@pytest.mark.slow
-def test_a_rehearsal_runs_every_part_to_its_end(tmp_path: Path) -> None:
-    record = rehearse(tmp_path)
-    assert list(record["parts"]) == list(gpu.PARTS)
-    sections = gpu_table.sections_of(record)
-    for mode in gpu_engine.MODES:
-        assert sections["tokens"][f"torch.float32, {mode}"]["others"] == 0
-        assert sections[f"{mode}: steps"]["2 x 20"]["share"] >= 0
-        assert len(sections[f"{mode}: workload"]) == 1 and sections["hidden waits"][mode] == "none"
-        assert sections[f"{mode}: profile"]["2 x 20"]["launches"] > 0
-
-
-# -- a part, from outside
-
-
-def args_of(folder: Path, limit_s: float = 30) -> Namespace:
-    args = Namespace(command="look", plan={"right": limit_s}, out=folder, seed=1)
-    args.record, args.is_rehearsal = folder / "look.json", False
-    write_record(args.record, {"environment": {}, "parts": {}})
-    return args
+@pytest.mark.skipif(CANNOT, reason="a rehearsal is of a CPU, with Triton")
+@pytest.mark.parametrize(
+    "parts",
+    [["tests", "kernels"], pytest.param(["tokens", "speed"], marks=pytest.mark.slow)],
+)
+def test_a_rehearsal_runs_to_its_end(
+    parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu.main(["rehearse", "--only", *parts]) == 0
+    assert "these numbers say nothing" in capsys.readouterr().out
+    record = read_record(tmp_path / "gpu-rehearsal" / "rehearse.json")
+    assert record["is_rehearsal"] and list(record["parts"]) == parts
+    found = {part: one["results"] for part, one in record["parts"].items()}
+    assert all(found.values()) and record["environment"]["device"] == "rehearsal"
+    for mode in gpu_work.MODES if "speed" in parts else ():
+        assert found["tokens"][f"float32, {mode}"]["others"] == 0
+        assert found["speed"][f"2 x 20, {mode}"]["share"] >= 0
 
 
 def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
@@ -106,10 +55,10 @@ def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
     python.touch(0o755)
     monkeypatch.setattr(gpu.sys, "executable", str(python))
     python.write_text("#!/bin/sh\necho illegal memory access >&2; exit 3\n")
-    (error,) = gpu.run_part(args_of(tmp_path), "right")["parts"]["right"]["errors"]
+    (error,) = gpu.run_part("tokens", tmp_path, 30, False)["errors"]
     assert error == "it ended with status 3: illegal memory access"
     python.write_text(f"#!/bin/sh\nsleep 99 & echo $! > {tmp_path}/pid; wait\n")
-    (error,) = gpu.run_part(args_of(tmp_path, 2), "right")["parts"]["right"]["errors"]
+    (error,) = gpu.run_part("tokens", tmp_path, 2, False)["errors"]
     assert error.startswith("it was ended after 2 s")
     with suppress(psutil.NoSuchProcess):
         slept = psutil.Process(int((tmp_path / "pid").read_text()))
@@ -119,49 +68,36 @@ def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
 def test_a_commit_is_recorded_as_given_and_one_that_is_not_checked_out_is_refused(
     tmp_path: Path,
 ) -> None:
-    def commit(given: str | None) -> dict:
-        return gpu.checked_commit(Namespace(plan={}, commit=given), tmp_path)
-
     other = "0123456789" * 4
-    assert commit(other) == {"commit": other, "is_dirty": False}
-    assert commit(None) == {"commit": None, "is_dirty": None}
+    assert gpu.checked_commit(other, tmp_path) == {"commit": other, "is_dirty": False}
     with pytest.raises(ValueError, match="must be 40 hexadecimal digits, got 'main'"):
-        commit("main")
+        gpu.checked_commit("main", tmp_path)
     (tmp_path / "a.py").touch()
     who = "-c user.name=a -c user.email=a@b commit -qm all"
     for typed in ("init -q", "add .", who):
         subprocess.run(["git", "-C", str(tmp_path), *typed.split()], check=True)
-    head = commit(None)["commit"]
-    assert commit(head) == {"commit": head, "is_dirty": False}
+    head = gpu.checked_commit(None, tmp_path)["commit"]
     with pytest.raises(ValueError, match=f"must be {head}, which is checked out"):
-        commit(other)
+        gpu.checked_commit(other, tmp_path)
     (tmp_path / "a.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="modules differ from it"):
-        commit(head)
+        gpu.checked_commit(head, tmp_path)
 
 
-# -- a part, from inside
-
-
-def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(part: Part) -> None:
-    def out_of_memory() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
-
-    assert part.attempt("s", "a", lambda: 1 / 0) is None and part.attempt("s", "b", lambda: 5) == 5
-    part.attempt("s", "c", out_of_memory)
-    part.deadline = time.monotonic() + 1
-    assert part.attempt("s", "d", lambda: 6, needed_s=9) is None
-    kept = read_record(part.record)["parts"]["p"]
-    assert kept["errors"] == ["s, a: ZeroDivisionError: division by zero"]
-    assert kept["notes"][0] == "s, c is left out: CUDA out of memory"
-    assert "no time is left" in kept["notes"][1] and kept["results"] == {"s": {"b": 5}}
+def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    lab = gpu_work.Lab("rehearsal", tmp_path / "part.json")
+    write_record(lab.result, {"results": {}, "errors": []})
+    lab.attempt("a", lambda: 1 / 0)
+    lab.attempt("b", lambda: 5)
+    errors = ["a: ZeroDivisionError: division by zero"]
+    assert read_record(lab.result) == {"results": {"b": 5}, "errors": errors}
 
 
 @pytest.mark.parametrize(
     ("token", "told", "is_right"), [(2, 0.0, True), (1, 0.0, False), (2, -0.5, False)]
 )
 def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_error(
-    part: Part, token: int, told: float, is_right: bool
+    token: int, told: float, is_right: bool
 ) -> None:
     """Token 2 always follows, with a probability of nearly one."""
 
@@ -175,43 +111,27 @@ def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_err
             return SimpleNamespace(logits=logits)
 
     answer = SimpleNamespace(token_ids=[token], logprobs=[SimpleNamespace(logprob=told)])
-    found = gpu_engine.against(part, Model(), [[7, 8]], [answer])
-    assert found["tokens"] == 1 and found["others"] == (token != 2)
-    assert bool(part.errors) is not is_right
-
-
-# -- the tables
-
-
-def a_record() -> dict:
-    row = {"cell": [64, 2048], "ms": [2.0, 1.0, 3.0], "floor_ms": 1.0, "share": 0.74}
-    name = "512 requests, 512 tokens in, 128 out"
-    runs = [{"in/s": 40_000.0, "out/s": speed, "requests/s": 90.25} for speed in (9000.0, 11_000.0)]
-    results = {"overlap: steps": {"64 x 2,048": row}, "overlap: workload": {name: runs}}
-    where = {"device": {"name": "NVIDIA H100"}, "torch": "2.11", "triton": "3.6", "python": "3.12"}
-    return {
-        "command": "make gpu ARGS=record", "date": "2027-01-02", "is_rehearsal": False, "seed": 1,
-        "environment": {**where, "commit": "0123456789abcdef", "is_dirty": False},
-        "parts": {"engine": {"results": results, "errors": ["a | b"], "notes": ["c"]}},
-    }  # fmt: skip
-
-
-def test_each_cell_has_its_aim_and_none_is_a_minimum_over_cells() -> None:
-    aims = {(64, 2048): 0.75, (256, 1024): 0.70, (64, 256): 0.45, (1, 256): 0.50, (8, 256): None}
-    assert {cell: gpu_table.aim_of(*cell) for cell in aims} == aims
-    text = gpu_table.render(a_record())
-    assert "| 64 x 2,048: 75% missed | 1.00 ms |  |  | 2.00 ms, 74% |" in text
-    assert "tokens in, 128 out | overlap | 40,000.0 | 11,000.0 | 90.2 |" in text
-    assert "* engine: a / b\n* engine: c\n" in text
+    if is_right:
+        assert gpu_work.against(Model(), [[7, 8]], [answer])["others"] == 0
+        return
+    with pytest.raises(ValueError, match="more than rounding"):
+        gpu_work.against(Model(), [[7, 8]], [answer])
 
 
 def test_a_rehearsal_or_unknown_code_is_never_published() -> None:
-    texts = gpu_table.texts_of([a_record()])
+    name = "256 requests, 100-1,024 tokens in and out, overlap"
+    results = {name: {"tokens in/s": 40_000.0, "tokens out/s": 11_000.0}}
+    where = {"device": "NVIDIA H100", "commit": "0123456789abcdef", "is_dirty": False}
+    record = {
+        "command": "make gpu ARGS=record", "date": "2027-01-02", "is_rehearsal": False,
+        "environment": where,
+        "parts": {"speed": {"results": results, "errors": ["a | b"]}},
+    }  # fmt: skip
+    texts = gpu.texts_of([record])
     assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 with ")
-    assert "11,000" in texts["gpu_zh"]
-    for change in ({"is_dirty": True}, {"commit": None}, {"is_rehearsal": True}):
-        record = a_record()
-        where = record if "is_rehearsal" in change else record["environment"]
-        where |= change
+    assert "11,000" in texts["gpu_zh"] and f"| speed | {name} | tokens in/s" in texts["gpu_cells"]
+    for change in ({"is_dirty": True}, {"commit": None}):
         with pytest.raises(ValueError, match="cannot publish the record of NVIDIA H100"):
-            gpu_table.texts_of([record])
+            gpu.texts_of([record | {"environment": where | change}])
+    with pytest.raises(ValueError, match="cannot publish"):
+        gpu.texts_of([record | {"is_rehearsal": True}])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure.bench import bench, bench_table, gpu, gpu_table, ladder_bench
+from workshop.measure.bench import bench, bench_table, gpu, ladder_bench
 from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
@@ -30,8 +30,8 @@ def shown() -> Iterator[tuple[str, str, str]]:
         record = read_record(RECORDS / f"{name}.json")
         yield feature.page, name, "\n\n".join([*feature.tables(record), made_on(record)])
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
-    texts = gpu_table.texts_of(records)  # without a record they say so, in two languages
-    yield from ((page, name, texts[name]) for page, name in gpu_table.PAGES.items())
+    texts = gpu.texts_of(records)  # without a record they say so, in two languages
+    yield from ((page, name, texts[name]) for page, name in gpu.PAGES.items())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, TITLES, Exhibit
-from workshop.practice.museum.pictures import shown_in
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
@@ -94,9 +93,8 @@ def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
     if is_chinese:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
     title = words.text("title")
-    picture = shown_in(exhibit, title, is_chinese)
     return (
-        f'<details id="bug-{number}"><summary>{number}. {origin}</summary>\n\n{title}\n{picture}\n'
+        f'<details id="bug-{number}"><summary>{number}. {origin}</summary>\n\n{title}\n\n'
         "</details>\n"
     )
 

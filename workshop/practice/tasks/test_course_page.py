@@ -21,12 +21,7 @@ from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
-from workshop.practice.tasks.reading import (
-    PAGES,
-    counted,
-    derived,
-    sums,
-)
+from workshop.practice.tasks.reading import PAGES, counted, sums
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
@@ -53,7 +48,7 @@ EVERY_EVENING = pytest.mark.parametrize("number", EVENINGS)
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
 def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert counted(text) == text, "python -m workshop.tasks --write"
+    assert counted(text) == text, "make sync"
     assert len(sums(text)) == 6
     assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
 
@@ -133,14 +128,6 @@ def test_the_program_to_measure_memory_runs_as_typed(capsys: pytest.CaptureFixtu
     steps = [int(line.split()[1]) for line in (reserved, filled)]
     assert reserved.startswith("fcfs") and filled.startswith("two_phase") and steps[1] < steps[0]
     assert reserved.endswith(" 0 preemptions") and not filled.endswith(" 0 preemptions")
-
-
-# -- the list of files to read, and the pages that follow it
-
-
-def test_pages_follow_it() -> None:
-    pages = {page: text for page, text in derived() if page.read_text(encoding="utf-8") != text}
-    assert not pages, "run: make sync"
 
 
 # -- a page that quotes the body of a task has it folded

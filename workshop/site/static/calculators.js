@@ -129,7 +129,7 @@
     return {groups, blockBytes, blocks, perRequest, requests};
   }
 
-  // -- the least time of a decode step: gpu_lab.py; activations have 2 bytes a number
+  // -- the least time of a decode step: gpu_work.py; activations have 2 bytes a number
 
   function decodeFloor(shape, {requests, context, weightBytes, kvBytes, bandwidth, rate}) {
     const {every, expert} = countWeights(shape);
