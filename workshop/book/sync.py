@@ -62,7 +62,6 @@ _TABLES = {
         ("workshop.bench", "--write-readme"),
         ("workshop.ladder", "--write-readme"),
         ("workshop.bench.gpu", "pages"),
-        ("workshop.bench.features", "--tables"),
     ),
 }
 

@@ -220,11 +220,6 @@ def write_between_markers(page: Path, name: str, content: str) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def write_table(page: Path, name: str, table: str, record: dict[str, Any]) -> None:
-    """Write a table between its markers, with `made_on` under it."""
-    write_between_markers(page, name, f"{table}\n\n{made_on(record)}")
-
-
 def made_on(record: dict[str, Any]) -> str:
     """Return the line under a chapter's table: its command, commit and machine."""
     where = record["environment"]

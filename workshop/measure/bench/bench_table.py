@@ -29,7 +29,6 @@ def render(record: dict[str, Any]) -> str:
         _heading(record),
         _systems_table(record),
         _floor(record),
-        _roofline(record),
         _footer(record),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -130,55 +129,6 @@ def times_the_floor(record: dict[str, Any], name: str) -> float | None:
 
 def _seconds(seconds: float) -> str:
     return _duration(1e3 * seconds)
-
-
-def _roofline(record: dict[str, Any]) -> str:
-    roof = record["roofline"]
-    if not roof:
-        return ""
-    speed = median(roof["bandwidth"]["matvec_gb_per_s"])
-    copy = median(roof["bandwidth"]["copy_gb_per_s"])
-    floor = weight_floor_ms(roof)
-    lines = [
-        f"The floor under a decode step: {roof['weight_bytes'] / 1e6:,.0f} MB of weights at "
-        f"{speed:.1f} GB/s (a large matrix-vector product; a large copy moves {copy:.1f}) take "
-        f"{_duration(floor)}."
-    ]
-    counts, times_ms = zip(*_by_rows(roof), strict=True)
-    shown = _listed([_ms(median(times)) for times in times_ms])
-    lines.append(f"The model's matrices alone, with {_listed(counts)} rows: {shown} ms.")
-    for name in ("paged", "one-at-a-time"):
-        if step := decode_step(record, name):
-            times = step["step_ms"] / floor
-            label = f"{step['num_rows']} request{'s' * (step['num_rows'] != 1)}"
-            line = (
-                f"A decode step of the engine with {label}: "
-                f"{_duration(step['step_ms'])}, {times:.2f} times that floor"
-            )
-            if (rows := str(step["num_rows"])) in roof["linear_ms"]:
-                alone = median(roof["linear_ms"][rows])
-                line += f" and {step['step_ms'] / alone:.2f} times its matrices alone"
-            kv_ms = step["kv_tokens"] * roof["kv_bytes_per_token"] / speed / 1e6
-            lines.append(f"{line}; reading its KV once takes {_duration(kv_ms)} more.")
-    return "\n".join(f"* {line}" for line in lines)
-
-
-def weight_floor_ms(roofline: dict[str, Any]) -> float:
-    """Milliseconds to read every weight once, at the measured bandwidth of reading."""
-    return roofline["weight_bytes"] / median(roofline["bandwidth"]["matvec_gb_per_s"]) / 1e6
-
-
-def decode_step(record: dict[str, Any], system: str) -> dict[str, Any] | None:
-    """The median run's pure decode step with the fullest batch. None if it was not measured."""
-    runs = record["systems"].get(system, {}).get("runs", [])
-    steps = sorted(
-        (run["decode"] for run in runs if "decode" in run), key=lambda step: step["step_ms"]
-    )
-    return steps[(len(steps) - 1) // 2] if steps else None
-
-
-def _by_rows(roof: dict[str, Any]) -> list[tuple[str, list[float]]]:
-    return sorted(roof["linear_ms"].items(), key=lambda item: int(item[0]))
 
 
 def _footer(record: dict[str, Any]) -> str:

@@ -79,21 +79,24 @@ FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]]
 
 
 def render(record: dict[str, Any]) -> str:
-    """Render every configuration in every regime, with all numbers, and each chapter's question."""
-    regimes = map(_regime, record["regimes"].values())
-    parts = [*regimes, render_questions(record), made_on(record)]
-    return "\n\n".join(filter(None, parts))
-
-
-def render_questions(record: dict[str, Any]) -> str:
-    """Render each chapter's question, cells without and with the chapter. Empty if not measured."""
+    """Render many users' table, and each chapter's question, cells without and with it."""
     head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
     rows = []
     for name, question in record.get("questions", {}).items():
         before, after = (_short_row(*config)[1:4] for config in question["rungs"].items())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
         rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
-    return markdown_table(head, rows) if rows else ""
+    return f"{_many_users(record)}\n\n{markdown_table(head, rows)}\n\n{made_on(record)}"
+
+
+def _many_users(record: dict[str, Any]) -> str:
+    """Render every configuration where many users queue: throughput, both waits, and a phrase."""
+    regime = record["regimes"]["many"]
+    head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
+    rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
+    lines = markdown_table(head, rows).splitlines()
+    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is left-aligned
+    return "\n".join(lines) + f"\n\n<sub>{_work(regime).capitalize()}; {_measured(record)}</sub>"
 
 
 def render_rows(record: dict[str, Any]) -> dict[str, str]:
@@ -150,15 +153,13 @@ def _gain(before: dict[str, Any], after: dict[str, Any], metric: str) -> str:
 
 
 def _short_row(name: str, config: dict[str, Any]) -> list[str]:
-    chapter, phrase = PHRASES[name]
-    title = f"[{config['title']}]({chapter}/README.md)" if chapter else config["title"]
     shown = [_median(config, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
     return [
-        title,
+        config["title"],
         f"{shown[0]:,.0f}",
         f"{shown[1]:,.0f} ms",
         f"{_median(config, 'inter_token_ms_p99'):,.0f} ms",
-        phrase,
+        PHRASES[name][1],
     ]
 
 
@@ -173,41 +174,3 @@ def _work(regime: dict[str, Any]) -> str:
 
 def _users(regime: dict[str, Any]) -> str:
     return f"{regime['num_requests']} requests, {regime['arrivals_per_s']:g} a second"
-
-
-def _regime(regime: dict[str, Any]) -> str:
-    head = [
-        _work(regime),
-        "output tok/s",
-        "lowest-highest",
-        "TTFT p50 / p99, ms",
-        "between tokens p50 / p99, ms",
-        "KV waste",
-        "prefix hits",
-        "preempted",
-        "drafts accepted",
-        "tokens a pass",
-        "steps",
-    ]
-    return markdown_table(head, [_row(config) for config in regime["rungs"].values()])
-
-
-def _row(config: dict[str, Any]) -> list[str]:
-    def shown(name: str, form: str) -> str:
-        found = [run[name] for run in config["runs"] if name in run]
-        return format(median(found), form) if found else ""
-
-    speed = [run["output_tokens_per_s"] for run in config["runs"]]
-    return [
-        config["title"],
-        shown("output_tokens_per_s", ",.0f"),
-        f"{min(speed):,.0f}-{max(speed):,.0f}",
-        f"{shown('ttft_ms_p50', ',.0f')} / {shown('ttft_ms_p99', ',.0f')}",
-        f"{shown('inter_token_ms_p50', '.1f')} / {shown('inter_token_ms_p99', ',.0f')}",
-        shown("kv_waste", ".0%"),
-        shown("prefix_hits", ".0%"),
-        shown("preemptions", ",.0f"),
-        shown("acceptance", ".0%"),
-        shown("tokens_per_pass", ".2f"),
-        shown("num_steps", ",.0f"),
-    ]

@@ -13,11 +13,9 @@ from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
     ROOT,
-    made_on,
     read_record,
     replace_between_markers,
 )
-from workshop.measure.bench.features import FEATURES, RECORDS
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
@@ -26,9 +24,6 @@ def shown() -> Iterator[tuple[str, str, str]]:
     """Yield each page, the name of a table on it, and the table's text."""
     for driver in (bench.DRIVER, ladder_bench.DRIVER):
         yield from places_of(driver.name, driver.tables(driver.committed))
-    for name, feature in FEATURES.items():
-        record = read_record(RECORDS / f"{name}.json")
-        yield feature.page, name, "\n\n".join([*feature.tables(record), made_on(record)])
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
     texts = gpu.texts_of(records)  # without a record they say so, in two languages
     yield from ((page, name, texts[name]) for page, name in gpu.PAGES.items())
