@@ -94,7 +94,7 @@ def test_the_chunked_slot_has_one_owner():
     ],
 )
 def test_the_budget_of_the_page(ratio, left, second):
-    """`PREFILL_FIRST.md`, with a pencil: a and b decode, c and d wait. Its question 2: 0.28."""
+    """`PREFILL_FIRST.md`, with a pencil: a and b decode, c and d wait. Its question: 0.28."""
     memory, running = make_memory(12), (decoding("a", 10, 8, 2), decoding("b", 5, 10, 2))
     for request in running:
         num_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
