@@ -55,10 +55,6 @@ INSTALLATION = """\
     packages = ["git+{address}", "matplotlib"]
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
     importlib.invalidate_caches()"""
-BADGE = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    "(https://colab.research.google.com/github/{repository}/blob/main/{notebook})"
-)
 
 
 def demo_scripts(root: Path = ROOT) -> list[Path]:
@@ -78,7 +74,7 @@ def setup_cell(address: str) -> str:
 
 def read_script(script: Path) -> NotebookNode:
     """Read the script as a notebook without outputs, with fixed cell ids and metadata, and with the
-    cell and the links that it needs to run elsewhere."""
+    cell that it needs to run elsewhere."""
     import jupytext
     from nbformat.v4 import new_code_cell
 
@@ -86,24 +82,11 @@ def read_script(script: Path) -> NotebookNode:
     notebook.metadata = {"kernelspec": KERNELSPEC}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     address = repository_address()
-    if github := re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)", address):
-        _add_links(notebook, github[1], script)
     is_code = [cell.cell_type == "code" for cell in notebook.cells]
     notebook.cells.insert(is_code.index(True), new_code_cell(setup_cell(address)))
     for index, cell in enumerate(notebook.cells):
         cell.id = hashlib.sha256(f"{index}\n{cell.source}".encode()).hexdigest()[:8]
     return notebook
-
-
-def _add_links(notebook: NotebookNode, repository: str, script: Path) -> None:
-    """Add Colab's badge below the title, and let the pictures of the checkout be found there."""
-    folder = script.parent.name
-    badge = BADGE.format(repository=repository, notebook=f"{folder}/{script.stem}.ipynb")
-    title, _, text = notebook.cells[0].source.partition("\n")
-    notebook.cells[0].source = f"{title}\n\n{badge}\n{text}"
-    figures = f"https://raw.githubusercontent.com/{repository}/main/{folder}/figures/"
-    for cell in notebook.cells:
-        cell.source = cell.source.replace("](figures/", f"]({figures}")
 
 
 @cache

@@ -2,7 +2,7 @@
 
     quotations        `python file=...` blocks of every page, from the source they name
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
-                      COURSE.md, its order in README.md and the chapters' heads
+                      COURSE.md
     tables            from records, if their script or their records changed
     notebooks         executed where the script is not what the notebook holds
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
@@ -10,8 +10,7 @@
                       English page of the same name
 
 git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
-all plots and the stills of the films again, which takes minutes and a browser, and writes today's
-names into the tables of `workshop/practice` (`table_names.py`).
+all plots and the stills of the films again, which takes minutes and a browser.
 
 A Chinese section that was in step, and whose English section changed since COMMIT only in code,
 numbers in tables, or names in backticks that both languages have, stays in step: they are carried
@@ -49,7 +48,6 @@ from workshop.book.translation import (
 )
 from workshop.practice.museum import museum_page
 from workshop.practice.museum.exhibits import EXHIBITS
-from workshop.practice.table_names import older_names, write_names
 from workshop.practice.tasks import reading
 from workshop.practice.tasks.course import TASKS
 
@@ -273,8 +271,6 @@ def _cell(cell: str, wanted: str) -> str:
 
 def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
     """Update derived files. Returns a sentence for each place that has to be mended."""
-    if is_all:
-        write_names()
     before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
     complaints = list(renew_pages())
     for command in commands_for(changed_since(commit), is_all):
@@ -313,9 +309,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="all tables, plots and stills, too")
     options = parser.parse_args(arguments)
     wanting = sync(options.since, options.all)
-    for place, names in older_names().items():
-        said = ", ".join(f"{old} is {new}" for old, new in names.items())
-        print(f"rows about {place} apply with older names: {said} (--all writes them)")
     if lines := aged():
         print("\n".join(["English is newer:", *lines, ""]))
     print("\n".join(wanting) or "nothing has to be mended")

@@ -22,7 +22,7 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 from scheduler_steps import SchedulerLoop, make_memory, preempted_ids
-from workshop.book.picture import Picture
+from workshop.book.tests.picture import Picture
 
 # -- chapter 1
 

@@ -8,7 +8,6 @@ depend neither on the machine nor on the weights. Measuring takes some minutes.
 from __future__ import annotations
 
 import ast
-import itertools
 import random
 import statistics
 import sysconfig
@@ -37,20 +36,17 @@ from workshop.book.palette import (
     add_key,
 )
 from workshop.measure.bench.bench_models import make_twin
-from workshop.measure.bench.bench_record import ROOT, markdown_table, read_record
+from workshop.measure.bench.bench_record import ROOT, markdown_table
 from workshop.measure.bench.random_weights import random_model, shape_of
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
-BENCH_RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "bench_qwen3-0.6b.json"
-QWEN3_0_6B_BYTES = 2 * 28 * 8 * 128 * 2  # KV of one token: K and V, layers, heads, head_dim, bf16
 
 SEED = 0
 NUM_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 128, 256, 256  # the real workload; longer ones are cut
 NUM_SLOTS = 16
 BATCH_SIZES = [4, 8, 16, 32]
 TIMELINE_SHRINK = 8  # divisor of the lengths, so that single steps are visible
-COPY_REQUESTS, COPY_PROMPT, COPY_OUTPUT = 16, 16, 128
 MAX_NUM_BATCHED_TOKENS = 2048
 
 Lengths = Sequence[tuple[int, int]]  # (prompt tokens, output tokens) of each request
@@ -196,21 +192,6 @@ def count_timeline(model: PreTrainedModel, lengths: Lengths) -> dict:
     return {"lengths": lengths, "static": static, "continuous": continuous}
 
 
-def count_copies(model: PreTrainedModel) -> dict:
-    """Count the KV bytes written in each step of requests of the same length."""
-    copied, new = [0], [0]
-
-    def after_step(record: StepRecord, runner: HFModelRunner) -> None:
-        copied.append(runner.num_bytes_copied)
-        new.append(runner.num_bytes_new)
-
-    serve(model, [(COPY_PROMPT, COPY_OUTPUT)] * COPY_REQUESTS, COPY_REQUESTS, on_step=after_step)
-    return {
-        "copied": [b - a for a, b in itertools.pairwise(copied)],
-        "new": [b - a for a, b in itertools.pairwise(new)],
-    }
-
-
 def count(lengths: Lengths) -> dict:
     model = tiny_model()
     equal = [(8, 32)] * 64
@@ -225,7 +206,6 @@ def count(lengths: Lengths) -> dict:
             "the workload, shortest output first": compare(model, by_length, NUM_SLOTS),
             "the workload, longest output first": compare(model, by_length[::-1], NUM_SLOTS),
         },
-        "copies": count_copies(model),
     }
 
 
@@ -292,30 +272,10 @@ def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
 
 def tables(record: dict) -> dict[str, str]:
     return {
-        "sharing": _sharing(read_record(BENCH_RECORD)),
         "headline": _headline(record),
         "cases": _cases_table(record),
         "floor": _floor_table(record),
-        "copies": _copies(record),
     }
-
-
-def _sharing(bench: dict) -> str:
-    """The cost of a pass by its number of rows: the matrices of a whole model, from `bench`."""
-    roofline = bench["roofline"]
-    times = {int(n): statistics.median(ms) for n, ms in roofline["linear_ms"].items()}
-    rows = [
-        [f"{num} row" + "s" * (num > 1), f"{ms:.0f}", f"{ms / num:.1f}"]
-        for num, ms in times.items()
-        if num in (1, 8, 32)
-    ]
-    gigabytes, cpu = roofline["weight_bytes"] / 1e9, bench["environment"]["cpu"]
-    return (
-        f"Here are all matrices of Qwen3-0.6B in bfloat16, {gigabytes:.1f} GB, on two cores of an "
-        f"{cpu} (`workshop/measure/bench/records/bench_qwen3-0.6b.json`, commit "
-        f"`{bench['environment']['commit'][:10]}`):\n\n"
-        + markdown_table(["a pass of", "milliseconds", "milliseconds a row"], rows)
-    )
 
 
 def _headline(record: dict) -> str:
@@ -369,20 +329,6 @@ def _floor_table(record: dict) -> str:
     new, copied = new / 1e6, copied / 1e6
     rows.append(["KV written", f"{new:,.1f} MB", "", f"{copied:,.1f} MB ({copied / new:.0f} x)"])
     return markdown_table(["", "floor", "static batch", "continuous, padded"], rows)
-
-
-def _copies(record: dict) -> str:
-    config, copies = record["config"], record["counted"]["copies"]
-    ratios = [copied / new for copied, new in zip(copies["copied"], copies["new"])]
-    num_requests = config["copy_requests"]
-    gigabytes = ratios[-1] * num_requests * QWEN3_0_6B_BYTES / 1e9
-    return (
-        f"{num_requests} requests of {config['copy_prompt']} prompt tokens: the second step writes "
-        f"{ratios[1]:.0f} times the KV that is new in it, step {len(ratios)} writes "
-        f"{ratios[-1]:.0f} times. Calculated, not measured: in a model of Qwen3-0.6B's shape, "
-        f"{QWEN3_0_6B_BYTES:,} bytes of KV a token, step {len(ratios)} would write "
-        f"{gigabytes:.1f} GB to add {num_requests} tokens."
-    )
 
 
 PARTS = {

@@ -22,10 +22,9 @@ from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
 from workshop.book.palette import DECODE, WASTE, add_key
-from workshop.measure.bench.bench_record import read_record, table_of
-from workshop.measure.bench.bench_table import times_the_floor
-from workshop.measure.lab_frame import Measurement, Part, run_lab, table
-from workshop.measure.plot_batching import BENCH_RECORD, stdlib_functions
+from workshop.measure.bench.bench_record import table_of
+from workshop.measure.lab_frame import Measurement, Part, run_lab
+from workshop.measure.plot_batching import stdlib_functions
 
 SEED = 0
 NUM_REQUESTS = 256
@@ -245,7 +244,6 @@ def tables(record: dict) -> dict[str, str]:
     return {
         "headline": _headline(counted),
         "memory": _memory_table(counted),
-        "floor": _floor_table(read_record(BENCH_RECORD)),
     }
 
 
@@ -258,30 +256,6 @@ def _headline(counted: dict) -> str:
         f"memory**. With blocks of {BLOCK_SIZE} slots it is {empty_share(paged):.0%} if each "
         f"request reserves all it may ever need, and of the blocks held "
         f"{1 - demand['written'] / demand['held']:.1%} if it takes a block when a token needs one."
-    )
-
-
-def _floor_table(bench: dict) -> str:
-    """The floor of the bench's run by its parts, and the paged engine's multiple of it."""
-    floor, roofline = bench["floor"], bench["roofline"]
-    num_rows = roofline["prefill"]["num_rows"]
-    matrices_ms = statistics.median(roofline["prefill"]["ms"])
-    bandwidth = statistics.median(roofline["bandwidth"]["matvec_gb_per_s"])
-    took = statistics.median(run["seconds"] for run in bench["systems"]["paged"]["runs"])
-    seconds = {
-        f"{floor['num_prompt_tokens']:,} prompt tokens; {num_rows:,} rows take "
-        f"{matrices_ms:,.0f} ms": floor["prompts_s"],
-        f"{floor['num_decode_steps']} decode steps; the matrices alone": floor["decodes_s"],
-        f"KV read once in each; {roofline['kv_bytes_per_token']:,} bytes a token at "
-        f"{bandwidth:.1f} GB/s": floor["kv_s"],
-        "the floor": floor["seconds"],
-        f"measured: **{times_the_floor(bench, 'paged'):.2f} times the floor**": took,
-    }
-    machine = bench["environment"]
-    return (
-        table("part", seconds, {"seconds": "{:.1f}".format})
-        + f"\n\n<sub>`workshop/measure/bench/records/bench_qwen3-0.6b.json`, {machine['cpu']}, "
-        f"{machine['cores']} cores, commit `{machine['commit'][:10]}`: `{bench['command']}`</sub>"
     )
 
 

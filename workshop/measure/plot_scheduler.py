@@ -129,22 +129,15 @@ def config(num_requests: int) -> dict:
 
 
 def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
-    stats, memory = scheduler.get_stats(), scheduler.kv_memory
-    busy = [step for step in run.steps if step.num_tokens]
-    num_held = sum(step.kv_blocks_in_use for step in busy) * memory.block_size
+    stats = scheduler.get_stats()
     return {
         "throughput": run.throughput,
         "ttft_s": [round(t, 5) for t in run.ttft_s],
         "itl_s": sorted(round(t, 5) for t in run.itl_s)[:: max(1, len(run.itl_s) // 500)],
-        "longest_pause_s": max(run.itl_s, default=0),
         "goodput": run.goodput(MAX_TTFT_S, MAX_ITL_S),
-        "fairness": run.fairness,
         "num_preemptions": stats.total_preempted,
         "num_recomputed_tokens": stats.total_recomputed_tokens,
         "num_computed_tokens": stats.total_scheduled_tokens,
-        "num_cached_tokens": stats.total_cached_tokens,
-        "kv_utilisation": num_held / (memory.capacity * len(busy)),
-        "num_steps": len(run.steps),
     }
 
 

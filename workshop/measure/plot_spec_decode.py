@@ -1,9 +1,8 @@
 """Chapter 5's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
     engine       the gain and the loss in the whole engine, with the shipped pair of models
-    formula      the formula's inputs and the actual speed, by number of draft tokens
 
-Both are times and want a quiet machine. Systems share one set of weights and take turns.
+Times want a quiet machine. Systems share one set of weights and take turns.
 Times are of decoding: of steps that compute prompts only the proposing counts. Prompts come from
 files that neither model was trained on.
 
@@ -24,7 +23,6 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from acceptance import expected_tokens
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
 from common.models.loader import load_model
@@ -32,10 +30,9 @@ from common.requests.tokenizer import Tokenizer, load_tokenizer
 from request import SamplingParams
 from step_record import StepRecord
 from workshop.book.palette import BASELINE, DRAFT, NGRAM, label_line
-from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, run_lab
-from workshop.measure.rounds import median_of, run_in_turn
+from workshop.measure.rounds import run_in_turn
 from workshop.training.tiny_data import corpus
 
 SYSTEMS: dict[str, dict | None] = {
@@ -183,67 +180,13 @@ def measure_engine(measurement: Measurement) -> dict:
     return {"config": config, "runs": runs}
 
 
-def measure_formula(measurement: Measurement) -> dict:
-    """Measure one request, and 32 at a time."""
-    models = load_models()
-    prompts = code_prompts(models["tokenizer"], 32)
-    engines = {"0": make_engine(models, None)}
-    for k in measurement.of((1, 3), (1, 2, 3, 4, 5, 6, 8)):
-        spec = {"method": "draft", "num_spec_tokens": k, "adaptive": False}
-        engines[str(k)] = make_engine(models, spec)
-    num_rounds = measurement.of(1, 4)
-    points = {
-        str(size): serve_in_turn(
-            engines, prompts[: max(4, size)], GREEDY, size, num_rounds=num_rounds
-        )
-        for size in measurement.of((1,), (1, 32))
-    }
-    config = {"workload": "code", "num_threads": torch.get_num_threads()}
-    return {"config": config, "points": points}
-
-
-# -- tables
+# -- the figure
 
 
 def speedups(turns: Sequence[dict], plain: Sequence[dict]) -> list[float]:
     """Return each round's speed relative to the same round's plain decoding."""
     pairs = zip(turns, plain, strict=True)
     return [turn["tokens_per_s"] / other["tokens_per_s"] for turn, other in pairs]
-
-
-def predict(points: dict[str, list[dict]], k: int) -> tuple[float, float]:
-    """Return `(tokens per pass, speed-up)` by the formula, from separate measurements: acceptance,
-    and the times of a pass over 1 + k tokens and of k rounds, in units of a plain step."""
-    turns, plain_ms = points[str(k)], median_of(points["0"], "verify_ms")
-    tokens = expected_tokens(median_of(turns, "acceptance"), k)
-    cost = (median_of(turns, "verify_ms") + median_of(turns, "propose_ms")) / plain_ms
-    return tokens, tokens / cost
-
-
-def tables_of_formula(record: dict) -> dict[str, str]:
-    rows = []
-    for size, points in record["points"].items():
-        plain_ms = median_of(points["0"], "verify_ms")
-        for k in (int(name) for name in points if name != "0"):
-            turns = points[str(k)]
-            tokens, speedup = predict(points, k)
-            measured = statistics.median(speedups(turns, points["0"]))
-            rows.append(
-                [
-                    f"{size}, {k}",
-                    f"{median_of(turns, 'acceptance'):.2f}",
-                    f"{median_of(turns, 'verify_ms') / plain_ms:.2f}",
-                    f"{median_of(turns, 'propose_ms') / plain_ms / k:.2f}",
-                    f"{tokens:.2f} ({median_of(turns, 'tokens_per_pass'):.2f})",
-                    f"{speedup:.2f} ({measured:.2f})",
-                ]
-            )
-    head = ["requests, k", "acceptance a", "target pass v(k)", "draft pass c"]
-    head += ["tokens a pass: formula (measured)", "speed-up: formula (measured)"]
-    return {"formula": markdown_table(head, rows)}
-
-
-# -- figures
 
 
 def draw_engine(record: dict) -> Figure:
@@ -270,7 +213,6 @@ def draw_engine(record: dict) -> Figure:
 CLOCK = "time.perf_counter"
 PARTS = {
     "engine": Part(measure_engine, {"engine": draw_engine}, clock=CLOCK),
-    "formula": Part(measure_formula, tables=tables_of_formula, clock=CLOCK),
 }
 
 if __name__ == "__main__":

@@ -38,18 +38,13 @@ def run_in_turn(
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
 
 
-def time_in_turn(
-    calls: Mapping[K, Callable[[], object]],
-    num_rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[K, list[float]]:
-    """Return the milliseconds of each call, by name, without those of the round that warms up.
-    `time.process_time` is the clock that other programs disturb less; it adds up all threads."""
+def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> dict[K, list[float]]:
+    """Return the milliseconds of each call, by name, without those of the round that warms up."""
 
     def run(name: K) -> float:
-        start = clock()
+        start = time.perf_counter()
         calls[name]()
-        return round(1e3 * (clock() - start), 4)
+        return round(1e3 * (time.perf_counter() - start), 4)
 
     return run_in_turn(calls, run, num_rounds)
 

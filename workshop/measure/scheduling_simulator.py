@@ -122,21 +122,6 @@ class Simulation:
             num_good += first_s <= max_ttft_s and mean_s <= max_itl_s
         return num_good / len(self.requests)
 
-    @property
-    def fairness(self) -> float:
-        """Jain's index of each request's tokens a second while it was there: 1 if all requests got
-        the same, 1 / n if one got everything."""
-        return jain_index(
-            [
-                len(times) / (times[-1] - request.arrival_s)
-                for request, times in zip(self.requests, self.token_times_s, strict=True)
-            ]
-        )
-
-
-def jain_index(values: Sequence[float]) -> float:
-    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
-
 
 def simulate(
     scheduler: SchedulerInterface, requests: Sequence[SimulatedRequest], cost_model: CostModel

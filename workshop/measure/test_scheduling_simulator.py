@@ -17,7 +17,6 @@ from workshop.measure.scheduling_simulator import (
     SimulatedRequest,
     Simulation,
     fit_cost_model,
-    jain_index,
     simulate,
 )
 
@@ -58,10 +57,8 @@ def test_the_measures_by_hand() -> None:
     run = Simulation([request(0.0, 1, 3)], [[0.5, 1.0, 1.5]])
     assert run.goodput(0.5, 0.5) == 1 and run.goodput(0.5, 0.4) == 0, "the mean of two gaps"
     assert Simulation([request(0.0, 1, 1)], [[0.5]]).goodput(0.5, 0.0) == 1, "one token has no gap"
-    assert jain_index([3, 3, 3, 3]) == 1 and jain_index([5, 0, 0, 0]) == 1 / 4
     run = Simulation([request(2.0, 1, 2), request(3.0, 1, 2)], [[2.5, 3.0], [3.5, 7.0]])
     assert run.throughput == pytest.approx(4 / 5), "from the first arrival"
-    assert run.fairness == pytest.approx(jain_index([2.0, 0.5]))
 
 
 def test_the_fit_finds_the_model_that_made_the_steps_and_weighs_relative_errors() -> None:

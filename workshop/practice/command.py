@@ -172,15 +172,14 @@ def clues(exhibit: Exhibit, swap: ModuleSwap) -> Iterator[str]:
 
 
 def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
-    """Return the example's results, where the two films differ, and the changes in each there."""
-    effects = [side_by_side(exhibit.show(swap), exhibit.show())] if exhibit.wrong else []
+    """Return where the two films differ, and the changes in each there."""
     if exhibit.watch is None:
-        return effects, []
+        return [], []
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
     requests = ", ".join(request.name for request in exhibit.watch.requests)
     told = _wrapped(f"An engine was recorded serving {requests}, with the bug and without.")
-    effects.append(f"{told}\n\n{compared(wrong, right)}")
+    effects = [f"{told}\n\n{compared(wrong, right)}"]
     if (where := parting(right, wrong)) is None:
         return effects, []
     lines = side_by_side(*map(line_of, where.changes))

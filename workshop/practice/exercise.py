@@ -7,7 +7,7 @@
 
 The example is a small function that uses our module as a caller would and yields the result in a
 few lines of text. It imports everything when it is called, so that it gets the swapped module.
-Each task has one. A recorded run shows most exhibits, and an example the others.
+Each task has one. A recorded run shows most exhibits, and a failing test the others.
 
                                  the module    the example      the named tests
     unchanged                    ours          one text         pass

@@ -157,15 +157,7 @@ class Patch:
             return f"{said}\nIt stands in {held[-1] if held else 'the top level'} now."
         if num_places:
             return f"{said}\nSay more of it, so that it is one place."
-        height = self.old.strip("\n").count("\n") + 1
-        windows = [
-            "\n".join(lines[i : i + height])
-            for first, last in regions(text, self.symbol) or [(0, len(text))]
-            for lines in [text[first:last].splitlines()]
-            for i in range(max(1, len(lines) - height + 1))
-        ]
-        near = max(windows, key=lambda w: difflib.SequenceMatcher(None, w, self.old).ratio())
-        return f"{said}\nThe nearest there:\n{_indented(near)}"
+        return said
 
     def diff(self) -> str:
         """Return the removed ("- ") and added ("+ ") whole lines, dedented together."""

@@ -9,7 +9,7 @@ import pytest
 
 from workshop.book.translation import CHINESE
 from workshop.practice.exercise import TEXTS, Exercise
-from workshop.practice.museum.exhibits import EXHIBITS, Exhibit
+from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.patch_table import Bug, all_bugs
 from workshop.practice.patches import trials
 from workshop.practice.tasks.course import TASKS, Task, blank_of
@@ -45,17 +45,6 @@ def test_a_bug_is_noticed(bug: Bug) -> None:
 
 
 limits = {exhibit.title: exhibit.limit_s for exhibit in EXHIBITS}
-
-
-WITH_EXAMPLE = [exhibit for exhibit in EXHIBITS if exhibit.wrong]
-
-
-@pytest.mark.sample(every=5, first=1)
-@pytest.mark.parametrize("exhibit", WITH_EXAMPLE, ids=lambda e: e.title)
-def test_an_example_shows_the_symptom(exhibit: Exhibit) -> None:
-    assert exhibit.show() == exhibit.right
-    with broken_copy(exhibit.patch) as swap:
-        assert exhibit.show(swap) == exhibit.wrong
 
 
 @pytest.mark.sample(every=4)

@@ -147,7 +147,6 @@ def test_a_patch_is_of_code_and_not_of_its_layout(
     [
         ("Pool.fre", "return None", ["no Pool.fre any more; there is Pool.free"]),
         ("Pool.free", "take(block)", ["0 times", "stands in Pool.touch now"]),
-        ("Pool.free", "if block.ref_cnt == 1:", ["nearest there:\n", "if block.ref_cnt == 0:"]),
         ("Pool.free", "block", ["times", "Say more of it"]),
     ],
 )

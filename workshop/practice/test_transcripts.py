@@ -16,7 +16,7 @@ from common.events.frames import VERSION
 from workshop.practice import command
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum import two_films
-from workshop.practice.museum.exhibits import Exhibit, Workload
+from workshop.practice.museum.exhibits import Workload
 from workshop.practice.museum.watched_run import RunOnFilm
 from workshop.practice.named_tests import TestRun
 from workshop.practice.tasks.course import Task, blank_of, blank_text, task_numbered
@@ -147,7 +147,6 @@ def typist(
 ) -> Typist:
     """The museum's processes and films are not made: they answer at once."""
     monkeypatch.setenv("LANGUAGE", "en")
-    monkeypatch.setattr(Exhibit, "show", lambda e, swap=None: e.wrong if swap else e.right)
     report = TestRun(("a",), "THE REPORT")
     monkeypatch.setattr(command, "try_tests", lambda *_, **__: report)
     monkeypatch.setattr(two_films, "make_film", make_film)

@@ -4,8 +4,8 @@
     build/book/films/                   the recorded runs that the pages show
 
 `--no-films` shows the films' stills instead. `--check` opens the site in a browser afterwards and
-tests it (`check_book.py`). The site makes no request to another host, and apart from its search
-works from `file://`.
+tests it (`tests/check_book.py`). The site makes no request to another host, and apart from its
+search works from `file://`.
 
 If the environment variable `BOOK_REPOSITORY`, else `[project.urls] Repository`, names the
 repository, links to source files go there, at the built commit; else file names are text."""
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"serve it: python -m http.server -d {OUT.relative_to(ROOT)}"
     )
     if options.check:
-        command = [sys.executable, "-m", "pytest", "-q", str(HERE / "check_book.py")]
+        command = [sys.executable, "-m", "pytest", "-q", str(HERE / "tests" / "check_book.py")]
         environment = {**os.environ, "VLLM_FS_REQUIRE_ALL": "1"}  # else they would be skipped
         raise SystemExit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 

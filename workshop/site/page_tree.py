@@ -14,8 +14,6 @@ PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has
 CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
 WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # too far from the commands
-BADGE = re.compile(r"^\[!\[[^]]*\]\(\S+\)\]\((?P<colab>https://colab\.\S+)\)$", re.MULTILINE)
-RAW = re.compile(r"\]\(https://raw\.githubusercontent\.com/\S+?/(?=figures/)")
 
 # The sidebar: captions in both languages, and their pages. A page in or below the folder of an
 # `index` that no other `index` is nearer to is listed below that.
@@ -121,8 +119,3 @@ def home_page(text: str, repository: str) -> str:
     if repository:
         return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
     return WIDE.sub(r"\1\2", CLONE_AND_ENTER.sub("", text))
-
-
-def nothing_remote(text: str) -> str:
-    """Return the text of a notebook without pictures that another host has."""
-    return RAW.sub("](", BADGE.sub(r"[Open in Colab](\g<colab>)", text))

@@ -21,7 +21,7 @@ from pathlib import Path
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line, with_lines
 from workshop.book.translation import SUFFIX, english_of, older_sections
-from workshop.site.page_tree import Tree, find_pages, home_page, nothing_remote, page_name, toctrees
+from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
 
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
@@ -50,7 +50,7 @@ def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "")
         if path.suffix == ".ipynb":
             notebook = json.loads(text)
             for cell in notebook["cells"]:
-                source = nothing_remote("".join(cell["source"]))
+                source = "".join(cell["source"])
                 if "find_spec" in source:  # how to get the chapter
                     cell["metadata"]["tags"] = ["remove-input"]
                 if cell["cell_type"] == "markdown":

@@ -16,7 +16,7 @@ from workshop.watch.chromium import started_browser
 from workshop.watch.films import BEYOND, FILMS, Shot, shoot
 from workshop.watch.page_maker import Reel, make_page
 from workshop.watch.replay.film import Film
-from workshop.watch.scene_runs import Pages
+from workshop.watch.tests.scene_runs import Pages
 from workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
 
 if TYPE_CHECKING:

@@ -39,7 +39,6 @@ from workshop.watch.page_maker import Reel, make_page
 from workshop.watch.replay.film import Film
 from workshop.watch.workloads import Cast, Script, load_cast, perform
 
-NUM_TAKES = 3  # of a film that is about time
 TABLE = Path(__file__).with_name("films.txt")
 Both = tuple[str, str]  # in English, in Chinese
 
@@ -113,11 +112,9 @@ def shoot(
     film: ChapterFilm,
     folder: Path,
     cast: Cast | None = None,
-    num_takes: int = 1,
     has_knob: bool = False,
 ) -> Shot:
-    """Perform the film's scripts and write them to `folder`. Raises `NotShown`. For a film about
-    time, each step is the shortest of `num_takes`, which differ by the machine's other load.
+    """Perform the film's scripts and write them to `folder`. Raises `NotShown`.
     `has_knob`: also perform the settings of its knob."""
     cast = cast or load_cast()
     last = film.scripts[-1]
@@ -125,9 +122,6 @@ def shoot(
     paths = tuple(folder / f"film_{film.name}{name}.jsonl" for name in names)
     for script, path in zip(film.scripts, paths):
         perform(script, path, cast)
-        for _ in range(num_takes - 1 if film.columns == "time" else 0):
-            perform(script, again := folder / "again.jsonl", cast)
-            path.write_text(calmest(path.read_text("utf-8"), again.read_text("utf-8")), "utf-8")
     settings = [changes for _, changes in film.knob] if has_knob else []
     turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
     for changes, path in zip(settings, turned):
@@ -179,31 +173,8 @@ def film_pages(
     cast = load_cast()
     with tempfile.TemporaryDirectory() as folder:
         for film in films:
-            shot = shoot(film, Path(folder), cast, NUM_TAKES, has_knob=True)
+            shot = shoot(film, Path(folder), cast, has_knob=True)
             yield shot, page_of(shot, mine)
-
-
-def calmest(*takes: str) -> str:
-    """Combine runs that differ only in times: each step from the run in which it was shortest."""
-    steps = zip(*map(_steps_of, takes), strict=True)
-    return "".join(line for step in steps for line in min(step, key=_ms_of))
-
-
-def _steps_of(text: str) -> list[list[str]]:
-    steps: list[list[str]] = [[]]
-    for line in text.splitlines(keepends=True):
-        steps[-1].append(line)
-        if json.loads(line).get("at") == "result":
-            steps.append([])
-    return steps
-
-
-def _ms_of(step: list[str]) -> float:
-    changes = [json.loads(line).get("changes", {}) for line in step]
-    plans = [plan[0] for one in changes for plan in one.get("in_flight", {}).values() if plan]
-    results = [one["result"][0] for one in changes if "result" in one]
-    times = [ms for result in results for ms in result.get("times", {}).values()]
-    return sum(times) + sum(plan["schedule_ms"] for plan in plans)
 
 
 def renew_facts() -> None:

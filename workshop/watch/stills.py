@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.film_captions import write_captions
-from workshop.watch.films import BEYOND, FILMS, NUM_TAKES, ChapterFilm, Shot, page_of, shoot
+from workshop.watch.films import BEYOND, FILMS, ChapterFilm, Shot, page_of, shoot
 from workshop.watch.live_still import take_lives
 from workshop.watch.workloads import Cast, load_cast
 
@@ -148,7 +148,7 @@ def make_stills(cast: Cast | None = None) -> None:
         with started_browser() as browser, tempfile.TemporaryDirectory() as folder:
             cast = cast or load_cast()
             for film in (*FILMS.values(), *BEYOND.values()):
-                shot = shoot(film, Path(folder), cast, NUM_TAKES)
+                shot = shoot(film, Path(folder), cast)
                 for language in languages_of(film):
                     ending = LANGUAGES[language]
                     target = ROOT / film.folder / "figures" / f"{Path(film.picture).name}{ending}"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bounded_loops import as_long_as
-from workshop.watch.big_run import make_big_run
 from workshop.watch.conftest import OpenPage, OpenRun, RunPage, until
 from workshop.watch.replay.film import Film
-from workshop.watch.scene_runs import shown_run
 from workshop.watch.source_lines import ROOT
+from workshop.watch.tests.big_run import make_big_run
+from workshop.watch.tests.scene_runs import shown_run
 
 OpenDefault = Callable[..., RunPage]
 

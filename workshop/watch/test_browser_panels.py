@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from workshop.watch.conftest import OpenPage, RunPage
-from workshop.watch.scene_runs import SCRIPTS, Pages
+from workshop.watch.tests.scene_runs import SCRIPTS, Pages
 
 APPROVED = json.loads(Path(__file__).with_name("panels.json").read_text(encoding="utf-8"))
 RUNS = {  # by step: a request, then a block to point at

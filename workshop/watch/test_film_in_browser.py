@@ -24,7 +24,7 @@ from workshop.watch.film_scripts import (
     WINDOWED,
 )
 from workshop.watch.replay.film import Film
-from workshop.watch.scene_runs import shown_run
+from workshop.watch.tests.scene_runs import shown_run
 from workshop.watch.workloads import Cast, Script, perform
 
 if TYPE_CHECKING:

@@ -27,6 +27,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[3]
 # Instructions that determine how fast a CPU multiplies matrices, as Linux names them.
 CPU_FLAGS_THAT_MATTER = (
@@ -52,15 +54,9 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
     """Return `percentile` for each of `percents`. Raises `ValueError` for an empty sequence."""
-    if not values:
+    if not len(values):
         raise ValueError("values must not be empty")
-    ordered, found = sorted(values), []
-    for percent in percents:
-        place = (len(ordered) - 1) * percent / 100
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        found.append(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
-    return found
+    return np.percentile(values, percents).tolist()
 
 
 # -- machine and versions

@@ -41,7 +41,6 @@ from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
 from step_record import RecordedScheduler, StepRecord
-from workshop.measure.bench.bench_latency import describe_decode
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import (
     BenchRequest,
@@ -127,8 +126,7 @@ def _drive(
             num_wanted = requests[index].num_outputs - len(token_ids[index])
             token_ids[index] += new_token_ids[:num_wanted]
             token_times[index] += [end] * len(new_token_ids[:num_wanted])
-    details = {"num_steps": len(steps)} | describe_decode(steps)
-    return Served(token_ids, token_times, details, seconds)
+    return Served(token_ids, token_times, {"num_steps": len(steps)}, seconds)
 
 
 def _request_of(index: int, request: BenchRequest) -> Request:

@@ -9,7 +9,6 @@ from typing import Any
 
 from workshop.measure.bench.bench_command import Tables
 from workshop.measure.bench.bench_record import read_record
-from workshop.measure.rounds import median_of
 
 
 def tables_of(folder: Path) -> Tables:
@@ -47,9 +46,8 @@ def _heading(record: dict[str, Any]) -> str:
 
 def _systems_table(record: dict[str, Any]) -> str:
     lines = [
-        "| system | useful tok/s | lowest-highest | TTFT p50 / p99 | "
-        "between tokens p50 / p99 | steps | slots used |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| system | useful tok/s | lowest-highest | TTFT p50 / p99 | between tokens p50 / p99 |",
+        "|---|---:|---:|---:|---:|",
     ]
     for system in record["systems"].values():
         lines.append(_system_row(system, record["config"]))
@@ -66,7 +64,7 @@ def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
     speed = [run["useful_tokens_per_s"] for run in runs]
     if not speed:
         reason = system["error"] or "not measured: the time budget was used up"
-        return f"| {title} | {reason} | | | | | |"
+        return f"| {title} | {reason} | | | |"
     if system["error"]:
         title += f" (then failed: {system['error']})"
     spread = f"{_number(min(speed))}-{_number(max(speed))}"
@@ -80,8 +78,6 @@ def _system_row(system: dict[str, Any], config: dict[str, Any]) -> str:
         spread,
         _latency(runs, "ttft_ms"),
         _latency(runs, "inter_token_ms"),
-        f"{median_of(runs, 'num_steps'):,.0f}",
-        _share(runs, "slot_utilisation"),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -91,11 +87,6 @@ def _latency(runs: list[dict[str, Any]], name: str) -> str:
     if not pairs:
         return ""
     return " / ".join(_duration(median(pair[p] for pair in pairs)) for p in ("p50", "p99"))
-
-
-def _share(runs: list[dict[str, Any]], name: str) -> str:
-    shares = [run[name] for run in runs if name in run]
-    return f"{median(shares):.0%}" if shares else ""
 
 
 def _floor(record: dict[str, Any]) -> str:

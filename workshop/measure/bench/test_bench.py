@@ -16,8 +16,6 @@ from workshop.measure.bench import bench, bench_table
 from workshop.measure.bench.bench_models import BenchModels, make_twin
 from workshop.measure.bench.bench_record import (
     ROOT,
-    percentile,
-    percentiles,
     read_record,
     write_record,
 )
@@ -87,12 +85,6 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         write_record(path, {"a": float("nan")})
     assert read_record(path) == record and os.listdir(path.parent) == ["r.json"]
-
-
-def test_percentiles_are_interpolated() -> None:
-    assert percentile([], 50) is None and percentile([7], 99) == 7
-    assert percentile([10, 20], 99) == pytest.approx(19.9)
-    assert percentiles([40, 10, 30, 20], [0, 50, 100]) == [10, 25, 40]
 
 
 # -- the command

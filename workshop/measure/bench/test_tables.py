@@ -45,7 +45,7 @@ def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
     systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
     lines = bench_table.render(record).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | no manager | | | | | |"
+    assert rows["static"] == "| static | no manager | | | |"
     assert "commit 012345678* with uncommitted changes" in lines[-1]
 
 

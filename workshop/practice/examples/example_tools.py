@@ -3,13 +3,11 @@ function is called: see `exercise.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 Lines = Iterator[str]  # of what an example shows
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
-# Always four draft tokens, because the adaptive number depends on times, which vary.
-GUESS = {"method": "ngram", "num_spec_tokens": 4, "adaptive": False}
 SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
 _WORDS = """and are all add|but bytes base block|can class call code|data default does doc|error end
 event exec|for file from first|get given getattr group|has have header handle|import index into
@@ -45,29 +43,3 @@ def steps(scheduler: Any, most: int = 1_000) -> Iterator[dict[str, int]]:
         ready = [r for r in computed if r.num_computed_tokens == r.num_tokens]
         scheduler.update_from_output(plan, StepOutput({r.request_id: [7] for r in ready}))
         yield plan.num_scheduled_tokens
-
-
-def say(prompts: Sequence[str], params: Sequence[Any] | Any = None, **config: Any) -> list[str]:
-    """The answers of the shipped model, greedy unless `params` is given."""
-    from common.llm import LLM, SamplingParams
-
-    params = params or SamplingParams(temperature=0, max_tokens=12)
-    llm = LLM(device="cpu", dtype="float64", num_blocks=200, compile=False, **config)
-    outputs = llm.generate(list(prompts), params, use_tqdm=False)
-    return [repr(output.outputs[0].text) for output in outputs]
-
-
-def served(work: Callable[[Any], Awaitable[str]]) -> str:
-    """The result of `work(llm)`, a program that uses an `AsyncLLM`."""
-    import asyncio
-
-    from common.serve.async_llm import AsyncLLM
-
-    async def run() -> str:
-        llm = AsyncLLM(device="cpu", num_blocks=99, compile=False)
-        try:
-            return await work(llm)
-        finally:
-            await asyncio.to_thread(llm.close)
-
-    return asyncio.run(run())

@@ -98,32 +98,3 @@ def messages() -> Lines:
 
 
 # -- exhibits
-
-
-def a_second_end() -> Lines:
-    from request import Request, SamplingParams
-
-    answer = Request("r", [1, 2], SamplingParams(max_tokens=6), eos_token_ids=[100, 101])
-    for token in (7, 8, 101, 9, 9, 9):  # 101: end of turn
-        if not answer.is_finished:
-            answer.append_output_token(token)
-    yield (
-        f"the model says 7 8 101; the answer is {answer.output_token_ids}, {answer.finish_reason}"
-    )
-
-
-def greedy_is_asked_for() -> Lines:
-    from request import SamplingParams
-
-    yield f"temperature=0 is greedy: {SamplingParams(temperature=0).is_greedy}"
-
-
-def two_engines() -> Lines:
-    from fcfs_scheduler import FCFSScheduler
-
-    one, other = FCFSScheduler(), FCFSScheduler()
-    for name, scheduler in (("first", one), ("second", other)):
-        scheduler.add_request(request("a", 5))
-        plan = scheduler.schedule()
-        prompts = [len(new.prompt_token_ids) for new in plan.scheduled_new_reqs]
-        yield f"{name} engine, request `a`: prompts sent to its runner: {prompts}"

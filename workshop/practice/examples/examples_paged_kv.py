@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workshop.practice.examples.example_tools import Lines, request, say
+from workshop.practice.examples.example_tools import Lines, request
 
 
 def slots() -> Lines:
@@ -87,26 +87,3 @@ def layout() -> Lines:
 
 
 # -- exhibits
-
-
-def freed_twice() -> Lines:
-    from block_pool import BlockPool
-
-    pool = BlockPool(5)
-    shared = (pool.allocate(1) or [])[0]
-    pool.touch([shared])  # two tables name it
-    error = "accepted"
-    try:
-        pool.free([shared, shared])  # one of them ends, and by mistake frees the block twice
-    except ValueError:
-        error = "refused"
-    given = [block.block_id for block in pool.allocate(pool.num_free_blocks) or []]
-    yield (
-        f"releasing a block twice in one call: {error}\n"
-        f"block {shared.block_id} is still read by another request; free for others: {given}"
-    )
-
-
-def one_counter_for_the_batch() -> Lines:
-    first, second = say(["Once upon a time", "def fibonacci(n):"])
-    yield f"first  of the batch: {first}\nsecond of the batch: {second}"

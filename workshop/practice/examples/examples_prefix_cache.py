@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
-from workshop.practice.examples.example_tools import Lines, steps
+from workshop.practice.examples.example_tools import Lines
 
 
 def chains() -> Lines:
@@ -138,107 +137,3 @@ def longest_hits() -> Lines:
 
 
 A, B, C, D = ([letter] * 4 for letter in (1, 2, 3, 4))  # a block of tokens each
-
-
-def _groups(*windows: int | None) -> Any:
-    """Make tables in groups with these windows, and their cache, over blocks of two tokens."""
-    from block_pool import BlockPool
-    from cached_grouped_memory import CachedGroupedMemory
-
-    return CachedGroupedMemory(BlockPool(20), 2, windows, 8)
-
-
-def a_view_of_the_row() -> Lines:
-    from radix_cache import RadixCache
-
-    cache: Any = RadixCache(page_size=4, num_pages=20)
-    row = A + B  # the batch's row of the first request
-    cache.insert(row, cache.pool.allocate(2))
-    row[:] = C + D  # the next request gets the row
-    found = [cache.match_prefix(p).num_cached_tokens for p in (A + D, A + B)]
-    yield (
-        f"computed: A B; then its row is overwritten; found of A D: {found[0]}, of A B: {found[1]}"
-    )
-
-
-def crafted_prompts() -> Lines:
-    from prefix_cache_local import PrefixCacheLocal
-
-    cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
-    cache.cache_computed_blocks([-1] * 8)
-    num_cached = cache.match_prefix([-2] * 8).num_cached_tokens
-    yield f"a new prompt, made to collide: {num_cached} of 8 tokens are served"
-
-
-def an_adapter_and_a_salt() -> Lines:
-    from prefix_cache_local import PrefixCacheLocal
-
-    cache = PrefixCacheLocal(max_cached_blocks=4, block_size=4)
-    cache.cache_computed_blocks(A + B, (("lora", "X"),))
-    num_cached = cache.match_prefix(A + B, (("salt", "X"),)).num_cached_tokens
-    yield f"computed with adapter X; found by tenant X without it: {num_cached} of 8 tokens"
-
-
-def two_models_alike() -> Lines:
-    import torch
-
-    from weights_digest import weights_digest
-
-    embedding = torch.zeros(5000, 4)
-    other = embedding.clone()
-    other[4000] = 1.0  # another checkpoint: one row of a large matrix differs
-    names = {weights_digest([("embedding", weight)]) for weight in (embedding, other)}
-    yield f"two checkpoints, different in one row: names for their KV: {len(names)}"
-
-
-def the_block_that_is_computed_anyway() -> Lines:
-    from prefix_cache_local import compute_hash_chain
-    from request import Request
-
-    memory, tokens = _groups(None, 4), list(range(8))
-    blocks, chain = iter(memory.pool.blocks[1:]), compute_hash_chain(tokens, 2)
-    for group, indices in enumerate([(0, 1, 2, 3), (0, 2, 3)]):
-        for index in indices:
-            memory.cache.publish(group, chain, index, next(blocks))
-    end = memory.get_computed_blocks(Request.from_tokens("a", tokens, 3)).num_tokens
-    there = {known.index for known in memory.cache.cached_prefixes() if known.group == 1}
-    missing = [p for p in range(max(0, end - 3), end) if p // 2 not in there]
-    yield (
-        f"of 8 cached tokens 2 and 3 are evicted in the window group; found: {end}\n"
-        f"token {end} comes next; missing in its window: {missing}"
-    )
-
-
-def a_step_under_way() -> Lines:
-    from request import Request
-
-    memory, request = _groups(4), Request.from_tokens("a", list(range(20)), 3)
-    memory.allocate_slots(request, 6)
-    first = [memory.pool.blocks[block_id] for block_id in memory.get_block_ids("a")]
-    request.num_computed_tokens = 6  # set when the step is planned
-    memory.allocate_slots(request, 6)
-    free = [block.block_id for block in first if block.ref_cnt == 0]
-    memory.cache_blocks(request, 6)
-    cached = {known.index: known.block.block_id for known in memory.cache.cached_prefixes()}
-    yield (
-        f"tokens 0-5 are being computed, 6-11 are planned; their free blocks: {free}\n"
-        f"tokens 0-5 are computed; 0 and 1 are cached in block {cached[0]}"
-    )
-
-
-def a_warm_and_full_pool() -> Lines:
-    from block_pool import BlockPool
-    from cached_kv_cache_manager import CachedKVCacheManager
-    from caching_fcfs_scheduler import CachingFCFSScheduler
-    from prefix_cache_local import PrefixCacheLocal
-    from request import Request
-
-    pool, hits = BlockPool(6), []
-    cache = PrefixCacheLocal(pool=pool, block_size=4)
-    scheduler = CachingFCFSScheduler(CachedKVCacheManager(pool, 4, cache))
-    for number in range(4):  # a prompt and its answer fill the 5 blocks
-        again = Request.from_tokens(f"r{number}", A + B + C + D, 2)
-        scheduler.add_request(again)
-        list(steps(scheduler))
-        hits.append(again.num_cached_tokens)
-    yield f"the same 16 tokens sent four times, cached: {hits}"

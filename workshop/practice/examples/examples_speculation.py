@@ -85,13 +85,3 @@ def residuals() -> Lines:
 
 
 # -- exhibits
-
-
-def a_point_on_a_border() -> Lines:
-    import torch
-
-    from inverse_cdf import draw
-
-    weights = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64)
-    index, _ = draw(weights, torch.tensor([0.0], dtype=torch.float64))
-    yield f"weights 0, 0.5, 0.5, drawn with u = 0: token {int(index)}"

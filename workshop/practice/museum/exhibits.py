@@ -12,10 +12,7 @@
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
 
-    nothing                         why there is nothing to watch
-    example                         see `exercise.py`; then, and if a ticket of `INCIDENTS.md` has
-                                    its result
-    wrong, right                    the result, with the bug and without; a line of text each
+    nothing                         why there is nothing to watch: then a failing test shows it
 
 The order is that of the chapters. The bug is the patch of its title in `patches.txt`, with the
 tests that catch it. A workload shows it: an engine serves a few requests with the bug and without,
@@ -32,13 +29,12 @@ from typing import Any
 from workshop.book.text_rows import TextRow
 from workshop.practice.examples.example_tools import CODE, SONG, blocks
 from workshop.practice.exercise import Exercise, read_exercises
-from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.patch_table import Bug, bug_of_exhibit
-from workshop.practice.trial import LIMIT_S, said_by
+from workshop.practice.trial import LIMIT_S
 
 STORIES = Path(__file__).with_name("stories.txt")
 _WORDS = """trap symptom cause lesson room limit_s watch parts request config scheduler
-nothing example wrong right"""
+nothing"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
 
 
@@ -71,8 +67,6 @@ class Exhibit(Exercise):
     origin: str  # the engine that shipped it: "vLLM #42571"; or "ours"
     patch: Bug
     watch: Workload | None
-    wrong: str  # the example's result with the bug
-    right: str
     limit_s: float  # for each test, with the bug
     chapter: str  # the folder of the patched module, unless the row names another
 
@@ -80,10 +74,6 @@ class Exhibit(Exercise):
     def tests(self) -> tuple[str, ...]:
         """The tests that catch the bug, as path::name."""
         return self.patch.tests
-
-    def show(self, swap: ModuleSwap | None = None) -> str:
-        """Run the example in a separate process, with the bug if `swap` has it."""
-        return said_by(self.example, swap)
 
 
 def read_exhibits(table: Path) -> Iterator[Exhibit]:
@@ -97,8 +87,6 @@ def read_exhibits(table: Path) -> Iterator[Exhibit]:
             origin=origin,
             patch=patch,
             watch=None if row.said["nothing"] else _workload(row),
-            wrong=row.text("wrong"),
-            right=row.text("right"),
             limit_s=float(row.text("limit_s") or LIMIT_S),
             chapter=row.text("room") or patch.chapter,
         )

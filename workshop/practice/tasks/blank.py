@@ -38,10 +38,6 @@ class Blank:
         """The line of the `raise` in the blank, from 1."""
         return (self.before + self.stub).count("\n")
 
-    @property
-    def solved(self) -> str:
-        return self.before + self.solution + self.after
-
 
 def make_blank(
     source: str, place: str, names: Sequence[str], title: str, write: str, number: str

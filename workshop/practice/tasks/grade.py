@@ -23,7 +23,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 from workshop.book.text_rows import is_chinese
@@ -211,7 +210,7 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
         # If the example does not end: running it with the mistakes could take as long each time.
         others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
         others = [example_with(task, m.apply(), others_s) for m in task.mistakes]
-        mistake = recognised(task, said, ours, others)
+        mistake = recognised(task, said, others)
         if said not in run.first.message:  # else an exception, and it is told
             yours = f"With your lines it says:\n\n{_shown(said)}"
             parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
@@ -227,25 +226,10 @@ def _explained(trial: _Trial, run: TestRun) -> Verdict:
     return Verdict(False, "\n\n".join(parts), mistake)
 
 
-def recognised(task: Task, said: str, ours: str, others: Sequence[str]) -> Bug | None:
-    """Return the typical mistake with the example output `said`; `others` has the output for each.
-    Otherwise the only mistake with the same first line that differs from our output."""
-    same = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
-    alike = [
-        mistake
-        for mistake, other in zip(task.mistakes, others, strict=True)
-        if _first_difference(other, ours) == _first_difference(said, ours)
-    ]
-    found = same or alike
+def recognised(task: Task, said: str, others: Sequence[str]) -> Bug | None:
+    """Return the typical mistake with the example output `said`; `others` has that of each."""
+    found = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
     return found[0] if len(found) == 1 else None
-
-
-def _first_difference(said: str, ours: str) -> tuple[int, str]:
-    """Return the first different line's number and text. A `ValueError`, whose message has the
-    reader's words, is reduced to its type."""
-    said, ours = (re.sub(r"\bValueError: .*", "ValueError", text) for text in (said, ours))
-    pairs = enumerate(zip_longest(said.splitlines(), ours.splitlines(), fillvalue=""))
-    return next(((number, line) for number, (line, our) in pairs if line != our), (-1, ""))
 
 
 def _is_ours_elsewhere(trial: _Trial) -> bool:

@@ -52,7 +52,7 @@ def test_a_task_has_its_texts_and_blank_and_solution_are_the_source(task: Task) 
     row = f"| {task.number} | {task.chinese.text('title')} |"
     assert row in page.read_text(encoding="utf-8")
     blank = blank_of(task)
-    assert blank.solved == task.source()
+    assert blank.before + blank.solution + blank.after == task.source()
     assert blank.solution.strip() and blank.solution not in blank.text
     assert max(map(len, blank.stub.splitlines())) <= 100
 

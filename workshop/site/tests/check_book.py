@@ -254,7 +254,7 @@ def test_sources_are_at_the_address_of_the_repository_if_it_has_one(
     settings = {"BOOK_LANGUAGE": "zh", "BOOK_REPOSITORY": repository, "BOOK_COMMIT": "f00"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    configuration = runpy.run_path(str(Path(__file__).with_name("conf.py")))
+    configuration = runpy.run_path(str(Path(__file__).parents[1] / "conf.py"))
     page = new_document("page")
     for target in ("source:common/llm.py#L3", "source:common", "film:4", "other:common/index#x"):
         page += nodes.reference("", "words", refuri=target)
