@@ -24,11 +24,12 @@ TRITON_VERSION_310 := 3.8.0
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# What is installed, in four layers, each upon the one before: `run` to serve from Python and to
-# test a chapter, `server` to serve over HTTP, `test` to check what is written, `work` to change the
-# book. `book`, upon `test`, builds its site.
+# What is installed, in five layers, each upon the one before: `run` to serve from Python and to test
+# a chapter, `server` to serve over HTTP, `practice` to try what is written, `test` to check it all,
+# `work` to change the book. `book`, upon `practice`, builds its site.
 RUN := $(VENV)/.run
 SERVER := $(VENV)/.server
+PRACTICE := $(VENV)/.practice
 TEST := $(VENV)/.test
 WORK := $(VENV)/.work
 BOOK := $(VENV)/.book
@@ -91,7 +92,7 @@ MINE = $(if $(filter --mine,$(ARGS)),workshop.tasks.mine)
 help: say-help
 	@$(foreach t,$(TARGETS),printf '  make %-10s %s\n' '$(t)' "$(WHAT_$(t))";)
 
-demo: say-demo $(if $(MINE),$(TEST),$(RUN))
+demo: say-demo $(if $(MINE),$(PRACTICE),$(RUN))
 	@$(PY) -m $(MINE) common.demo $(ARGS)
 
 serve: say-serve $(SERVER)
@@ -113,18 +114,18 @@ test-book: say-test-book $(TEST)
 	@$(RUN_TESTS) -m "book and not slow" $(ARGS) || $(TESTS_FAILED)
 
 # A failure ends with the command that repeats it: settings in ARGS run that one combination.
-matrix: say-matrix $(TEST)
+matrix: say-matrix $(PRACTICE)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m $(MINE) common.tests.equivalence $(ARGS) || \
 	  { echo "make matrix: failed. What is printed above says with which settings."; exit 1; }
 
-museum: say-museum $(TEST)
+museum: say-museum $(PRACTICE)
 	@$(PY) -m workshop.museum $(BUG) $(ARGS)
 
 # An answer that is not right yet (1) is no error of make.
-task: say-task $(TEST)
+task: say-task $(PRACTICE)
 	@$(PY) -m workshop.tasks $(N) $(if $(EVENING),--evening $(EVENING)) $(ARGS) || [ $$? -eq 1 ]
 
-watch: say-watch $(if $(MINE),$(TEST),$(RUN))
+watch: say-watch $(if $(MINE),$(PRACTICE),$(RUN))
 	@$(PY) -m workshop.watch $(ARGS)
 
 # Without ruff's cache: it keeps a file's verdict on import order after a neighbour that the file
@@ -132,6 +133,7 @@ watch: say-watch $(if $(MINE),$(TEST),$(RUN))
 lint: say-lint $(WORK)
 	@$(PY) -m ruff check --no-cache . && $(PY) -m ruff format --check . || \
 	  { echo "make lint: failed. 'make format' repairs most of it; the rest is listed above."; exit 1; }
+	@echo "make lint: the code is in order; now its types (about two minutes)"
 	@$(VENV)/bin/basedpyright --project pyproject.toml --pythonpath $(PY) || \
 	  { echo "make lint: the types do not fit. Each line above names file, line and rule; repair it by hand."; \
 	    exit 1; }
@@ -164,7 +166,7 @@ sync: say-sync $(WORK)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.sync $(ARGS) || \
 	  { echo "make sync: what is listed above wants a reader."; exit 1; }
 
-book: say-book $(BOOK)
+book: say-book $(BOOK) $(if $(filter --check,$(ARGS)),$(TEST))
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m workshop.make_book $(ARGS)
 
 # uv reads metadata only, and knows nothing of pip's settings. torch decides what others may be, but it
@@ -234,9 +236,13 @@ $(SERVER): $(RUN)
 	@$(PY) -c 'import fastapi, prometheus_client, uvicorn, zmq' || { $(BROKEN); }
 	@touch $(SERVER)
 
-$(TEST): $(SERVER)
+$(PRACTICE): $(SERVER)
 	@echo "make: installing what the tests need"
 	@$(INSTALL) '.[test]' || { $(NOT_INSTALLED); }
+	@$(PY) -c 'import pytest, jupytext' || { $(BROKEN); }
+	@touch $(PRACTICE)
+
+$(TEST): $(PRACTICE)
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \
 	  echo "make: installing the Mooncake store (optional: chapter 3 works without it)"; \
 	  $(INSTALL) '.[mooncake]' || \
@@ -252,7 +258,6 @@ $(TEST): $(SERVER)
 	  command -v google-chrome >/dev/null || { \
 	  echo "make: there is no Chromium, so the page of 'make watch' is not tested in a browser (optional)."; \
 	  echo "      On Debian and Ubuntu: sudo apt-get install chromium"; }
-	@$(PY) -c 'import pytest, jupytext' || { $(BROKEN); }
 	@touch $(TEST)
 
 $(WORK): $(TEST)
@@ -260,7 +265,7 @@ $(WORK): $(TEST)
 	@$(INSTALL) '.[notebooks,dev]' || { $(NOT_INSTALLED); }
 	@touch $(WORK)
 
-$(BOOK): $(TEST)
+$(BOOK): $(PRACTICE)
 	@echo "make: installing what the book's site is built with"
 	@$(INSTALL) '.[book]' || { $(NOT_INSTALLED); }
 	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || \

@@ -278,6 +278,16 @@ def print_summary(result: Run, llm) -> None:
         )
 
 
+def print_what_was_seen(result: Run, is_shipped: bool, is_speculating: bool) -> None:
+    """Print what the numbers say about batching, what the text is, and what to run next. Alone, a
+    request takes a step for each of its tokens, unless drafts are accepted."""
+    alone = "" if is_speculating else f"; one at a time they take {result.output_tokens}"
+    print(f"\n{len(result.outputs)} requests shared {result.num_steps} steps{alone}.")
+    if is_shipped:
+        print("The text is a toy's: the shipped model has seen some Python, and nothing else.")
+    print("next: make watch ARGS=--open shows a run like this one, step by step, in a browser")
+
+
 def compare_tokens(alone: list, batched: list, dtype: object) -> str:
     """Return how many requests got the same tokens both ways and, if not all did, why."""
     pairs = zip(alone, batched, strict=True)
@@ -380,6 +390,7 @@ def _main(args: argparse.Namespace) -> int:
         print(f"output throughput    {alone.output_tokens_per_second:.1f} tok/s")
         print(f"batching is          {alone.seconds / result.seconds:.2f} times as fast")
         print(compare_tokens(alone.outputs, result.outputs, engine.dtype))
+    print_what_was_seen(result, is_shipped=args.model is None, is_speculating=bool(speculative))
     return 0
 
 

@@ -60,6 +60,8 @@ def test_a_sequential_run_is_compared_token_by_token(is_same: bool, capsys, monk
     assert demo.main([*arguments, "--dtype", "float64" if is_same else "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "times as fast" in out
+    steps = re.findall(r"^steps +(\d+)", out, re.MULTILINE)
+    assert f"3 requests shared {steps[0]} steps; one at a time they take {steps[1]}." in out
     if is_same:
         assert re.search(r"tokens +identical\n", out)
     else:

@@ -27,12 +27,13 @@ def run(*command: str, folder: Path = ROOT, **environment: str) -> subprocess.Co
 # -- make
 
 
-LAYERS = ["grammar,chapters", "server", "test mooncake browser", "notebooks,dev"]
+LAYERS = ["grammar,chapters", "server", "test", "mooncake browser", "notebooks,dev"]
 INSTALLS = {  # number of layers: targets
     1: "demo watch bench ladder",
     2: "serve",
-    3: "check test matrix museum task demo:--mine watch:--mine",
-    4: "lint format notebooks figures sync",
+    3: "matrix museum task demo:--mine watch:--mine",
+    4: "check test",
+    5: "lint format notebooks figures sync",
 }
 
 
@@ -51,7 +52,8 @@ def test_each_target_installs_what_it_needs_and_no_more(tmp_path: Path) -> None:
     for number, targets in INSTALLS.items():
         expected = [extra for layer in LAYERS[:number] for extra in layer.split()]
         assert {t: extras(t) for t in targets.split()} == dict.fromkeys(targets.split(), expected)
-    assert extras("book") == [*" ".join(LAYERS[:3]).split(), "book"]
+    assert extras("book") == [*LAYERS[:3], "book"]
+    assert extras("book:--check") == [*LAYERS[:3], "book", *LAYERS[3].split()]
     assert "pip" not in run("make", "-n", "gpu", folder=tmp_path).stdout
 
 

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from tqdm import tqdm
+
 from workshop.book.path import ROOT
 from workshop.book.repository import site_repository
 from workshop.site import staging
@@ -52,7 +54,9 @@ def film_folder() -> Path:
         with tempfile.TemporaryDirectory(dir=FILMS) as place:
             made = Path(place, "made")
             made.mkdir()
-            for shot, page in films.film_pages([*films.FILMS.values(), *films.BEYOND.values()]):
+            all_films = [*films.FILMS.values(), *films.BEYOND.values()]
+            pages = films.film_pages(all_films)
+            for shot, page in tqdm(pages, "make book: films", len(all_films), unit="film"):
                 Path(made, f"film_{shot.film.name}.html").write_text(page, encoding="utf-8")
             made.rename(folder)
         for other in old:
@@ -69,7 +73,9 @@ def build(has_films: bool) -> None:
         site.mkdir()
         if has_films:
             shutil.copytree(film_folder(), site / "films")
+        print("make book: Sphinx builds the pages of two languages (a minute)", flush=True)
         _build_pages(site, Path(place, "stage"), has_films)
+        print("make book: Pagefind reads them, for the search", flush=True)
         for language in LANGUAGES:
             _index(site / language)
         shutil.copyfile(HERE / "languages.html", site / "index.html")
