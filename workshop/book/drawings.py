@@ -11,7 +11,8 @@ Its first tag has the class `drawing`. Classes replace colours and fonts:
     data                  a group in the units of what it shows, scaled by its `transform`
 
 `make sync` derives two things: the rules between `<style>` and `</style>`, for the classes that the
-drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.txt`.
+drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.txt`, if a
+Chinese page shows it.
 `test_drawings.py` checks each in a browser; for six, `test_drawn_states.py` checks that the
 code's classes behave as drawn.
 """
@@ -19,10 +20,12 @@ code's classes behave as drawn.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from workshop.book import palette
 from workshop.book.figure_words import Words, in_chinese
+from workshop.book.translation import chinese_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("[0-9][0-9]_*/figures", "common/**/figures", "workshop/**/figures")
@@ -77,9 +80,21 @@ def derived(path: Path, words: Words) -> dict[Path, str]:
         styled, number = _STYLE.subn(lambda _: style_of(svg), svg)
         if number != 1:
             raise ValueError(f"the drawing must have one <style></style>, got {number}")
-        return {path: styled, path.with_suffix(".zh.svg"): in_chinese(styled, words)}
+        twin = path.with_suffix(".zh.svg")
+        files = {path: styled}
+        return files | {twin: in_chinese(styled, words)} if is_shown(twin.name) else files
     except ValueError as error:
         raise ValueError(f"{path.relative_to(ROOT)}: {error}") from None
+
+
+@cache
+def _chinese_text() -> str:
+    return "".join(page.read_text(encoding="utf-8") for page in chinese_pages())
+
+
+def is_shown(name: str) -> bool:
+    """Whether a Chinese page shows the figure."""
+    return f"figures/{name}" in _chinese_text()
 
 
 def style_of(svg: str) -> str:

@@ -33,7 +33,7 @@ def test_derived_drawings_are_committed() -> None:
         made |= drawings.derived(path, words)
     for path in PLOTS:
         chinese = path.with_suffix(".zh.svg")
-        if not path.name.endswith(".zh.svg"):
+        if not path.name.endswith(".zh.svg") and drawings.is_shown(chinese.name):
             made[chinese] = in_chinese(path.read_text(encoding="utf-8"), words)
     for path, svg in made.items():
         assert path.read_text(encoding="utf-8") == svg, f"{path.relative_to(ROOT)}: `make sync`"
@@ -118,8 +118,10 @@ def test_nothing_in_a_drawing_is_in_the_way(end: str, page: Page) -> None:
     """Texts are inside the card and their boxes, nothing runs through them or over them, and they
     stand out from what is under them."""
     faults = {}
-    for path in DRAWINGS:
-        page.goto(path.with_suffix(end).as_uri())
+    for path in (drawing.with_suffix(end) for drawing in DRAWINGS):
+        if not path.exists():  # no Chinese page shows it
+            continue
+        page.goto(path.as_uri())
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
             faults[path.stem, scheme] = page.evaluate(LOOK)

@@ -10,10 +10,11 @@ Chinese page names the English section that it renders, by a digest of that sect
     <!-- en: 3f0c91a2b7de -->
 
 When the English section changes, its digest changes, and the Chinese one is older: it is listed
-here and by `make sync`, and no test fails. After comparing both sections and correcting the Chinese
-one, the translator writes the new digest. The command prints one section's digest at a time and
-never writes it to the page: a digest means that a person has compared the sections. `make sync`
-does where only code and numbers changed, or names in backticks that both languages have.
+here and by `make sync`, the site says under its heading that the English is newer, and no test
+fails. After comparing both sections and correcting the Chinese one, the translator writes the new
+digest. The command prints one section's digest at a time and never writes it to the page: a digest
+means that a person has compared the sections. `make sync` does where only code and numbers changed,
+or names in backticks that both languages have.
 
 A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
 `<!-- /table:x -->`; but the numbers and the code of that text must be in the Chinese section too.
@@ -223,17 +224,22 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
     return found
 
 
-def older(chinese: Path, root: Path = ROOT) -> list[str]:
-    """Return a sentence for each section of a Chinese page whose English section is newer."""
+def older_sections(chinese: Path) -> list[tuple[Section, Section]]:
+    """Return the sections of a Chinese page that are older, each after its English one."""
     english = english_of(chinese)
     if not english.is_file():
         return []
-    ours, theirs = (path.relative_to(root).as_posix() for path in (chinese, english))
+    pairs = zip(sections_of(english), sections_of(chinese))
+    return [(en, zh) for en, zh in pairs if zh.rendered not in (None, "none", en.digest)]
+
+
+def older(chinese: Path, root: Path = ROOT) -> list[str]:
+    """Return a sentence for each section of a Chinese page whose English section is newer."""
+    ours, theirs = (p.relative_to(root).as_posix() for p in (chinese, english_of(chinese)))
     return [
         f"{ours}, section {zh.title!r} ({theirs}, {en.title!r}) renders {zh.rendered}. Read both, "
         f"put the Chinese one right, and write under its heading: <!-- en: {en.digest} -->"
-        for en, zh in zip(sections_of(english), sections_of(chinese))
-        if zh.rendered not in (None, "none", en.digest)
+        for en, zh in older_sections(chinese)
     ]
 
 

@@ -25,6 +25,7 @@ matplotlib.use("svg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from workshop.book.drawings import is_shown
 from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
 from workshop.measure.bench.bench_record import (
@@ -128,7 +129,9 @@ def run_lab(
         for part, record in records.items()
         for name, draw in parts[part].figures.items()
     }
-    save(drawn, pages / "figures", None if options.tiny else Words())
+    for is_twice in (False, True):
+        some = {n: f for n, f in drawn.items() if is_shown(f"{n}.zh.svg") == is_twice}
+        save(some, pages / "figures", Words() if is_twice and not options.tiny else None)
     if options.tables:
         write_tables(make_tables(parts, records), None if options.tiny else pages)
 

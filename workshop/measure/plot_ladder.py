@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from workshop.book.figure_file import save
-from workshop.book.figure_words import Words
 from workshop.book.palette import BASELINE, DECODE, INK
 from workshop.measure.bench.bench_record import percentiles, read_record
 from workshop.measure.bench.ladder_bench import main as write_tables
@@ -65,5 +64,5 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    save({"ladder": draw}, FIGURES, Words())
+    save({"ladder": draw}, FIGURES)
     write_tables(["--write-readme"])

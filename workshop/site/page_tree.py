@@ -11,12 +11,6 @@ from workshop.book.path import ROOT
 
 LANGUAGES = ("en", "zh")
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
-HOME_FILM = re.compile(r"^!\[[^\]]*\]\(04_scheduler/figures/film[^\n]*\n\n\*.*?\*\n", re.M | re.S)
-FIRST_HOUR = (
-    "**New here?** [Your first hour](FIRST_HOUR.md) begins with half an hour in the browser, with "
-    "nothing to install.",
-    "**第一次来？** [第一个小时](FIRST_HOUR.md)：前半小时只用浏览器，什么都不用装。",
-)
 CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
 WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # too far from the commands
@@ -36,9 +30,8 @@ SIDEBAR: dict[tuple[str, str], tuple[str, ...]] = {
     ("The engine", "引擎"): ("common/index",),
     ("Practice", "练习"): ("MUSEUM", "INCIDENTS"),
     ("Workshop", "工具"): (
+        "workshop/index",
         "workshop/measure/bench/index",
-        "workshop/measure/index",
-        "workshop/watch/index",
         "CONTRIBUTING",
         "CHANGELOG",
     ),
@@ -121,15 +114,8 @@ def owner(name: str, tree: Tree) -> str:
     return ""
 
 
-def home_page(text: str, repository: str, is_chinese: bool) -> str:
-    """Return the home page with its film before the commands. Without the repository's address
-    there is nothing to clone."""
-    found = HOME_FILM.search(text)
-    assert found is not None, "README.md has no picture of a film with a caption"
-    text = text.replace(found[0], "", 1)
-    start = text.index("\n```")
-    hour = FIRST_HOUR[is_chinese]
-    text = f"{text[:start]}\n{found[0].strip()}\n\n{hour}\n{text[start:]}"
+def home_page(text: str, repository: str) -> str:
+    """Return the home page. Without the repository's address there is nothing to clone."""
     if repository:
         return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
     return WIDE.sub(r"\1\2", CLONE_AND_ENTER.sub("", text))

@@ -4,7 +4,8 @@
 
 A page keeps its place, except that a `README.md` becomes the `index.md` of its folder. In the
 Chinese tree `X.zh.md` takes the place of `X.md`; a page without a Chinese version stays English and
-is listed in a group of its own. Links to pages stay relative; those to other files of the
+is listed in a group of its own. An older Chinese section says
+so. Links to pages stay relative; those to other files of the
 repository, and file names in code, become `source:PATH#LINE`, which `conf.py` resolves. The site
 adds to a page at marked places: a film's still becomes the film, `<!-- calculator: kv -->` a
 calculator, and a quotation gets a link to its lines."""
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line, with_lines
+from workshop.book.translation import SUFFIX, english_of, older_sections
 from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
 
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -55,9 +57,20 @@ def stage(folder: Path, is_chinese: bool, has_films: bool, repository: str = "")
                     cell["source"] = staged(source, name, path, tree, has_films)
             target.write_text(json.dumps(notebook), encoding="utf-8")
         else:
-            text = staged(text, name, path, tree, has_films) + toctrees(name, tree)
+            text = staged(with_age(text, path), name, path, tree, has_films)
+            text += toctrees(name, tree)
             target.write_text(text, encoding="utf-8")
     return tree
+
+
+def with_age(text: str, path: Path) -> str:
+    """Return a page with a line under each Chinese heading whose English section is newer."""
+    if not path.name.endswith(SUFFIX):
+        return text
+    for english, chinese in older_sections(path):
+        line = f"*[英文版]({english_of(path).name}#{english.anchor})较新。*"
+        text = text.replace(f"<!-- en: {chinese.rendered} -->", line, 1)
+    return text
 
 
 def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str:
@@ -134,7 +147,7 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
         return f"source:{place}{anchor}"
 
     if name == "index":
-        text = home_page(text, tree.repository, tree.is_chinese)
+        text = home_page(text, tree.repository)
     if has_films:
         text = STILL.sub(film, text)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)

@@ -33,7 +33,7 @@ def show(open_page: OpenPage, tmp_path: Path) -> Any:
         head, *parts = rendered.split("<h2>")
         body = head + "".join(f"<section><h2>{part}</section>" for part in parts)
         css, script = ((STATIC / f"panels.{kind}").read_text("utf-8") for kind in ("css", "js"))
-        path = tmp_path / f"{name}.html"
+        path = tmp_path / f"{Path(name).name}.html"
         code = "zh-CN" if language == "zh" else "en"
         page = PAGE.format(language=code, css=css, script=script, body=body)
         path.write_text(page, encoding="utf-8")
@@ -54,21 +54,16 @@ def entries(page: str) -> dict[str, str]:
     return dict(re.findall(r'<details id="(.*?)">(.*?)</details>', text, re.S))
 
 
-def test_the_filter_finds_words_of_title_engine_symptom_cause_and_trap(show: Any) -> None:
+def test_the_filter_finds_words_of_title_and_engine(show: Any) -> None:
     page, texts = show("MUSEUM"), entries("MUSEUM.md")
     assert found(page, "") == set(texts)
     assert found(page, "double FREE") == {"bug-9"}  # title
     assert "bug-9" not in found(page, "double freed")  # every word counts
     assert found(page, "mlx-lm") == {i for i, text in texts.items() if "mlx-lm" in text}  # engine
     assert found(page, "#53130") == {"bug-2"}
-    assert found(page, "health check stayed green") == {"bug-2"}  # symptom
-    assert found(page, "python creates once") == {"bug-7"}  # cause
+    assert found(page, "#5313") == set()
     assert found(page, "this step's admissions") == {"bug-1"}  # Sphinx curls the apostrophe
-    assert found(page, "counts the requests just admitted") == {"line-1"}
     assert found(page, "c++ (") == set()
-    traps = {i for i, text in texts.items() if re.search(r"\btrap 3\b", text, re.I)}
-    assert found(page, "trap 3") == found(page, "TRAP3") == traps
-    assert {"bug-15", "line-13"} <= traps
 
 
 def test_the_filter_says_how_many_and_chooses_an_engine(show: Any) -> None:
@@ -77,11 +72,11 @@ def test_the_filter_says_how_many_and_chooses_an_engine(show: Any) -> None:
     assert page.locator("details[open]").evaluate_all("all => all.map(e => e.id)") == ["bug-12"]
     assert found(page, "double free") == {"bug-9"}
     assert page.locator("h2:visible").all_inner_texts() == ["2. Paged KV"]
-    heads = {i: re.search(r"^\*(.*) · trap", text, re.M) for i, text in texts.items()}
-    named = {i for i, head in heads.items() if head and re.search("(?<!-)SGLang", head[1])}
+    heads = {i: text.partition("</summary>")[0] for i, text in texts.items()}
+    named = {i for i, head in heads.items() if re.search("(?<!-)SGLang", head)}
     page = show("MUSEUM", "zh")
     page.select_option(".museum-filter select", label=f"SGLang ({len(named)})")
     assert found(page, "") == named
     page.select_option(".museum-filter select", index=0)
-    assert found(page, "trap 17 准入") == {"bug-1"}
-    assert " 个 bug 中的 1 个，" in page.inner_text(".museum-filter output")
+    assert found(page, "nano-vllm 准入") == {"bug-1"}
+    assert " 个 bug 中的 1 个" in page.inner_text(".museum-filter output")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from workshop.book.path import ROOT
+from workshop.book.translation import sections_of
 from workshop.site.page_tree import (
     Tree,
     toctrees,
 )
-from workshop.site.staging import LINK, stage, staged
+from workshop.site.staging import LINK, stage, staged, with_age
 
 ADDRESS = "https://example.org/us/book"
 FILM = re.compile(r'<iframe loading="lazy" src="(\S+)"')
@@ -64,6 +66,17 @@ def test_films_are_where_the_chapters_speak_of_them(tree: Tree) -> None:
     assert "/film_adapters.html#" in text_of(tree, "04_scheduler/beyond/ADAPTERS")
     (home,) = FILM.findall(text_of(tree, "index"))
     assert home.startswith("../films/film_4.html#") and "ask" not in home
+
+
+def test_a_chinese_section_says_that_its_english_one_is_newer(tmp_path: Path) -> None:
+    (tmp_path / "A.md").write_text("# A\n\none\n\n## B c\n\ntwo\n", encoding="utf-8")
+    digest = sections_of(tmp_path / "A.md")[0].digest
+    page = tmp_path / "A.zh.md"
+    text = f"# 甲\n<!-- en: {digest} -->\n\n一\n\n## 乙\n<!-- en: 0123 -->\n\n二\n"
+    page.write_text(text, encoding="utf-8")
+    expected = text.replace("<!-- en: 0123 -->", "*[英文版](A.md#b-c)较新。*")
+    assert with_age(text, page) == expected
+    assert with_age(text, tmp_path / "A.md") == text
 
 
 CHAPTER = "04_scheduler/"

@@ -57,7 +57,8 @@ def write_captions(shot: Shot, root: Path) -> None:
     """Write the captions to their places in the texts and in a chapter's script."""
     page = root / shot.film.folder / shot.film.page
     write_between_markers(page.with_suffix(".md"), MARKER, page_caption(shot))
-    write_between_markers(page.with_suffix(".zh.md"), MARKER, chinese_caption(shot))
+    if (chinese := page.with_suffix(".zh.md")).is_file():
+        write_between_markers(chinese, MARKER, chinese_caption(shot))
     if not shot.film.chapter:
         return
     script = script_of(shot, root)

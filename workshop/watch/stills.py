@@ -4,9 +4,9 @@ the page as the browser draws it.
     python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions; and the
                                         server's page (`live_still.py`)
 
-Each is drawn for the Chinese pages, too: NAME.zh.png. The caption in a chapter's texts, and in its
-notebook's script, is written with the picture, from the same film (`film_captions.py`). Only film
-6's picture varies from run to run: its columns are as wide as the steps took."""
+A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts,
+and in its notebook's script, is written with the picture, from the same film (`film_captions.py`).
+Only film 6's picture varies from run to run: its columns are as wide as the steps took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.film_captions import write_captions
-from workshop.watch.films import BEYOND, FILMS, Shot, page_of, shoot
+from workshop.watch.films import BEYOND, FILMS, ChapterFilm, Shot, page_of, shoot
 from workshop.watch.live_still import take_lives
 from workshop.watch.workloads import Cast, load_cast
 
@@ -136,6 +136,12 @@ def take_still(browser: Browser, shot: Shot, folder: Path, language: str = "en")
     return photograph(browser, page, views)
 
 
+def languages_of(film: ChapterFilm) -> list[str]:
+    """The languages in which there is a page that shows the film's still."""
+    page = ROOT / film.folder / film.page
+    return [name for name in LANGUAGES if name == "en" or page.with_suffix(".zh.md").is_file()]
+
+
 def make_stills(cast: Cast | None = None) -> None:
     """Make every film's stills. Without a browser, raises `ValueError` with what to install."""
     try:
@@ -143,7 +149,8 @@ def make_stills(cast: Cast | None = None) -> None:
             cast = cast or load_cast()
             for film in (*FILMS.values(), *BEYOND.values()):
                 shot = shoot(film, Path(folder), cast)
-                for language, ending in LANGUAGES.items():
+                for language in languages_of(film):
+                    ending = LANGUAGES[language]
                     target = ROOT / film.folder / "figures" / f"{Path(film.picture).name}{ending}"
                     still = take_still(browser, shot, Path(folder), language)
                     still.save(target, optimize=True)

@@ -21,7 +21,7 @@ from workshop.watch.film_captions import (
     script_of,
 )
 from workshop.watch.films import BEYOND, FILMS, Shot
-from workshop.watch.stills import LANGUAGES, ROOT, take_still
+from workshop.watch.stills import LANGUAGES, ROOT, languages_of, take_still
 from workshop.watch.watch_command import main
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ def test_a_page_shows_its_film_and_a_chapters_notebook_too(
     """With the caption of today's film, the command, and small, sharp pictures."""
     shot = shots[name]
     page = ROOT / shot.film.folder / shot.film.page
-    for suffix, caption in ((".md", page_caption), (".zh.md", chinese_caption)):
+    captions = {"en": (".md", page_caption), "zh": (".zh.md", chinese_caption)}
+    for language in languages_of(shot.film):
+        suffix, caption = captions[language]
         text = page.with_suffix(suffix).read_text(encoding="utf-8")
         assert text == replace_between_markers(text, MARKER, caption(shot))
         assert suffix != ".md" or f'make watch ARGS="--film {name} --open"' in text
-    for ending in LANGUAGES.values():
-        still = page.parent / f"{shot.film.picture}{ending}"
+        still = page.parent / f"{shot.film.picture}{LANGUAGES[language]}"
         with Image.open(still) as picture:  # 900 of the page's pixels, twice
             assert picture.width == 1800 and still.stat().st_size < 150_000
     if name in FILMS:

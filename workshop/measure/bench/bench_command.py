@@ -5,8 +5,8 @@ Both measure, write a record and print its tables, or only show the existing rec
     --smoke                  almost no work, to see that it runs; the record goes to build/
     --table                  print the tables
     --write-readme           put them between the markers `<!-- table:NAME -->`: all of them into
-                             workshop/measure/bench/README.md, a short one into README.md, and
-                             a chapter's own row into its README.md
+                             workshop/measure/bench/README.md, the gains of the ladder into
+                             README.md, and a chapter's own row into its README.md
 
 A measurement may have to start as a new process (`restart_with`), because the C library reads its
 memory settings once, when a process starts.
@@ -40,8 +40,7 @@ class Tables:
     """The tables of a record, as markdown."""
 
     full: str  # for workshop/measure/bench/README.md
-    short: str  # for README.md
-    gains: str = ""  # for its first screen, if there is one
+    gains: str = ""  # for README.md, if there is one
     rows: Mapping[str, str] = field(default_factory=dict)  # chapter -> its own row
 
 
@@ -104,10 +103,7 @@ class Driver:
 
 def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
     """Return page, name of the markers, and the text between them, for each place."""
-    places = [
-        ("README.md", name, tables.short),
-        ("workshop/measure/bench/README.md", name, tables.full),
-    ]
+    places = [("workshop/measure/bench/README.md", name, tables.full)]
     places += [("README.md", f"{name}_gains", tables.gains)] if tables.gains else []
     return places + [(f"{c}/README.md", f"{name}_row", row) for c, row in tables.rows.items()]
 

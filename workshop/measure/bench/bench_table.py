@@ -8,19 +8,7 @@ from statistics import median
 from typing import Any
 
 from workshop.measure.bench.bench_command import Tables
-from workshop.measure.bench.bench_record import markdown_table, read_record
-from workshop.measure.rounds import median_of
-
-# README.md's rows: the engine with nothing and with everything, and all other systems.
-IN_SHORT = (
-    "one-at-a-time",
-    "static",
-    "paged",
-    "chunked",
-    "transformers-generate",
-    "transformers-continuous",
-    "vllm",
-)
+from workshop.measure.bench.bench_record import read_record
 
 
 def tables_of(folder: Path) -> Tables:
@@ -30,54 +18,7 @@ def tables_of(folder: Path) -> Tables:
     if not paths:
         raise FileNotFoundError(f"{folder} has no bench_*.json; run python -m workshop.bench first")
     records = sorted(map(read_record, paths), key=lambda r: r["config"]["num_parameters"])
-    return Tables("\n\n".join(map(render, records)), render_short(records))
-
-
-def render_short(records: Sequence[dict[str, Any]]) -> str:
-    """Useful tokens a second of the systems `IN_SHORT`, one column for each record, and the
-    engine's gain over one request at a time."""
-    head = ["useful tok/s"]
-    for record in records:
-        config = record["config"]
-        size = f"{config['num_parameters'] / 1e6:,.1f} M parameters"
-        head.append(f"{config['model']}, {size}, {_arithmetic(record)}")
-    titles = {n: s["title"] for r in reversed(records) for n, s in r["systems"].items()}
-    rows = [
-        [titles[name], *(_speed(record, name) for record in records)]
-        for name in IN_SHORT
-        if name in titles
-    ]
-    gains = []
-    for record in records:
-        one = _median_speed(record, "one-at-a-time")
-        engine = _median_speed(record, "chunked") or _median_speed(record, "paged")
-        if one and engine:
-            model = f"{record['config']['model']}, {_arithmetic(record)}"
-            gains.append(f"{engine / one:.1f} times ({model})")
-    return markdown_table(head, rows) + (
-        f"\n\nOver one request at a time the engine gains {', '.join(gains)}." if gains else ""
-    )
-
-
-def _arithmetic(record: dict[str, Any]) -> str:
-    return f"{record['config']['dtype']} on {record['environment']['cpu_capability']}"
-
-
-def _median_speed(record: dict[str, Any], name: str) -> float | None:
-    system = record["systems"].get(name)
-    if system is None or not system["runs"]:
-        return None
-    return median_of(system["runs"], "useful_tokens_per_s")
-
-
-def _speed(record: dict[str, Any], name: str) -> str:
-    speed = _median_speed(record, name)
-    if speed is None:
-        return ""
-    num_served = record["systems"][name]["num_requests"]
-    num_all = record["config"]["workload"]["num_requests"]
-    part = f" (first {num_served} of {num_all} requests)" if num_served < num_all else ""
-    return _number(speed) + part
+    return Tables("\n\n".join(map(render, records)))
 
 
 def render(record: dict[str, Any]) -> str:

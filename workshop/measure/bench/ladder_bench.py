@@ -44,7 +44,6 @@ from workshop.measure.bench.ladder_table import (
     render,
     render_gains,
     render_rows,
-    render_short,
 )
 from workshop.measure.bench.ladder_workload import (
     MAX_TOKENS,
@@ -180,8 +179,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def tables(path: Path) -> Tables:
     record = read_record(path)
-    shown = (render(record), render_short(record), render_gains(record))
-    return Tables(*shown, render_rows(record))
+    return Tables(render(record), render_gains(record), render_rows(record))
 
 
 def announce(args: argparse.Namespace) -> str:

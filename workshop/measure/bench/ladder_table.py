@@ -79,28 +79,24 @@ FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]]
 
 
 def render(record: dict[str, Any]) -> str:
-    """Render each chapter's question, cells without and with the chapter."""
+    """Render many users' table, and each chapter's question, cells without and with it."""
     head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
     rows = []
     for name, question in record.get("questions", {}).items():
         before, after = (_short_row(*config)[1:4] for config in question["rungs"].items())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
         rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
-    return f"{markdown_table(head, rows)}\n\n{made_on(record)}"
+    return f"{_many_users(record)}\n\n{markdown_table(head, rows)}\n\n{made_on(record)}"
 
 
-def render_short(record: dict[str, Any]) -> str:
+def _many_users(record: dict[str, Any]) -> str:
     """Render every configuration where many users queue: throughput, both waits, and a phrase."""
     regime = record["regimes"]["many"]
     head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
     rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
     lines = markdown_table(head, rows).splitlines()
     lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is left-aligned
-    return "\n".join(lines) + (
-        f"\n\n<sub>Gap: between two tokens of one answer. {_work(regime).capitalize()}; "
-        f"{_measured(record)} "
-        "[Each chapter's own work](workshop/measure/bench/README.md#the-ladder).</sub>"
-    )
+    return "\n".join(lines) + f"\n\n<sub>{_work(regime).capitalize()}; {_measured(record)}</sub>"
 
 
 def render_rows(record: dict[str, Any]) -> dict[str, str]:
@@ -157,15 +153,13 @@ def _gain(before: dict[str, Any], after: dict[str, Any], metric: str) -> str:
 
 
 def _short_row(name: str, config: dict[str, Any]) -> list[str]:
-    chapter, phrase = PHRASES[name]
-    title = f"[{config['title']}]({chapter}/README.md)" if chapter else config["title"]
     shown = [_median(config, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
     return [
-        title,
+        config["title"],
         f"{shown[0]:,.0f}",
         f"{shown[1]:,.0f} ms",
         f"{_median(config, 'inter_token_ms_p99'):,.0f} ms",
-        phrase,
+        PHRASES[name][1],
     ]
 
 

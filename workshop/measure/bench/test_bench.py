@@ -128,4 +128,3 @@ def test_the_command_measures_and_writes_a_record(
     assert str(Path.home()) not in json.dumps(machine) and str(ROOT) not in json.dumps(machine)
     tables = bench.DRIVER.tables(tmp_path)
     assert tables.full == bench_table.render(record) and tables.full in printed
-    assert tables.short == bench_table.render_short([record])

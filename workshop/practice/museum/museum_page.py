@@ -1,22 +1,21 @@
-"""`MUSEUM.md` in two languages, an index without the clues. Also: two runs side by side in a
+"""`MUSEUM.md` in two languages, an index that gives no bug away. Also: two runs side by side in a
 terminal, and the panels and moments of an exhibit's page of two films."""
 
 from __future__ import annotations
 
-import html
 import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from workshop.book.translation import sections
-from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, TITLES, Exhibit
+from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, TITLES, Exhibit
 from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
-from workshop.practice.patch_table import Bug, broken_lines, log_row
+from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
 
 PAGE = ROOT / "MUSEUM.md"
-_ON_THE_PAGE = "symptom", "cause"  # of the four parts; the command prints the others
+_TRAP = re.compile(r" ?[(（]Trap \d+[)）]")  # what tests cite; it means nothing to a reader
 _REPOSITORIES = {
     "nano-vllm": "GeeeekExplorer/nano-vllm",
     "mini-sglang": "sgl-project/mini-sglang",
@@ -33,19 +32,18 @@ _HEAD = """# A museum of bugs
 [中文](MUSEUM.zh.md)
 
 {bugs} bugs that shipped in engines people use, or in this one, and {lines} single lines of this
-repository for you to break. Each is applied to a copy of one module; nothing in your checkout
-changes. Most of them pass every test of shapes and lengths. The titles name the causes: to find a
-bug yourself, run `make museum BUG=8 ARGS=--find` before you read on.
+repository for you to break. Most of them pass every test of shapes and lengths. Each is applied to
+a copy of one module, so nothing in your checkout changes.
 
-    make museum                           the list
     make museum BUG=8 ARGS=--find         find it yourself: the symptom first, then clues
     make museum BUG=8 ARGS=--watch        step through two runs: with the bug, and without
     make museum BUG=8                     the story, the patch, its effect, the test that fails
     python -m workshop.patches --only 8   line 8 of the lines to break, and the test that fails
 
-*Trap 10* is the tenth bug in the list that this project began with (the list is not printed here);
-tests cite it, so `grep -rni "trap 10" --include=test_*.py --include=*.txt .` finds them. A
-number after an engine's name links to the report. (`make sync` makes this page.)
+A bug's title is folded here, because most titles name the cause; the number after an engine's name
+links to the report, which names it too. `make museum` without a number lists all titles. Of a line
+to break you read the effect: look for the line in its file, and then let the command show it.
+(`make sync` makes this page.)
 """
 _CHINESE_HEAD = """# bug 博物馆
 <!-- en: -->
@@ -53,20 +51,19 @@ _CHINESE_HEAD = """# bug 博物馆
 [English](MUSEUM.md)
 
 {bugs} 个发布过的 bug，有的在大家都在用的引擎里，有的就在本书的引擎里；\
-另有本仓库的 {lines} 行代码，可以弄坏试试。\
-补丁都打在那个模块的一份副本上，你的工作区一个字也不动。\
-凡是只看形状和长度的测试，它们多半都能通过。\
-标题就说出了原因：想自己找，先运行 `make museum BUG=8 ARGS=--find`，再往下看。
+另有本仓库的 {lines} 行代码，可以弄坏试试。凡是只看形状和长度的测试，它们多半都能通过。\
+补丁都打在那个模块的一份副本上，你的工作区一个字也不动。
 
-    make museum                           列表
     make museum BUG=8 ARGS=--find         自己找：先给症状，再给线索
     make museum BUG=8 ARGS=--watch        两次运行，有 bug 的和没有的，一步步看
     make museum BUG=8                     故事、补丁、后果、失败的测试
     python -m workshop.patches --only 8   下面的第 8 行怎么弄坏，哪个测试失败
 
-*Trap 10* 是本项目最初那份清单里的第十个 bug（清单没有印在这里）；\
-测试引用它，`grep -rni "trap 10" --include=test_*.py --include=*.txt .` 能找到。\
-引擎名后面的编号，链接到原始报告。（本页由 `make sync` 生成。）
+bug 的标题都折叠着，因为多数标题就说出了原因；\
+引擎名后面的编号链接到原始报告，那里也会说出原因。\
+`make museum` 不带编号，就列出全部标题。\
+可以弄坏的代码行只写后果：先到文件里自己找是哪一行，再让命令告诉你。\
+（本页由 `make sync` 生成。）
 """
 
 
@@ -82,7 +79,8 @@ def render(is_chinese: bool = False) -> str:
         parts += [_entry(number, exhibit, is_chinese) for number, exhibit in group]
         parts.append("可以弄坏的代码行：\n" if is_chinese else "Lines to break:\n")
         parts += [_line(n, bug, is_chinese) for n, bug in lines if bug.chapter == chapter]
-    page = "\n".join(parts)
+        parts.append("")
+    page = "\n".join(parts).rstrip() + "\n"
     if is_chinese:
         for section in sections(render()):
             page = page.replace("<!-- en: -->", f"<!-- en: {section.digest} -->", 1)
@@ -91,49 +89,30 @@ def render(is_chinese: bool = False) -> str:
 
 def _entry(number: int, exhibit: Exhibit, is_chinese: bool) -> str:
     words = exhibit.chinese if is_chinese else exhibit.english
-    origin, trap = linked(exhibit.origin), f"trap {exhibit.trap}"
+    origin = linked(exhibit.origin)
     if is_chinese:
         origin = _CHINESE_ORIGINS.get(exhibit.origin, origin.replace(", ", "，"))
-        trap = f"Trap {exhibit.trap}"
     title = words.text("title")
-    parts = [f"**{LABELS[part][is_chinese]}** {words.text(part)}" for part in _ON_THE_PAGE]
-    return _folded(
-        f"bug-{number}",
-        f"{number}. {title}",
-        "\n\n".join([f"*{origin} · {trap}*", *parts]) + "\n",
+    return (
+        f'<details id="bug-{number}"><summary>{number}. {origin}</summary>\n\n{title}\n\n'
+        "</details>\n"
     )
 
 
 def _line(number: int, bug: Bug, is_chinese: bool) -> str:
-    test_file, _, test = bug.tests[0].partition("::")
-    if (row := log_row(bug.tests[0])) is not None:
-        test_file, test = row
-    where, by = f"[`{bug.file}`]({bug.file})", f"[`{Path(test_file).name}`]({test_file})"
-    found = f"In {where}, caught by `{test}` in {by}."
-    if is_chinese:
-        found = f"在 {where} 里，由 {by} 里的 `{test}` 发现。"
-    said = bug.chinese_line if is_chinese else bug.line
+    said = _TRAP.sub("", bug.chinese_line if is_chinese else bug.line)
     colon = "：" if is_chinese else ": "
-    return _folded(
-        f"line-{number}",
-        f"{number}. `{Path(bug.file).name}`{colon}{said}",
-        f"{found}\n",
-    )
-
-
-def _folded(anchor: str, summary: str, inside: str) -> str:
-    shown = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(summary, quote=False))
-    return f'<details id="{anchor}"><summary>{shown}</summary>\n\n{inside}\n</details>\n'
+    return f"{number}. [`{Path(bug.file).name}`]({bug.file}){colon}{said}"
 
 
 def linked(origin: str) -> str:
-    """`vLLM #1 #2, SGLang #3` with a link at each number."""
+    """`vLLM #1 #2, SGLang #3` with a link at each number, in HTML."""
     parts = []
     for part in origin.split(", "):
         engine = part.partition(" #")[0]
         if engine in _REPOSITORIES:
             where = f"https://github.com/{_REPOSITORIES[engine]}/issues/"
-            part = re.sub(r"#(\d+)", rf"[#\1]({where}\1)", part)
+            part = re.sub(r"#(\d+)", rf'<a href="{where}\1">#\1</a>', part)
         parts.append(part)
     return ", ".join(parts)
 

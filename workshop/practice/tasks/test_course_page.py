@@ -20,14 +20,11 @@ from workshop.book.quoted import BLOCK, code_lines, find_quote
 from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
-from workshop.practice.tasks.course import EVENINGS, TASKS, blank_of, task_numbered
+from workshop.practice.tasks.course import EVENINGS, TASKS, blank_of, minutes_of
 from workshop.practice.tasks.reading import PAGES, counted, sums
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
-TASK_ROW = re.compile(
-    r"^\| `make task N=([\d.]+)` \| ([^|]+) \| `([\w.]+)` \| (\d+) \| (\w+) \|$", re.MULTILINE
-)
 COMMAND = re.compile(
     r"""(?:^(?:\#\ +)?|`|\ {2,})(make\ [a-z]+(?:\ [A-Z]+=(?:"[^"`]*"|[^\s`]+))*)""", re.M | re.X
 )
@@ -55,16 +52,12 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
 
 @EVERY_EVENING
 def test_an_evening_has_its_tasks_as_they_are(number: int) -> None:
-    rows = TASK_ROW.findall(evenings()[number])
-    assert [row[0] for row in rows] == [t.number for t in TASKS if t.evening == number]
-    for name, title, place, minutes, level in rows:
-        task = task_numbered(name)
-        assert task is not None
-        assert (title, place, int(minutes)) == (task.title, task.place, task.minutes)
-        assert level == task.difficulty
+    tasks = [task for task in TASKS if task.evening == number]
+    (minutes,) = re.findall(rf"(\d+) minutes in all: `make task EVENING={number}`", COURSE)
+    assert int(minutes) == minutes_of(number)
     (chapter,) = ROOT.glob(f"0{number}_*/README.md")
     listed = re.findall(CHAPTER_ROW, chapter.read_text(encoding="utf-8"), re.MULTILINE)
-    assert listed == [(name, title, minutes, level) for name, title, _, minutes, level in rows]
+    assert listed == [(t.number, t.title, str(t.minutes), t.difficulty) for t in tasks]
 
 
 @EVERY_EVENING
@@ -82,7 +75,7 @@ def commands_of_make() -> list[str]:
     """Return the commands of the Makefile's head and of the pages that a reader types from first,
     in both languages."""
     texts = [(ROOT / "Makefile").read_text(encoding="utf-8").partition("\n\n")[0]]
-    for page in ("README", "COURSE", "workshop/site/pages/FIRST_HOUR"):
+    for page in ("README", "COURSE", "FIRST_HOUR"):
         texts += [path.read_text(encoding="utf-8") for path in ROOT.glob(f"{page}*.md")]
     typed = "\n".join(texts).replace("\\\n", " ")
     return sorted({" ".join(found.split()) for found in COMMAND.findall(typed)})

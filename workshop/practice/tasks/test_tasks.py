@@ -48,8 +48,9 @@ def test_three_tasks_an_evening_and_more_from_easy_to_hard() -> None:
 def test_a_task_has_its_texts_and_blank_and_solution_are_the_source(task: Task) -> None:
     assert "Keep this:" in task.english.text("write")
     assert 2 <= len(task.english.said["hint"]) <= 4 and 5 <= task.minutes <= 30
-    page = (ROOT / "COURSE.zh.md").read_text(encoding="utf-8")
-    assert f"| `make task N={task.number}` | {task.chinese.text('title')} |" in page
+    (page,) = ROOT.glob(f"0{task.evening}_*/README.zh.md")
+    row = f"| {task.number} | {task.chinese.text('title')} |"
+    assert row in page.read_text(encoding="utf-8")
     blank = blank_of(task)
     assert blank.before + blank.solution + blank.after == task.source()
     assert blank.solution.strip() and blank.solution not in blank.text

@@ -20,20 +20,20 @@
 
   // -- museum
 
-  const ENTRIES = "details[id^=bug-], details[id^=line-]";
+  const ENTRIES = "details[id^=bug-]";
   const plain = (text) => text.toLowerCase().replaceAll("’", "'").replace(/\s+/g, " ");
 
-  // Each word of the query as a pattern. A number is found as a whole: "trap 1" is not trap 17.
+  // Each word of the query as a pattern. A number is found as a whole: #14 is not #144.
   const patterns = (query) =>
-    (plain(query).match(/trap ?\d+|\S+/g) ?? []).map((word) => {
-      const escaped = word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&").replace(/^trap ?/, "trap ?");
+    (plain(query).match(/\S+/g) ?? []).map((word) => {
+      const escaped = word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
       return new RegExp(`${/^\d/.test(word) ? "(?<!\\d)" : ""}${escaped}${/\d$/.test(word) ? "(?!\\d)" : ""}`);
     });
 
-  // The engines in an entry's first line, "vLLM #1 #2, SGLang #3 · trap 4"; lines to break have none.
+  // The engines in an entry's summary, "7. vLLM #1 #2, SGLang #3".
   function enginesOf(entry) {
-    const origin = entry.matches("[id^=bug-]") ? entry.querySelector("em")?.textContent ?? "" : "";
-    return origin.split("·")[0].replace(/#\d+/g, "").split(/[,，]/).map((name) => name.trim());
+    const origin = entry.querySelector("summary").textContent.replace(/^\d+\. /, "");
+    return origin.replace(/#\d+/g, "").split(/[,，]/).map((name) => name.trim());
   }
 
   function museum() {
@@ -46,7 +46,7 @@
       .sort((one, other) => totals.get(other) - totals.get(one));
     const count = make("output", {"aria-live": "polite"});
     const field = make("input", {type: "search", placeholder:
-      say("words of a title, engine, symptom or cause; trap 17", "标题、引擎、症状、原因里的词；trap 17")});
+      say("words of a title or an engine", "标题、引擎里的词")});
     const options = [say("all", "全部"), ...engines.map((name) => `${name} (${totals.get(name)})`)];
     const [label, select] = choice(say("Engine", "引擎"), options, 0, filter);
     field.addEventListener("input", filter);
@@ -61,16 +61,10 @@
         entry.hidden = !wanted.every((word) => word.test(text)) || (engine !== undefined && !own.includes(engine));
       }
       for (const section of new Set(entries.map(firstSection))) {
-        const shown = (selector) => section.querySelector(`${selector}:not([hidden])`) !== null;
-        section.hidden = !shown("details[id]");
-        for (const line of section.querySelectorAll(":scope > p")) line.hidden = !shown("details[id^=line-]");
+        section.hidden = section.querySelector("details[id]:not([hidden])") === null;
       }
-      const [bugs, lines] = ["bug-", "line-"].map((kind) => {
-        const all = entries.filter((entry) => entry.id.startsWith(kind));
-        return [all.filter((entry) => !entry.hidden).length, all.length];
-      });
-      count.textContent = say(`${bugs[0]} of ${bugs[1]} bugs, ${lines[0]} of ${lines[1]} lines to break`,
-        `${bugs[1]} 个 bug 中的 ${bugs[0]} 个，${lines[1]} 行代码中的 ${lines[0]} 行`);
+      const number = entries.filter((entry) => !entry.hidden).length;
+      count.textContent = say(`${number} of ${entries.length} bugs`, `${entries.length} 个 bug 中的 ${number} 个`);
     }
     filter();
     museum.showAll = () => {
