@@ -38,8 +38,7 @@ SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproj
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{name}/*" for name in ("models", "requests", "sampling", "runner"))
 CHECKED += tuple(
-    f"common/tests/test_{name}.py"
-    for name in ("house", "texts", "translation", "sampling_fields")
+    f"common/tests/test_{name}.py" for name in ("house", "texts", "translation", "sampling_fields")
 )
 PARTLY_CHECKED = ("common/tests/test_equivalence_matrix.py",)
 # Kernels in the interpreter, ranks, instruction sets and the program are left to `make test`.
