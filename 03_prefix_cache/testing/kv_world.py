@@ -144,7 +144,8 @@ class World:
             return False
         num_new = min(num_new, request.num_tokens - computed.num_tokens)
         if request.num_preemptions or not self.held_outside():
-            before, victim = self.snapshot(), self.running.get(freeing)
+            before = self.snapshot()
+            victim = None if freeing is None else self.running.get(freeing)
             fits = self.fits(request, num_new, computed, num_watermark_blocks, freeing)
             asked = request, num_new, computed, num_watermark_blocks, victim
             answer = self.manager.can_allocate(*asked)

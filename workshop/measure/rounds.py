@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from workshop.measure.bench.bench_record import percentiles
@@ -38,13 +39,33 @@ def run_in_turn(
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
 
 
-def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> dict[K, list[float]]:
-    """Return the milliseconds of each call, by name, without those of the round that warms up."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One work in several settings, in a row or column of the table `part`. Each setting's function
+    does the work and returns what is counted."""
+
+    part: str
+    name: str
+    settings: Mapping[str, Callable[[], Any]]
+    round_factor: int = 1  # short work is done more often
+
+    def run(self, num_rounds: int, num_warm_ups: int = 1) -> dict[str, list[Any]]:
+        num_rounds *= self.round_factor
+        return run_in_turn(self.settings, lambda n: self.settings[n](), num_rounds, num_warm_ups)
+
+
+def time_in_turn(
+    calls: Mapping[K, Callable[[], object]],
+    num_rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[K, list[float]]:
+    """Return the milliseconds of each call, by name, without those of the round that warms up.
+    `time.process_time` is the clock that other programs disturb less; it adds up all threads."""
 
     def run(name: K) -> float:
-        start = time.perf_counter()
+        start = clock()
         calls[name]()
-        return round(1e3 * (time.perf_counter() - start), 4)
+        return round(1e3 * (clock() - start), 4)
 
     return run_in_turn(calls, run, num_rounds)
 
@@ -57,3 +78,8 @@ def spread(values: Sequence[float], digits: int = 2, low: float = 0, high: float
     """Return `median (lowest-highest)`, or two percentiles instead of the extremes."""
     shown = [f"{value:,.{digits}f}" for value in percentiles(values, [50, low, high])]
     return f"{shown[0]} ({shown[1]}-{shown[2]})"
+
+
+def ratios(values: Iterable[float], base: Iterable[float]) -> str:
+    """Return the `spread` of the ratios within each round."""
+    return spread([value / other for value, other in zip(values, base, strict=True)])

@@ -4,6 +4,7 @@
     python -m workshop.bench --smoke         the same with almost no work: does it run?
     python -m workshop.bench --table         print the tables of the existing records
     python -m workshop.bench --write-readme  put them into README.md and this folder's
+    python -m workshop.bench --install-vllm  vLLM's CPU build, as another system
 
 The runs of the systems are interleaved. Each round runs every system once and starts with a
 different one, so a machine that grows slower or busier does so for all. A table shows the median
@@ -45,6 +46,7 @@ from workshop.measure.bench.bench_roofline import (
 )
 from workshop.measure.bench.bench_table import render, tables_of
 from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, make_requests
+from workshop.measure.bench.vllm_install import install, is_installed
 from workshop.measure.rounds import rotated
 
 # The systems with their titles in the tables; `bench_systems.py` says more.
@@ -59,6 +61,8 @@ TITLES = {
     "chunked": "**chapters 1 to 6: with prompts in chunks of 128**",
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
+    "vllm": "vLLM's CPU build, compiled",
+    "vllm-eager": "vLLM's CPU build, eager",
 }
 
 
@@ -111,6 +115,7 @@ class Bench:
                 details = describe_latency(served.token_times) | details
         except Exception as error:
             entry["error"] = _one_line(error)
+            entry["is_unavailable"] = isinstance(error, CannotRunError)
             return
         finally:
             gc.collect()
@@ -252,7 +257,7 @@ def measure(args: argparse.Namespace) -> int:
             for system, entry in bench.record["systems"].items():
                 if entry["error"] is not None:
                     tqdm.write(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
-                    status = 1
+                    status |= not entry.get("is_unavailable", False)
             bench = None  # one model in memory at a time
             gc.collect()
     print("\n" + "\n\n".join(tables))
@@ -263,13 +268,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=model_names, default=list(WORKLOADS), metavar="A,B",
         help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
-    add("--systems", type=system_names, default=list(TITLES), metavar="A,B",
+    add("--systems", type=system_names, default=default_systems(), metavar="A,B",
         help=", ".join(TITLES))  # fmt: skip
+    add("--install-vllm", action="store_true", help="only make an environment for vLLM")
     add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
         help="auto: bfloat16 if native, else float32")  # fmt: skip
     add("--threads", type=int, help="of torch, for all systems")
     add("--seed", type=int, default=0, help="of the workload")
+
+
+def default_systems() -> list[str]:
+    """Return all systems, with vLLM only where it is installed."""
+    return [n for n in TITLES if not n.startswith("vllm") or is_installed()]
 
 
 def system_names(text: str) -> list[str]:
@@ -305,4 +316,6 @@ DRIVER = Driver(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if DRIVER.parse(sys.argv[1:] if argv is None else argv).install_vllm:
+        return install()
     return DRIVER.main(argv)

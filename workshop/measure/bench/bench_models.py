@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -12,14 +12,16 @@ from common.models.loader import LoadedModel, load_model
 from common.models.model_config import ModelConfig
 from common.models.processor import is_bfloat16_fast
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, stored
+from workshop.measure.bench.vllm_system import VllmServer
 
 
 @dataclass(frozen=True, slots=True)
 class BenchModels:
-    """One set of weights as two models."""
+    """One set of weights as two models, and processes that read a copy of the weights."""
 
     loaded: LoadedModel
     hf: Qwen3ForCausalLM
+    servers: dict[str, VllmServer] = field(default_factory=dict)
 
 
 def load_models(name: str, dtype: torch.dtype) -> BenchModels:

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from request import SamplingParams
-from workshop.watch.tests.stub_model import VOCAB_SIZE, stub_model
+from workshop.measure.bench.stub_model import VOCAB_SIZE, stub_model
 
 NUM_SLOTS, LONGEST = 24, 160
 

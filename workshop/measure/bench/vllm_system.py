@@ -1,0 +1,200 @@
+"""vLLM's CPU build as two systems of the benchmark: `vllm` (compiled) and `vllm-eager`.
+
+It serves as a separate process, `vllm_runner.py`, in the environment that `vllm_install.py` made,
+from a checkpoint that is written from the benchmark's weights: token ids in, a fixed number of
+greedy tokens out. The process is made once per benchmark and idles between its turns. Starting,
+compiling and warm-up are not timed.
+
+Its settings make it fast on few cores: one process for everything (its scheduler would otherwise
+spin on a core of its own), as many threads as the others have, each on its core, Intel's OpenMP
+where its package brought it, and `tcmalloc` where the system has it. `VLLM_*` variables that are
+set outside take precedence. The record names them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any
+
+from workshop.measure.bench.bench_record import ROOT
+from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, Serve, Served
+from workshop.measure.bench.vllm_install import (
+    ENVIRONMENT,
+    clean_environment,
+    is_installed,
+    python_of,
+)
+
+WORK = ROOT / "build" / "vllm-work"
+RUNNER = Path(__file__).with_name("vllm_runner.py")
+BLOCK_SIZE = 128  # vLLM's own choice on a CPU
+GIB = 1 << 30
+
+
+# -- a process
+
+
+def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) -> dict[str, str]:
+    """Return the environment variables of vLLM's process. Names no path."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(-(-kv_bytes // GIB)),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:num_threads])) or "auto",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    preloads = [find_library(name) for name in ("tcmalloc_minimal", "tcmalloc")]
+    preloads = [name for name in preloads if name is not None][:1]
+    intel = environment / "lib" / "libiomp5.so"
+    if intel.exists():
+        preloads.append(intel.name)
+        own["KMP_BLOCKTIME"] = "1"  # milliseconds that its threads spin when they have no work
+    if preloads:
+        own["LD_PRELOAD"] = ":".join(preloads)
+    return own | {name: v for name, v in os.environ.items() if name.startswith("VLLM_")}
+
+
+class VllmServer:
+    """A process that serves request files. Ends when no reference to it is left.
+
+    Raises `CannotRunError` if vLLM is not installed, or does not start."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        variables: dict[str, str],
+        environment: Path = ENVIRONMENT,
+        work: Path = WORK,
+    ) -> None:
+        if not is_installed(environment):
+            raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+        self.settings, self.variables, self.work = settings, variables, work
+        work.mkdir(parents=True, exist_ok=True)
+        write_json(work / "settings.json", settings)
+        surroundings = clean_environment() | variables
+        surroundings["LD_LIBRARY_PATH"] = str(environment / "lib")
+        surroundings["VLLM_CACHE_ROOT"] = str(work / "cache")
+        surroundings["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache" / "inductor")
+        self._log = (work / "vllm.log").open("w+", encoding="utf-8", errors="replace")
+        self._process = subprocess.Popen(
+            [str(python_of(environment)), str(RUNNER), str(work / "settings.json")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=surroundings,
+            cwd=work,
+        )
+        self.close = weakref.finalize(self, _end, self._process, self._log)
+        self.version = self._expect("ready").partition(" ")[2]
+
+    def _expect(self, word: str) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line.startswith(word):
+            self._process.wait()
+            self._log.seek(0)
+            told = [text for text in self._log.read().splitlines() if "Error" in text]
+            self.close()
+            raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
+        return line
+
+    def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+        """Return the answer of `vllm_runner.py`."""
+        source, target = self.work / "requests.json", self.work / "answer.json"
+        write_json(source, request_list(requests))
+        target.unlink(missing_ok=True)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # its last output is read next
+            self._process.stdin.write(json.dumps([str(source), str(target)]) + "\n")
+            self._process.stdin.flush()
+        self._expect("done")
+        return json.loads(target.read_text(encoding="utf-8"))
+
+
+def _end(process: subprocess.Popen[str], log: Any) -> None:
+    """Close its standard input, which ends the process; if it is busy, it is stopped."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
+
+
+def request_list(requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
+    return [
+        {"prompt_token_ids": request.prompt_token_ids, "max_tokens": request.max_tokens}
+        for request in requests
+    ]
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+# -- a system
+
+
+@contextmanager
+def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]:
+    """Serve with vLLM. `models`, a `BenchModels`, keeps the process in `servers` to the end."""
+    name = "vllm-eager" if enforce_eager else "vllm"
+    if name not in models.servers:
+        models.servers[name] = start(models, limits, enforce_eager)
+    server = models.servers[name]
+
+    def serve(requests: Sequence[BenchRequest]) -> Served:
+        return read_answer(server.serve(requests), describe_server(server))
+
+    yield serve
+
+
+def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
+    import torch
+    from transformers.utils import logging
+
+    from workshop.measure.bench.bench_roofline import kv_bytes_per_token
+
+    if not is_installed():
+        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+    work = WORK / ("eager" if enforce_eager else "compiled")
+    checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache uses its path
+    logging.disable_progress_bar()
+    models.hf.save_pretrained(checkpoint)
+    settings = {
+        "model": str(checkpoint),
+        "dtype": str(models.hf.dtype).removeprefix("torch."),
+        "max_model_len": limits.longest,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "enable_prefix_caching": False,
+        "enforce_eager": enforce_eager,
+    }
+    positions = limits.max_num_seqs * -(-limits.longest // BLOCK_SIZE) * BLOCK_SIZE
+    kv_bytes = positions * kv_bytes_per_token(models.loaded)
+    return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes), work=work)
+
+
+def describe_server(server: VllmServer) -> dict[str, Any]:
+    """Return the server's description for the record. Names no path."""
+    settings = {name: value for name, value in server.settings.items() if name != "model"}
+    return {"version": server.version, "settings": settings, "environment": server.variables}
+
+
+def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
+    details = {name: answer[name] for name in ("num_steps", "cpu_seconds")} | {"vllm": server}
+    return Served(answer["token_ids"], answer["token_times"], details, answer["seconds"])
