@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from base_scheduler import SchedulerPlugin
+from base_scheduler import DeltaEncoder, SchedulerPlugin
 from fcfs_scheduler import FCFSScheduler
 from input_batch import RunnerState
 from request import Request, RequestStatus, SamplingParams
@@ -368,6 +368,22 @@ class Fails(SchedulerPlugin):
     def on_plan(self, plan: SchedulerOutput) -> None:
         if self.is_on:
             raise MemoryError
+
+
+@pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
+def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
+    delta, request = DeltaEncoder(), make("a", 3, 9)
+    request.num_computed_tokens = 2  # not what the runner knows
+    for _ in range(num_outputs):
+        request.append_output_token(6)
+    delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
+    assert plan.scheduled_cached_reqs.req_ids == []  # it is new: all of it is sent
+    for tokens in ([], [7], [8, 9], []):
+        for token in tokens:
+            request.append_output_token(token)
+        delta.encode(plan := SchedulerOutput(scheduled_requests=[request]))
+        cached = plan.scheduled_cached_reqs
+        assert (cached.new_token_ids, cached.num_computed_tokens) == ([tokens], [2])
 
 
 @pytest.mark.parametrize("lost_in", ["in a plugin", "on its way"])

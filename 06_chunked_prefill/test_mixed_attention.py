@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,6 +132,12 @@ def test_many_short_queries_are_attended_together():
         case = Mixed(threshold).make_case(lengths, 16)
         plan = case.check_backend(Mixed(threshold).make_backend(case))
         assert sorted(group.num_seqs for group in plan.groups) == expected
+    tables, keys = torch.tensor([[1, 2], [3, 0]]), torch.zeros(4, 4, 1, 2)
+    rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
+    group = attention_plan.DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
+    assert group.tokens.tolist() == [0, 1, 2, 3, 3, 3], "the one token of the second is repeated"
+    num_seen = (group.mask[:, 0] == 0).sum(dim=-1)
+    assert num_seen.tolist() == [[4, 5, 6], [4, 4, 4]]
 
 
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
