@@ -17,15 +17,15 @@ from common.tests.house import House
 # chapters' text tables too. Words are those of Markdown, in both languages.
 KINDS = ("code tokens", "test tokens", "test lines", "page lines", "table lines", "words")
 BUDGETS = {
-    ".": (130, 2600, 390, 0, 0, 35_800),
-    "01_batching": (13_300, 14_650, 1750, 0, 0, 10_700),
-    "02_paged_kv": (25_100, 15_600, 1800, 0, 0, 13_500),
-    "03_prefix_cache": (31_000, 40_400, 4650, 0, 0, 14_900),
-    "04_scheduler": (16_600, 28_000, 3150, 0, 0, 21_600),
-    "05_spec_decode": (13_200, 23_400, 2650, 0, 0, 8200),
-    "06_chunked_prefill": (7500, 11_500, 1300, 0, 0, 7300),
-    "common": (155_600, 187_300, 21_750, 5700, 70, 25_000),
-    "workshop": (139_000, 46_900, 5900, 1100, 5300, 6100),
+    ".": (130, 2550, 390, 0, 0, 28_300),
+    "01_batching": (13_300, 14_400, 1700, 0, 0, 10_700),
+    "02_paged_kv": (25_100, 14_500, 1700, 0, 0, 11_900),
+    "03_prefix_cache": (31_000, 35_700, 3900, 0, 0, 13_100),
+    "04_scheduler": (16_600, 26_400, 2950, 0, 0, 16_800),
+    "05_spec_decode": (13_200, 20_800, 2350, 0, 0, 7800),
+    "06_chunked_prefill": (7450, 10_700, 1250, 0, 0, 6800),
+    "common": (155_400, 172_900, 19_600, 5700, 70, 16_800),
+    "workshop": (103_800, 46_800, 6050, 960, 4500, 4800),
 }
 LOADED_LINES = 12_440  # of what a default `LLM()` loads, docstrings and the pages they name too
 F_START, F_END = (getattr(tokenize, f"FSTRING_{name}", -1) for name in ("START", "END"))
