@@ -42,7 +42,7 @@ CHECKED += tuple(
 )
 PARTLY_CHECKED = ("common/tests/test_equivalence_matrix.py",)
 # Kernels in the interpreter, ranks, instruction sets and the program are left to `make test`.
-UNCHECKED = ("launch_configurations", "processor", "ranks", "sampler_kernel", "warm_up")
+UNCHECKED = ("launch_configurations", "processor", "ranks", "warm_up")
 UNCHECKED += ("demo",)
 # `make test-book`: what is made of the code, and the machine that makes it. All others are of
 # `make test`: the engine, the chapters, the server and the page. Of a file that is not named here,

@@ -8,7 +8,7 @@ the parts around them, and `SchedulerParts` the others. Each is read from top to
                               TritonAttentionBackend, or the mixed ones; InvariantAttentionBackend
     runner          common    PagedModelRunner over a BatchState; a GraphRunner, with DecodeGraphs
     sampler         common    Sampler; in a SpeculativeSampler with speculative decoding
-    kernels         common    KernelRegions and the sampler's Rules, if attention uses Triton
+    kernels         common    KernelRegions, if attention uses Triton
     adapters        common    AdapterSlots in the model's matrices, AdapterColumns
     grammars        common    GrammarMasks, once a request has a grammar
     draft tokens       5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from common.features.adapters.adapter_slots import AdapterSlots
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
-    from common.sampling.distributions import Rules
     from kv_connector import KVBlockIO
     from proposers import Proposer
     from speculating_runner import DraftLength, SpeculatingRunner
@@ -152,9 +151,17 @@ class LocalRunner:
 
         # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
         self.make_graphs = make_graph_maker(self)
-        backend, kind, rules = attention.backend, attention.kv_cache_kind, attention.rules
-        inputs = backend, limits.max_model_len, limits.vocab_size, kind, rules
-        demand = KVDemand(config, loaded, draft, *inputs, self.make_graphs, self.adapters)
+        demand = KVDemand(
+            config=config,
+            loaded=loaded,
+            draft=draft,
+            backend=attention.backend,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            kind=attention.kv_cache_kind,
+            make_graphs=self.make_graphs,
+            adapters=self.adapters,
+        )
         self.kv_cache = make_kv_cache(demand, peers)
 
         # The runner's copy of the requests, and what samples and proposes their tokens.
@@ -205,15 +212,6 @@ class Attention:
     compose: Compose
     is_triton: bool = False
     kv_cache_kind: type[PagedKVCache] = PagedKVCache
-
-    @property
-    def rules(self) -> Rules | None:
-        """The sampling kernels if attention is a Triton kernel, else None."""
-        if not self.is_triton:
-            return None
-        from common.sampling.sampler_kernel import KERNELS
-
-        return KERNELS
 
 
 def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
@@ -458,7 +456,7 @@ def make_proposer(local: LocalRunner) -> Proposer | None:
             "model of speculative must have the target's vocabulary of "
             f"{local.loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
         )
-    state, sampler = local.state, Sampler(local.limits.vocab_size, local.attention.rules)
+    state, sampler = local.state, Sampler(local.limits.vocab_size)
     return make(
         draft.model,
         allocate_kv_cache(draft, local.kv_cache.num_blocks, local.kv_cache.block_size),
@@ -475,7 +473,7 @@ def make_sampler(local: LocalRunner) -> BatchSampler:
         from common.runner.stage import NoSampler
 
         return NoSampler()
-    sampler = Sampler(local.limits.vocab_size, local.attention.rules)
+    sampler = Sampler(local.limits.vocab_size)
     if local.proposer is None:
         return sampler
     return make_verifier(sampler, local.proposer, local.attention.is_triton)

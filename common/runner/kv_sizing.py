@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -40,9 +40,6 @@ from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
-if TYPE_CHECKING:
-    from common.sampling.distributions import Rules
-
 logger = logging.getLogger(__name__)
 _CPU_WARM_UP_TOKENS = 8
 
@@ -64,7 +61,6 @@ class KVDemand:
     max_model_len: int
     vocab_size: int
     kind: type[PagedKVCache] = PagedKVCache
-    rules: Rules | None = None  # the sampler's
     # Captures the later graphs, because their memory is not available for KV.
     make_graphs: Callable[[PagedKVCache], object] | None = None
     adapters: Adapters | None = None  # their additional products need memory too
@@ -175,7 +171,7 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     kv_cache = _allocate_for(seq_lens, demand)
     num_rows = min(config.max_num_seqs * config.num_rows_per_request, sum(seq_lens))
     batch = SamplerWarmUp.of(_parts_of(num_rows, config.num_rows_per_request), vocab_size)
-    sampler = Sampler(vocab_size, demand.rules)
+    sampler = Sampler(vocab_size)
     from common.sampling.scored_prompts import ScoredPrompts
 
     device = loaded.model.embed_weight.device

@@ -10,8 +10,6 @@ for a compiler, and for a GPU that this machine does not have (`resources.py`).
     merging of splits            tile size, model
     planning of chapter 6        all models
     between matrices, 3 kernels  model
-    sampling, 4 kernels          rows of the whole vocabulary, rows of the k highest; shapes also of
-                                 float32, where rules have changed the model's logits
     rejection, matching          where drafts come with probabilities, where they come without
 
 See common/models/regions/README.md#compiled-at-the-start"""
@@ -54,9 +52,6 @@ def launch_configurations(
             from split_attention_triton import plan_launch
 
             launches.append(plan_launch())
-        from common.sampling.sampler_kernel import sampling_launches
-
-        launches += sampling_launches(vocab_size or model.vocab_size, dtype)
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches

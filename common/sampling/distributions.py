@@ -8,8 +8,8 @@ See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -36,34 +36,14 @@ from common.sampling.sampling_rules import (
     PENALTIES,
     TOKEN_RULES,
     TOP_K,
-    Limit,
 )
 from scheduler_interface import StepOutput
 
 if TYPE_CHECKING:
     from common.sampling.token_counts import TokenCounts
 
-_RANKED = {"top_p": constraints.apply_top_p}
+_LIMITS = {rule.name: rule.apply or constraints.apply_top_p for rule in LIMITS}
 _GROUPED = DRAWN | TOP_K | sum(BITS[rule.name] for rule in LIMITS)
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The functions that apply the table of rules: PyTorch, or kernels with bitwise identical
-    results. `shape` applies temperature and top-k, and also the rules of `LIMITS` in `fused`, whose
-    numbers are keyword arguments. `limits` has the functions of the others, in the table's order.
-    A rule without a kernel keeps the table's function."""
-
-    apply_penalties: Callable[..., torch.Tensor] = constraints.apply_penalties
-    shape: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = constraints.shape
-    sample_from_probs: Callable[..., torch.Tensor] = sample_from_probs
-    limits: Mapping[str, Limit] = field(
-        default_factory=lambda: {r.name: r.apply or _RANKED[r.name] for r in LIMITS}
-    )
-    fused: tuple[str, ...] = ()
-
-
-IN_TORCH = Rules()
 
 
 def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarray:
@@ -81,11 +61,10 @@ def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
     return flat_index(np.repeat(at, list(map(len, forbidden))), ids, vocab_size)[0]
 
 
-class HasRules(Protocol):
+class HasCounts(Protocol):
     """The part of a sampler that its rows use."""
 
     vocab_size: int
-    rules: Rules | None
 
     @cached_property
     def counts(self) -> TokenCounts: ...
@@ -94,9 +73,9 @@ class HasRules(Protocol):
 class StagedRows:
     """The staged constraints and draws of a batch. `__init__` makes all arrays for them."""
 
-    def __init__(self, sampler: HasRules, sampling: SamplingBatch, upload: UploadBuffer) -> None:
+    def __init__(self, sampler: HasCounts, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         columns, vocab_size = sampling.columns, sampler.vocab_size
-        self.batch_needs, self.rules = sampling.batch_needs, sampler.rules or IN_TORCH
+        self.batch_needs = sampling.batch_needs
         self.u = upload.add(row_uniforms(sampling, sampling.streams))
         if self.batch_needs & TOKEN_RULES:
             from common.sampling.constrained_rows import stage_rules
@@ -121,7 +100,7 @@ class StagedRows:
         logits = self._constrain(raw)
         highest, tokens = highest_logits(logits)
         for at, probs, ids in self._distributions(logits, highest):
-            drawn = self.rules.sample_from_probs(probs, _rows(self.u(), at))
+            drawn = sample_from_probs(probs, _rows(self.u(), at))
             if ids is not None:
                 drawn = ids.gather(1, drawn[:, None])[:, 0]
             if len(at) == len(tokens):
@@ -156,7 +135,7 @@ class StagedRows:
         if self.batch_needs & PENALTIES:
             at, (is_known, counted) = self.penalised(), self.count()
             penalties = self.penalties().unbind()
-            changed = self.rules.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
+            changed = constraints.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
             logits = changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
         return logits
 
@@ -164,25 +143,21 @@ class StagedRows:
         self, logits: torch.Tensor, highest: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Yield `(at, probs [len(at), C], ids)` of the drawn rows. `ids` [len(at), C], ascending,
-        are the tokens of the columns; None: the columns are the vocabulary.
-
-        Exponentials and their sums, which differ in the last bits between programs, are always
-        computed by PyTorch's softmax, whatever the rules are."""
+        are the tokens of the columns; None: the columns are the vocabulary."""
         if not self.batch_needs & DRAWN:
             return
-        order, top_k, rules = self.order(), self.top_k(), self.rules
+        order, top_k = self.order(), self.top_k()
         numbers = dict(zip(NUMBERS[NUM_PENALTIES:], self.shaping().unbind()))
         for part, kind, max_top_k, is_cut in self.groups:
-            x, ids = rules.shape(
+            x, ids = constraints.shape(
                 _rows(logits, order[part]),
                 _rows(highest, order[part]),
                 numbers["temperature"][part],
                 top_k[part] if is_cut else None,
                 max_top_k,
                 bool(kind & NARROW),
-                **{name: numbers[name][part] for name in rules.fused if kind & BITS[name]},
             )
-            for name, apply in rules.limits.items():
+            for name, apply in _LIMITS.items():
                 if kind & BITS[name]:
                     x = apply(x, numbers[name][part])
             yield order[part], x.softmax(dim=-1), ids

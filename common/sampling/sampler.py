@@ -41,7 +41,6 @@ from common.sampling.sampling_rules import LOGPROBS
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput, StepTimer
 
 if TYPE_CHECKING:
-    from common.sampling.distributions import Rules
     from common.sampling.token_counts import TokenCounts
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
@@ -68,11 +67,10 @@ class BatchSampler(Protocol):
 
 class Sampler(BatchSampler):
     """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled.
-    `rules`: kernels; None: PyTorch. Keeps token counts for requests with penalties. Neither rules
-    nor counts change the sampled tokens."""
+    Keeps token counts for requests with penalties."""
 
-    def __init__(self, vocab_size: int, rules: Rules | None = None) -> None:
-        self.vocab_size, self.rules = vocab_size, rules
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
 
     @cached_property
     def counts(self) -> TokenCounts:

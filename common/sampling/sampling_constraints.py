@@ -78,7 +78,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     the token that reaches the sum is kept. Among equal logits lower ids come first. 1 keeps all.
 
     Probabilities are rounded to integers, as in chapter 5's `draw`, so that their sums do not
-    depend on the order: a kernel that adds in another order keeps the same tokens."""
+    depend on the order of addition."""
     vocab_size, top_p = logits.shape[1], top_p[:, None]
     probs, bound = logits.softmax(dim=-1), (top_p * SCALE).clamp(min=1)
     # Few tokens usually suffice. A CPU can check that; on a GPU the host would have to wait.

@@ -6,8 +6,7 @@ sampler, the server (`wire.py`, `app.py`) and the warm-up (`kv_sizing.py`) read 
 
 The default of a field has no effect, so a request needs a rule only if it has another value. A step
 applies the rules that its rows need: penalties, top-k, temperature, then `LIMITS` in the order of
-the table. min-p stays the first of these, because its kernel is part of `shape`. A new penalty
-needs more than a row: `apply_penalties` and its kernel take exactly these three.
+the table. A new penalty needs more than a row: `apply_penalties` takes exactly these three.
 
 See common/README.md#what-a-request-may-ask-for"""
 

@@ -21,7 +21,12 @@ import numpy as np
 import torch
 
 from common.requests.input_processor import DrawnSeedParams
-from common.sampling.counter_random import ACCEPT_STREAM, DRAFT_STREAM, TOKEN_STREAM
+from common.sampling.counter_random import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    TOKEN_STREAM,
+    sample_from_probs,
+)
 from common.sampling.distributions import StagedRows, row_uniforms
 from common.sampling.greedy_rows import BAD, REJECTED
 from common.sampling.runner_plugin import HasTokens, UploadBuffer
@@ -175,7 +180,7 @@ class ConstrainedDrafts:
         if not isinstance(staged, StagedRows):
             return staged(raw).clamp(min=0), None
         probs = staged.probs(raw)
-        return staged.rules.sample_from_probs(probs, staged.u()), probs
+        return sample_from_probs(probs, staged.u()), probs
 
     def _stage(self, requests: Sequence[RunnerRequest], num_drafted: int) -> StagedRows | Draw:
         columns, state = self.columns, self.state

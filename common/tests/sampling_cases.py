@@ -19,7 +19,7 @@ from request import SamplingParams
 from scheduler_interface import StepOutput
 
 if TYPE_CHECKING:
-    from common.sampling.distributions import Rules, StagedRows
+    from common.sampling.distributions import StagedRows
 
 GREEDY = SamplingParams(temperature=0)
 # Each rule of the table alone, and what they do together.
@@ -135,12 +135,10 @@ def as_plain(output: StepOutput) -> tuple:
     return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
 
 
-def sampling_probs(
-    logits: torch.Tensor, sampling: SamplingBatch, rules: Rules | None = None
-) -> torch.Tensor:
+def sampling_probs(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """The distribution [R, V] of each row of `logits` without padding; histories are counted
     anew."""
-    return staged(Sampler(logits.shape[1], rules), sampling, logits.device).probs(as_float(logits))
+    return staged(Sampler(logits.shape[1]), sampling, logits.device).probs(as_float(logits))
 
 
 def staged(sampler: Sampler, sampling: SamplingBatch, device: torch.device) -> StagedRows:

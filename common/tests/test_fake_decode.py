@@ -32,7 +32,6 @@ from common.runner.graph_emulator import NoReads, check_no_wait
 from common.runner.graphs import DecodeGraphs, EagerGraphs, GraphRunner, ReplayMetadata
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.sampler import Sampler
-from common.sampling.sampler_kernel import KERNELS as SAMPLER_KERNELS
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
 from common.tests.pretend_device import replace_everywhere
@@ -196,7 +195,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(model: str, monkeypatch) -> Non
         graphs = make_graphs(gpu, config)
         state = BatchState(MAX_SEQS, 256, SamplingColumns(eos_token_ids=(0,)))
         where = graphs.model, graphs.kv_cache, graphs.backend, state
-        sampler = Sampler(config.vocab_size - 10, SAMPLER_KERNELS)
+        sampler = Sampler(config.vocab_size - 10)
         runner = GraphRunner(*where, sampler, compose=compose, graphs=graphs)
         plan = first_step()
         for step in (plan, next_step(plan, 0), next_step(plan, 1)):

@@ -4,9 +4,8 @@ of two files, and sampler, kernels, server, warm-up and workers take it."""
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 from common.tests.forked import Forked
 
@@ -57,11 +56,10 @@ def add_and_use_it() -> None:
 
     from common.parallel.message import plan_from_map, plan_to_map
     from common.runner.kv_sizing import SamplerWarmUp
-    from common.sampling.sampler import Sampler
     from common.sampling.sampling_rules import BITS
     from common.serve.errors import ApiError
     from common.serve.wire import CompletionBody
-    from common.tests.sampling_cases import RECIPES, as_plain, mixed_sampling, sampling_probs
+    from common.tests.sampling_cases import RECIPES, mixed_sampling, sampling_probs
     from request import SamplingParams
     from scheduler_interface import NewRequestData, SchedulerOutput
 
@@ -72,13 +70,6 @@ def add_and_use_it() -> None:
         torch.testing.assert_close(sampling_probs(logits, batch), expected)
         assert bool(batch.batch_needs & BITS["top_a"]) == (1 < num_kept < 5)
     alone = RECIPES["top_a"]
-    recipes = [alone, SamplingParams(top_a=0.9, top_k=9), RECIPES["everything"]]
-    batch, logits = SimpleNamespace(sampling=mixed_sampling(recipes, 3, 60, 1)), torch.randn(3, 60)
-    plain = as_plain(Sampler(60).sample(3 * logits, batch))
-    if find_spec("triton"):
-        from common.sampling.sampler_kernel import KERNELS
-
-        assert as_plain(Sampler(60, KERNELS).sample(3 * logits, batch)) == plain
     assert CompletionBody(prompt="x", top_a=0.25).params({}) == SamplingParams(top_a=0.25)
     assert CompletionBody.model_json_schema()["properties"]["top_a"]["default"] is None
     said = r"top_a must be a finite number in \[0.0, 1.0\], got 2"

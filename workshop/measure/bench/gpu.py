@@ -44,7 +44,6 @@ TESTS = (  # of kernels: those marked `gpu`
     "02_paged_kv/beyond/test_split_attention_triton.py",
     "06_chunked_prefill/beyond/test_mixed_attention_triton.py",
     "common/models/regions/test_regions.py",
-    "common/sampling/test_sampler_kernel.py",
     "05_spec_decode/beyond/test_rejection_sampler_triton.py",
     "common/runner/test_graphs.py",
     "common/models/test_model.py",
