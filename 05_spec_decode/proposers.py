@@ -13,7 +13,7 @@ tokens that followed them there:
 The longest suffix wins, from `max_ngram` tokens down to `min_ngram`; among its occurrences the
 earliest, which has the most tokens after it. Each n-gram is added to a dictionary once, when a
 token follows it (so the suffix never finds itself), and a step costs O(new tokens) however long the
-text is. (The engine indexes a long prompt in bulk, `beyond/ngram_index.py`, with the same results.)
+text is.
 
 vLLM calls this lookup `ngram` and searches the text again in each step; the idea is prompt lookup
 decoding (A. Saxena, 2023), and LLMA, arXiv 2304.04487.

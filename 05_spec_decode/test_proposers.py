@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 
 from input_batch import RunnerRequest
-from ngram_index import BulkNgramProposer
 from proposers import NgramProposer, ProposerInput
 from request import SamplingParams
 
@@ -53,9 +52,8 @@ def search(tokens: list[int], num_drafts: int, max_ngram: int, min_ngram: int) -
 )
 def test_the_longest_match_and_of_these_the_earliest(tokens, num_drafts, drafts):
     """Trap 44."""
-    bulk = BulkNgramProposer(4, max_ngram=4, min_ngram=2, bulk_size=2)
-    for proposer in (NgramProposer(4, max_ngram=4, min_ngram=2), bulk):
-        assert propose(proposer, make_request(tokens), num_drafts) == drafts
+    proposer = NgramProposer(4, max_ngram=4, min_ngram=2)
+    assert propose(proposer, make_request(tokens), num_drafts) == drafts
 
 
 def test_a_reused_id_has_no_past():
@@ -84,17 +82,13 @@ tokens_of_few_kinds = st.sampled_from([[0], [0, 1], [0, 1, 151_935], [0, 1, 2, 2
     num_drafts=st.integers(0, 7),
     min_ngram=st.integers(1, 4),
     num_larger=st.integers(0, 3),
-    bulk_size=st.sampled_from([None, 2, 4, 256]),
 )
 def test_it_finds_what_a_search_through_everything_finds(
-    prompts, num_spec_tokens, num_drafts, min_ngram, num_larger, bulk_size
+    prompts, num_spec_tokens, num_drafts, min_ngram, num_larger
 ):
-    """Step by step, each with 1 to 5 tokens more, several requests in turn; what they begin with is
-    indexed in bulk or not."""
+    """Step by step, each with 1 to 5 tokens more, several requests in turn."""
     sizes = (min_ngram + num_larger, min_ngram)
     proposer = NgramProposer(num_spec_tokens, *sizes)
-    if bulk_size is not None:
-        proposer = BulkNgramProposer(num_spec_tokens, *sizes, bulk_size)
     requests = [make_request(steps[0], f"r{i}") for i, steps in enumerate(prompts)]
     for step in range(max(len(steps) for steps in prompts)):
         expected = {}
@@ -110,13 +104,12 @@ def test_it_finds_what_a_search_through_everything_finds(
     ("options", "name"),
     [
         ({"num_spec_tokens": 0}, "num_spec_tokens"),
-        ({"bulk_size": 1}, "bulk_size"),
         ({"min_ngram": 0}, "min_ngram"),
         ({"min_ngram": 5, "max_ngram": 4}, "min_ngram"),
     ],
 )
 def test_options_that_make_no_sense_are_named(options, name):
     with pytest.raises(ValueError, match=f"^{name} must be "):
-        BulkNgramProposer(**options)
+        NgramProposer(**{"num_spec_tokens": 2} | options)
     with pytest.raises(ValueError):  # a number of drafts is missing
         NgramProposer(2).propose(follow(make_request([1, 2]), make_request([3], "b")), [2])

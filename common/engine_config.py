@@ -52,7 +52,7 @@ PREFIX_CACHES = {
     "radix": "radix_cache:RadixCache",
 }
 PROPOSERS = {
-    "ngram": "ngram_index:BulkNgramProposer",
+    "ngram": "proposers:NgramProposer",
     "draft": "draft_model_proposer:DraftModelProposer",
 }
 # The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
@@ -282,7 +282,7 @@ class EngineConfig:
     batch_invariant: bool = False
     # torch's threads on a CPU, for the whole process, until the engine closes. None: 1 for models
     # below `THREADS_FROM_PARAMETERS`, and torch's default for larger ones, unless OMP_NUM_THREADS
-    # or `torch.set_num_threads` has set a number (`runner/thread_count.py`).
+    # has set a number (`runner/thread_count.py`).
     num_threads: int | None = None
     gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
     # Ranks that split each layer, and stages that split the list of layers. With more than one rank

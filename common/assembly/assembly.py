@@ -41,14 +41,12 @@ from common.assembly.scheduler_assembly import (
 )
 from common.engine_config import (
     ATTENTION_BACKENDS,
-    COMPILE_FROM_PARAMETERS,
     LAZY_PLUGINS,
     PROPOSERS,
     SHIPPED_CHECKPOINT,
     SHIPPED_DRAFT,
     EngineConfig,
 )
-from common.models.huge_pages import move_to_huge_pages
 from common.models.linear import ONEDNN, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.model import DecoderModel
@@ -352,13 +350,6 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             weight = model.embed_weight
             reason = reason_not_packed(weight.dtype, weight.device)
             logger.info("weights are not packed: %s", reason)
-    if matrices[0].is_packed and matrices[0].packing is ONEDNN:
-        move_to_huge_pages(matrix.packed_memory for matrix in matrices)
-        if model.num_parameters >= COMPILE_FROM_PARAMETERS and not config.batch_invariant:
-            from common.models.row_padding import pad_slow_counts
-
-            matrices = [matrix for layer in model.layers for matrix in linear_layers(layer)]
-            pad_slow_counts(matrices, model.embed_weight.dtype)
 
 
 def compile_kernels(

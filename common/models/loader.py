@@ -21,6 +21,7 @@ See common/README.md#which-models"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
@@ -36,7 +37,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.models.blocks import CheckpointTensor
-from common.models.huge_pages import advise
 from common.models.linear import Linear, Packing, linear_layers, overlap_plain_weights
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig, token_ids
@@ -324,8 +324,12 @@ def _give_back(stored: torch.Tensor) -> None:
     """Unmap the pages that lie wholly in a tensor of a mapped file: they count as this process's
     memory while the file is open. Linux only; elsewhere they stay mapped until it is closed."""
     if sys.platform == "linux":
-        memory = stored.untyped_storage()
-        advise(memory.data_ptr(), memory.nbytes(), mmap.MADV_DONTNEED)
+        memory, page = stored.untyped_storage(), mmap.PAGESIZE
+        start = -(-memory.data_ptr() // page) * page
+        num_bytes = (memory.data_ptr() + memory.nbytes()) // page * page - start
+        if num_bytes > 0:
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(num_bytes)
+            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
 
 
 def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.models import huge_pages, row_padding
 from common.models.linear import Linear, linear_layers, reason_not_packed
 from common.models.regions.compiled_linear import CompiledPacking
 from request import SamplingParams
@@ -119,41 +117,22 @@ def test_the_engine_packs_unless_it_cannot_or_packing_is_off(dtype, pack_weights
     assert (said in caplog.text) == (pack_weights and reason is not None) and len(tokens) == 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
-def test_packed_weights_in_huge_pages_compute_the_same(tmp_path, monkeypatch):
-    matrix, x = make(torch.float32, False, 3000, 1024), torch.ones(3, 1024)
-    matrix.pack()
-    flag, expected = tmp_path / "enabled", matrix(x)
-    flag.write_text("always [madvise] never")
-    monkeypatch.setattr(huge_pages, "ENABLED", flag)
-    huge_pages.move_to_huge_pages([matrix.packed_memory])
-    assert torch.equal(matrix(x), expected)
+def test_row_counts_that_amx_computes_slowly_are_padded(monkeypatch):
+    """On any processor that packs: the result of the rows that were asked for is the same."""
+    dtype = torch.bfloat16 if UNPACKED[torch.bfloat16] is None else torch.float32
+    matrix, num_rows = make(dtype, True), []
+    if UNPACKED[dtype] is None:
+        matrix.pack()
+    monkeypatch.setattr(Linear, "has_slow_rows", True)
 
+    def count(rows: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(rows))
+        return rows
 
-def test_slow_numbers_of_rows_are_padded_and_those_that_noise_made_slow_are_not():
-    """The shortest time of the repeats is as good."""
-    times = {16: [200.0, 85.0], 17: [133.0] * 2, 32: [133.0] * 2, 33: [85.0] * 2, 48: [98.0] * 2}
-    assert row_padding.slow_counts(times) == {n: 33 for n in range(17, 33)}
-    assert row_padding.slow_counts({n: [float(n)] for n in times}) == {}
-
-
-@pytest.mark.skipif(UNPACKED[torch.float32] is not None, reason="it packs nothing")
-def test_a_padded_product_is_the_same_and_the_measurement_is_cached(tmp_path, monkeypatch):
-    matrix, x = make(torch.float32, True), torch.randn(3, 45)
-    residual, num_rows = torch.randn(3, 67), []
-    matrix.pack()
-    expected, total = matrix(x), matrix.add_to(residual.clone(), x)
-    multiply = matrix._packed_product
-    monkeypatch.setattr(matrix, "_packed_product", lambda x: num_rows.append(len(x)) or multiply(x))
-    monkeypatch.setattr(row_padding, "TIMED_BYTES", 1)
-    monkeypatch.setattr(row_padding, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(row_padding, "slow_counts", lambda times: {3: 5})
-    row_padding.pad_slow_counts([matrix], torch.float32)
-    num_rows.clear()
-    row_padding.pad_slow_counts([matrix], torch.float32)
-    torch.testing.assert_close(matrix(x), expected)
-    torch.testing.assert_close(matrix.add_to(residual.clone(), x), total)
-    assert matrix(x[:2]).shape == (2, 67) and num_rows == [5, 2]
+    for given in (16, 17, 32, 33):
+        x = torch.randn(given, 45).to(dtype)
+        assert torch.equal(matrix._in_tiles(count, x), x)
+    assert num_rows == [16, 33, 33, 33]
 
 
 @COMPILED

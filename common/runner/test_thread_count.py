@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -33,7 +29,8 @@ def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     monkeypatch.setattr(thread_count, "THREADS", ThreadCount())
-    monkeypatch.setattr(thread_count, "_is_chosen", lambda: False)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     yield
     torch.set_num_threads(before)
 
@@ -44,23 +41,15 @@ def make_engine() -> LLMEngine:
 
 
 def test_an_engine_gives_the_threads_back_however_it_ends(monkeypatch):
-    """A small model is computed by one, until its engine is closed, anywhere and more than once,
-    is forgotten, or was never made."""
+    """A small model is computed by one, until its engine is closed, once or more than once, is
+    forgotten, or was never made."""
     engine = make_engine()
     assert torch.get_num_threads() == 1
-    elsewhere = threading.Thread(target=engine.close)
-    elsewhere.start()
-    elsewhere.join()
     engine.close()
-    assert thread_count._in_new_thread(torch.get_num_threads) == 4
+    engine.close()
+    assert torch.get_num_threads() == 4
     make_engine().close()
     assert torch.get_num_threads() == 4
-    engine = make_engine()
-    torch.set_num_threads(3)  # by the user, while it is open
-    make_engine().close()
-    assert torch.get_num_threads() == 3
-    engine.close()
-    torch.set_num_threads(4)
     make_engine()
     gc.collect()
     assert torch.get_num_threads() == 4
@@ -88,26 +77,10 @@ def test_engines_closed_in_any_order_leave_a_right_number(order):
         assert torch.get_num_threads() == (explicit or [max(defaults, default=4)])[-1]
 
 
-ASK = """
-import os, torch
-if os.environ.get("SET"):
-    torch.set_num_threads(int(os.environ["SET"]))
-before = torch.get_num_threads()
-from common.runner.thread_count import set_threads
-set_threads(None, 9, torch.device("cpu"))
-print(before, torch.get_num_threads())
-"""
-
-
-@pytest.mark.parametrize("chosen", [{"OMP_NUM_THREADS": "2"}, {"SET": "2"}])
-def test_a_number_chosen_before_the_first_engine_is_seen(chosen):
-    """Also where it is the number that torch would have had."""
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | chosen
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    if chosen.get("SET") and not torch.backends.mkl.is_available():
-        pytest.skip("this build of torch does not show it")
-    command = [sys.executable, "-c", ASK]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    before, now = map(int, run.stdout.split())
-    assert now == before
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_number_in_the_environment_decides(name, monkeypatch):
+    monkeypatch.setenv(name, "4")
+    make_engine().close()
+    end = set_threads(None, SMALL, CPU)
+    assert torch.get_num_threads() == 4
+    end()

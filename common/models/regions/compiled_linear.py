@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from common.models.huge_pages import advise_huge_pages
 from cpp_library import load_library, try_to_compile
 
 
@@ -45,7 +44,6 @@ class CompiledPacking:
         out_features, depth = weight.shape
         num_panels = -(-out_features // self.num_columns)
         packed = torch.empty(num_panels, depth, self.num_columns, dtype=dtype)
-        advise_huge_pages(packed.data_ptr(), packed.nbytes)  # before it is written
         pointers = weight.data_ptr(), packed.data_ptr()
         self._pack[dtype](*pointers, out_features, depth, num_threads)
         return packed
