@@ -318,7 +318,7 @@ def test_who_is_held_back_or_finds_no_room_waits_in_its_place(budget):
     assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
     assert scheduler.taken == "a"
     plugin.held = ""
-    assert list(scheduler.schedule().num_scheduled_tokens)[0] == ("a" if budget == 2 else "held")
+    assert ("held" in scheduler.schedule().num_scheduled_tokens) == (budget == 9)
 
 
 def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
