@@ -90,10 +90,6 @@ class SchedulerPlugin:
     """A feature of a scheduler. Hooks about a single request are called only if its class overrides
     them; all other hooks are called once per event. Without plugins there is no cost."""
 
-    # Chapter 4: False if no step of any request may take the fast path, as most plugins with
-    # `skips_step` need.
-    allows_fast_path = True
-
     def attach(self, scheduler: BaseScheduler) -> None:
         """Called when the plugin is added to a scheduler."""
 

@@ -214,7 +214,6 @@ class Request:
         self.num_output_placeholders = 0  # to be sampled by steps in flight; not known here yet
         self.num_cached_tokens = 0  # chapter 3: computed tokens that were found in a cache
         self.num_preemptions = 0  # chapter 4
-        self.fast_path_until = -1  # chapter 4: positions up to this one take the fast path
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None

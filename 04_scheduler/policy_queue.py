@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from sortedcontainers import SortedList
 
 from policies import SchedulePolicy
-from request import Request
+from request import Request, RequestStatus
 from request_queue import RequestQueue
 
 
@@ -199,6 +199,37 @@ class PolicyQueue(RequestQueue):
         assert not before or before[-1] <= num_before, "an entry counts too many requests"
         for request_id, entry in self._entries.items():
             assert entry.request.request_id == request_id, entry
+
+
+# To try all of a long queue would take longer than the step.
+MAX_TRIED = 1024  # waiting requests in a step
+MAX_SKIPPED = 128  # after a lookup; and as many again whose KV is not being loaded
+
+
+class Candidates:
+    """The waiting requests that a step tries to admit, in the order of service. The scheduler
+    counts in `num_skipped` those that are not ready after a lookup.
+
+    Requests that would not start sooner if they were tried are passed, even aged ones. Only a
+    lookup shows whether KV has been loaded, so some of the requests that wait for it are tried."""
+
+    def __init__(self, queue: PolicyQueue) -> None:
+        self._queue = queue
+        self.num_tried = 0
+        self.num_skipped = 0
+
+    @property
+    def are_enough(self) -> bool:
+        return self.num_tried == MAX_TRIED or self.num_skipped == 2 * MAX_SKIPPED
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._queue:
+            is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            is_passed = is_loading and self.num_skipped >= MAX_SKIPPED
+            if is_passed or request.status == RequestStatus.WAITING_FOR_GRAMMAR:
+                continue
+            self.num_tried += 1
+            yield request
 
 
 class ShuffledQueue(PolicyQueue):

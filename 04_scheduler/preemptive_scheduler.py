@@ -36,11 +36,8 @@ from policies import SchedulePolicy, get_policy
 from policy_queue import PolicyQueue, ShuffledQueue
 from prefix_cache_local import PrefixCacheLocal
 from request import Request, RequestStatus, check_integers
-from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptionDeltaEncoder, PreemptiveSchedulerOutput, StepPlan, StepResults
+from step_plan import Admission, PreemptionDeltaEncoder, PreemptiveSchedulerOutput, StepPlan
 from unchunked import ChunkPolicy, Unchunked
-
-_FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
 
 @dataclass(slots=True)
@@ -168,7 +165,6 @@ class PreemptiveScheduler(BaseScheduler):
             p.num_optional_tokens for p in extended if overrides(p, tokens)
         ]
         self._optional_slot_hooks = [p.num_optional_slots for p in extended if overrides(p, slots)]
-        self._has_fast_path = all(plugin.allows_fast_path for plugin in self.plugins)
 
     # -- adding and removing requests
 
@@ -187,7 +183,6 @@ class PreemptiveScheduler(BaseScheduler):
         return super().length_limits(request) | {f"the KV memory holds {capacity} positions": room}
 
     def _free_request(self, request: Request) -> None:
-        request.fast_path_until = -1
         self.kv_memory.free(request)
         self._num_preempted_tokens.pop(request.request_id, None)
         self._num_displacements.pop(request.request_id, None)
@@ -247,6 +242,12 @@ class PreemptiveScheduler(BaseScheduler):
             request.status = RequestStatus.PREEMPTED
         return computed
 
+    def skip_unless_aged(self, request: Request, num_leaving: int, outcome: Admission) -> Admission:
+        """Return the outcome for a request that a plugin or the chunk policy rejects. If it has
+        aged, after the `num_leaving` requests that this step admits, admission stops."""
+        is_aged = self.waiting.is_aged(request, num_leaving)
+        return Admission.CONSTRAINT if is_aged else outcome
+
     def start_running(
         self, request: Request, computed: ComputedBlocks, num_new_tokens: int, num_reserved: int
     ) -> bool:
@@ -281,7 +282,6 @@ class PreemptiveScheduler(BaseScheduler):
         if is_displaced:
             self._num_displacements[request.request_id] += 1
         request.status = RequestStatus.PREEMPTED
-        request.fast_path_until = -1
         del self.running[request.request_id]
         self.delta.request_preempted(request.request_id)
         self.waiting.prepend_request(request)
@@ -312,7 +312,6 @@ class PreemptiveScheduler(BaseScheduler):
         plan = PreemptiveSchedulerOutput(
             preempted_requests=step.preempted,
             admission_stop=step.stop,
-            slow_path_req_ids=step.slow_path,
             num_recomputed_tokens=num_recomputed,
             num_kv_blocks_in_use=self.kv_memory.num_blocks_in_use,
             block_moves=self.kv_memory.pop_table_updates(),
@@ -321,50 +320,6 @@ class PreemptiveScheduler(BaseScheduler):
         self._stats.total_scheduled_tokens += self.max_num_batched_tokens - step.budget
         self.make_plan(step.num_tokens, plan)
         return plan
-
-    def fast_path_end(self, request: Request) -> int:
-        """Last position that the fast path can handle for a request with one uncomputed token: the
-        end of its current block, or the position before its last output token, whichever comes
-        first."""
-        if not self._has_fast_path:
-            return -1
-        start_of_block = request.num_computed_tokens // self.block_size * self.block_size
-        return min(start_of_block + self.block_size - 1, request.max_num_tokens - 3)
-
-    def update_from_output(self, plan: SchedulerOutput, output: StepOutput) -> StepResults:
-        """Append the sampled tokens. A request on the fast path only gets its token; all others are
-        processed one by one."""
-        assert isinstance(plan, PreemptiveSchedulerOutput)
-        for plugin in self.plugins:
-            plugin.on_output(plan, output)
-        results = StepResults(list(plan.num_scheduled_tokens), output.token_ids)
-        token_ids, needs_result = output.token_ids, {*output.logprobs, *output.errors}
-        needs_result.update(plan.slow_path_req_ids)
-        finished_ids, block_size = set[str](), self.block_size
-        rows = zip(
-            plan.scheduled_requests, plan.start_positions, plan.num_scheduled_tokens.values()
-        )
-        for request, start, num_tokens in rows:
-            request_id = request.request_id
-            if start <= request.fast_path_until and request_id not in needs_result:
-                sampled = token_ids.get(request_id, ())
-                if len(sampled) == 1 and sampled[0] not in request.end_ids:
-                    request.output_token_ids.append(sampled[0])
-                    request.all_token_ids.append(sampled[0])
-                    if (start + 1) % block_size == 0:
-                        self.on_positions_computed(request, start, start + 1)
-                    continue
-            if request.status < _FINISHED:
-                end = start + num_tokens
-                results.slow_path[request_id] = self.append_sampled_tokens(
-                    request, start, end, output
-                )
-            else:  # finished between schedule and update
-                finished_ids.add(request_id)
-        if finished_ids:
-            results.request_ids = [i for i in results.request_ids if i not in finished_ids]
-        self.delta.ack(plan)
-        return results
 
     def on_positions_computed(self, request: Request, start: int, end: int) -> None:
         if end % self.block_size < end - start:  # a block was filled
@@ -397,12 +352,6 @@ class PreemptiveScheduler(BaseScheduler):
             )
         assert self._num_preempted_tokens.keys() <= self.requests.keys() - self.running.keys()
         assert self._num_displacements.keys() <= self.requests.keys()
-        for request in self.running.values():
-            # The next step is on the fast path.
-            if request.num_computed_tokens <= request.fast_path_until:
-                num_blocks = len(self.kv_memory.get_block_ids(request.request_id))
-                assert self.num_uncomputed_tokens(request) == 1, repr(request)
-                assert request.num_computed_tokens < num_blocks * self.block_size, repr(request)
 
 
 def make_kv_memory(num_blocks: int, block_size: int = 16) -> CachedKVCacheManager:

@@ -33,9 +33,8 @@ requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loa
 that wait for external KV).
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
-uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None. Also
-skip `fast_path_until` and `slow_path` (a decode inside its block needs no decision) and the
-`*_hooks` (chapter 5's draft tokens).
+uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None.
+Optional tokens are chapter 5's drafts.
 
 vLLM V1 has the same two phases. Preemption by recomputation: vLLM, arXiv 2309.06180.
 
@@ -44,43 +43,19 @@ See 04_scheduler/README.md#two-phases"""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import PriorityPolicy, SchedulePolicy
+from policy_queue import Candidates
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions, make_kv_memory
 from request import Request, RequestStatus, require
-from step_plan import PreemptiveSchedulerOutput, StepPlan
+from step_plan import Admission, PreemptiveSchedulerOutput, StepPlan
 
 if TYPE_CHECKING:
     from typing import Unpack
 
 __all__ = ["Request", "RequestStatus", "Scheduler", "make_kv_memory"]
-
-# To try all of a long queue would take longer than the step.
-MAX_TRIED = 1024  # waiting requests in a step
-MAX_SKIPPED = 128  # after a lookup; and as many again whose KV is not being loaded
-
-
-class _Admission(Enum):
-    ADMITTED = "admitted"
-    # Try the next request.
-    SKIPPED = "skipped"  # not ready yet
-    REJECTED = "rejected"  # by a plugin
-    # Admission stops.
-    BATCH_FULL = "seat"
-    CONSTRAINT = "constraint"
-    BUDGET = "budget"
-    BLOCKS = "blocks"
-
-
-def passes_untried(request: Request, num_skipped: int) -> bool:
-    """Whether to pass a waiting request, even if it has aged: if others waited too, it would not
-    start sooner. Only a lookup shows whether KV has been loaded, so some of those are tried."""
-    is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    is_passed = is_loading and num_skipped >= MAX_SKIPPED
-    return is_passed or request.status == RequestStatus.WAITING_FOR_GRAMMAR
 
 
 class Scheduler(PreemptiveScheduler):
@@ -126,38 +101,22 @@ class Scheduler(PreemptiveScheduler):
     # -- phase 1: running requests
 
     def _plan_running(self, step: StepPlan) -> None:
-        running, planned, budget = list(self.running.values()), step.num_tokens, step.budget
+        running = list(self.running.values())
         for index, request in enumerate(running):
-            if budget == 0:
+            if step.budget == 0:
                 break
-            if request.num_computed_tokens <= request.fast_path_until:
-                planned[request.request_id] = 1
-                budget -= 1
-            else:
-                step.budget = budget
-                self._plan_one(request, running, index, step)
-                budget = step.budget
-        step.budget = budget
-
-    def _plan_one(
-        self, request: Request, running: Sequence[Request], index: int, step: StepPlan
-    ) -> None:
-        if step.preempted and request.request_id not in self.running:
-            return  # preempted earlier in this step
-        num_uncomputed_tokens = num_tokens = self.num_uncomputed_tokens(request)
-        if num_tokens > 1:
-            num_tokens = self._num_tokens_for(request, running, index, step)
-        num_optional = 0
-        if num_uncomputed_tokens == 1 and self._optional_token_hooks:
-            num_optional = self._num_optional_for(request, running, index, step)
-        if num_tokens and (
-            num_tokens := self._allocate_or_preempt(request, num_tokens, num_optional, step)
-        ):
-            step.add(request, num_tokens)
-            if num_uncomputed_tokens == 1:
-                request.fast_path_until = self.fast_path_end(request)
-                if request.num_computed_tokens <= request.fast_path_until:
-                    step.slow_path.remove(request.request_id)
+            if step.preempted and request.request_id not in self.running:
+                continue  # preempted earlier in this step
+            num_tokens = self.num_uncomputed_tokens(request)
+            num_optional = 0
+            if num_tokens > 1:
+                num_tokens = self._num_tokens_for(request, running, index, step)
+            elif num_tokens == 1 and self._optional_token_hooks:
+                num_optional = self._num_optional_for(request, running, index, step)
+            if num_tokens:
+                num_tokens = self._allocate_or_preempt(request, num_tokens, num_optional, step)
+            if num_tokens:
+                step.add(request, num_tokens)
 
     def _num_tokens_for(
         self, request: Request, running: Sequence[Request], index: int, step: StepPlan
@@ -242,49 +201,37 @@ class Scheduler(PreemptiveScheduler):
         if len(self.running) >= self.max_num_seqs and not self._has_priorities:
             step.stop = ("seat", "")
             return  # before a cache-aware policy sorts the queue in vain
-        num_skipped, num_tried = 0, 0
-        continue_on = (_Admission.ADMITTED, _Admission.SKIPPED, _Admission.REJECTED)
-        for request in self.waiting:
-            if passes_untried(request, num_skipped):
-                continue
+        candidates = Candidates(self.waiting)
+        for request in candidates:
             outcome = self._try_to_admit(request, step)
-            num_skipped += outcome is _Admission.SKIPPED
-            num_tried += 1
-            is_enough = num_skipped == 2 * MAX_SKIPPED or num_tried == MAX_TRIED
-            if outcome not in continue_on or step.preempted or is_enough:
+            candidates.num_skipped += outcome is Admission.SKIPPED
+            if not outcome.continues or step.preempted or candidates.are_enough:
                 step.stop = (outcome.value, request.request_id)
                 break  # after a preemption for priority, later requests wait for the next step
         for request in step.admitted:
             self.waiting.remove_request(request)
 
-    def _try_to_admit(self, request: Request, step: StepPlan) -> _Admission:
+    def _try_to_admit(self, request: Request, step: StepPlan) -> Admission:
         """Try to admit one waiting request. Checks in this order: budget, `max_num_seqs`, plugins,
         cached prefix, chunk policy, then its tokens against budget and memory. A prefix that is not
         ready skips the request; so do plugins and the chunk policy, until it has aged. All other
         checks that fail end admission."""
         if step.budget == 0:
-            return _Admission.BUDGET
+            return Admission.BUDGET
         preempted_for_it = None
         if len(self.running) >= self.max_num_seqs:
             preempted_for_it = self._find_lower_priority(request, step)
             if preempted_for_it is None:
-                return _Admission.BATCH_FULL
+                return Admission.BATCH_FULL
+        num_leaving = len(step.admitted)
         if not self.can_start(request):
-            return self._skip_unless_aged(request, step, _Admission.REJECTED)
+            return self.skip_unless_aged(request, num_leaving, Admission.REJECTED)
         computed = self.get_computed_blocks(request)
         if isinstance(computed, NotReady):
-            return _Admission.SKIPPED
+            return Admission.SKIPPED
         if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self._skip_unless_aged(request, step, _Admission.SKIPPED)
+            return self.skip_unless_aged(request, num_leaving, Admission.SKIPPED)
         return self._try_schedule_new(request, computed, preempted_for_it, step)
-
-    def _skip_unless_aged(
-        self, request: Request, step: StepPlan, outcome: _Admission
-    ) -> _Admission:
-        """Skip a request that a plugin or the chunk policy rejects. If it has aged, stop
-        admission."""
-        is_aged = self.waiting.is_aged(request, len(step.admitted))
-        return _Admission.CONSTRAINT if is_aged else outcome
 
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:
         """Return the running request that `new_request` may preempt: the least urgent one, if
@@ -300,7 +247,7 @@ class Scheduler(PreemptiveScheduler):
         computed: ComputedBlocks,
         preempted_for_it: Request | None,
         step: StepPlan,
-    ) -> _Admission:
+    ) -> Admission:
         """Determine how many tokens to schedule and start the request, preempting
         `preempted_for_it` first if there is one. Memory is checked before any state changes, so a
         request that does not fit leaves everything unchanged."""
@@ -310,7 +257,7 @@ class Scheduler(PreemptiveScheduler):
             request, num_uncomputed_tokens, step_after.budget, self.max_num_batched_tokens
         )
         if num_tokens == 0:
-            return _Admission.BUDGET
+            return Admission.BUDGET
         num_deferred_tokens = num_uncomputed_tokens - num_tokens
         num_reserved = 0
         if self.reserve_all or self.is_pinned(request):
@@ -328,11 +275,11 @@ class Scheduler(PreemptiveScheduler):
         if not self.kv_memory.can_allocate(
             request, num_slots, computed, num_watermark_blocks, preempted_for_it
         ):
-            return _Admission.BLOCKS
+            return Admission.BLOCKS
         if preempted_for_it is not None:
             self._preempt(preempted_for_it, request, step)
         fits = self.start_running(request, computed, num_tokens, num_reserved)
         assert fits, "`can_allocate` succeeded but `allocate_slots` failed"
         step.add(request, num_tokens, num_deferred_tokens)
         step.admitted.append(request)
-        return _Admission.ADMITTED
+        return Admission.ADMITTED

@@ -9,25 +9,42 @@ See 04_scheduler/README.md#the-step-begun-and-finished"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from block_delta import BlockDeltaEncoder
 from kv_cache_manager import BlockAllocator
 from request import Request
-from scheduler_interface import EngineCoreOutput, SchedulerOutput
+from scheduler_interface import SchedulerOutput
+
+
+class Admission(Enum):
+    """The outcome of trying to admit a waiting request."""
+
+    # Try the next request.
+    ADMITTED = "admitted"
+    SKIPPED = "skipped"  # not ready yet
+    REJECTED = "rejected"  # by a plugin
+    # Admission stops.
+    BATCH_FULL = "seat"
+    CONSTRAINT = "constraint"
+    BUDGET = "budget"
+    BLOCKS = "blocks"
+
+    @property
+    def continues(self) -> bool:
+        return self in (Admission.ADMITTED, Admission.SKIPPED, Admission.REJECTED)
 
 
 @dataclass(slots=True)
 class StepPlan:
     """A step's plan while the scheduler builds it. `num_tokens` is in scheduling order; removing a
-    request is one `pop`. A request takes the fast path if it needs no decision in this step: it
-    writes one token into a block that it already holds, below every limit."""
+    request is one `pop`."""
 
     budget: int
     num_uncomputed_tokens: Callable[[Request], int]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    slow_path: set[str] = field(default_factory=set)  # requests that do not take the fast path
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     num_deferred_tokens: dict[str, int] = field(
@@ -42,7 +59,6 @@ class StepPlan:
         """Schedule `num_tokens` tokens of the request; `num_deferred_tokens` more are deferred to
         later steps."""
         self.num_tokens[request.request_id] = num_tokens
-        self.slow_path.add(request.request_id)
         self.budget -= num_tokens
         if num_deferred_tokens:
             self.num_deferred_tokens[request.request_id] = num_deferred_tokens
@@ -76,25 +92,7 @@ class PreemptiveSchedulerOutput(SchedulerOutput):
     preempted_requests: list[Request] = field(default_factory=list)
     # Reason and request id (`""`: no particular request).
     admission_stop: tuple[str, str] | None = None
-    slow_path_req_ids: Collection[str] = ()  # all other requests take the fast path
     num_recomputed_tokens: int = 0
-
-
-@dataclass(slots=True)
-class StepResults(Sequence[EngineCoreOutput]):
-    """The result of a step for each request. A request that got one token and keeps running is not
-    in `slow_path`: its `EngineCoreOutput` is created when it is read."""
-
-    request_ids: list[str]
-    token_ids: dict[str, list[int]]
-    slow_path: dict[str, EngineCoreOutput] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    def __getitem__(self, index: int) -> EngineCoreOutput:
-        req_id = self.request_ids[index]
-        return self.slow_path.get(req_id) or EngineCoreOutput(req_id, self.token_ids[req_id])
 
 
 class PreemptionDeltaEncoder(BlockDeltaEncoder):

@@ -15,9 +15,10 @@ from fake_model import continuation
 from forced_preemption import ForcedPreemption
 from kv_memory import NotReady
 from pipeline_plugin import PipelinePlugin
+from policy_queue import MAX_SKIPPED, MAX_TRIED
 from preemptive_scheduler import PreemptionPlugin
 from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import MAX_SKIPPED, MAX_TRIED, Request, RequestStatus, Scheduler
+from scheduler import Request, RequestStatus, Scheduler
 from scheduler_interface import StepOutput
 from scheduler_steps import (
     ChunksOf,
@@ -186,7 +187,6 @@ def test_a_step_tries_a_bounded_number_of_requests_and_then_those_behind(kind):
 class Paused(SchedulerPlugin):
     """b sits out every second step."""
 
-    allows_fast_path = False
     num_steps = 0
 
     def begin_step(self) -> None:
@@ -196,7 +196,7 @@ class Paused(SchedulerPlugin):
         return request.request_id == "b" and self.num_steps % 2 == 0
 
 
-def test_a_request_that_skips_a_step_is_not_planned_even_on_the_fast_path():
+def test_a_request_that_skips_a_step_is_not_planned():
     loop = loop_with(("a", 3, 7), ("b", 3, 7), plugins=[Paused()])
     assert [list(scheduled_tokens(loop.step())) for _ in range(4)] == [["a", "b"], ["a"]] * 2
     loop.run()

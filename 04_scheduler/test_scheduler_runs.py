@@ -36,7 +36,7 @@ from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus, SamplingParams
 from scheduler import Scheduler
-from scheduler_interface import SchedulerOutput, StepHandle, StepOutput
+from scheduler_interface import SchedulerOutput, StepHandle
 from scheduler_steps import SchedulerLoop, make_scheduler, preempted_ids, preempting
 from sglang_policies import POLICIES, policy_over
 
@@ -388,8 +388,7 @@ class LoadingMachine(SchedulerMachine):
 
     @initialize(**SMALL_WORLDS | {"cache": st.just("loads")}, num=st.sampled_from([1, 2, 128]))
     def start(self, num, **options):
-        for module in ("scheduler", "prefill_first_scheduler"):
-            mock.patch(f"{module}.MAX_SKIPPED", num).start()
+        mock.patch("policy_queue.MAX_SKIPPED", num).start()
         super().start(**options)
 
     def teardown(self):
@@ -532,55 +531,3 @@ def test_every_interleaving_of_three_requests_in_five_blocks(cache, kind, policy
     options["max_num_batched_tokens"] = 7 if prompts is DISPLACING else 5
     world = World(make_memory(cache, num_blocks, 2), kind, policy=policy, **options)
     explore(world, prompts, share)
-
-
-class NothingIsRoutine(Scheduler):
-    def fast_path_end(self, request: Request) -> int:
-        return -1
-
-
-@pytest.mark.net
-@pytest.mark.parametrize("seed", range(30))
-def test_the_fast_path_plans_the_same_step_as_the_slow_path(seed):
-    """The same requests, tokens and abortions: every plan, message and result of the two is equal,
-    with full pools, priorities, ends at stop tokens, errors, and blocks of one token."""
-    rng = random.Random(seed)
-    size = rng.choice([1, 2, 3, 4, 16])
-    limits = {"max_num_seqs": rng.choice([2, 5, 9]), "max_num_batched_tokens": rng.choice([12, 60])}
-    limits |= {"block_size": size, "num_gpu_blocks": 2 + rng.choice([40, 90, 300]) // size}
-    limits |= {"policy": rng.choice(["fcfs", "priority"]), "preempt_every": rng.choice([None, 3])}
-    both = make_scheduler(Scheduler, **limits), make_scheduler(NothingIsRoutine, **limits)
-    for step in range(80):
-        if rng.random() < 0.3:
-            params = SamplingParams(
-                temperature=0, max_tokens=rng.randint(1, 30), stop_token_ids=[3]
-            )
-            prompt = [rng.randrange(9) for _ in range(rng.randint(1, 10))]
-            for scheduler in both:
-                scheduler.add_request(Request(str(step), prompt, params, (2,), step, step % 3))
-        plans = [scheduler.schedule() for scheduler in both]
-        fast, slow = (
-            (
-                *(p.num_scheduled_tokens, p.start_positions, p.scheduled_new_reqs),
-                *(p.scheduled_cached_reqs, p.finished_req_ids, p.block_moves),
-                *(preempted_ids(p), p.num_kv_blocks_in_use),
-            )
-            for p in plans
-        )
-        assert fast == slow, step
-        aborted = rng.choice([*plans[0].num_scheduled_tokens, *[None] * 20])
-        token_ids, errors = {}, {}
-        for request in plans[0].scheduled_requests:
-            if request.num_computed_tokens == request.num_tokens and rng.random() < 0.98:
-                token_ids[request.request_id] = [rng.randrange(60)]
-            elif request.num_computed_tokens == request.num_tokens:
-                errors[request.request_id] = "bad"
-        results = []
-        for scheduler, plan in zip(both, plans, strict=True):
-            if aborted is not None:
-                scheduler.abort_request(aborted)
-            output = StepOutput(copy.deepcopy(token_ids), errors=errors)
-            results.append(list(scheduler.update_from_output(plan, output)))
-            scheduler.check_invariants()
-        assert results[0] == results[1], step
-    assert both[0].get_stats() == both[1].get_stats()

@@ -29,8 +29,6 @@ class DraftPlugin(PreemptionPlugin):
     `num_lookahead_tokens` slots are allocated after each step's tokens, if they are free, for a
     proposer that writes its own KV."""
 
-    allows_fast_path = False  # every step may bring draft tokens
-
     def __init__(self, num_lookahead_tokens: int = 0) -> None:
         check_integers(0, num_lookahead_tokens=num_lookahead_tokens)
         self.num_lookahead_tokens = num_lookahead_tokens

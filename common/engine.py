@@ -48,7 +48,6 @@ from common.sampling.sampling_defaults import sampling_defaults
 from prefix_cache import PrefixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
-from step_plan import StepResults
 from step_record import StepRecord, preemptions_of
 
 if TYPE_CHECKING:
@@ -307,30 +306,20 @@ class LLMEngine:
     def _process_outputs(
         self, results: Sequence[EngineCoreOutput], now: float
     ) -> Collection[RequestGroup]:
-        """Process a step's results (for a routine one, only its time is recorded) and end the
-        groups that have finished. Returns the groups that the step touched."""
-        if not isinstance(results, StepResults):
-            slow_path = {result.request_id: result for result in results}
-            results = StepResults(list(slow_path), {}, slow_path)
-        sequences, touched = self._sequences, dict[RequestGroup, None]()
+        """Process a step's results and end the groups that have finished. Returns the groups that
+        the step touched."""
+        touched = dict[RequestGroup, None]()
         if scored := self.recorder.output.prompt_logprobs:
             for sequence in self._sequences_of(self.recorder.plan, scored):
                 assert sequence.group.prompt_logprobs is not None
                 sequence.group.prompt_logprobs += scored[sequence.request_id]
-        for request_id in results.request_ids:
-            sequence = sequences[request_id]
+        for result in results:
+            sequence = self._sequences[result.request_id]
             touched[sequence.group] = None
-            result = results.slow_path.get(request_id)
-            if result is None:
-                self._stats.output_tokens += 1
-                if not sequence.looks_for_stop:
-                    sequence.metrics.record_tokens(1, now)
-                    continue
-                result = EngineCoreOutput(request_id, results.token_ids[request_id])
-            else:
-                self._stats.output_tokens += len(result.new_token_ids)
+            self._stats.output_tokens += len(result.new_token_ids)
             if sequence.process(result, now):
-                self.core.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
+                status = RequestStatus.FINISHED_STOPPED
+                self.core.scheduler.finish_requests(result.request_id, status)
             if sequence.is_finished and sequence.group.finished:
                 self._stats.num_finished += 1
                 self._finish_group(sequence.group)

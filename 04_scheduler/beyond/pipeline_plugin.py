@@ -57,8 +57,6 @@ class PipelinePlugin(PreemptionPlugin):
     is called for each plan in order; any number can be in flight. `num_discarded_tokens` counts
     tokens computed for requests that had finished."""
 
-    allows_fast_path = False  # the fast path needs consecutive steps; here there are none
-
     def __init__(self, num_micro_batches: int) -> None:
         check_integers(1, num_micro_batches=num_micro_batches)
         self.num_micro_batches = num_micro_batches

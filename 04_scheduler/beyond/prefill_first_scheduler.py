@@ -46,12 +46,12 @@ from typing import TYPE_CHECKING
 
 from kv_memory import ComputedBlocks, NotReady
 from policies import SchedulePolicy
+from policy_queue import Candidates
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
 from prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
 from request import Request, check_integers
 from schedule_batch import ForwardMode, ScheduleBatch
-from scheduler import MAX_SKIPPED, MAX_TRIED, passes_untried
-from step_plan import PreemptiveSchedulerOutput, StepPlan
+from step_plan import Admission, PreemptiveSchedulerOutput, StepPlan
 from unchunked import ChunkToBudget
 
 if TYPE_CHECKING:
@@ -221,47 +221,37 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         return self.start_running(request, computed, num_new_tokens, num_reserved)
 
     def _admit(self, adder: PrefillAdder, step: StepPlan) -> None:
-        """Try waiting requests in order, until one does not fit. A request that is not ready is
-        skipped; a request that a plugin or the chunk policy rejects is skipped too, unless it has
-        aged."""
-        num_skipped, num_tried = 0, 0
-        num_running = len(adder.can_run_list)
-        for request in self.waiting:
-            request_id = request.request_id
-            is_enough = num_skipped == 2 * MAX_SKIPPED or num_tried == MAX_TRIED
-            if len(self.running) >= self._max_num_seqs or is_enough:
-                is_full = len(self.running) >= self._max_num_seqs
-                step.stop = ("seat" if is_full else "skipped", request_id)
+        """Try waiting requests in order, until one does not fit."""
+        candidates = Candidates(self.waiting)
+        num_before = len(adder.can_run_list)
+        for request in candidates:
+            num_admitted = len(adder.can_run_list) - num_before
+            outcome = self._try_to_admit(request, adder, num_admitted)
+            candidates.num_skipped += outcome is Admission.SKIPPED
+            if not outcome.continues or candidates.are_enough:
+                # If the request is in, the outcome is about the next one.
+                is_in = request.request_id in adder.num_tokens
+                step.stop = (outcome.value, "" if is_in else request.request_id)
                 break
-            if passes_untried(request, num_skipped):
-                continue
-            num_tried += 1
-            if not self.can_start(request):
-                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
-                    step.stop = ("constraint", request_id)
-                    break
-                continue
-            computed = self.get_computed_blocks(request)
-            if isinstance(computed, NotReady):
-                num_skipped += 1
-                continue
-            num_uncomputed_tokens = request.num_tokens - computed.num_tokens
-            if not self.chunk_policy.can_start(request, num_uncomputed_tokens):
-                if self.waiting.is_aged(request, len(adder.can_run_list) - num_running):
-                    step.stop = ("constraint", request_id)
-                    break
-                num_skipped += 1
-                continue
-            has_chunked_req = self.chunked_req is not None
-            result = adder.add_one_req(request, has_chunked_req, computed)
-            if result is not AddReqResult.CONTINUE:
-                reason = "blocks" if result is AddReqResult.NO_TOKEN else "budget"
-                # If so, the result is about the next request.
-                is_in = request_id in adder.num_tokens
-                step.stop = (reason, "" if is_in else request_id)
-                break
-        for request in adder.can_run_list[num_running:]:
+        for request in adder.can_run_list[num_before:]:
             self.waiting.remove_request(request)
+
+    def _try_to_admit(self, request: Request, adder: PrefillAdder, num_admitted: int) -> Admission:
+        """Try to admit one waiting request. A request that is not ready is skipped; a request that
+        a plugin or the chunk policy rejects is skipped too, unless it has aged."""
+        if len(self.running) >= self._max_num_seqs:
+            return Admission.BATCH_FULL
+        if not self.can_start(request):
+            return self.skip_unless_aged(request, num_admitted, Admission.REJECTED)
+        computed = self.get_computed_blocks(request)
+        if isinstance(computed, NotReady):
+            return Admission.SKIPPED
+        if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
+            return self.skip_unless_aged(request, num_admitted, Admission.SKIPPED)
+        result = adder.add_one_req(request, self.chunked_req is not None, computed)
+        if result is AddReqResult.CONTINUE:
+            return Admission.ADMITTED
+        return Admission.BLOCKS if result is AddReqResult.NO_TOKEN else Admission.BUDGET
 
     # -- decode
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 
 from grammar_queue import GrammarsCompiled
+from policy_queue import MAX_SKIPPED
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
-from scheduler import MAX_SKIPPED, Scheduler
+from scheduler import Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, preempting, scheduled_tokens
 from worker_thread import ThreadJob
 

@@ -37,7 +37,6 @@ from common.requests.engine_plugin import EnginePlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
-from step_plan import StepResults
 
 if TYPE_CHECKING:
     from common.assembly.scheduler_assembly import SchedulerParts
@@ -343,7 +342,8 @@ class FrameRecorder(EnginePlugin):
         finally:
             self._is_updating = False
         end = time.monotonic()
-        tokens = _taken_tokens(alive, results, output)
+        tokens = {request.request_id: list[int]() for request in alive}
+        tokens |= {result.request_id: list(result.new_token_ids) for result in results}
         drafts, sampled = plan.scheduled_draft_token_ids, output.token_ids
         verified = [r.request_id for r in alive if r.request_id in drafts]
         gone = [r.request_id for r in plan.scheduled_requests if r.request_id not in tokens]
@@ -402,23 +402,6 @@ class FrameRecorder(EnginePlugin):
         self.flush()
         changes = diff(empty_frame(self._num_blocks), self.frame(self._new_texts()))
         return f"{self.run_line}{_encode(self._line('start', changes))}\n"
-
-
-def _taken_tokens(
-    alive: Sequence[Request], results: Sequence[EngineCoreOutput], output: StepOutput
-) -> dict[str, list[int]]:
-    """Return the tokens that became outputs, by request. With lazy results (`StepResults`), only
-    the slow path's are read."""
-    if isinstance(results, StepResults):
-        slow_path: Mapping[str, EngineCoreOutput] = results.slow_path
-    else:
-        slow_path = {result.request_id: result for result in results}
-    tokens = {}
-    for request in alive:
-        result = slow_path.get(request.request_id)
-        ids = output.token_ids.get(request.request_id, ())
-        tokens[request.request_id] = list(ids if result is None else result.new_token_ids)
-    return tokens
 
 
 def _verdict(num_drafts: int, token_ids: Sequence[int] | None) -> list[int]:
