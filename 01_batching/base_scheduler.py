@@ -66,10 +66,13 @@ class DeltaEncoder:
     def encode(self, plan: SchedulerOutput) -> None:
         """Write the changes of the scheduled requests into the plan's message."""
         self._sent.append(plan)
-        plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        cached, num_sent = plan.scheduled_cached_reqs, self._num_sent
+        plan.finished_req_ids = self._finished_req_ids
+        self._finished_req_ids = set()
+        cached = plan.scheduled_cached_reqs
+        num_sent = self._num_sent
         for request in plan.scheduled_requests:
-            request_id, tokens = request.request_id, request.all_token_ids
+            request_id = request.request_id
+            tokens = request.all_token_ids
             num_known = num_sent.get(request_id)
             if num_known is None:
                 plan.scheduled_new_reqs.append(self.make_new_request_data(request))
@@ -81,8 +84,10 @@ class DeltaEncoder:
             num_sent[request_id] = len(tokens)
 
     def make_new_request_data(self, request: Request) -> NewRequestData:
-        prompt, params = request.prompt_token_ids, request.sampling_params
-        computed, features = request.num_computed_tokens, request.features
+        prompt = request.prompt_token_ids
+        params = request.sampling_params
+        computed = request.num_computed_tokens
+        features = request.features
         return NewRequestData(request.request_id, prompt, params, computed, features=features)
 
 
@@ -143,7 +148,8 @@ class BaseScheduler:
         check_integers(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         if max_model_len is not None:
             check_integers(1, max_model_len=max_model_len)
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.requests: dict[str, Request] = {}  # every unfinished request
         self.waiting = waiting
@@ -155,7 +161,8 @@ class BaseScheduler:
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         """Set the plugins, in the order in which their hooks are called."""
         new = [plugin for plugin in plugins if plugin not in self.plugins]
-        self.plugins, base = tuple(plugins), SchedulerPlugin
+        self.plugins = tuple(plugins)
+        base = SchedulerPlugin
         for plugin in new:
             plugin.attach(self)
         self._admission_hooks = [p.can_start for p in self.plugins if overrides(p, base.can_start)]
@@ -195,7 +202,8 @@ class BaseScheduler:
         self.check_prompt(request)
         for reason, room in limits.items():
             if room < request.max_tokens:
-                request.max_tokens, request.length_limit = room, reason
+                request.max_tokens = room
+                request.length_limit = reason
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -254,7 +262,8 @@ class BaseScheduler:
         requests."""
         plan = plan or SchedulerOutput()
         requests = [self.requests[request_id] for request_id in num_tokens]
-        plan.num_scheduled_tokens, plan.scheduled_requests = num_tokens, requests
+        plan.num_scheduled_tokens = num_tokens
+        plan.scheduled_requests = requests
         plan.start_positions = [request.num_computed_tokens for request in requests]
         self.delta.encode(plan)
         for request, num in zip(requests, num_tokens.values(), strict=True):
@@ -305,7 +314,8 @@ class BaseScheduler:
         else:
             self.on_positions_computed(request, start, end)
         if request.status >= _FINISHED:
-            result.finish_reason, result.stop_reason = request.finish_reason, request.stop_reason
+            result.finish_reason = request.finish_reason
+            result.stop_reason = request.stop_reason
             if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 result.finish_detail = request.length_limit
             self._free_request(request)

@@ -226,7 +226,8 @@ for i in range(8):
     engine.add_request(Request.from_tokens(f"r{i}", [i + 1] * 8, 64))
 lines = []
 while engine.has_unfinished_requests():
-    copied, new = runner.num_bytes_copied, runner.num_bytes_new
+    copied = runner.num_bytes_copied
+    new = runner.num_bytes_new
     engine.step()
     copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
     times = f"{copied / new:.0f} times"

@@ -58,7 +58,8 @@ class StackedKV(DynamicCache):
 
     def __init__(self, caches: list[DynamicCache], max_past: int) -> None:
         super().__init__()
-        self.caches, self.max_past = caches, max_past
+        self.caches = caches
+        self.max_past = max_past
         self.new: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.num_bytes_stacked = 0
 
@@ -103,7 +104,8 @@ class HFModelRunner:
                     f"layers keeps a {type(layer).__name__}, and only a plain DynamicLayer can be "
                     "stacked"
                 )
-        self.model, self.batched = model.eval(), batched
+        self.model = model.eval()
+        self.batched = batched
         self.sampler = sampler or GreedySampler()
         self.state = RunnerState()
         self.num_model_calls = 0
@@ -151,7 +153,8 @@ class HFModelRunner:
         return logits
 
     def _forward_one_by_one(self, batch: InputBatch, caches: list[DynamicCache]) -> torch.Tensor:
-        logits, device = [], self.model.device
+        logits = []
+        device = self.model.device
         for row, start, cache in zip(batch.token_ids, batch.start_positions, caches, strict=True):
             output = self.model(
                 torch.tensor([row], device=device),
@@ -166,7 +169,8 @@ class HFModelRunner:
 
     def _forward_batched(self, batch: InputBatch, caches: list[DynamicCache]) -> torch.Tensor:
         """Call the model once for all rows: stack, compute, cut out and append."""
-        device, past_lens = self.model.device, batch.start_positions
+        device = self.model.device
+        past_lens = batch.start_positions
         token_ids, _, positions = batch.to_tensors(device)
         new_lens = [len(row) for row in batch.token_ids]
         stacked = StackedKV(caches, max(past_lens))

@@ -116,7 +116,9 @@ class InputBatch:
         import torch
 
         max_len = max(map(len, self.token_ids), default=0)
-        ids, mask, positions = [], [], []
+        ids = []
+        mask = []
+        positions = []
         for row, start in zip(self.token_ids, self.start_positions, strict=True):
             num_padding = max_len - len(row)
             ids.append(row + [pad_token_id] * num_padding)

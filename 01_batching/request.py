@@ -104,7 +104,8 @@ class SamplingParams:
             is_other = isinstance(values, bytes | bytearray | Mapping)
             require(isinstance(values, Iterable) and not is_other, name, values, "a sequence")
             set_field(name, tuple(values))
-        stop, ids = self.stop, self.stop_token_ids
+        stop = self.stop
+        ids = self.stop_token_ids
         require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
         require(all(_is_integer(t) and t >= 0 for t in ids), "stop_token_ids", ids, "integers >= 0")
         set_field("stop_token_ids", tuple(map(int, ids)))
@@ -125,7 +126,9 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
-        min_tokens, limit, seed = self.min_tokens, self.max_tokens, self.seed
+        min_tokens = self.min_tokens
+        limit = self.max_tokens
+        seed = self.seed
         allowed = f"<= max_tokens ({limit})"
         require(limit is None or min_tokens <= limit, "min_tokens", min_tokens, allowed)
         fits = seed is None or -(2**63) <= seed < 2**63
@@ -280,7 +283,9 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
     def check_invariants(self) -> None:
-        shown, max_tokens, requested = repr(self), self.max_tokens, self.sampling_params.max_tokens
+        shown = repr(self)
+        max_tokens = self.max_tokens
+        requested = self.sampling_params.max_tokens
         assert 0 <= self.num_computed_tokens <= self.num_tokens + self.num_output_placeholders, (
             shown
         )

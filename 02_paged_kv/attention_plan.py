@@ -58,7 +58,8 @@ def split_by_length(rows: np.ndarray, seq_lens: np.ndarray, max_slots: int) -> l
     longest."""
     rows = rows[np.argsort(-seq_lens[rows], kind="stable")]
     shorter_by = -seq_lens[rows]  # ascending, for the binary search
-    groups, start = [], 0
+    groups = []
+    start = 0
     while start < len(rows):
         longest = seq_lens[rows[start]]
         half = np.searchsorted(shorter_by, -longest / 2, side="right")
@@ -85,11 +86,13 @@ class DecodeGroup:
         window: int | None = None,
     ) -> None:
         to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
-        block_size, num_shared = key_cache.shape[1], num_heads // key_cache.shape[2]
+        block_size = key_cache.shape[1]
+        num_shared = num_heads // key_cache.shape[2]
         bounds = np.stack([starts[rows], starts[rows + 1], seq_lens[rows]])
         first, stop, seq_len = torch.from_numpy(bounds)[:, :, None]  # each [n, 1]
         query_len = int((bounds[1] - bounds[0]).max())
-        self.num_seqs, self.num_keys = len(rows), int(seq_lens[rows[0]])
+        self.num_seqs = len(rows)
+        self.num_keys = int(seq_lens[rows[0]])
         num_blocks = -(-self.num_keys // block_size)
         slots = torch.arange(num_blocks * block_size)
         unused = (slots >= seq_len).flatten().nonzero().flatten()
@@ -106,7 +109,8 @@ class DecodeGroup:
             mask = torch.zeros(hidden.shape, dtype=key_cache.dtype).masked_fill_(hidden, -math.inf)
             self.mask = to_device(mask)
         # [n * query_len] int64, rows of the query; [num_unused] int64, slots of the gathered keys
-        self.tokens, self.unused = to_device(tokens.flatten()), to_device(unused)
+        self.tokens = to_device(tokens.flatten())
+        self.unused = to_device(unused)
         # [n * num_blocks] int; after a sequence's own blocks, any block's id
         self.block_ids = block_tables[to_device(torch.from_numpy(rows)), :num_blocks].flatten()
 
@@ -118,7 +122,8 @@ class DecodeGroup:
         scale: float,
         attend: Callable[..., torch.Tensor],  # like scaled_dot_product_attention
     ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
-        n, (_, num_kv_heads, head_dim) = self.num_seqs, keys.shape
+        n = self.num_seqs
+        (_, num_kv_heads, head_dim) = keys.shape
         keys = keys.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
         values = values.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
         keys, values = (t[:, : self.num_keys].transpose(1, 2) for t in (keys, values))

@@ -77,7 +77,8 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     """Lay out a step of at least one query, in the order given."""
     row, start, lens, num_logit_rows = queries
     stop = start + lens
-    order, query_start_loc = np.arange(len(row)), np.append(0, lens.cumsum())
+    order = np.arange(len(row))
+    query_start_loc = np.append(0, lens.cumsum())
     owner = np.repeat(order, lens)  # index of the query of each token
     positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + start[owner]
     entries = row[owner], positions // block_size  # indices into the block tables of any group

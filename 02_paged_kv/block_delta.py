@@ -43,7 +43,8 @@ class BlockDeltaEncoder(DeltaEncoder):
 
     def encode(self, plan: SchedulerOutput) -> None:
         super().encode(plan)
-        cached, changed_ids = plan.scheduled_cached_reqs, self._kv_memory.req_ids_with_new_blocks
+        cached = plan.scheduled_cached_reqs
+        changed_ids = self._kv_memory.req_ids_with_new_blocks
         cached.new_block_ids = [
             self.new_block_ids(request_id) if request_id in changed_ids else ()
             for request_id in cached.req_ids
@@ -68,8 +69,10 @@ class RequestRow(RunnerRequest):
     """Chapter 1's copy of a request, read from the columns on access."""
 
     def __init__(self, state: PagedRunnerState, row: int, new: NewRequestData) -> None:
-        self.req_id, self.params = new.req_id, new.sampling_params
-        self.state, self.row = state, row
+        self.req_id = new.req_id
+        self.params = new.sampling_params
+        self.state = state
+        self.row = row
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +149,8 @@ class PagedRunnerState(RunnerState):
             group.admit(row, block_ids)
 
     def append(self, changes: CachedRequestData) -> None:
-        rows, tokens = self.rows_of(changes.req_ids), changes.new_token_ids
+        rows = self.rows_of(changes.req_ids)
+        tokens = changes.new_token_ids
         stops = self.num_prompt_tokens[rows] + np.array(changes.num_output_tokens, dtype=np.int64)
         start_columns = stops - _lengths(tokens)  # some tokens may be known already and sent again
         self.num_tokens[rows] = self.write_tokens(rows, start_columns, tokens)
@@ -181,11 +185,13 @@ class PagedRunnerState(RunnerState):
 
     def widen(self, num_tokens: int) -> None:
         """Widen the token columns to hold positions below `num_tokens`."""
-        num_rows, width = len(self.num_tokens), self.token_ids.shape[1]
+        num_rows = len(self.num_tokens)
+        width = self.token_ids.shape[1]
         if num_tokens > width:
             width = max(num_tokens, 2 * width)
         if (num_rows, width) != self.token_ids.shape:
-            known, self.token_ids = self.token_ids, np.zeros((num_rows, width), dtype=np.int32)
+            known = self.token_ids
+            self.token_ids = np.zeros((num_rows, width), dtype=np.int32)
             for row in self.row_of.values():  # memory that was never written to costs nothing
                 self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
 

@@ -44,7 +44,8 @@ class BlockPool:
             raise ValueError(
                 f"num_blocks must be >= 2 (the null block and one to use), got {num_blocks}"
             )
-        self.num_blocks, self.num_usable_blocks = num_blocks, num_blocks - 1
+        self.num_blocks = num_blocks
+        self.num_usable_blocks = num_blocks - 1
         self.blocks = tuple(Block(block_id) for block_id in range(num_blocks))
         # An OrderedDict is a doubly linked list with an index: popping its first entry and deleting
         # one in the middle are both O(1). (A plain dict searches for its first entry.)
@@ -117,7 +118,8 @@ class BlockPool:
             assert block.ref_cnt >= 0, f"{block} has a negative ref_cnt"
             is_usable = block_id != NULL_BLOCK_ID
             assert is_usable or block.ref_cnt == 0, "the null block is in use"
-            is_listed, is_free = self._free.get(block_id) is block, block.ref_cnt == 0
+            is_listed = self._free.get(block_id) is block
+            is_free = block.ref_cnt == 0
             assert is_listed == (is_usable and is_free), f"{block} in the free order: {is_listed}"
         num_held = sum(block.ref_cnt > 0 for block in self.blocks)
         assert num_held + self.num_free_blocks == self.num_usable_blocks, "foreign blocks are free"

@@ -123,7 +123,8 @@ class KVCacheManager:
 
     def slot_mapping(self, request_id: str, start: int, stop: int) -> list[int]:
         """The slots of positions `[start, stop)`. Raises `ValueError` outside the table."""
-        block_ids, size = self.get_block_ids(request_id), self.block_size
+        block_ids = self.get_block_ids(request_id)
+        size = self.block_size
         end = len(block_ids) * size
         if not 0 <= start <= stop <= end:
             raise ValueError(

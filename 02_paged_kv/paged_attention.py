@@ -57,7 +57,8 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.value_cache = [reserve_zeros(shape, dtype, device) for _ in range(num_layers)]
@@ -127,7 +128,9 @@ def write_kv(
     """Write each token's key and value to its slot."""
     is_real = slot_mapping >= 0
     if not is_real.all():
-        key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
+        key = key[is_real]
+        value = value[is_real]
+        slot_mapping = slot_mapping[is_real]
     for new, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
@@ -160,11 +163,16 @@ class PagedPlan:
     ) -> None:
         """Plan for queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError`
         if lengths and tables are inconsistent."""
-        self.metadata, self.num_heads, self.backend = metadata, num_heads, backend
-        self.slot_mapping, self.window = metadata.slot_mapping, metadata.window
+        self.metadata = metadata
+        self.num_heads = num_heads
+        self.backend = backend
+        self.slot_mapping = metadata.slot_mapping
+        self.window = metadata.window
         self.starts, self.seq_lens = metadata.on_host()
-        self.query_lens, seq_lens = np.diff(self.starts), self.seq_lens
-        tables, block_size = metadata.block_tables, key_cache.shape[1]
+        self.query_lens = np.diff(self.starts)
+        seq_lens = self.seq_lens
+        tables = metadata.block_tables
+        block_size = key_cache.shape[1]
         is_real = self.query_lens != 0
         fits = (self.query_lens > 0) & (self.query_lens <= seq_lens)
         fits &= seq_lens <= tables.shape[1] * block_size
@@ -195,7 +203,8 @@ class PagedPlan:
         start, stop, seq_len = map(int, (*self.starts[row : row + 2], self.seq_lens[row]))
         tile = stop - start if self.window is None else QUERY_TILE
         for first in range(start, stop, tile):
-            last, skipped = min(first + tile, stop), 0
+            last = min(first + tile, stop)
+            skipped = 0
             num_keys = seq_len - stop + last
             if self.window is not None:
                 skipped = max(num_keys - last + first - self.window + 1, 0) // block_size
@@ -218,7 +227,8 @@ class PagedPlan:
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        output, num_kv_heads = torch.zeros_like(query), key_cache.shape[2]
+        output = torch.zeros_like(query)
+        num_kv_heads = key_cache.shape[2]
         gather = partial(self.gather, key_cache, value_cache)
         for group in self.groups:
             seen = query[group.tokens], *gather(group.block_ids)

@@ -110,7 +110,10 @@ manager.check_invariants([b])
 # order nor adjacent. Every unused slot holds NaN.
 
 # %%
-num_heads, num_kv_heads, head_dim, block_size = 4, 2, 8, 4
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+block_size = 4
 seq_lens = [7, 3, 5]
 tables = [[6, 2], [5, 0], [1, 4]]  # 0: padding of the table
 kv = PagedKVCache(1, 9, block_size, num_kv_heads, head_dim, dtype=torch.float64)

@@ -47,7 +47,8 @@ for name, length in (("a", 8), ("c", 6)):  # each reads its own tokens through i
     assert [memory[slot(name, p)] for p in range(length)] == [f"{name}{p}" for p in range(length)]
 
 # Compare with the chapter's classes.
-manager, requests = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE), {}
+manager = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE)
+requests = {}
 for name, start, stop in EVENTS:
     if stop is None:
         manager.free(requests.pop(name))

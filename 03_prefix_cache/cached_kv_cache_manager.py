@@ -239,7 +239,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         super().clear()
 
     def pop_table_updates(self) -> list[BlockTableUpdate]:
-        moves, self._moves = self._moves, []
+        moves = self._moves
+        self._moves = []
         return moves
 
     def _num_free_or_evictable(self) -> int:

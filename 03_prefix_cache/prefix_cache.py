@@ -228,11 +228,13 @@ class PrefixCache(ABC):
         if start and blocks and self.num_users(found[0]) == 0:
             raise ValueError(f"cannot insert after {start} blocks: block {start - 1} is unused")
         known = [self.pool.blocks[block.block_id] for block in found[1 if start else 0 :]]
-        duplicates, owned = list(blocks[: len(known)]), list(blocks[len(known) :])
+        duplicates = list(blocks[: len(known)])
+        owned = list(blocks[len(known) :])
         if known:
             self.touch(known)
             self.pool.free(duplicates)
-        first, parent = start + len(known), found[-1] if found else None
+        first = start + len(known)
+        parent = found[-1] if found else None
         self._insert(prefix, first, parent, owned)
         self.pool.touch(owned)
         if self.listener is not None:

@@ -73,7 +73,9 @@ cache.check_invariants()
 # was.
 
 # %%
-p, q, t = [1] * 4, [2] * 4, [7] * 4
+p = [1] * 4
+q = [2] * 4
+t = [7] * 4
 cache = PrefixCacheLocal(max_cached_blocks=3, block_size=4)
 first = cache.cache_computed_blocks(p + t)
 print("p t is in blocks", [block.block_id for block in first])
@@ -93,7 +95,8 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 def show(tree):
     """Print a line for each cached block, indented below the block before it."""
     for prefix in sorted(tree.cached_prefixes(), key=lambda prefix: prefix.token_ids):
-        depth, tokens = len(prefix.token_ids) // 4 - 1, list(prefix.token_ids[-4:])
+        depth = len(prefix.token_ids) // 4 - 1
+        tokens = list(prefix.token_ids[-4:])
         node = "starts a node" if tree.begins_node(prefix.block) else "same node"
         print(f"{'    ' * depth}{tokens} {node}, users: {prefix.num_users}")
     print()

@@ -154,7 +154,8 @@ class PrefixCacheLocal(PrefixCache):
         self, prefix: PrefixKey, first: int, parent: CachedBlock | None, blocks: list[Block]
     ) -> None:
         for index, block in enumerate(blocks, first):
-            name, tokens = self._hash(prefix, index), prefix.tokens(index)
+            name = self._hash(prefix, index)
+            tokens = prefix.tokens(index)
             parent = CachedBlock(block.block_id, block, name, tokens, parent, prefix.keys)
             self._by_hash[name] = self._by_block_id[block.block_id] = parent
 

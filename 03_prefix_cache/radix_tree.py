@@ -96,7 +96,8 @@ class RadixTree:
         longer than `key`. Compares slices of lists, never single tokens; at most twice the whole
         list."""
         size = self.page_size
-        low, high = 1, len(given) // size
+        low = 1
+        high = len(given) // size
         if key[: len(given)] == given:
             return high
         while low < high:  # the first `low` pages are equal, the first `high + 1` are not
@@ -138,7 +139,8 @@ class RadixTree:
         if page == node.end:
             return node
         num_pages = page - node.start
-        key, blocks = node.key[: num_pages * self.page_size], node.blocks[:num_pages]
+        key = node.key[: num_pages * self.page_size]
+        blocks = node.blocks[:num_pages]
         upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
         del node.key[: len(key)], node.blocks[:num_pages]
         self._attach(upper)

@@ -146,7 +146,8 @@ class PreemptiveScheduler(BaseScheduler):
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
         super().__init__(waiting, PreemptionDeltaEncoder(kv_memory), *limits, plugins)
         self.waiting: PolicyQueue = waiting
-        self.max_preemptions, self.defer_on_shared_prefix = max_preemptions, defer_on_shared_prefix
+        self.max_preemptions = max_preemptions
+        self.defer_on_shared_prefix = defer_on_shared_prefix
         self.kv_memory = kv_memory
         self.block_size = kv_memory.block_size
         self.chunk_policy = chunk_policy or Unchunked()
@@ -159,7 +160,8 @@ class PreemptiveScheduler(BaseScheduler):
     def set_plugins(self, plugins: Sequence[SchedulerPlugin]) -> None:
         super().set_plugins(plugins)
         extended = [p for p in self.plugins if isinstance(p, PreemptionPlugin)]
-        tokens, slots = PreemptionPlugin.num_optional_tokens, PreemptionPlugin.num_optional_slots
+        tokens = PreemptionPlugin.num_optional_tokens
+        slots = PreemptionPlugin.num_optional_slots
         self._preemption_plugins = extended
         self._optional_token_hooks = [
             p.num_optional_tokens for p in extended if overrides(p, tokens)

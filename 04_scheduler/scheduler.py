@@ -158,7 +158,9 @@ class Scheduler(PreemptiveScheduler):
         """Allocate KV for `num_tokens`, plus `num_optional` optional ones if all of them fit.
         Preempts other requests to satisfy `num_tokens`, never for the optional tokens. Returns the
         number of tokens that got memory; 0 if the request itself was preempted."""
-        block_size, num_total, num_slots = self.block_size, num_tokens + num_optional, 0
+        block_size = self.block_size
+        num_total = num_tokens + num_optional
+        num_slots = 0
         if self._optional_slot_hooks:
             num_slots = self.num_optional_slots(request, request.num_computed_tokens + num_total)
         # Inside a block there is nothing to allocate: the request got the block when it wrote the
@@ -263,7 +265,8 @@ class Scheduler(PreemptiveScheduler):
         if self.reserve_all or self.is_pinned(request):
             # The last token is sampled and never fed back, so it needs no slot.
             num_reserved = request.max_num_tokens - 1 - request.num_tokens + num_deferred_tokens
-        num_slots, num_watermark_blocks = num_tokens + num_reserved, 0
+        num_slots = num_tokens + num_reserved
+        num_watermark_blocks = 0
         if len(self.running) > (0 if preempted_for_it is None else 1):  # others stay running
             # Slots for its whole prompt, and free blocks for the others.
             num_slots = max(num_slots, num_uncomputed_tokens)

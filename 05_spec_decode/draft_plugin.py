@@ -59,10 +59,12 @@ class DraftPlugin(PreemptionPlugin):
     def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
         """Roll back the KV of rejected draft tokens. Store the new draft tokens of running
         requests, but none beyond a request's last token."""
-        sent, brought = plan.scheduled_draft_token_ids, output.draft_token_ids
+        sent = plan.scheduled_draft_token_ids
+        brought = output.draft_token_ids
         running = self.scheduler.running
         for request in plan.scheduled_requests if sent or brought else ():
-            request_id, is_running = request.request_id, running.get(request.request_id) is request
+            request_id = request.request_id
+            is_running = running.get(request.request_id) is request
             if not is_running and request.is_finished:
                 continue  # its id may belong to another request now
             num_new = len(output.token_ids.get(request_id, ()))

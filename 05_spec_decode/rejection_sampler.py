@@ -136,7 +136,8 @@ class _Layout:
 
     @classmethod
     def of(cls, cu_num_logits: torch.Tensor, max_num_drafts: int, num_drafts: int) -> _Layout:
-        device, num_reqs = cu_num_logits.device, len(cu_num_logits) - 1
+        device = cu_num_logits.device
+        num_reqs = len(cu_num_logits) - 1
         requests = torch.arange(num_reqs, device=device)
         columns = torch.arange(max_num_drafts, device=device)
         per_request = cu_num_logits.diff() - 1

@@ -62,7 +62,8 @@ class SimpleLM:
     def __init__(self, vocab_size: int, hidden_size: int = 64, *, seed: int = 0) -> None:
         require(vocab_size >= 1, "vocab_size", vocab_size, ">= 1")
         require(hidden_size >= 1, "hidden_size", hidden_size, ">= 1")
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
         generator = torch.Generator().manual_seed(seed)
         shapes = [(vocab_size, hidden_size), *[(hidden_size, hidden_size)] * 3]
         shapes.append((hidden_size, vocab_size))
@@ -161,7 +162,8 @@ def verify_and_sample(
     for token in draft_tokens:
         require(0 <= token < vocab_size, "a draft token", token, f"in [0, {vocab_size})")
     if draft_logits is not None:
-        shape, expected = tuple(draft_logits.shape), (num_drafts, vocab_size)
+        shape = tuple(draft_logits.shape)
+        expected = (num_drafts, vocab_size)
         require(shape == expected, "the shape of draft_logits", shape, str(expected))
     drafts = torch.tensor(draft_tokens, dtype=torch.int64)
     cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
@@ -178,7 +180,8 @@ def verify_and_sample(
             accept_u=_uniform(num_drafts, generator),
             sample_u=_uniform(num_drafts + 1, generator),
         )
-        ids, num_sampled = verified.token_ids, verified.num_sampled
+        ids = verified.token_ids
+        num_sampled = verified.num_sampled
     tokens = ids[0, : int(num_sampled[0])].tolist()
     return tokens, len(tokens) - 1
 

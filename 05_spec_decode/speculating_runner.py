@@ -99,9 +99,11 @@ class SpeculatingRunner:
         """Count accepted draft tokens. Returns the requests that may continue, with this step's
         tokens."""
         self._append(output.token_ids)
-        inputs, starts = [], plan.starts()
+        inputs = []
+        starts = plan.starts()
         for (req_id, start), num_outputs in zip(starts.items(), self._num_outputs(starts)):
-            request, tokens = self.state.requests[req_id], output.token_ids.get(req_id, [])
+            request = self.state.requests[req_id]
+            tokens = output.token_ids.get(req_id, [])
             num_computed_tokens = start + plan.num_scheduled_tokens[req_id]
             if tokens:
                 num_drafted = len(plan.scheduled_draft_token_ids.get(req_id, ()))
@@ -116,7 +118,8 @@ class SpeculatingRunner:
         return inputs
 
     def _append(self, token_ids: dict[str, list[int]]) -> None:
-        rows, num_tokens = self.state.rows_of(token_ids), self.state.num_tokens
+        rows = self.state.rows_of(token_ids)
+        num_tokens = self.state.num_tokens
         tokens = list(token_ids.values())
         num_tokens[rows] = self.state.write_tokens(rows, num_tokens[rows], tokens)
 
@@ -127,7 +130,8 @@ class SpeculatingRunner:
     def _propose(self, inputs: list[ProposerInput]) -> dict[str, list[int]]:
         ready = [f.request for f in inputs if f.request.num_tokens - f.num_computed_tokens == 1]
         req_ids = [request.req_id for request in ready]
-        lengths, num_outputs = self.draft_length.choose(req_ids), self._num_outputs(req_ids)
+        lengths = self.draft_length.choose(req_ids)
+        num_outputs = self._num_outputs(req_ids)
         num_requested = {}
         for request, length, num in zip(ready, lengths, num_outputs, strict=True):
             # The token that follows the draft tokens is an output too. Without an output, this is a
@@ -135,13 +139,15 @@ class SpeculatingRunner:
             max_drafts = request.max_tokens - num - 1 if num else 0
             num_requested[request.req_id] = max(0, min(length, max_drafts))
         num_drafts = [num_requested.get(f.request.req_id, 0) for f in inputs]
-        self._num_rounds_before, self._num_rounds = self._num_rounds, max(num_drafts, default=0)
+        self._num_rounds_before = self._num_rounds
+        self._num_rounds = max(num_drafts, default=0)
         if self._num_rounds == 0:
             return {}  # a draft model lags, and catches up at its next proposal
         return self.proposer.propose(inputs, num_drafts)
 
     def _observe_times(self, plan: RunnerInput, verify_ms: float, propose_ms: float) -> None:
-        num_tokens, drafts = plan.num_scheduled_tokens, plan.scheduled_draft_token_ids
+        num_tokens = plan.num_scheduled_tokens
+        drafts = plan.scheduled_draft_token_ids
         if num_tokens and all(n == 1 + len(drafts.get(r, ())) for r, n in num_tokens.items()):
             # After a pause, a draft model first catches up, which takes longer than proposing.
             num_rounds = self._num_rounds if self._num_rounds_before else 0

@@ -94,7 +94,10 @@ for name, starts, lens in (
 # stays just below the line.
 
 # %%
-policy, start, sizes, times = AdaptiveChunks(target_step_ms=20.0), 0, [], []
+policy = AdaptiveChunks(target_step_ms=20.0)
+start = 0
+sizes = []
+times = []
 request = Request.from_tokens("long", [1] * 4000, max_new_tokens=1)
 while start < 4000:
     policy.begin_step(running=[], num_uncomputed_tokens=lambda request: 0)
@@ -102,7 +105,9 @@ while start < 4000:
     work = count_work([start], [size])
     step_ms = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
     policy.observe_step([start], [size], step_ms)
-    start, sizes, times = start + size, [*sizes, size], [*times, step_ms]
+    start = start + size
+    sizes = [*sizes, size]
+    times = [*times, step_ms]
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 left.bar(range(len(sizes)), sizes, color=PROMPT)

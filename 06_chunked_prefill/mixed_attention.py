@@ -74,7 +74,8 @@ class MixedAttentionBackend(TorchAttentionBackend):
         if plan.window is not None:
             return super().attend_long(plan, query, long, gather, scale)
         query = query.to(torch.promote_types(query.dtype, torch.float32))
-        history, size = long.seq_len - long.query_len, plan.key_buffer.shape[1]
+        history = long.seq_len - long.query_len
+        size = plan.key_buffer.shape[1]
         tile_starts = range(history, long.seq_len, QUERY_TILE)
         parts: dict[int, Partial] = {}  # by the first query of each tile
         for start, stop in pairwise([*range(0, history, KEY_TILE), *tile_starts, long.seq_len]):
@@ -84,7 +85,8 @@ class MixedAttentionBackend(TorchAttentionBackend):
             keys, values = (repeat_for(query, t[span].to(query.dtype)) for t in gathered)
             first_tile = max(0, start - history)  # tiles before it do not see the span
             for first in range(first_tile, long.query_len, QUERY_TILE):
-                tile, is_causal = query[:, :, first : first + QUERY_TILE], start == history + first
+                tile = query[:, :, first : first + QUERY_TILE]
+                is_causal = start == history + first
                 part = _attend_tile(tile, keys, values, scale, is_causal)
                 if first in parts:
                     parts[first].merge(part)

@@ -82,7 +82,8 @@ class LLMEngine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self.lock, self.on_step = EngineLock(), on_step
+        self.lock = EngineLock()
+        self.on_step = on_step
         self._is_closed = False
         self._is_consistent = True  # False: a call was interrupted, and the next one recovers
         self._groups: dict[str, RequestGroup] = {}
@@ -111,16 +112,20 @@ class LLMEngine:
 
         arguments = self.config, loaded, draft, tokenizer, self._sequences
         self.parts, self.tokenizer = parts, tokenizer = make(*arguments)
-        self.core, self.recorder, self.scheduler = parts.core, parts.recorder, parts.scheduler
-        self.kv_manager, handle = parts.kv_memory, parts.runner_handle
-        self.kv_cache, self.speculation = handle.kv_cache, handle.speculation
-        self.max_model_len, self.vocab_size = handle.max_model_len, handle.vocab_size
-        model, self.model_config = handle.model, handle.model.config
-        self.device, self.dtype, self.num_parameters = (
-            model.device,
-            model.dtype,
-            model.num_parameters,
-        )
+        self.core = parts.core
+        self.recorder = parts.recorder
+        self.scheduler = parts.scheduler
+        self.kv_manager = parts.kv_memory
+        handle = parts.runner_handle
+        self.kv_cache = handle.kv_cache
+        self.speculation = handle.speculation
+        self.max_model_len = handle.max_model_len
+        self.vocab_size = handle.vocab_size
+        model = handle.model
+        self.model_config = handle.model.config
+        self.device = model.device
+        self.dtype = model.dtype
+        self.num_parameters = model.num_parameters
         tokens = model.config.vocab_size, handle.vocab_size, model.eos_token_ids
         limits = handle.max_model_len, self.config.seed
         self._input_processor = InputProcessor(tokenizer, *tokens, *limits)
@@ -357,9 +362,11 @@ class LLMEngine:
         """Mark a section that mutates scheduler and engine state. Deliberately without `finally`:
         if it is interrupted, the flag stays set and the next call runs `_recover`."""
         with self.lock.deferring():
-            self._is_consistent, self.recorder.is_inconsistent = False, True
+            self._is_consistent = False
+            self.recorder.is_inconsistent = True
             yield
-            self._is_consistent, self.recorder.is_inconsistent = True, False
+            self._is_consistent = True
+            self.recorder.is_inconsistent = False
             for plugin in self._plugins.values():
                 plugin.between_steps()
 
@@ -372,7 +379,8 @@ class LLMEngine:
                 self._abort_running(error)
 
     def _abort_running(self, error: BaseException | None) -> None:
-        is_inconsistent, self.recorder.is_inconsistent = self.recorder.is_inconsistent, True
+        is_inconsistent = self.recorder.is_inconsistent
+        self.recorder.is_inconsistent = True
         for plugin in self._plugins.values():
             plugin.on_error(error)
         if self.parts.multi_step_core is not None:
@@ -391,7 +399,8 @@ class LLMEngine:
                 self._finish_group(group)
             elif is_final or not unfinished <= self.scheduler.requests.keys():
                 self._abort_sequences(group)
-        self._is_consistent, self.recorder.is_inconsistent = True, False
+        self._is_consistent = True
+        self.recorder.is_inconsistent = False
 
     # -- whole calls
 
@@ -449,7 +458,8 @@ class LLMEngine:
     ) -> Iterator[str]:
         """Run one prompt and yield its text as the text becomes final. The remaining text is
         yielded however the request ends. Leaving the loop early aborts the request."""
-        request_id, group = self._new_id(), None
+        request_id = self._new_id()
+        group = None
         try:
             with self.lock, self.lock.deferring():
                 self.add_request(request_id, prompt, params, **options)
@@ -633,7 +643,8 @@ class LLMEngine:
     @exclusive
     def reset_stats(self) -> None:
         """Reset the counters, for example after a warm-up. The prefix cache is kept."""
-        self._cache_stats, self._throughput = RecentCacheStats(), Throughput(time.monotonic())
+        self._cache_stats = RecentCacheStats()
+        self._throughput = Throughput(time.monotonic())
         if self.prefix_cache is not None:
             self.prefix_cache.stats = self._cache_stats
         if self.speculation is not None:
@@ -658,7 +669,8 @@ class LLMEngine:
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _update_stats(self, plan: SchedulerOutput, seconds: float) -> None:
-        stats, num_tokens = self._stats, plan.total_num_scheduled_tokens
+        stats = self._stats
+        num_tokens = plan.total_num_scheduled_tokens
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens

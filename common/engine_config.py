@@ -335,8 +335,11 @@ class EngineConfig:
         _check_prefix_cache(self.prefix_cache)
         _check_chunked_prefill(self.chunked_prefill)
         _check_attention_backend(self.attention_backend)
-        model, ms, events = self.model, self.target_step_ms, self.events
-        left, share = self.watermark, self.gpu_memory_utilization
+        model = self.model
+        ms = self.target_step_ms
+        events = self.events
+        left = self.watermark
+        share = self.gpu_memory_utilization
         adapters = self.adapters or {}
         are_paths = isinstance(adapters, Mapping) and all(
             isinstance(path, str | Path) for path in adapters.values()
@@ -366,7 +369,8 @@ class EngineConfig:
         self._check_what_goes_together()
 
     def _check_what_goes_together(self) -> None:
-        kind, may_preempt = self.scheduler, self.may_preempt
+        kind = self.scheduler
+        may_preempt = self.may_preempt
         has_size = self.chunk_size is not None
         name = f"scheduler {kind!r}"
         no_cut = f"be None if prompts are not cut ({name}, {self.chunked_prefill!r})"
@@ -374,7 +378,8 @@ class EngineConfig:
         no_clock = NO_CLOCK if has_stages else no_cut
         no_long = "be None unless scheduler is 'two_phase' and chunked_prefill a number"
         no_cache = "be None without a prefix_cache"
-        is_fixed, tiles = self.batch_invariant, "batch_invariant=True, which has its own tiles"
+        is_fixed = self.batch_invariant
+        tiles = "batch_invariant=True, which has its own tiles"
         no_adapters = f"be None with {tiles}"
         is_summed = is_fixed and self.tensor_parallel_size > 1
         order = "be 1 with batch_invariant=True, as the order of summation depends on the batch"

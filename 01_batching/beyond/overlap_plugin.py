@@ -63,7 +63,8 @@ class OverlapPlugin(SchedulerPlugin):
         return num_pending > 0 and num_outputs == request.max_tokens
 
     def on_plan(self, plan: SchedulerOutput) -> None:
-        cached, requests = plan.scheduled_cached_reqs, self._requests
+        cached = plan.scheduled_cached_reqs
+        requests = self._requests
         for i, request_id in enumerate(cached.req_ids):
             if requests[request_id].num_output_placeholders:
                 cached.new_token_ids[i].append(PENDING)

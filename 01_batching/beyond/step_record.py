@@ -80,7 +80,8 @@ class RecordedScheduler:
         check_invariants: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.requests, self.running = scheduler.requests, scheduler.running
+        self.requests = scheduler.requests
+        self.running = scheduler.running
         self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
@@ -114,7 +115,10 @@ class RecordedScheduler:
             self.scheduler.check_invariants()
         if plan.is_empty and self._in_flight and not preemptions_of(plan)[0]:
             return results
-        self.plan, self._clock, self.output, self._results = plan, clock, output, results
+        self.plan = plan
+        self._clock = clock
+        self.output = output
+        self._results = results
         self.num_steps += 1
         if self.observers:
             record = self.record()
@@ -145,7 +149,10 @@ class RecordedScheduler:
 
     def record(self) -> StepRecord:
         """The record of the last step. O(its requests), so it is only made on access."""
-        plan, output, results, clock = self.plan, self.output, self._results, self._clock
+        plan = self.plan
+        output = self.output
+        results = self._results
+        clock = self._clock
         num_tokens = plan.num_scheduled_tokens
         starts = dict(zip(num_tokens, plan.start_positions, strict=True))
         num_running, num_waiting = self.scheduler.get_request_counts()

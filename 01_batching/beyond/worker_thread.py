@@ -31,7 +31,8 @@ class ThreadJob(Generic[T]):
     def __init__(self, work: Callable[[], T] | None = None) -> None:
         self._work = work
         self._taken_by: dict[str, str] = {}  # the first entry wins: atomic
-        self._is_over, self._signal = False, SimpleQueue[None]()
+        self._is_over = False
+        self._signal = SimpleQueue[None]()
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -39,7 +40,8 @@ class ThreadJob(Generic[T]):
         """Do the work, in the thread, unless the job was cancelled."""
         if not self.begin():
             return
-        work, self._work = self._work, None
+        work = self._work
+        self._work = None
         assert work is not None
         try:
             self.set_result(work())
@@ -53,11 +55,13 @@ class ThreadJob(Generic[T]):
         return self._taken_by.setdefault("by", "thread") == "thread"
 
     def set_result(self, value: T) -> None:
-        self._value, self._is_over = value, True
+        self._value = value
+        self._is_over = True
         self._signal.put(None)
 
     def set_exception(self, error: BaseException) -> None:
-        self._error, self._is_over = error, True
+        self._error = error
+        self._is_over = True
         self._signal.put(None)
 
     def cancel(self) -> bool:

@@ -64,7 +64,9 @@ def write_kv_anywhere(
     """`write_kv` for memory in any order."""
     is_real = slot_mapping >= 0
     if not is_real.all():
-        key, value, slot_mapping = key[is_real], value[is_real], slot_mapping[is_real]
+        key = key[is_real]
+        value = value[is_real]
+        slot_mapping = slot_mapping[is_real]
     block_size = key_cache.shape[1]
     places = slot_mapping // block_size, slot_mapping % block_size
     key_cache.index_put_(places, key)
@@ -124,7 +126,8 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         key_cache: torch.Tensor,
         others: TorchAttentionBackend | None = None,
     ) -> None:
-        self.attend_rows, self.others = attend_rows, others or TorchAttentionBackend()
+        self.attend_rows = attend_rows
+        self.others = others or TorchAttentionBackend()
         self.attend_group = self.others.attend_group
         # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()

@@ -94,7 +94,8 @@ def attend_rows(
     output: torch.Tensor,  # like query; the rows' tokens are written
 ) -> None:
     """Attend each row to its keys, and write the result to `output`."""
-    block_size, num_shared = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    block_size = key_cache.shape[1]
+    num_shared = query.shape[1] // key_cache.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     for token, sequence, num_keys in zip(rows.tokens, rows.sequences, rows.num_keys, strict=True):
         table = rows.tables[sequence, : -(-num_keys // block_size)].long()

@@ -174,10 +174,12 @@ def _op(
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
     """Register the operation once per process: a kernel has a few sets of constants."""
-    fixed, kind_of = dict(constants) | dict(options), dict(kinds)
+    fixed = dict(constants) | dict(options)
+    kind_of = dict(kinds)
     # A launch has the arguments by name, a call by their order in the kernel.
     names = [name for name in kernel.arg_names if name in kind_of]
-    arguments, name = [(name, kind_of[name]) for name in names], kernel.__name__
+    arguments = [(name, kind_of[name]) for name in names]
+    name = kernel.__name__
     signature = repr((arguments, constants, options)).encode()
     name = f"kernels::{name}_{hashlib.blake2b(signature, digest_size=6).hexdigest()}"
 

@@ -198,7 +198,8 @@ def _paged_attention_kernel(
     PRECISION: tl.constexpr,  # of a product of float32: "ieee" or "tf32x3"
     UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
 ):
-    seq, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(2)
     # Positions have 32 bits, which saves registers; offsets in memory have 64.
     first_token = tl.load(query_start_loc + seq).to(tl.int32)
     query_len = tl.load(query_start_loc + seq + 1).to(tl.int32) - first_token
@@ -291,7 +292,8 @@ class TritonPlan:
     """A step for the kernels above: all metadata, and the launches."""
 
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
-        self.metadata, self.shape = metadata, shape
+        self.metadata = metadata
+        self.shape = shape
         self.slot_mapping = metadata.slot_mapping
         self.output: torch.Tensor | None = None
 
@@ -325,8 +327,10 @@ class TritonPlan:
         value_cache: torch.Tensor,
         scale: float,
     ) -> None:
-        metadata, shape = self.metadata, self.shape
-        num_seqs, longest = len(metadata.seq_lens), metadata.max_query_len
+        metadata = self.metadata
+        shape = self.shape
+        num_seqs = len(metadata.seq_lens)
+        longest = metadata.max_query_len
         launch = attention_launch(shape, longest * shape.num_shared <= SHORT_ROWS)
         if num_seqs and longest:
             num_tiles = -(-longest // launch.constants["TILE_TOKENS"])

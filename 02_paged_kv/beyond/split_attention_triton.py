@@ -141,9 +141,11 @@ def _attend_item(
     table = block_tables + seq * table_stride
     # Two loops, of which only the second has masks.
     for is_diagonal in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
-        first, stop = split_start, tl.minimum(whole_stop, split_stop)
+        first = split_start
+        stop = tl.minimum(whole_stop, split_stop)
         if is_diagonal:
-            first, stop = tl.maximum(whole_stop, split_start), split_stop
+            first = tl.maximum(whole_stop, split_start)
+            stop = split_stop
             if WINDOW:
                 first = tl.maximum(first, first_tile)
         for start in range(first, stop, BLOCK_N):
@@ -229,11 +231,14 @@ def _split_attention_kernel(
     HEADS_FASTEST: tl.constexpr,  # neighbouring programs take the KV heads of one item
     LOOPS: tl.constexpr,  # the grid is smaller than the number of items may be
 ):
-    program, num_programs = tl.program_id(0), tl.num_programs(0) // NUM_KV_HEADS
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0) // NUM_KV_HEADS
     if HEADS_FASTEST:
-        item, kv_head = program // NUM_KV_HEADS, program % NUM_KV_HEADS
+        item = program // NUM_KV_HEADS
+        kv_head = program % NUM_KV_HEADS
     else:
-        item, kv_head = program % num_programs, program // num_programs
+        item = program % num_programs
+        kv_head = program // num_programs
     num_items = tl.load(first_item + num_seqs)
     if item >= num_items:
         return
@@ -394,7 +399,8 @@ def _plan_items_kernel(
 ):
     """Plan one sequence, or the padding after the last one. Each program adds up the sequences
     before it."""
-    planned_seq, lane = tl.program_id(0), tl.arange(0, WIDTH)
+    planned_seq = tl.program_id(0)
+    lane = tl.arange(0, WIDTH)
     starts, lens = query_start_loc + first_seq, seq_lens + first_seq
     item = tl.zeros([], tl.int32)
     for start in range(0, planned_seq, WIDTH):
@@ -406,7 +412,8 @@ def _plan_items_kernel(
         num_items = tl.cdiv(query_len, tile_tokens) * tl.cdiv(seq_len, split_len)
         item += tl.sum(num_items.to(tl.int32), 0)
     tl.store(first_item + planned_seq, item)
-    token, last_token = tl.load(starts + planned_seq).to(tl.int32) - first_token, num_tokens
+    token = tl.load(starts + planned_seq).to(tl.int32) - first_token
+    last_token = num_tokens
     if planned_seq < num_seqs:
         last_token = tl.load(starts + planned_seq + 1).to(tl.int32) - first_token
         num_splits = tl.cdiv(tl.load(lens + planned_seq).to(tl.int32), split_len)
@@ -533,7 +540,8 @@ class WorkItems:
         metadata: AttentionMetadata,
         scale: float,
     ) -> None:
-        rows, num_heads = self.rows, query.shape[1]
+        rows = self.rows
+        num_heads = query.shape[1]
         self.launch(
             (self.num_programs * key_cache.shape[2],),
             output,
@@ -603,10 +611,13 @@ def plan_items(
     split_len: int,
     num_items: int,  # upper bound
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # first_item, item_seq, token_seq: as above
-    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    starts = metadata.query_start_loc
+    seq_lens = metadata.seq_lens
     first_item = starts.new_empty(rows.num_seqs + 1, dtype=torch.int32)
-    item_seq, token_seq = first_item.new_empty(num_items), first_item.new_empty(rows.num_tokens)
-    planned, counts = (first_item, item_seq, token_seq), (*rows[:4], tile_tokens, split_len)
+    item_seq = first_item.new_empty(num_items)
+    token_seq = first_item.new_empty(rows.num_tokens)
+    planned = (first_item, item_seq, token_seq)
+    counts = (*rows[:4], tile_tokens, split_len)
     plan_launch()((rows.num_seqs + 1,), *planned, starts, seq_lens, *counts)
     return planned
 

@@ -30,7 +30,8 @@ class TensorPlan:
     def __init__(
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> None:
-        self.metadata, self.slot_mapping = metadata, metadata.slot_mapping
+        self.metadata = metadata
+        self.slot_mapping = metadata.slot_mapping
 
     def write_kv(
         self,
@@ -39,7 +40,8 @@ class TensorPlan:
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written
         value_cache: torch.Tensor,  # the same
     ) -> None:
-        slots, block_size = self.slot_mapping.clamp(min=0), key_cache.shape[1]
+        slots = self.slot_mapping.clamp(min=0)
+        block_size = key_cache.shape[1]
         places = slots // block_size, slots % block_size
         key_cache.index_put_(places, key)
         value_cache.index_put_(places, value)
@@ -52,7 +54,8 @@ class TensorPlan:
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], zero for padding
         metadata = self.metadata
-        tables, starts = metadata.block_tables, metadata.query_start_loc
+        tables = metadata.block_tables
+        starts = metadata.query_start_loc
         num_tokens, num_heads, head_dim = query.shape
         block_size, num_kv_heads, _ = key_cache.shape[1:]
         # The sequence of each token; tokens after the last sequence are padding.

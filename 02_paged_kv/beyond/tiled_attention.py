@@ -44,7 +44,8 @@ def attend_in_tiles(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start in range(0, query_len, QUERY_TILE):
         stop = min(start + QUERY_TILE, query_len)
-        num_keys, size = history + stop, stop - start
+        num_keys = history + stop
+        size = stop - start
         tile = query[:, :, start:stop].reshape(num_kv_heads, -1, head_dim)
         seen = keys[:, :num_keys].contiguous()  # the product would copy them too, more slowly
         mask = query.new_zeros(size, num_keys)

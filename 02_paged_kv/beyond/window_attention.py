@@ -63,7 +63,8 @@ def compose_windows(
     layout = compose(state, queries, block_size)
     rows, starts, lens, _ = (column[layout.order] for column in queries)
     query_starts = np.append(0, lens.cumsum()).tolist()
-    arrays, made = [*layout.arrays], []
+    arrays = [*layout.arrays]
+    made = []
     for number, window in enumerate(windows):
         if window is not None:
             first = np.maximum(starts - window + 1, 0) // block_size  # the first visible block
@@ -101,7 +102,8 @@ def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int)
     """The window of a step of decodes, by tensors alone: it is part of a graph, and reads nothing
     on the host. `metadata` has whole tables and lengths."""
     first = (metadata.seq_lens - window).clamp(min=0) // block_size  # the first visible block
-    tables, longest = metadata.block_tables, min(metadata.max_seq_len, window + block_size - 1)
+    tables = metadata.block_tables
+    longest = min(metadata.max_seq_len, window + block_size - 1)
     columns = torch.arange(-(-longest // block_size), device=tables.device) + first[:, None]
     return WindowMetadata(
         metadata.query_start_loc,

@@ -113,7 +113,8 @@ class CachedGroupedMemory(GroupedKVMemory):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
-        name, computed = request.request_id, computed or ComputedBlocks()
+        name = request.request_id
+        computed = computed or ComputedBlocks()
         self.current_req_id = name
         is_admission = name not in self._published
         num_found = computed.num_tokens // self.block_size

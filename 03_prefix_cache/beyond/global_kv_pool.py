@@ -345,7 +345,8 @@ class _PoolAtNode(KVStore):
     """The pool as the store of one node, on which loaded blocks are kept."""
 
     def __init__(self, pool: GlobalKVPool, node_id: str) -> None:
-        self.pool, self.node_id = pool, node_id
+        self.pool = pool
+        self.node_id = node_id
         self.num_read_threads = pool.num_transfer_threads
 
     def has(self, links: Sequence[Link]) -> int:

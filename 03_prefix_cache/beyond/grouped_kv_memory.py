@@ -103,7 +103,8 @@ class WindowGroup(OneGroup):
         self, pool: BlockPool, block_size: int, group: int, window: int, max_held_blocks: int
     ) -> None:
         super().__init__(pool, block_size, group)
-        self.window, self.max_held_blocks = window, max_held_blocks
+        self.window = window
+        self.max_held_blocks = max_held_blocks
 
     def max_reserved(self, num_given_up: int, end: int) -> int:
         return min(self.num_blocks_needed(end), num_given_up + self.max_held_blocks)
@@ -112,7 +113,8 @@ class WindowGroup(OneGroup):
         """O(freed blocks)."""
         name = request.request_id
         num_unseen = max(0, request.num_computed_tokens - self.window + 1) // self.block_size
-        first, end = self.num_given_up[name], min(num_unseen, num_freeable)
+        first = self.num_given_up[name]
+        end = min(num_unseen, num_freeable)
         if end > first and name in self._tables:
             self._release(self._tables[name].blocks[first:end])
             for index in range(first, end):
@@ -133,7 +135,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
     ) -> None:
         super().__init__(pool, block_size)
         check_integers(1, max_step_tokens=max_step_tokens)
-        self.windows, self.max_step_tokens = windows, max_step_tokens
+        self.windows = windows
+        self.max_step_tokens = max_step_tokens
         self.groups: list[OneGroup] = []
         for number, window in enumerate(windows):
             group = OneGroup(pool, block_size, number)
@@ -153,7 +156,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
     def capacity(self) -> int:
         """The longest request that the whole memory can hold alone. If all groups have windows,
         there is no limit."""
-        lengths, num_usable = range(1, 1 << 40), self.pool.num_usable_blocks
+        lengths = range(1, 1 << 40)
+        num_usable = self.pool.num_usable_blocks
         return bisect_right(lengths, num_usable, key=self.num_blocks_needed)
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
@@ -170,13 +174,15 @@ class GroupedKVMemory(UncachedKVCacheManager):
         num_reserved_tokens: int = 0,
         computed: ComputedBlocks | None = None,
     ) -> bool:
-        name, num_found = request.request_id, 0 if computed is None else computed.num_tokens
+        name = request.request_id
+        num_found = 0 if computed is None else computed.num_tokens
         self.current_req_id = name
         for group in self._windows:
             group.give_up(request, self._may_be_given_up(request))
         end = request.num_computed_tokens + num_found + num_new_tokens
         reserved_end = max(self._reserved_ends.get(name, 0), end + num_reserved_tokens)
-        num_new, lengths = 0, []
+        num_new = 0
+        lengths = []
         for group in self.groups:
             num_reserved = group.max_reserved(group.num_given_up[name], reserved_end)
             lengths.append(max(group.num_blocks_needed(end), num_reserved))
@@ -201,7 +207,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
         freeing: Request | None = None,
     ) -> bool:
         found = self._find(request, computed)
-        num_new, num_found = num_watermark_blocks, computed.num_tokens // self.block_size
+        num_new = num_watermark_blocks
+        num_found = computed.num_tokens // self.block_size
         for group, blocks in zip(self.groups, found, strict=True):
             end = computed.num_tokens + num_tokens
             num_new += group.max_reserved(num_found - len(blocks), end) - num_found
@@ -220,7 +227,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
     def num_written_slots(self, starts: Collection[int], num_tokens: int) -> int:
         """Slots in all groups, without those that no token sees. Exact for decodes, which free a
         block when they begin one; with more tokens in a step, the count can be off by one block."""
-        borders, size = [start // self.block_size for start in starts], self.block_size
+        borders = [start // self.block_size for start in starts]
+        size = self.block_size
         unseen = (n - -(-(g.window - 1) // size) for g in self._windows for n in borders)
         num_given_up = sum(n for n in unseen if n > 0) * size
         return len(self.groups) * super().num_written_slots(starts, num_tokens) - num_given_up

@@ -62,7 +62,8 @@ class GroupedPrefixCache:
     every position."""
 
     def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[int | None]) -> None:
-        self.pool, self.block_size = pool, block_size
+        self.pool = pool
+        self.block_size = block_size
         self.stats = CacheStats()
         # Whole blocks before a block's end that the next token sees.
         self._num_seen = [None if w is None else -(-(w - 1) // block_size) for w in windows]
@@ -71,11 +72,14 @@ class GroupedPrefixCache:
 
     def longest_hit(self, chain: Sequence[Link]) -> int:
         """Blocks of the longest prefix that holds in every group."""
-        hashes, num_agreeing, group = [link[0] for link in chain], 0, 0
+        hashes = [link[0] for link in chain]
+        num_agreeing = 0
+        group = 0
         while num_agreeing < len(self._num_seen):
             num_blocks = self._longest_in(group, hashes)
             num_agreeing = num_agreeing + 1 if num_blocks == len(hashes) else 1
-            hashes, group = hashes[:num_blocks], (group + 1) % len(self._num_seen)
+            hashes = hashes[:num_blocks]
+            group = (group + 1) % len(self._num_seen)
         return len(hashes)
 
     def _longest_in(self, group: int, hashes: Sequence[bytes]) -> int:
@@ -185,5 +189,6 @@ class GroupedPrefixCache:
         for block_id, known in self._by_block_id.items():
             assert self._by_key[known.key] is known, known
             assert self.pool.blocks[block_id] is known.block, known
-            before, (name, tokens) = known.chain[: known.index], known.chain[known.index]
+            before = known.chain[: known.index]
+            (name, tokens) = known.chain[known.index]
             assert not before or compute_block_hash(before[-1][0], tokens) == name, known

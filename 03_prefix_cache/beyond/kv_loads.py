@@ -170,7 +170,8 @@ class KVLoads:
             start=len(load.prefix),
         )
         self.cache.pool.free(load.blocks[num_arrived:][::-1])
-        load.blocks, load.has_arrived = result.blocks, True
+        load.blocks = result.blocks
+        load.has_arrived = True
 
     def drop(self, request_id: str) -> None:
         """Drop a request's load. Blocks that arrived stay cached; the rest is cancelled."""

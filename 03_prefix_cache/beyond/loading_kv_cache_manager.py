@@ -93,7 +93,8 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def free(self, request: Request) -> None:
         self.loads.remove_request(request.request_id)
-        state, is_error = self._states.get(request.request_id), request.status == _ERROR
+        state = self._states.get(request.request_id)
+        is_error = request.status == _ERROR
         if state is not None and state.num_published and not is_error:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
             try:

@@ -262,7 +262,9 @@ def _serve(channel: socket.socket) -> None:
         try:
             error, answer, data = getattr(calls, operation)(argument, payload)
         except Exception as failure:
-            error, answer, data = repr(failure), None, b""
+            error = repr(failure)
+            answer = None
+            data = b""
         _send(channel, [error, answer], data, None)
 
 

@@ -43,7 +43,8 @@ class RequestChains:
         """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
         keeps all."""
         chain = self._chains.setdefault(request, [])
-        tokens, size = request.all_token_ids, self.block_size
+        tokens = request.all_token_ids
+        size = self.block_size
         if not chain and num_blocks:
             keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
             chain += compute_hash_chain(tokens[: num_blocks * size], size, keys)

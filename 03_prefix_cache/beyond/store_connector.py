@@ -98,7 +98,8 @@ class StoreConnector(KVConnector):
 
     def get_finished_load(self, request_id: str) -> int | None:
         load = self._loading[request_id]
-        read, error = list[bytes](), None
+        read = list[bytes]()
+        error = None
         if load.is_background:
             if not self._loads.has_ended(request_id):
                 return None

@@ -46,7 +46,8 @@ class _PartialLoad(Generic[T]):
 
     def stop(self) -> None:
         """Release the parts too, which pin blocks: a load that is not begun stays in the queue."""
-        self.is_stopped, self.parts = True, iter(())
+        self.is_stopped = True
+        self.parts = iter(())
 
 
 class Loads(Generic[T]):
@@ -137,7 +138,8 @@ class Loads(Generic[T]):
         """End every load in flight with an error. Threads stop; hanging ones are left."""
         for load in list(self._loads.values()):
             if not load.has_ended:
-                load.error, load.has_ended = "the loads were closed", True
+                load.error = "the loads were closed"
+                load.has_ended = True
                 load.on_end(False)
             load.stop()
         for thread in self._threads:

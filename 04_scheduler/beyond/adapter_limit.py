@@ -47,7 +47,8 @@ class MaxLoRAs(SchedulerPlugin):
             self._taken = set(self._adapters.values())
 
     def can_start(self, request: Request) -> bool:
-        adapter, taken = self.adapter_of(request), self._taken
+        adapter = self.adapter_of(request)
+        taken = self._taken
         return adapter is None or adapter in taken or len(taken) < self.max_loras
 
     def on_start(self, request: Request) -> None:

@@ -75,14 +75,16 @@ class FakeModelRunner:
         return FinishedStep(StepOutput(sampled))
 
     def _apply(self, plan: RunnerInput) -> None:
-        requests, cached = self.state.requests, plan.scheduled_cached_reqs
+        requests = self.state.requests
+        cached = plan.scheduled_cached_reqs
         assert plan.finished_req_ids <= requests.keys(), "an unknown request has finished"
         for new in plan.scheduled_new_reqs:
             is_known = new.req_id in requests and new.req_id not in plan.finished_req_ids
             assert not is_known, f"{new.req_id!r} was sent as new twice"
         self.state.apply(plan)
         for index, req_id in enumerate(cached.req_ids):
-            request, tokens = requests[req_id], cached.new_token_ids[index]
+            request = requests[req_id]
+            tokens = cached.new_token_ids[index]
             assert len(request.output_token_ids) == cached.num_output_tokens[index], req_id
             if req_id in cached.resumed_req_ids:
                 assert tokens == request.tokens(0, request.num_tokens), "must be sent in full"
@@ -91,7 +93,8 @@ class FakeModelRunner:
         self, req_id: str, tokens: list[int], start: int, stop: int, written: set[int]
     ) -> list[int]:
         """The model's next token after each of the positions `[start, stop)`."""
-        size, block_ids = self.block_size, self.state.block_ids(req_id)
+        size = self.block_size
+        block_ids = self.state.block_ids(req_id)
         slots = [block_ids[p // size] * size + p % size for p in range(stop)]
         kv = [self._kv[slot] for slot in slots[:start]]
         predicted = []

@@ -18,7 +18,8 @@ class ForcedPreemption(PreemptionPlugin):
 
     def __init__(self, preempt_every: int, spares_pinned: bool = False) -> None:
         check_integers(1, preempt_every=preempt_every)
-        self.preempt_every, self.spares_pinned = preempt_every, spares_pinned
+        self.preempt_every = preempt_every
+        self.spares_pinned = spares_pinned
         self._num_steps = 0
         self._num_outputs_then: dict[str, int] = {}
 

@@ -26,7 +26,8 @@ from typing import Any
 from request import SamplingParams, check_integers, require
 
 # Keywords of a schema that hold values, or objects by name. Remarks say nothing about a text.
-_DATA, _OF_NAMES = {"const", "enum", "default", "examples"}, {"properties", "patternProperties"}
+_DATA = {"const", "enum", "default", "examples"}
+_OF_NAMES = {"properties", "patternProperties"}
 _OF_NAMES |= {"$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies"}
 _REMARKS = {"title", "description", "$comment", "default", "examples"}
 _REMARKS |= {"deprecated", "readOnly", "writeOnly"}

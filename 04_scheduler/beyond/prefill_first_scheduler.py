@@ -288,11 +288,15 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         num_optional: dict[str, int] = {}
         for request in decodes:
             num = max(0, min(self.num_optional_tokens(request), num_spare))
-            num_optional[request.request_id], num_spare = num, num_spare - num
-        size, allocate_slots = self.block_size, self.kv_memory.allocate_slots
+            num_optional[request.request_id] = num
+            num_spare = num_spare - num
+        size = self.block_size
+        allocate_slots = self.kv_memory.allocate_slots
         for request in decodes:
-            num_tokens, start = 1 + num_optional[request.request_id], request.num_computed_tokens
-            num_left_in_page, end = -start % size, start + num_tokens
+            num_tokens = 1 + num_optional[request.request_id]
+            start = request.num_computed_tokens
+            num_left_in_page = -start % size
+            end = start + num_tokens
             if num_tokens > num_left_in_page and not allocate_slots(request, num_tokens):
                 return {}
             num_slots = self.num_optional_slots(request, end)

@@ -122,7 +122,8 @@ class AdaptiveLength:
         best number and one less, in turn. In the first step a draft model may still be catching
         up."""
         if best != self._last_best:
-            self._last_best, self._probe_interval = best, self.probe_every
+            self._last_best = best
+            self._probe_interval = self.probe_every
             self._until_probe = min(self._until_probe, self._probe_interval)
         self._until_probe -= 1
         if self._until_probe > 0:
@@ -155,7 +156,8 @@ class AdaptiveLength:
     def _length_for(acceptance: float, max_drafts: int, price: float) -> int:
         """Number of drafts up to the first whose probability to count is below its price: the
         tokens that the time for verifying it is worth."""
-        length, chance = 0, acceptance
+        length = 0
+        chance = acceptance
         while length < max_drafts and chance >= price:
             length += 1
             chance *= acceptance

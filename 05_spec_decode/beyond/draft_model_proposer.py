@@ -128,7 +128,9 @@ class DraftModelProposer:
         sampler: DraftSampler | None = None,
     ) -> None:
         check_integers(1, num_spec_tokens=num_spec_tokens)
-        self.model, self.backend, self.kv_cache = model, backend, kv_cache
+        self.model = model
+        self.backend = backend
+        self.kv_cache = kv_cache
         self.state = state
         self.num_spec_tokens = num_spec_tokens
         # Written: the last known token and every draft token except the last, which is never fed
@@ -191,7 +193,8 @@ class DraftModelProposer:
         """Plan the work for a request: up to its last known token if draft tokens are needed, else
         as far as the target is; in either case only where there are slots."""
         follower = self._follow(inputs)
-        num_slots, num_known = self._num_slots(follower), inputs.request.num_tokens
+        num_slots = self._num_slots(follower)
+        num_known = inputs.request.num_tokens
         num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
         stop = num_known if num_drafts else min(inputs.num_computed_tokens, num_slots)
         return _Work(inputs, follower, stop, num_drafts)
@@ -233,7 +236,9 @@ class DraftModelProposer:
         """Advance over full blocks as long as they have the draft's KV, whichever request wrote it.
         The blocks that the last step filled can still be replaced, so they are checked again. Costs
         O(new full blocks), except for the blocks of a hit."""
-        size, first, chain = self.block_size, follower.num_checked, follower.chain
+        size = self.block_size
+        first = follower.num_checked
+        chain = follower.chain
         num_full = min(inputs.num_computed_tokens, self._num_slots(follower)) // size
         for index, block_id in enumerate(follower.block_ids[: max(0, num_full - first)], first):
             end = (index + 1) * size
@@ -245,7 +250,8 @@ class DraftModelProposer:
             else:
                 break
             if end <= inputs.start:
-                follower.num_checked, follower.chain = index + 1, chain
+                follower.num_checked = index + 1
+                follower.chain = chain
         del follower.block_ids[: follower.num_checked - first]
 
     # -- the model

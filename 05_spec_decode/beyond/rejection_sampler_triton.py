@@ -276,7 +276,8 @@ def rejection_sample_triton(
     _check_probs("target_probs", target_probs)
     _check_probs("draft_probs", draft_probs)
     verified = _empty(cu_num_logits, max_num_drafts)
-    num_reqs, vocab_size = len(verified.num_sampled), target_probs.shape[1]
+    num_reqs = len(verified.num_sampled)
+    vocab_size = target_probs.shape[1]
     launch = rejection_launch(
         vocab_size,
         max_num_drafts,

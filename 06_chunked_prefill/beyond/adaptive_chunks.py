@@ -50,7 +50,8 @@ class AdaptiveChunks(ChunkedPrefill):
         self.cost = StepCost()
         self._largest_kept = 0  # tokens of the largest step within the target
         self._planned = StepWork()  # decodes of the step, and its chunks so far
-        self._has_chunk, self._has_limit = False, True
+        self._has_chunk = False
+        self._has_limit = True
 
     def begin_step(
         self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]

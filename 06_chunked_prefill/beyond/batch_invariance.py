@@ -89,7 +89,8 @@ def make_batch_invariant(
         if matrix.shape not in first:
             choose_tile(matrix, dtype, matrix.shape[0] in widths)
         like = first.setdefault(matrix.shape, matrix)
-        matrix.row_tile, matrix.one_tile_a_call = like.row_tile, like.one_tile_a_call
+        matrix.row_tile = like.row_tile
+        matrix.one_tile_a_call = like.one_tile_a_call
     check_attention(dtype, head_dim)
 
 
@@ -97,9 +98,11 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> No
     """Set the matrix's `row_tile` and `one_tile_a_call`: the first of `ROW_TILES` in whose
     multiples a row is bitwise the same, else the first of `CALL_TILES`. `is_added`: its product may
     be added to a residual. Raises `ValueError`."""
-    multiples, calls = ROW_TILES, CALL_TILES.get(dtype, ())
+    multiples = ROW_TILES
+    calls = CALL_TILES.get(dtype, ())
     for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
-        matrix.row_tile, matrix.one_tile_a_call = tile, is_one
+        matrix.row_tile = tile
+        matrix.one_tile_a_call = is_one
         if keeps_bits(matrix, dtype, is_added):
             return
     raise ValueError(

@@ -93,7 +93,8 @@ class Group:
         window: int | None,
     ) -> None:
         """Most spans first. `num_shared` query heads share a KV head."""
-        self.num_rows, self.num_shared = num_rows, num_shared
+        self.num_rows = num_rows
+        self.num_shared = num_shared
         columns = torch.tensor(chunks)[:, :, None]  # [num_chunks, 7, 1]
         sequence, first_token, num_tokens, first_position, seq_len, seen, span = columns.unbind(1)
         # Missing rows and tokens repeat the last one.
@@ -141,11 +142,13 @@ class InvariantPlan(PagedPlan):
     def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
         """Set `chunk_groups`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-        self.num_kv_heads, self.wide = num_kv_heads, wide_dtype(key_cache.dtype)
+        self.num_kv_heads = num_kv_heads
+        self.wide = wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
         self.chunk_groups: list[Group] = []
-        metadata, skipped = self.metadata, [0] * len(self.seq_lens)
+        metadata = self.metadata
+        skipped = [0] * len(self.seq_lens)
         if isinstance(metadata, WindowMetadata):
             skipped = metadata.skipped
         by_rows: dict[int, list[Chunk]] = {}
@@ -199,7 +202,8 @@ class Softmax:
     total: Tensor  # the same: the sum of the weights so far
 
     def __init__(self, rows: Tensor) -> None:
-        self.rows, self.output = rows, torch.zeros_like(rows)
+        self.rows = rows
+        self.output = torch.zeros_like(rows)
         # Not -inf, because -inf - -inf is NaN: a window's first span may be masked as a whole.
         self.highest = torch.full_like(rows[..., :1], torch.finfo(rows.dtype).min)
         self.total = torch.zeros_like(self.highest)

@@ -143,7 +143,8 @@ class StepCost:
         left = target_ms - no_chunk
         if left <= 0:
             return 0
-        square, linear = per_pair / 2, per_token + per_pair * (start + 0.5)
+        square = per_pair / 2
+        linear = per_token + per_pair * (start + 0.5)
         if linear <= 0:
             return _NO_LIMIT
         root = (linear * linear + 4 * square * left) ** 0.5
@@ -164,7 +165,8 @@ def solve_not_negative(gram: np.ndarray, target: np.ndarray, *, ridge: float = 1
     negative coefficients: while there are any, the most negative one is left out. With a `ridge`,
     features that never varied share their explanation."""
     size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
-    scaled, scaled_target = gram / np.outer(size, size), target / size
+    scaled = gram / np.outer(size, size)
+    scaled_target = target / size
     kept = list(range(len(target)))
     solution = np.zeros(len(target))
     while kept:

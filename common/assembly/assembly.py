@@ -94,7 +94,8 @@ def assemble(
         loaded = load_model(checkpoint, config.dtype, device, packing_of=packing)
     draft = load_draft(config, loaded, draft)
     limits = find_limits(config, loaded, tokenizer)
-    weight, num_parameters = loaded.model.embed_weight, loaded.model.num_parameters
+    weight = loaded.model.embed_weight
+    num_parameters = loaded.model.num_parameters
     put_threads_back = set_threads(config.num_threads, num_parameters, weight.device)
     try:
         local = LocalRunner(config, loaded, draft, limits, tokenizer, sequences)
@@ -108,10 +109,12 @@ def load_draft(
     config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
 ) -> LoadedModel | None:
     """Return `draft`, or load the draft model that `config` names, or None if it names none."""
-    spec_config, weight = config.speculation, target.model.embed_weight
+    spec_config = config.speculation
+    weight = target.model.embed_weight
     if spec_config is None or spec_config.method != "draft":
         return None
-    path, packing = spec_config.model or SHIPPED_DRAFT, partial(packing_of, config)
+    path = spec_config.model or SHIPPED_DRAFT
+    packing = partial(packing_of, config)
     return draft or load_model(path, weight.dtype, weight.device, packing_of=packing)
 
 
@@ -131,8 +134,12 @@ class LocalRunner:
         wrap_length: Callable[[DraftLength], DraftLength] | None = None,
         peers: Peers = NO_PEERS,
     ) -> None:
-        self.config, self.loaded, self.draft, self.limits = config, loaded, draft, limits
-        self.model, self.tokenizer = loaded.model, tokenizer
+        self.config = config
+        self.loaded = loaded
+        self.draft = draft
+        self.limits = limits
+        self.model = loaded.model
+        self.tokenizer = tokenizer
         self.is_last_stage = self.model.collectives.ranks.is_last_stage
 
         # The models: groups of layers with a block table each, attention, adapters, kernels.
@@ -174,7 +181,9 @@ class LocalRunner:
 
     def handle(self, close: Callable[[], None] | None = None) -> RunnerHandle:
         """Return the scheduler's view of this runner."""
-        speculation, weight, limits = self.speculation, self.model.embed_weight, self.limits
+        speculation = self.speculation
+        weight = self.model.embed_weight
+        limits = self.limits
         sizes = weight.device, weight.dtype, self.model.num_parameters
         return RunnerHandle(
             self.outermost,
@@ -219,7 +228,9 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
 
     Raises `RuntimeError` if Triton is requested by name and cannot run here, and `ValueError` if
     its kernels do not support this dtype or head_dim."""
-    name, is_mixed, compose = config.attention_backend, config.cuts_prompts, compose_in_order
+    name = config.attention_backend
+    is_mixed = config.cuts_prompts
+    compose = compose_in_order
     device = loaded.model.embed_weight.device
     if is_mixed:
         from mixed_batch import compose as compose_mixed
@@ -268,7 +279,8 @@ def make_compiled_attention(
         return attention
     from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
-    others, num_heads = attention.backend, loaded.model.num_heads
+    others = attention.backend
+    num_heads = loaded.model.num_heads
     assert isinstance(others, TorchAttentionBackend)
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
     compiled = CompiledAttentionBackend.compiled_for(num_heads, few_blocks, others)
@@ -282,7 +294,9 @@ def make_compiled_attention(
 
 def prepare_models(local: LocalRunner) -> None:
     """Apply all changes to the models that computing with them needs: regions, packing, kernels."""
-    config, model, is_triton = local.config, local.model, local.attention.is_triton
+    config = local.config
+    model = local.model
+    is_triton = local.attention.is_triton
     draft = None if local.draft is None else local.draft.model
     device = model.embed_weight.device
     set_regions(model, config.wants_compiled(model.num_parameters, device), is_triton)
@@ -295,7 +309,8 @@ def prepare_models(local: LocalRunner) -> None:
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
-        dtype, numbers = model.embed_weight.dtype, local.loaded.config
+        dtype = model.embed_weight.dtype
+        numbers = local.loaded.config
         mlps = [layer.mlp for layer in model.layers]
         sizes = numbers.activation, dtype, numbers.head_dim
         make_batch_invariant(linear_layers(model), mlps, *sizes)
@@ -307,7 +322,8 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
     """Set how `model` computes its regions: with kernels if attention is a Triton kernel, with code
     compiled for a CPU, or with the plain functions. Without a C++ compiler, the plain functions are
     used and a warning is logged. float64 never uses kernels."""
-    regions, weight = Regions(), model.embed_weight
+    regions = Regions()
+    weight = model.embed_weight
     if is_triton and weight.dtype != torch.float64:
         from common.models.regions.kernel_regions import KernelRegions
 
@@ -326,7 +342,8 @@ def packing_of(
     see the matrices before packing, so with adapters nothing is packed while a model is loaded."""
     if not config.pack_weights or (is_loading and config.takes_adapters):
         return None
-    dtype, device = model.embed_weight.dtype, model.embed_weight.device
+    dtype = model.embed_weight.dtype
+    device = model.embed_weight.device
     if dtype is torch.float32 and config.wants_compiled(model.num_parameters, device):
         from common.models.regions.compiled_linear import compile_packing
 
@@ -378,7 +395,9 @@ def compile_kernels(
 
 def make_graph_maker(local: LocalRunner) -> GraphMaker | None:
     """Make the part that captures decode steps in graphs, or None without graphs."""
-    config, model, attention = local.config, local.loaded.model, local.attention
+    config = local.config
+    model = local.loaded.model
+    attention = local.attention
     if not config.wants_graphs(model.embed_weight.device):
         return None
     from common.runner.graph_maker import GraphMaker
@@ -403,7 +422,8 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 
 def make_state(local: LocalRunner) -> BatchState:
     """Make the runner's copy of the requests, with its plugins in order."""
-    config, limits = local.config, local.limits
+    config = local.config
+    limits = local.limits
     plugins: list[RunnerPlugin] = []
     if local.adapters is not None:
         from common.features.adapters.adapter_columns import AdapterColumns
@@ -431,12 +451,14 @@ def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
 def make_proposer(local: LocalRunner) -> Proposer | None:
     """Make the proposer of draft tokens, or None if this rank proposes none. Raises `ValueError` if
     the draft model's vocabulary size differs."""
-    spec_config, draft = local.config.speculation, local.draft
+    spec_config = local.config.speculation
+    draft = local.draft
     if spec_config is None or not local.is_last_stage:
         return None
     if not isinstance(spec_config.method, str):
         return spec_config.method
-    make, num_tokens = resolve_name(PROPOSERS[spec_config.method]), spec_config.num_spec_tokens
+    make = resolve_name(PROPOSERS[spec_config.method])
+    num_tokens = spec_config.num_spec_tokens
     if spec_config.method == "ngram":
         return make(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
     from common.sampling.speculative_sampler import ConstrainedDrafts
@@ -447,7 +469,8 @@ def make_proposer(local: LocalRunner) -> Proposer | None:
             "model of speculative must have the target's vocabulary of "
             f"{local.loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
         )
-    state, sampler = local.state, Sampler(local.limits.vocab_size)
+    state = local.state
+    sampler = Sampler(local.limits.vocab_size)
     return make(
         draft.model,
         allocate_kv_cache(draft, local.kv_cache.num_blocks, local.kv_cache.block_size),
@@ -483,7 +506,8 @@ def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> Batc
 
 
 def make_paged_runner(local: LocalRunner) -> PagedModelRunner:
-    config, attention = local.config, local.attention
+    config = local.config
+    attention = local.attention
     model_parts = local.model, local.kv_cache, attention.backend
     seed = config.seed if config.shuffle_batch else None
     parts = *model_parts, local.state, local.sampler, attention.compose, seed
@@ -505,7 +529,9 @@ def make_speculation(
     wrap_length: Callable[[DraftLength], DraftLength] | None,
 ) -> SpeculatingRunner | None:
     """Make the runner that proposes and verifies draft tokens around the paged one, or None."""
-    spec_config, runner, proposer = local.config.speculation, local.paged, local.proposer
+    spec_config = local.config.speculation
+    runner = local.paged
+    proposer = local.proposer
     if spec_config is None or proposer is None:
         return None
     from common.runner.allowed_drafts import AllowedDrafts

@@ -103,7 +103,8 @@ class SchedulerParts:
     `LLM(scheduler=...)` gets this object, in which every part above the scheduler is made."""
 
     def __init__(self, config: EngineConfig, runner_handle: RunnerHandle) -> None:
-        self.config, self.runner_handle = config, runner_handle
+        self.config = config
+        self.runner_handle = runner_handle
         self.max_model_len = runner_handle.max_model_len
 
         # KV memory outside of this engine. It may refuse, so it comes before any thread.
@@ -175,7 +176,8 @@ class SchedulerParts:
 def make_in_flight_plugin(parts: SchedulerParts) -> OverlapPlugin | PipelinePlugin | None:
     """Make the plugin for several steps in flight, or None if each step ends before the next one is
     planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
-    config, num_stages = parts.config, parts.config.pipeline_parallel_size
+    config = parts.config
+    num_stages = parts.config.pipeline_parallel_size
     if num_stages > 1:
         if config.overlap_scheduling is True:
             logger.warning(
@@ -201,7 +203,8 @@ def make_in_flight_plugin(parts: SchedulerParts) -> OverlapPlugin | PipelinePlug
 
 def make_multi_step_core(parts: SchedulerParts) -> OverlappedEngineCore | None:
     """Make the engine loop for several steps in flight, or None for chapter 1's."""
-    runner, plans = parts.queued_runner, parts.in_flight_plans
+    runner = parts.queued_runner
+    plans = parts.in_flight_plans
     if runner is None or plans is None:
         return None
     if (num_stages := parts.config.pipeline_parallel_size) > 1:
@@ -219,7 +222,8 @@ def make_multi_step_core(parts: SchedulerParts) -> OverlappedEngineCore | None:
 def make_connector(parts: SchedulerParts) -> tuple[KVConnector | None, CacheListener | None]:
     """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
     the listener that is notified of cached blocks."""
-    config, tiers = parts.config, None
+    config = parts.config
+    tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
@@ -238,8 +242,10 @@ def make_connector(parts: SchedulerParts) -> tuple[KVConnector | None, CacheList
 def make_kv_memory(
     parts: SchedulerParts, listener: CacheListener | None
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
-    config, model = parts.config, parts.runner_handle.model
-    pool, block_size = BlockPool(parts.runner_handle.kv_cache.num_blocks), config.block_size
+    config = parts.config
+    model = parts.runner_handle.model
+    pool = BlockPool(parts.runner_handle.kv_cache.num_blocks)
+    block_size = config.block_size
     groups = deal_layers(model.config.layer_windows or (None,), parts.max_model_len)
     if groups.have_windows:
         from cached_grouped_memory import CachedGroupedMemory
@@ -261,7 +267,8 @@ def make_kv_memory(
 
 def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | None) -> Any:
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
-    kind, block_size = config.prefix_cache, config.block_size
+    kind = config.prefix_cache
+    block_size = config.block_size
     if isinstance(kind, str):
         size = {"page_size" if kind == "radix" else "block_size": block_size}
         return resolve_name(PREFIX_CACHES[kind])(pool=pool, listener=listener, **size)
@@ -299,7 +306,8 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
 
 def make_plugins(parts: SchedulerParts) -> list[SchedulerPlugin]:
     """Make the scheduler's plugins, in the order in which it calls them."""
-    config, num_lookahead_tokens = parts.config, parts.runner_handle.num_lookahead_tokens
+    config = parts.config
+    num_lookahead_tokens = parts.runner_handle.num_lookahead_tokens
     plugins: list[SchedulerPlugin] = []
     if parts.in_flight_plans is not None:
         plugins.append(parts.in_flight_plans)
@@ -321,7 +329,8 @@ def make_plugins(parts: SchedulerParts) -> list[SchedulerPlugin]:
 
 def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
-    config, kind = parts.config, parts.config.scheduler
+    config = parts.config
+    kind = parts.config.scheduler
     if not isinstance(kind, str):
         scheduler = kind(parts)
         is_ours = getattr(scheduler, "kv_memory", None) is parts.kv_memory
@@ -330,7 +339,8 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
                 f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
             )
         return scheduler
-    make, limits = resolve_name(SCHEDULERS[kind]), parts.limits
+    make = resolve_name(SCHEDULERS[kind])
+    limits = parts.limits
     if kind == "fcfs":
         return make(parts.kv_memory, *limits, parts.max_model_len, parts.plugins)
     if kind == "two_phase":
@@ -358,7 +368,8 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 
 def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
     """Notify a chunk policy of a step's duration. An observer of the recorder."""
-    starts, num_tokens = record.start_positions, record.num_scheduled_tokens
+    starts = record.start_positions
+    num_tokens = record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)
 
 
@@ -388,9 +399,11 @@ def find_limits(
             f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
         )
     check_windows(config, deal_layers(model.config.layer_windows or (None,), max_model_len))
-    vocab_size, ends = model.config.vocab_size, list(model.generation_eos_token_ids)
+    vocab_size = model.config.vocab_size
+    ends = list(model.generation_eos_token_ids)
     if tokenizer is not None:
-        vocab_size, eos = min(vocab_size, tokenizer.vocab_size), tokenizer.eos_token_id
+        vocab_size = min(vocab_size, tokenizer.vocab_size)
+        eos = tokenizer.eos_token_id
         ends += [] if eos is None or eos >= vocab_size else [eos]
     return Limits(max_model_len, vocab_size, tuple(dict.fromkeys(ends)))
 

@@ -29,7 +29,8 @@ def read_frame(
     """Return what the engine's parts know, without texts, reasons and times. Has no side effects;
     `waiting` is the order of service, which a cache-aware policy cannot be asked for; `plans` are
     those without results, by step number."""
-    requests, pool = scheduler.requests, memory.pool
+    requests = scheduler.requests
+    pool = memory.pool
     return {
         "waiting": list(waiting),
         "running": list(scheduler.running),
@@ -91,7 +92,8 @@ def cached_rows(cache: PrefixCache | GroupedPrefixCache) -> Iterator[tuple[str, 
         for known in cache.cached_prefixes():
             yield str(known.block.block_id), grouped_row(known)
         return
-    prefixes, size = list(cache.cached_prefixes()), cache.block_size
+    prefixes = list(cache.cached_prefixes())
+    size = cache.block_size
     ids: dict[tuple[NormalKeys, tuple[int, ...]], int] = {}
     for prefix in prefixes:
         ids[prefix.extra_keys, prefix.token_ids] = prefix.block.block_id

@@ -66,18 +66,21 @@ class FrameRecorder(EnginePlugin):
             self._file = open_file(Path(events))
             self._close = weakref.finalize(self, self._file.close)
         else:
-            self._file, self._close = events, events.flush  # the stream's owner closes it
+            self._file = events  # the stream's owner closes it
+            self._close = events.flush
         self._has_failed = False
         self._start = time.monotonic()
         self._lines: list[dict[str, Any]] = []
-        self.recorder, self._scheduler = parts.recorder, parts.recorder.scheduler
+        self.recorder = parts.recorder
+        self._scheduler = parts.recorder.scheduler
         self.base_scheduler = cast(BaseScheduler, self._scheduler)
         self._new_texts = partial(TextDeltas, members, tokenizer)
         self._texts = self._new_texts()
         self._adapter_name = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.reasons = WaitReasons(parts.kv_memory, self._finished, self._checked)
         self.memory = MemoryChanges(parts, self.reasons.matched)
-        side, overlaps = parts.runner_handle, parts.in_flight_plans is not None
+        side = parts.runner_handle
+        overlaps = parts.in_flight_plans is not None
         self._num_blocks = side.kv_cache.num_blocks
         run = describe_run(config, side.model, self._num_blocks, overlaps, self.memory.windows)
         self.run_line = f"{_encode(run)}\n"
@@ -109,8 +112,10 @@ class FrameRecorder(EnginePlugin):
         self.reasons.put_in(scheduler)
         self.recorder.scheduler = cast(SchedulerInterface, self)
         frame = self.frame(self._texts)
-        self._waiting, self._running = frame["waiting"], frame["running"]
-        self._computed, self._rows = dict(frame["computed"]), dict(frame["requests"])
+        self._waiting = frame["waiting"]
+        self._running = frame["running"]
+        self._computed = dict(frame["computed"])
+        self._rows = dict(frame["requests"])
         self._num_requests = len(scheduler.requests)
         self._put(self.run_line)
         if changes := diff(empty_frame(self._num_blocks), frame):
@@ -140,7 +145,8 @@ class FrameRecorder(EnginePlugin):
 
     def frame(self, texts: TextDeltas | None = None) -> Frame:
         """Return the whole frame between two steps, with texts for a viewer that begins here."""
-        scheduler, memory = self.base_scheduler, self.memory
+        scheduler = self.base_scheduler
+        memory = self.memory
         plans = dict(zip(self._in_flight, self.recorder.in_flight_plans))
         frame = read_frame(
             scheduler, memory.memory, memory.cache, memory.loads, self.reasons.queue_order(), plans
@@ -195,7 +201,8 @@ class FrameRecorder(EnginePlugin):
         return round(seconds - self._start, 6)
 
     def _lists(self, waiting: list[str] | None) -> dict[str, Any]:
-        running, changes = list(self.base_scheduler.running), {}
+        running = list(self.base_scheduler.running)
+        changes = {}
         waiting = self.reasons.queue_order() if waiting is None else waiting
         for name, now in (("waiting", waiting), ("running", running)):
             before = getattr(self, f"_{name}")
@@ -216,10 +223,13 @@ class FrameRecorder(EnginePlugin):
             for column in columns:
                 column[name] = None
         for name in self._arrivals:
-            computed[name], outputs[name], texts[name] = [0], [[]], [[]]
+            computed[name] = [0]
+            outputs[name] = [[]]
+            texts[name] = [[]]
             self._computed[name] = 0
         for request in (*self._changed.values(), *requests):
-            name, num = request.request_id, request.num_computed_tokens
+            name = request.request_id
+            num = request.num_computed_tokens
             if self._computed.get(name) != num:
                 self._computed[name] = num
                 computed[name] = [num]
@@ -238,14 +248,17 @@ class FrameRecorder(EnginePlugin):
             self._rows[name] = now
         for name in self._ended:
             del self._rows[name], self._computed[name]
-        self._changed, self._arrivals, self._finishes = {}, {}, {}
+        self._changed = {}
+        self._arrivals = {}
+        self._finishes = {}
         return {name: column for name, column in zip(BY_REQUEST, columns) if column}
 
     def flush(self) -> None:
         """Write all noted frames, after the step whose results were processed last."""
         self._close_step()
         self._in_step = False
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         if lines:
             self._put("".join([f"{_encode(line)}\n" for line in lines]))
 
@@ -266,7 +279,8 @@ class FrameRecorder(EnginePlugin):
         name = request.request_id
         if name in self._changed:
             self._write("between")  # two requests of one name cannot be in one frame
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = self._num_requests
+        self._num_requests = self._num_requests + 1
         self._arrivals[name] = self._arrival(request, number, self._texts.begin(request))
         self._changed[name] = request
 
@@ -279,7 +293,8 @@ class FrameRecorder(EnginePlugin):
             end["stop_reason"], end["text_length"] = cut
 
     def _finished(self, request: Request) -> None:
-        name, reason = request.request_id, request.finish_reason or ""
+        name = request.request_id
+        reason = request.finish_reason or ""
         has_last_token = self._is_updating and reason != "error"
         self._changed[name] = request
         self._finishes[name] = {
@@ -308,10 +323,12 @@ class FrameRecorder(EnginePlugin):
         if self._changed:
             self._write("between")
         self._in_step = True
-        step, start = self._num_planned, time.monotonic()
+        step = self._num_planned
+        start = time.monotonic()
         plan = self._scheduler.schedule()
         schedule_ms = round((time.monotonic() - start) * 1e3, 4)
-        reasons, requests = self.reasons, self.base_scheduler.requests
+        reasons = self.reasons
+        requests = self.base_scheduler.requests
         moved = [name for name, *_ in (*reasons.admitted, *reasons.preempted)]
         self._changed |= {name: requests[name] for name in moved if name in requests}
         row = filled(
@@ -344,7 +361,8 @@ class FrameRecorder(EnginePlugin):
         end = time.monotonic()
         tokens = {request.request_id: list[int]() for request in alive}
         tokens |= {result.request_id: list(result.new_token_ids) for result in results}
-        drafts, sampled = plan.scheduled_draft_token_ids, output.token_ids
+        drafts = plan.scheduled_draft_token_ids
+        sampled = output.token_ids
         verified = [r.request_id for r in alive if r.request_id in drafts]
         gone = [r.request_id for r in plan.scheduled_requests if r.request_id not in tokens]
         self._result = {
@@ -364,7 +382,8 @@ class FrameRecorder(EnginePlugin):
 
     def _numbered(self, **facts: Any) -> dict[str, Any]:
         """Number the steps that end, so that no result equals the one before."""
-        number, self._num_ended = self._num_ended, self._num_ended + 1
+        number = self._num_ended
+        self._num_ended = self._num_ended + 1
         return {"number": number, **facts}
 
     def _close_step(self) -> None:
@@ -372,7 +391,8 @@ class FrameRecorder(EnginePlugin):
         than its token, and still ends its request in this step."""
         if self._result is None:
             return
-        step, self._result = self._result, None
+        step = self._result
+        self._result = None
         result = step["result"]
         self._write(
             "result",
@@ -388,7 +408,8 @@ class FrameRecorder(EnginePlugin):
         is unknown."""
         self._close_step()
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
-        steps, self._in_flight = self._in_flight, deque()
+        steps = self._in_flight
+        self._in_flight = deque()
         in_flight = {str(step): None for step in steps}
         result = self._numbered(error=said[:500])
         self._write("failed", in_flight=in_flight, result=[result])

@@ -143,7 +143,8 @@ def prefix_of(frame: Frame, block: int) -> list[int]:
 
 def nodes(frame: Frame) -> list[list[int]]:
     """With a radix tree: the blocks of each node, head first."""
-    heads, below = [], {}
+    heads = []
+    below = {}
     for block, row in frame["cached"].items():
         if row.get("begins_node"):
             heads.append(int(block))
@@ -171,7 +172,8 @@ def cells(plan: dict[str, Any], frame: Frame) -> Iterator[tuple[str, str, int, i
     drafts, recomputed = plan.get("drafts", {}), plan.get("recomputed", {})
     for name, start, num in zip(*(plan.get(n, ()) for n in ("requests", "starts", "num_tokens"))):
         num_drafts = len(drafts.get(name, ()))
-        first, end = start, start + num - num_drafts
+        first = start
+        end = start + num - num_drafts
         bounds = recomputed.get(name, 0), len(frame["requests"][name]["prompt"]), end
         for kind, bound in zip(("recomputed", "prompt", "decode"), bounds):
             if (stop := min(max(bound, first), end)) > first:

@@ -35,7 +35,10 @@ class MemoryChanges(LoadListener):
 
     def __init__(self, parts: SchedulerParts, found: Callable[[PrefixMatch], object]) -> None:
         memory = parts.kv_memory
-        self.memory, self.pool, self.cache, self._found = memory, memory.pool, memory.cache, found
+        self.memory = memory
+        self.pool = memory.pool
+        self.cache = memory.cache
+        self._found = found
         self._connector = parts.connector
         self._is_grouped = isinstance(memory, GroupedKVMemory)
         self.windows = memory.windows if isinstance(memory, GroupedKVMemory) else ()
@@ -54,7 +57,8 @@ class MemoryChanges(LoadListener):
     # -- install and remove
 
     def put_in(self, request_ids: Iterable[str]) -> None:
-        pool, cache = self.pool, self.cache
+        pool = self.pool
+        cache = self.cache
         tables = {name: tables_of(self.memory, name) for name in request_ids}
         self._known["tables"] = {name: found for name, found in tables.items() if found}
         self._shadow(pool, "allocate", lambda blocks, *_: self._touch(blocks or ()))
@@ -166,7 +170,8 @@ class MemoryChanges(LoadListener):
 
     @contextmanager
     def acting_for(self, request_id: str) -> Iterator[None]:
-        before, self._loads_for = self._loads_for, request_id
+        before = self._loads_for
+        self._loads_for = request_id
         try:
             yield
         finally:
@@ -204,7 +209,10 @@ class MemoryChanges(LoadListener):
             changes["cached"] = {str(b): change_of(row) for b, row in self._entered.items()}
         if self._tables:
             self._take_tables(changes)
-        self._touched, self._used, self._tables, self._entered = {}, {}, {}, {}
+        self._touched = {}
+        self._used = {}
+        self._tables = {}
+        self._entered = {}
         if self.loads is not None:
             for name, now in (("loads", loads_of(self.loads)), ("loaded", self._loaded())):
                 if now != self._known[name]:
@@ -213,7 +221,9 @@ class MemoryChanges(LoadListener):
         return changes
 
     def _take_evictable(self, changes: dict[str, Any]) -> None:
-        blocks, cached, used = self.pool.blocks, self._cached, self._used
+        blocks = self.pool.blocks
+        cached = self._cached
+        used = self._used
         is_unused = lambda block: block in cached and blocks[block].ref_cnt == 1  # noqa: E731
         changed = [b for b in {**self._touched, **used, **self._entered}
                    if b in cached or b in self._entered]  # fmt: skip
@@ -222,11 +232,13 @@ class MemoryChanges(LoadListener):
             changes["evictable"] = [removed, [block for block in used if is_unused(block)]]
 
     def _take_tables(self, changes: dict[str, Any]) -> None:
-        known, tables = self._known["tables"], {}
+        known = self._known["tables"]
+        tables = {}
         for name in self._tables:
             if name is None:
                 continue
-            before, now = known.get(name), tables_of(self.memory, name)
+            before = known.get(name)
+            now = tables_of(self.memory, name)
             if not now:
                 if known.pop(name, None) is not None:
                     tables[name] = None

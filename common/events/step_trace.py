@@ -78,7 +78,8 @@ def batch_line(record: StepRecord) -> str:
     """Return one line for a step. Tokens that were found in the cache count as `#cached-token`, not
     also as `#new-token`; the hit rate is their share of both. A prompt's last chunk of one token
     looks like a decode."""
-    drafts, scheduled = record.drafts, record.num_scheduled_tokens
+    drafts = record.drafts
+    scheduled = record.num_scheduled_tokens
     num_new_tokens = num_decodes = 0
     for name, num_tokens in scheduled.items():
         if name not in record.admitted and num_tokens == 1 + drafts.get(name, (0, 0))[0]:

@@ -19,12 +19,14 @@ class TextDeltas:
     class has separate decoders."""
 
     def __init__(self, members: Mapping[str, OutputProcessor], tokenizer: Tokenizer | None) -> None:
-        self._members, self._tokenizer = members, tokenizer
+        self._members = members
+        self._tokenizer = tokenizer
         self._decoders: dict[str, IncrementalDetokenizer] = {}
 
     def begin(self, request: Request) -> list[str]:
         """Return the text that each prompt token adds; [] without a tokenizer."""
-        tokenizer, prompt = self._tokenizer, request.prompt_token_ids
+        tokenizer = self._tokenizer
+        prompt = request.prompt_token_ids
         if tokenizer is None:
             return []
         skips = request.sampling_params.skip_special_tokens

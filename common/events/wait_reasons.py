@@ -42,7 +42,9 @@ class WaitReasons(PreemptionPlugin):
         finished: Callable[[Request], object],
         checked: Callable[[], None],
     ) -> None:
-        self.memory, self._finished, self.check = memory, finished, checked
+        self.memory = memory
+        self._finished = finished
+        self.check = checked
         self.num_found = 0  # tokens found by the last lookup in the cache
         self._found: dict[str, list[int]] = {}  # blocks found in this step, by request
         self.admitted: list[list[Any]] = []  # request, cached tokens
@@ -90,8 +92,12 @@ class WaitReasons(PreemptionPlugin):
     # -- the scheduler's calls
 
     def begin_step(self) -> None:
-        self.admitted, self.preempted = [], []
-        self._skipped, self._parents, self._found, self._candidate = {}, {}, {}, None
+        self.admitted = []
+        self.preempted = []
+        self._skipped = {}
+        self._parents = {}
+        self._found = {}
+        self._candidate = None
         self.memory.current_req_id = None
 
     def matched(self, match: PrefixMatch) -> None:
@@ -102,7 +108,8 @@ class WaitReasons(PreemptionPlugin):
 
     def can_start(self, request: Request) -> bool:
         self._conclude()
-        self._candidate, self.memory.current_req_id = request, None
+        self._candidate = request
+        self.memory.current_req_id = None
         return True
 
     def on_start(self, request: Request) -> None:
@@ -110,7 +117,8 @@ class WaitReasons(PreemptionPlugin):
         self.admitted.append([request.request_id, request.num_computed_tokens])
 
     def on_preempt(self, request: Request) -> None:
-        name, num = request.request_id, request.num_computed_tokens
+        name = request.request_id
+        num = request.num_computed_tokens
         beneficiary = self.memory.current_req_id
         if beneficiary is None and self._candidate is not None:
             beneficiary = self._candidate.request_id
@@ -164,17 +172,20 @@ class WaitReasons(PreemptionPlugin):
 
     def _conclude(self) -> None:
         """Store the reason of the request that was considered last and has not started."""
-        request, memory = self._candidate, self.memory
+        request = self._candidate
+        memory = self.memory
         self._candidate = None
         if request is None:
             return
-        request_id, was_looked_up = request.request_id, memory.current_req_id == request.request_id
+        request_id = request.request_id
+        was_looked_up = memory.current_req_id == request.request_id
         if (by_status := _REASONS.get(request.status)) is not None:
             reason = by_status
         elif not was_looked_up:
             reason = "pending" if request.num_output_placeholders else "constraint"
         elif memory.blocking_req_id is not None:
-            reason, self._parents[request_id] = "parent", memory.blocking_req_id
+            reason = "parent"
+            self._parents[request_id] = memory.blocking_req_id
         else:
             reason = "constraint"  # a rule that splits prompts into chunks
         self._skipped[request_id] = reason

@@ -94,16 +94,20 @@ class AttentionBlock(nn.Module):
         into_stream: MakeLinear = Linear,
     ) -> None:
         super().__init__()
-        empty, self.eps = allocator(dtype, device), config.rms_norm_eps
+        empty = allocator(dtype, device)
+        self.eps = config.rms_norm_eps
         norm = allocator(config.norm_dtype(dtype), device)
-        self.index, self.head_dim = index, config.head_dim
+        self.index = index
+        self.head_dim = config.head_dim
         self.rotary = config.rotary_of(index)
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-        num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
         # Heads of queries and keys: rotary embedding and their norm take them together.
         self.num_qk_heads = num_heads + self.num_kv_heads
         self.head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
-        hidden, q_size = config.hidden_size, num_heads * self.head_dim
+        hidden = config.hidden_size
+        q_size = num_heads * self.head_dim
         qkv_size = sum(self.head_counts) * self.head_dim
         self.input_norm_weight = norm(hidden)
         self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
@@ -121,7 +125,8 @@ class AttentionBlock(nn.Module):
         kv_cache: PagedKVCache,
         regions: Regions,
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
-        num_tokens, plan = hidden.shape[0], plans[self.group]
+        num_tokens = hidden.shape[0]
+        plan = plans[self.group]
         qkv = self.project(hidden, regions)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
         norm = self.qk_norm_weight, self.eps
@@ -137,7 +142,8 @@ class AttentionBlock(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
-        sizes, found = [n * self.head_dim for n in self.head_counts], {}
+        sizes = [n * self.head_dim for n in self.head_counts]
+        found = {}
         if self.post_norm_weight is not None:
             found["post_attention_layernorm.weight"] = self.post_norm_weight
         found |= parts_of("self_attn", ("q_proj", "k_proj", "v_proj"), sizes, self.qkv)
@@ -164,8 +170,10 @@ class MLPBlock(nn.Module):
         into_stream: MakeLinear = Linear,
     ) -> None:
         super().__init__()
-        empty, self.eps = allocator(dtype, device), config.rms_norm_eps
-        hidden, inner = config.hidden_size, config.intermediate_size
+        empty = allocator(dtype, device)
+        self.eps = config.rms_norm_eps
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         norm = allocator(config.norm_dtype(dtype), device)
         self.activation = ACTIVATIONS[config.activation]
         self.mlp_norm_weight: nn.Parameter | None = norm(hidden)  # None: what comes is not normed

@@ -95,7 +95,8 @@ class SingleProcess:
     """The collectives of an engine with one rank: nothing to communicate."""
 
     def __init__(self) -> None:
-        self.ranks, self.counts = Ranks(), Communication()
+        self.ranks = Ranks()
+        self.counts = Communication()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -140,13 +141,16 @@ class Connected:
     def __init__(
         self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
     ) -> None:
-        self.ranks, self.counts, self.device = ranks, Communication(), device
+        self.ranks = ranks
+        self.counts = Communication()
+        self.device = device
         self._world_group: Any = None
         self._tp_group: Any = None  # its ranks; None: there is one
         self._pp_group: Any = None  # the stages' ranks with this `tp_rank`; None: there is one
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._stores: list[Any] = []  # a group's store must outlive it
-        tp_size, num_stages = ranks.tensor_parallel_size, ranks.pipeline_parallel_size
+        tp_size = ranks.tensor_parallel_size
+        num_stages = ranks.pipeline_parallel_size
         make = _make_nccl if device.type == "cuda" else _make_gloo
 
         def group(name: str, rank: int, size: int, make: Any = make) -> Any:

@@ -30,7 +30,8 @@ class LayerGroups:
 
     def of_stage(self, layers: range) -> LayerGroups:
         """The groups restricted to `layers`."""
-        counts, places = [0] * len(self.windows), []
+        counts = [0] * len(self.windows)
+        places = []
         for group, _ in (self.places[layer] for layer in layers):
             places.append((group, counts[group]))
             counts[group] += 1

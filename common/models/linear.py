@@ -185,7 +185,8 @@ class Linear(nn.Module):
     def pack(self, keep_weight: bool = False, packing: Packing = ONEDNN) -> None:
         """Pack the weight. With `keep_weight` the plain one is kept for its other users."""
         if self._packed is None and self.weight is not None:
-            self.packing, self._packed = packing, packing.pack(self.weight.detach())
+            self.packing = packing
+            self._packed = packing.pack(self.weight.detach())
             if not keep_weight:
                 self.weight = None
 

@@ -144,7 +144,9 @@ def load_model(
     missing files and `ValueError` for tensors that do not fit, before memory is allocated or
     weights are read (except for a tied matrix that is stored twice and differs)."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
-    path, config, device = checkpoint.path, checkpoint.config, torch.device(device)
+    path = checkpoint.path
+    config = checkpoint.config
+    device = torch.device(device)
     files = _open_weights(path)
     dtype = _resolve_dtype(dtype, config, files, device)
     if config.experts is not None:
@@ -175,7 +177,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _open_weights(path: Path) -> dict[str, Any]:
     """Open safetensors files by tensor name. Maps the files; reads no weights yet."""
     if (path / _WEIGHTS).is_file():
-        index, file_names = None, [_WEIGHTS]
+        index = None
+        file_names = [_WEIGHTS]
     elif (path / _INDEX).is_file():
         index = read_json(path / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
@@ -275,7 +278,8 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
         raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
     for name, part in parts.items():
         stored = files[name].get_slice(name)
-        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        shape = tuple(stored.get_shape())
+        dtype = stored.get_dtype()
         if shape != part.shape:
             sides = f"{shape} in the checkpoint and {part.shape} by config.json"
             raise ValueError(f"{name} must have one shape, got {sides}")
@@ -324,7 +328,8 @@ def _give_back(stored: torch.Tensor) -> None:
     """Unmap the pages that lie wholly in a tensor of a mapped file: they count as this process's
     memory while the file is open. Linux only; elsewhere they stay mapped until it is closed."""
     if sys.platform == "linux":
-        memory, page = stored.untyped_storage(), mmap.PAGESIZE
+        memory = stored.untyped_storage()
+        page = mmap.PAGESIZE
         start = -(-memory.data_ptr() // page) * page
         num_bytes = (memory.data_ptr() + memory.nbytes()) // page * page - start
         if num_bytes > 0:

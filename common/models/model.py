@@ -84,7 +84,8 @@ class DecoderLayer(nn.Module):
         regions: Regions,
         rows: torch.Tensor | None = None,  # [num_rows] int64, the rows that are still needed
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
+        mlp = self.mlp
         attended = attention.attend(hidden, rotaries, plans, kv_cache, regions)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
@@ -127,9 +128,12 @@ class DecoderModel(nn.Module):
         self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
     ) -> None:
         """Set up everything that every process has, whatever its part of the model."""
-        self.config, self.regions, self.collectives = config, Regions(), collectives
+        self.config = config
+        self.regions = Regions()
+        self.collectives = collectives
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
-        dtype, device = self.embed_weight.dtype, self.embed_weight.device
+        dtype = self.embed_weight.dtype
+        device = self.embed_weight.device
         has_scale = config.embedding_scale != 1
         scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
         self.register_buffer("embedding_scale", scale, persistent=False)
@@ -198,7 +202,8 @@ class DecoderModel(nn.Module):
         kv_cache: PagedKVCache,
         rows: torch.Tensor | None,  # [num_rows], those that are needed afterwards; None: all
     ) -> torch.Tensor:  # [num_tokens or num_rows, hidden_size]
-        regions, last = self.regions, self.num_layers - 1
+        regions = self.regions
+        last = self.num_layers - 1
         tables = self.rotary_table, self.window_rotary_table
         rotaries = tuple(regions.rotary(t, batch.positions) for t in tables if t is not None)
         step = rotaries, batch.plans, kv_cache, regions

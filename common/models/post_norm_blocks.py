@@ -40,7 +40,8 @@ class PostNormAttention(AttentionBlock):
         del self.input_norm_weight
         norm = allocator(config.norm_dtype(dtype), device)
         q_size, k_size, _ = (n * self.head_dim for n in self.head_counts)
-        self.q_norm_weight, self.k_norm_weight = norm(q_size), norm(k_size)
+        self.q_norm_weight = norm(q_size)
+        self.k_norm_weight = norm(k_size)
 
     def project(self, hidden: torch.Tensor, regions: Regions) -> torch.Tensor:
         sizes = [n * self.head_dim for n in self.head_counts]

@@ -151,7 +151,8 @@ class Lifeline(threading.Thread):
 
     def __init__(self, sock: socket.socket, parent: int | None) -> None:
         super().__init__(name="lifeline", daemon=True)
-        self.channel, self.parent = Channel(sock), parent
+        self.channel = Channel(sock)
+        self.parent = parent
         self.step: int | None = None  # the step in flight
         self.is_over = False  # the driver has asked this process to exit
         sock.settimeout(1.0)
@@ -174,7 +175,8 @@ class Lifeline(threading.Thread):
     def location(self) -> dict[str, Any]:
         """The step in flight, whether it waits for other ranks, and our current source line."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        place, is_waiting = "nowhere", False
+        place = "nowhere"
+        is_waiting = False
         while frame is not None:
             name = frame.f_code.co_filename
             is_ours = "site-packages" not in name and not name.startswith("<")

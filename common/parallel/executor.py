@@ -75,7 +75,9 @@ class Executor:
     def __init__(
         self, links: Sequence[Link], output_rank: int, timeout_s: float, compares: bool = False
     ) -> None:
-        self.links, self.output_rank, self.timeout_s = list(links), output_rank, timeout_s
+        self.links = list(links)
+        self.output_rank = output_rank
+        self.timeout_s = timeout_s
         self.compares = compares
         self.failure: str | None = None  # why all calls raise
         self._is_closed = False
@@ -119,7 +121,8 @@ class Executor:
         self._check()
         for link, content in zip(self.links, messages, strict=True):
             link.channel.put(content)
-        left, deadline = self.links, time.monotonic() + timeout_s
+        left = self.links
+        deadline = time.monotonic() + timeout_s
         while left := [link for link in left if not self._send_some(link)]:
             if time.monotonic() > deadline:
                 names = ", ".join(link.name for link in left)
@@ -142,7 +145,8 @@ class Executor:
         that no call has waited for are dropped."""
         self._check()
         ranks = range(len(self.links)) if self.compares else (self.output_rank,)
-        waiting, late_for = list(ranks), f"step {step}"
+        waiting = list(ranks)
+        late_for = f"step {step}"
         deadline = time.monotonic() + self.timeout_s
         while waiting := [rank for rank in waiting if step not in self._outputs[rank]]:
             self._receive(deadline - time.monotonic(), late_for)
@@ -299,7 +303,8 @@ class Executor:
         self._kill()
 
     def _send_close(self) -> None:
-        goodbye, deadline = message.pack("close"), time.monotonic() + CLOSE_TIMEOUT_S
+        goodbye = message.pack("close")
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         left = [link for link in self.links if link.rank not in self._exited_ranks]
         for link in left:
             if link.channel.is_sent and not link.channel.is_inconsistent:

@@ -83,7 +83,8 @@ def pack_error(error: BaseException) -> bytes:
     """Pack an error. `is_collective`: another rank, gone or late, is at fault."""
     chain = [error, error.__cause__, error.__context__]
     is_collective = any(type(e).__name__ == "CollectiveError" for e in chain)
-    kind_of_error, sentence = type(error).__name__, str(error)
+    kind_of_error = type(error).__name__
+    sentence = str(error)
     return pack(
         "error", kind_of_error=kind_of_error, sentence=sentence, is_collective=is_collective
     )
@@ -128,10 +129,8 @@ def _check_fields(name: str, found: Any, expected: Any) -> None:
     if not isinstance(found, dict):
         raise MessageError(f"{name} must be a map")
     if found.keys() != set(expected):
-        missing, unknown = (
-            sorted(set(expected) - found.keys()),
-            sorted(found.keys() - set(expected)),
-        )
+        missing = sorted(set(expected) - found.keys())
+        unknown = sorted(found.keys() - set(expected))
         raise MessageError(f"{name} lacks {sorted(missing)} and has unknown {sorted(unknown)}")
 
 
@@ -140,7 +139,9 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 _PARAMS, _NEW = _names(SamplingParams), _names(NewRequestData)
-_CACHED, _PLAN, _OUTPUT = _names(CachedRequestData), _names(RunnerInput), _names(StepOutput)
+_CACHED = _names(CachedRequestData)
+_PLAN = _names(RunnerInput)
+_OUTPUT = _names(StepOutput)
 
 
 def _as_map(value: Any, names: tuple[str, ...], **instead: Any) -> dict[str, Any]:

@@ -58,13 +58,16 @@ class RemoteRunner:
     the times that one of them has measured."""
 
     def __init__(self, executor: Executor, tells_times: bool = False) -> None:
-        self.executor, self.tells_times = executor, tells_times
+        self.executor = executor
+        self.tells_times = tells_times
         self._num_steps = 0
         self._times: list[list] = []  # not sent yet: step, ms of verifying, ms of drafting
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
-        step, self._num_steps = self._num_steps, self._num_steps + 1
-        times, self._times = self._times, []
+        step = self._num_steps
+        self._num_steps = self._num_steps + 1
+        times = self._times
+        self._times = []
         plan_map = message.plan_to_map(plan)
         self.executor.send(message.pack("plan", step=step, plan=plan_map, times=times))
         return RemoteStep(self, step)
@@ -95,7 +98,8 @@ class CountingRunner:
     numbers follow from plan and output."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.stats = runner, SpecDecodeStats()
+        self.runner = runner
+        self.stats = SpecDecodeStats()
 
     def execute(self, plan: RunnerInput) -> CountedStep:
         num_drafted = {r: len(ids) for r, ids in plan.scheduled_draft_token_ids.items()}
@@ -141,7 +145,8 @@ class RemoteBlockIO:
     not have it."""
 
     def __init__(self, executor: Executor, kv_cache: KVSizeOfRanks) -> None:
-        self.executor, self.kv_cache = executor, kv_cache
+        self.executor = executor
+        self.kv_cache = kv_cache
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
     def read_block(self, block_id: int) -> bytes:
@@ -158,7 +163,8 @@ class RemoteBlockIO:
         self._check_block(block_id)
         if len(data) != self.block_nbytes:
             raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
-        first, messages = 0, []
+        first = 0
+        messages = []
         for num_bytes in self.kv_cache.bytes_of_ranks:
             part = bytes(data[first : first + num_bytes])
             messages.append(message.pack("write", block_id=block_id, data=part))
@@ -175,7 +181,9 @@ class RemoteLoading:
     """A `Loading` over all ranks: each reads a file that all can see, in a thread."""
 
     def __init__(self, executor: Executor, number: int, path: str) -> None:
-        self._executor, self._number, self._path = executor, number, path
+        self._executor = executor
+        self._number = number
+        self._path = path
         self._answers = executor.loading[number] = {}
         try:
             executor.send(message.pack("adapter", number=number, directory=path))
@@ -221,7 +229,8 @@ class RemoteAdapters:
     """An `AdapterLoader` over all ranks."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self._num_begun = executor, 0
+        self.executor = executor
+        self._num_begun = 0
 
     def begin(self, directory: str | Path) -> RemoteLoading:
         self._num_begun += 1

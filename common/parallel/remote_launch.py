@@ -140,7 +140,8 @@ def check_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int) -> No
 
 def _torchrun_store() -> Any:
     """The store of torchrun's agent. Every process is a client of it."""
-    env, rank = os.environ, int(os.environ["RANK"])
+    env = os.environ
+    rank = int(os.environ["RANK"])
     is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         env["MASTER_ADDR"],

@@ -48,7 +48,8 @@ class VocabParallelHead(Linear):
 
     def __init__(self, vocab_size: int, collectives: Collectives, weight: nn.Parameter) -> None:
         super().__init__(weight)
-        self._vocab_size, self._collectives = vocab_size, collectives
+        self._vocab_size = vocab_size
+        self._collectives = collectives
         self._num_lanes = rows_per_rank(vocab_size, collectives.ranks.tensor_parallel_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab_size]

@@ -72,8 +72,10 @@ def _check_divisible(config: ModelConfig, size: int) -> None:
             f"tensor_parallel_size must be 1 for {config.architecture}, which normalizes the "
             f"queries of all heads as one vector, got {size}"
         )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    inner, vocab = math.gcd(*config.mlp_sizes), config.vocab_size
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    inner = math.gcd(*config.mlp_sizes)
+    vocab = config.vocab_size
 
     def is_possible(n: int) -> bool:
         is_kv = kv_heads % n == 0 or n % kv_heads == 0
@@ -117,7 +119,8 @@ class ShardedModel(DecoderModel):
         self.ranks = ranks = collectives.ranks
         self.layer_range = ranks.layers(config.num_hidden_layers)
         narrow = rank_config(config, ranks)
-        empty, vocab = allocator(dtype, device), (narrow.vocab_size, config.hidden_size)
+        empty = allocator(dtype, device)
+        vocab = (narrow.vocab_size, config.hidden_size)
         into_stream, make_head = Linear, Linear
         if ranks.tensor_parallel_size > 1:
             into_stream = partial(RowParallelLinear, collectives=collectives)
@@ -189,7 +192,9 @@ class ShardedModel(DecoderModel):
         dim = _DIVIDED.get(kind)
         if dim is None or dim >= target.ndim:  # whole: norms, and the biases of o and down
             return (slice(None),)
-        length, ranks, config = target.shape[dim], self.ranks, self.config
+        length = target.shape[dim]
+        ranks = self.ranks
+        config = self.config
         first = ranks.tp_rank * length
         if kind in ("k_proj", "v_proj"):
             head = ranks.tp_rank * config.num_key_value_heads // ranks.tensor_parallel_size

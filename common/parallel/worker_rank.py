@@ -49,7 +49,9 @@ class Rank:
         collectives: Collectives,
         local: LocalRunner,
     ) -> None:
-        self.channel, self.collectives, self.local = channel, collectives, local
+        self.channel = channel
+        self.collectives = collectives
+        self.local = local
         self.compares = config.check_invariants
         self.blocks = PagedBlockIO(local.kv_cache)
         self.num_plans = 0
@@ -95,7 +97,8 @@ class Rank:
         return rank
 
     def _facts(self, loaded: LoadedModel) -> dict[str, Any]:
-        kv_cache, speculation = self.local.kv_cache, self.local.speculation
+        kv_cache = self.local.kv_cache
+        speculation = self.local.speculation
         assert loaded.path is not None
         return {
             "pid": os.getpid(),
@@ -212,7 +215,8 @@ class _Meeting:
     def __init__(self, ranks: Ranks, channel: Channel, meeting: list) -> None:
         """`meeting` is the store's host and port, and this machine's address for the others."""
         host, port, own_host = meeting
-        self.ranks, self.own_host = ranks, own_host or channel.sock.getsockname()[0]
+        self.ranks = ranks
+        self.own_host = own_host or channel.sock.getsockname()[0]
         dist: Any = torch.distributed
         self.store = dist.TCPStore(host, port, None, False) if ranks.world_size > 1 else None
 

@@ -25,7 +25,8 @@ class EngineLock:
     """A reentrant lock whose `with` never waits. Raises `RuntimeError` if another thread has it."""
 
     def __init__(self) -> None:
-        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._num_deferring = 0
         self.deferred: deque[Callable[[], None]] = deque()
 

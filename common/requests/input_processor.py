@@ -193,7 +193,8 @@ class InputProcessor:
 def _truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """The last `truncate_prompt_tokens` tokens of a prompt. -1: as many as leave space for
     `max_tokens` outputs, or for one output if that is None."""
-    num_kept, max_tokens = params.truncate_prompt_tokens, params.max_tokens
+    num_kept = params.truncate_prompt_tokens
+    max_tokens = params.max_tokens
     if num_kept is None:
         return token_ids
     is_right = _is_integer_type(type(num_kept)) and (num_kept == -1 or num_kept > 0)

@@ -112,7 +112,8 @@ class GrowingCompletion(CompletionOutput):
 
     @text.setter
     def text(self, text: str) -> None:
-        self._text, self.source = text, None
+        self._text = text
+        self.source = None
 
     def __reduce__(self) -> tuple:
         return CompletionOutput, tuple(getattr(self, f.name) for f in fields(CompletionOutput))
@@ -128,7 +129,8 @@ class OutputProcessor:
     def __init__(
         self, request: Request, index: int, tokenizer: Tokenizer | None, min_tokens: int = 0
     ) -> None:
-        params, prompt = request.sampling_params, request.prompt_token_ids
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
         for name in ("detokenize", "include_stop_str_in_output"):
             value = getattr(params, name)
             require(isinstance(value, bool), name, value, "True or False")
@@ -137,7 +139,8 @@ class OutputProcessor:
             raise ValueError(
                 f"stop must be empty without a tokenizer and detokenize=True, got {params.stop!r}"
             )
-        self.request, self.request_id = request, request.request_id
+        self.request = request
+        self.request_id = request.request_id
         self.metrics = RequestMetrics(request.arrival_time)
         self._detokenizer = None
         if tokenizer is not None:
@@ -161,7 +164,8 @@ class OutputProcessor:
     def process(self, result: EngineCoreOutput, now: float) -> bool:
         """Process one step's tokens. Returns True if a stop string ended the request, which the
         scheduler does not know yet."""
-        completion, stop_string = self.completion, None
+        completion = self.completion
+        stop_string = None
         if self.looks_for_stop and self._detokenizer is not None:
             stop_string = self._decode(self._detokenizer, result.finish_reason == "stop")
         if completion.logprobs is not None:
@@ -202,7 +206,8 @@ class OutputProcessor:
     def _read(self, getter: Callable[[IncrementalDetokenizer], str]) -> str:
         if self._detokenizer is None:
             return ""
-        reason, stop_reason = self.completion.finish_reason, self.completion.stop_reason
+        reason = self.completion.finish_reason
+        stop_reason = self.completion.stop_reason
         self._decode(self._detokenizer, reason == "stop" and not isinstance(stop_reason, str))
         if reason is not None:
             self._detokenizer.finish()
@@ -212,14 +217,16 @@ class OutputProcessor:
         """Decode the tokens that are not text yet, except a last one that stopped the request,
         which has no text unless the output includes stops. Returns the stop string that the last
         decoded token completes, or None."""
-        match, token_ids = None, self.request.output_token_ids
+        match = None
+        token_ids = self.request.output_token_ids
         num_hidden = has_stop_token and not detokenizer.includes_stop
         for token_id in token_ids[detokenizer.num_tokens : len(token_ids) - num_hidden]:
             match = detokenizer.append(token_id)
         return None if match is None else match.stop_string
 
     def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        self.completion.finish_reason, self.completion.stop_reason = reason, stop_reason
+        self.completion.finish_reason = reason
+        self.completion.stop_reason = stop_reason
 
 
 class RequestGroup(RequestOutput):
@@ -234,9 +241,12 @@ class RequestGroup(RequestOutput):
         return self is other
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
         self.sequences: list[OutputProcessor] = []
-        self.outputs, self.prompt_logprobs = [], None
+        self.outputs = []
+        self.prompt_logprobs = None
 
     def add(self, sequence: OutputProcessor) -> None:
         self.sequences.append(sequence)

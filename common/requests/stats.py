@@ -58,7 +58,8 @@ class Throughput:
     def per_second(self, now: float) -> tuple[float, float]:
         """Return the throughput of prompt tokens and of output tokens."""
         self._drop_old(now)
-        (_, *before), (_, *since) = self._steps[0], self._steps[-1]
+        (_, *before) = self._steps[0]
+        (_, *since) = self._steps[-1]
         seconds = max(min(now - self.start, RECENT_SECONDS), 1e-9)
         return (since[0] - before[0]) / seconds, (since[1] - before[1]) / seconds
 

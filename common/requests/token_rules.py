@@ -35,7 +35,9 @@ def token_rules_of(
 ) -> dict[str, Any]:
     """Return the rules as plain data. `check_ids(name, ids)` returns ids that can be sampled, below
     `vocab_size`, as `int`s. Raises `ValueError` that names field, value and allowed values."""
-    allowed, bias, words = params.allowed_token_ids, params.logit_bias, params.bad_words
+    allowed = params.allowed_token_ids
+    bias = params.logit_bias
+    words = params.bad_words
     require(bias is None or isinstance(bias, Mapping), "logit_bias", bias, "None or {id: number}")
     some = "None or a sequence of at least one token id"
     require(allowed is None or _is_list(allowed), "allowed_token_ids", allowed, some)
@@ -107,7 +109,8 @@ class TokenRules:
     def __init__(self, rules: Mapping[str, Any]) -> None:
         allowed, words = rules["allowed"], rules["bad_words"]
         self.allowed = None if allowed is None else np.array(allowed, dtype=np.int64)
-        self.biased, self.bias = np.array(rules["biased"], dtype=np.int64), np.array(rules["bias"])
+        self.biased = np.array(rules["biased"], dtype=np.int64)
+        self.bias = np.array(rules["bias"])
         self.bad = np.array([ids[0] for ids in words if len(ids) == 1], dtype=np.int64)
         self.longer = [ids for ids in words if len(ids) > 1]
         self.words_after: dict[int, list[list[int]]] = {}  # `longer` by second-last token
@@ -116,7 +119,8 @@ class TokenRules:
 
     def may_come(self, outputs: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
         """Return, for each rule of the request, which tokens it allows next."""
-        found, ends = {}, [word[-1] for word in self.words_ending_in(outputs)]
+        found = {}
+        ends = [word[-1] for word in self.words_ending_in(outputs)]
         if self.allowed is not None:
             found["allowed_token_ids"] = np.isin(np.arange(vocab_size), self.allowed)
         if len(self.bad) or ends:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
-_FILE, _PARTS = "tokenizer.json", ("model", "normalizer", "pre_tokenizer", "decoder")
+_FILE = "tokenizer.json"
+_PARTS = ("model", "normalizer", "pre_tokenizer", "decoder")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # sentencepiece's byte fallback
 
 # A byte-fallback tokenizer shows one U+FFFD for each invalid byte. A byte-level one, like Python,
@@ -61,7 +62,8 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.source = backend, source
+        self.backend = backend
+        self.source = source
         self.eos_token_id = eos_token_id
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -149,7 +151,8 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 def _check_spaces(backend: tokenizers.Tokenizer) -> None:
     """Raise `ValueError` unless the decoder decodes the character that marks a space in tokens."""
-    written, decoder = f"{backend.normalizer!r}, {backend.pre_tokenizer!r}", repr(backend.decoder)
+    written = f"{backend.normalizer!r}, {backend.pre_tokenizer!r}"
+    decoder = repr(backend.decoder)
     for mark, writes, reads in (("Ġ", "ByteLevel(", "ByteLevel("), ("▁", '="▁"', "▁")):
         if writes in written and reads not in decoder:
             raise ValueError(
@@ -199,7 +202,8 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         includes_stop: bool = False,
     ) -> None:
-        self.num_tokens, self.includes_stop = 0, includes_stop
+        self.num_tokens = 0
+        self.includes_stop = includes_stop
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -238,7 +242,8 @@ class IncrementalDetokenizer:
         """Return how many of these tokens, if they came next, would complete a stop string, or
         their number if none would. Changes no state."""
         probe = copy.copy(self)
-        probe._text_parts, probe._unsent = [], []
+        probe._text_parts = []
+        probe._unsent = []
         probe._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._tokenizer.decode_errors)
         probe._utf8.setstate(self._utf8.getstate())
         for i, token_id in enumerate(token_ids):

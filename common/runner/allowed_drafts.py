@@ -17,14 +17,16 @@ class AllowedDrafts(Proposer):
     """A `Proposer` that cuts the drafts of `proposer` to the number that every plugin allows."""
 
     def __init__(self, proposer: Proposer, state: BatchState) -> None:
-        self.proposer, self.state = proposer, state
+        self.proposer = proposer
+        self.state = state
         self.num_spec_tokens = proposer.num_spec_tokens
         self.num_lookahead_tokens = proposer.num_lookahead_tokens
 
     def propose(
         self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
-        draft_token_ids, state = self.proposer.propose(inputs, num_drafts), self.state
+        draft_token_ids = self.proposer.propose(inputs, num_drafts)
+        state = self.state
         for num_possible in state.plugins.num_possible:
             for req_id, drafts in draft_token_ids.items():
                 del drafts[num_possible(state, state.row_of[req_id], drafts) :]

@@ -38,7 +38,8 @@ class BatchState(SharingRunnerState):
         num_groups: int = 1,
         late: Mapping[str, Callable[[], RunnerPlugin]] | None = None,
     ) -> None:
-        self.sampling, self.plugins = sampling, RunnerPlugins([sampling, *plugins])
+        self.sampling = sampling
+        self.plugins = RunnerPlugins([sampling, *plugins])
         self._late = dict(late or {})
         self.sampled: AsyncStepOutput | None = None  # by the last step
         self.has_pending = False  # whether this step has pending tokens
@@ -62,7 +63,8 @@ class BatchState(SharingRunnerState):
                 for release in self.plugins.release:
                     release(self.row_of[req_id])
                 del self.row_of[req_id]
-        num_rows, used = len(self.num_tokens), set(self.row_of.values())
+        num_rows = len(self.num_tokens)
+        used = set(self.row_of.values())
         self.grow(num_rows)
         self._free_rows = [row for row in reversed(range(num_rows)) if row not in used]
 

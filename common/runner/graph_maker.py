@@ -39,7 +39,8 @@ class GraphMaker:
         max_model_len: int,
         parts: Sequence[GraphPart] = (),
     ) -> GraphMaker | None:
-        device, ranks = model.embed_weight.device, model.collectives.ranks
+        device = model.embed_weight.device
+        ranks = model.collectives.ranks
         reason = None
         if config.batch_invariant:
             reason = "batch_invariant=True computes on the host's plan"
@@ -79,7 +80,8 @@ class GraphMaker:
         try:
             graphs = DecodeGraphs(self._make(), *arguments)
             if 0 < short < self.max_model_len:
-                same, logits = (*arguments[:-1], short), graphs.logits
+                same = (*arguments[:-1], short)
+                logits = graphs.logits
                 graphs.short = DecodeGraphs(self._make(), *same, logits=logits)
             graphs.beside = {
                 part.name: DecodeGraphs(self._make(), *arguments, part) for part in self.parts

@@ -113,10 +113,12 @@ class StaticMemory:
         self.block_tables = tables[:, :size].view(num_groups, max_num_rows, table_width)
 
     def inputs(self, bucket: int) -> StaticInputs:
-        rows, shared = self.columns_of(bucket), COLUMNS[:-1]
+        rows = self.columns_of(bucket)
+        shared = COLUMNS[:-1]
         size = {"query_start_loc": bucket + 1}
         columns = {name: row[: size.get(name, bucket)] for name, row in zip(shared, rows)}
-        slots, tables = rows[len(shared) :, :bucket], self.block_tables[:, :bucket]
+        slots = rows[len(shared) :, :bucket]
+        tables = self.block_tables[:, :bucket]
         return StaticInputs(**columns, slot_mapping=slots, block_tables=tables)
 
     def columns_of(self, bucket: int) -> torch.Tensor:
@@ -137,20 +139,25 @@ def pad_step(
     """Return the padded inputs of a step of up to `bucket` queries of one token each, on the host:
     `[num_columns, column_stride(bucket)]` int64, and `[num_groups, bucket, blocks of the longest]`
     int32."""
-    rows, positions, n = queries.rows, queries.starts, len(queries.rows)
-    num_groups, sampled = len(state.groups), np.flatnonzero(queries.num_logit_rows)
+    rows = queries.rows
+    positions = queries.starts
+    n = len(queries.rows)
+    num_groups = len(state.groups)
+    sampled = np.flatnonzero(queries.num_logit_rows)
     columns = np.zeros((num_columns(num_groups), column_stride(bucket)), dtype=np.int64)
     ids, places, seq_lens, starts, logit_indices, *slots_of = columns
     ids[:n] = state.token_ids[rows, positions]
     places[:n] = positions
     seq_lens[:n] = positions + 1
-    starts[:n], starts[n:] = np.arange(n), n
+    starts[:n] = np.arange(n)
+    starts[n:] = n
     logit_indices[: len(sampled)] = sampled
     width = -(-int(seq_lens.max()) // block_size)
     tables = np.zeros((num_groups, bucket, width), dtype=np.int32)
     for group, slots, table in zip(state.groups, slots_of, tables, strict=True):
         block_ids = group.block_tables[rows, positions // block_size].astype(np.int64)
-        slots[:n], slots[n:] = block_ids * block_size + positions % block_size, -1
+        slots[:n] = block_ids * block_size + positions % block_size
+        slots[n:] = -1
         table[:n] = group.block_tables[rows, :width]
     return columns, tables
 
@@ -275,8 +282,12 @@ class DecodeGraphs:
         part: GraphPart | None = None,
         logits: torch.Tensor | None = None,  # [max_num_seqs, vocab_size]: other graphs' memory
     ) -> None:
-        self.graphs, self.model, self.kv_cache, self.backend = graphs, model, kv_cache, backend
-        self.part, self.beside = part, dict[str, DecodeGraphs]()
+        self.graphs = graphs
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.part = part
+        self.beside = dict[str, DecodeGraphs]()
         self.short: DecodeGraphs | None = None
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
@@ -317,7 +328,8 @@ class DecodeGraphs:
     def _metadata(self, bucket: int) -> tuple[ReplayMetadata, ...]:
         """Return the metadata of a replay by group. Its integers are upper bounds, and the plan
         that a backend makes with the metadata is part of the graph."""
-        x, longest = self.inputs[bucket], {"max_query_len": 1, "max_seq_len": self.max_seq_len}
+        x = self.inputs[bucket]
+        longest = {"max_query_len": 1, "max_seq_len": self.max_seq_len}
         replayed = {"bucket": bucket, "graphs": self}
         return tuple(
             ReplayMetadata(x.query_start_loc, x.seq_lens, *group, **longest, **replayed)
@@ -347,7 +359,8 @@ class DecodeGraphs:
         *column: np.ndarray,  # [num_queries] int64: the part's, if there is one
     ) -> StepLayout:
         """Lay the step out for the static inputs, in the order given."""
-        x, n = self.inputs[bucket], len(queries.rows)
+        x = self.inputs[bucket]
+        n = len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
         padded = [np.pad(values, (0, bucket - n)) for values in column]
 
@@ -399,12 +412,14 @@ class GraphRunner(PagedModelRunner):
     ) -> None:
         parts = model, kv_cache, backend, state, sampler
         super().__init__(*parts, self._compose_for_replay, shuffle_seed)
-        self.graphs, self._compose_eager = graphs, compose
+        self.graphs = graphs
+        self._compose_eager = compose
 
     def _compose_for_replay(
         self, state: PagedRunnerState, queries: Queries, block_size: int
     ) -> StepLayout:
-        bucket, graphs = self.graphs.bucket_for(queries), self.graphs
+        bucket = self.graphs.bucket_for(queries)
+        graphs = self.graphs
         concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
         short = self.graphs.short
         if concerned:  # no graphs for several plugins together
@@ -425,7 +440,9 @@ class GraphRunner(PagedModelRunner):
         metadata = batch.attention[0]
         if not isinstance(metadata, ReplayMetadata):
             return super().forward(batch)
-        bucket, num_rows, graphs = metadata.bucket, len(batch.input_ids), metadata.graphs
+        bucket = metadata.bucket
+        num_rows = len(batch.input_ids)
+        graphs = metadata.graphs
         if self.state.has_pending:  # they were filled in in a copy
             graphs.inputs[bucket].input_ids[:num_rows].copy_(batch.input_ids)
         return graphs.replay(bucket, num_rows, len(batch.logit_indices))

@@ -83,7 +83,9 @@ def make_kv_cache(
 ) -> PagedKVCache:
     """Return KV tensors of `config.num_blocks` blocks, or of as many as fit together with a draft
     model's. `memory` reads the model's device; None: `CudaMemory`, if the device is a GPU."""
-    config, loaded, draft = demand.config, demand.loaded, demand.draft
+    config = demand.config
+    loaded = demand.loaded
+    draft = demand.draft
     if config.num_blocks is not None:
         sizes = config.num_blocks, config.block_size, demand.kind, peers.num_here
         return allocate_kv_cache(loaded, *sizes)
@@ -130,7 +132,8 @@ def allocate_kv_cache(
     them, because writing to memory that was only reserved would kill the process. (Memory that
     another engine has reserved but not written counts as free: add up `num_blocks` if you create
     several engines.)"""
-    model, weight = loaded.model, loaded.model.embed_weight
+    model = loaded.model
+    weight = loaded.model.embed_weight
     num_values = 2 * model.groups.num_tensors * num_blocks * block_size * model.num_kv_heads
     num_bytes = num_values * model.config.head_dim * weight.dtype.itemsize
     if weight.device.type == "cpu" and num_here * num_bytes > (free := free_memory_bytes()):
@@ -165,7 +168,9 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     every row: the mask's bits are expanded to 32-bit numbers, two for each token, and the logits
     exist twice during sampling. The memory of graphs is separate. It is added, and measured
     separately, because PyTorch frees the step's cached memory before it captures a graph."""
-    config, loaded, vocab_size = demand.config, demand.loaded, demand.vocab_size
+    config = demand.config
+    loaded = demand.loaded
+    vocab_size = demand.vocab_size
     max_step_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * demand.max_model_len)
     seq_lens = _parts_of(max_step_tokens, demand.max_model_len)
     kv_cache = _allocate_for(seq_lens, demand)
@@ -220,7 +225,8 @@ def _grammars_of_all(
         return lambda logits: logits
     from common.sampling.sampling_constraints import forbid
 
-    at, num_words = torch.arange(num_rows, device=device), -(-vocab_size // 32)
+    at = torch.arange(num_rows, device=device)
+    num_words = -(-vocab_size // 32)
     bits = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
     return lambda logits: forbid(logits, at, bits)
 
@@ -257,7 +263,8 @@ class SamplerWarmUp:
         state.num_tokens += 1  # an output
         state.widen(2 + lens.max())
         owner = np.repeat(np.arange(len(lens)), lens)
-        names, num_outputs = list(map(str, owner)), 1 + np.arange(len(owner))
+        names = list(map(str, owner))
+        num_outputs = 1 + np.arange(len(owner))
         num_outputs -= (np.cumsum(lens) - lens)[owner]
         rows = state.rows_of(names)
         drafts = {str(i): [0] * (n - 1) for i, n in enumerate(rows_per_request) if n > 1}
@@ -265,7 +272,8 @@ class SamplerWarmUp:
 
     def make_draft_probs(self, weight: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
         """Return the draft probabilities that a draft model keeps until verification."""
-        dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        device = weight.device
         return {
             req_id: torch.full((len(ids), vocab_size), 1 / vocab_size, dtype=dtype, device=device)
             for req_id, ids in self.sampling.drafts.items()
@@ -282,7 +290,8 @@ def run_forward(
     staged: Mapping[str, object] = MappingProxyType({}),  # by plugins
 ) -> torch.Tensor:  # [num_logit_rows, vocab_size], or a stage's hidden states
     """Run one step that computes whole prompts of `seq_lens` tokens."""
-    device, block_size = loaded.model.embed_weight.device, kv_cache.block_size
+    device = loaded.model.embed_weight.device
+    block_size = kv_cache.block_size
     num_blocks = [-(-n // block_size) for n in seq_lens]
     first_blocks = torch.tensor(list(accumulate(num_blocks, initial=1))[:-1])
     positions = torch.cat([torch.arange(n) for n in seq_lens])
@@ -297,7 +306,8 @@ def run_forward(
         max_seq_len=max(seq_lens),
     )
     positions = positions.to(device)
-    rows, hidden = positions.new_zeros(num_logit_rows), loaded.model.blank_hidden(len(positions))
+    rows = positions.new_zeros(num_logit_rows)
+    hidden = loaded.model.blank_hidden(len(positions))
     ids = torch.zeros_like(positions)
     # All groups use the same blocks, because the output is not used.
     attention = (metadata,) * loaded.model.num_groups

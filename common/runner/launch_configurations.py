@@ -67,8 +67,10 @@ def attention_shape(
 ) -> AttentionShape:
     """Return the shape of the attention launches. Queries have a separate tensor, as written by
     `rotate_and_write`. The slots of a block are consecutive, as in `PagedKVCache`."""
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
-    head_dim, block_size = model.head_dim, engine.block_size
+    num_heads = model.num_attention_heads
+    num_kv_heads = model.num_key_value_heads
+    head_dim = model.head_dim
+    block_size = engine.block_size
     slot_stride = num_kv_heads * head_dim
     return AttentionShape(
         num_heads,

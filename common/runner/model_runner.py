@@ -62,8 +62,12 @@ class PagedModelRunner:
         compose: Compose = compose_in_order,
         shuffle_seed: int | None = None,
     ) -> None:
-        self.model, self.kv_cache, self.backend = model, kv_cache, backend
-        self.state, self.sampler, self.compose = state, sampler, compose
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.state = state
+        self.sampler = sampler
+        self.compose = compose
         self.device = model.embed_weight.device
         self._shuffle = None if shuffle_seed is None else random.Random(shuffle_seed)
 
@@ -106,7 +110,8 @@ class PagedModelRunner:
         return pending_output
 
     def _lay_out(self, plan: RunnerInput) -> PagedBatch:
-        start_of, drafts = plan.starts(), plan.scheduled_draft_token_ids
+        start_of = plan.starts()
+        drafts = plan.scheduled_draft_token_ids
         if self._shuffle is not None:
             start_of = dict(self._shuffle.sample(list(start_of.items()), len(start_of)))
         req_ids = list(start_of)
@@ -124,7 +129,8 @@ class PagedModelRunner:
         layout = self.compose(self.state, queries, self.kv_cache.block_size)
         upload = UploadBuffer(self.device, layout.arrays)
         sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
-        step, staged = None, {}
+        step = None
+        staged = {}
         if self.state.plugins.see_step(queries.rows):
             step = self._step_rows(req_ids, queries, layout.order, drafts)
             staged = self.stage(layout, step, upload)
@@ -159,9 +165,11 @@ class PagedModelRunner:
     ) -> SamplingBatch:
         """Return one row for each request's last known token that the step reaches, and one for
         each draft."""
-        state, num_rows = self.state, queries.num_logit_rows[order]
+        state = self.state
+        num_rows = queries.num_logit_rows[order]
         owner = np.repeat(order, num_rows)  # request index of each row
-        names, rows = [req_ids[i] for i in owner.tolist()], queries.rows[owner]
+        names = [req_ids[i] for i in owner.tolist()]
+        rows = queries.rows[owner]
         first = np.repeat(num_rows.cumsum() - num_rows, num_rows)  # the owner's first row
         num_known = state.num_tokens[rows] - state.num_prompt_tokens[rows]
         num_outputs = num_known + np.arange(len(rows)) - first

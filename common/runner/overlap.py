@@ -60,7 +60,9 @@ class OverlappedEngineCore(EngineCore):
     def __init__(
         self, scheduler: SchedulerInterface, runner: QueuedRunner, in_flight_plans: InFlightPlans
     ) -> None:
-        self.scheduler, self.runner, self.in_flight_plans = scheduler, runner, in_flight_plans
+        self.scheduler = scheduler
+        self.runner = runner
+        self.in_flight_plans = in_flight_plans
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:

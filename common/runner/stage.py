@@ -56,7 +56,9 @@ class NoSampler(BatchSampler):
 
 class _NotSampled(AsyncStepOutput):
     def __init__(self) -> None:
-        self.tokens, self.req_ids, self.times = torch.empty(0, dtype=torch.int64), [], {}
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.req_ids = []
+        self.times = {}
 
     def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
         return self

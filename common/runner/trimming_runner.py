@@ -19,7 +19,8 @@ class TrimmingRunner:
     """A `ModelRunner` that trims. `sequences` are the engine's open requests, by id."""
 
     def __init__(self, runner: ModelRunner, sequences: Mapping[str, OutputProcessor]) -> None:
-        self.runner, self.sequences = runner, sequences
+        self.runner = runner
+        self.sequences = sequences
 
     def execute(self, plan: RunnerInput) -> TrimmedStep:
         # Only requests with drafts can get several tokens. They are looked up now, because another

@@ -30,7 +30,8 @@ _DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 def warm_up(launches: Iterable[Launch], device: torch.device) -> int:
     """Compile `launches` for `device`, load them, and return their number. Logs the time, in s,
     because the start of the engine waits for it."""
-    launches, start = list(launches), time.perf_counter()
+    launches = list(launches)
+    start = time.perf_counter()
     logger.info("compiling %d kernels (about a second each the first time) ...", len(launches))
     with torch.cuda.device(device):
         for launch in launches:

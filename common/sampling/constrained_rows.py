@@ -24,11 +24,13 @@ def stage_rules(
     [R, V] to logits under the rules; it leaves its argument unchanged."""
     rows = np.flatnonzero(sampling.needs & TOKEN_RULES)
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
-    closed, none = [i for i, r in enumerate(rules) if r.allowed is not None], np.zeros(0, np.int64)
+    closed = [i for i, r in enumerate(rules) if r.allowed is not None]
+    none = np.zeros(0, np.int64)
     bad, pending = [], []
     for row, rule in zip(rows.tolist(), rules):
         outputs = _outputs(sampling, row)
-        words, ends = rule.words_ending_in(outputs), []
+        words = rule.words_ending_in(outputs)
+        ends = []
         for word in words:
             if outputs[-1] >= 0:
                 ends.append(word[-1])
@@ -69,7 +71,8 @@ def stage_rules(
 def _outputs(sampling: SamplingBatch, row: int) -> np.ndarray:
     """Return the outputs before this row of logits, including drafts. Empty where a draft model
     continues its own drafts, which the state does not have."""
-    state, at = sampling.state, sampling.rows[row]
+    state = sampling.state
+    at = sampling.rows[row]
     first = int(state.num_prompt_tokens[at])
     end = first + int(sampling.num_outputs[row])
     if end > state.num_tokens[at] and not sampling.drafts:

@@ -25,7 +25,8 @@ def sample_from_probs(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     `probs` [R, V] sum to about 1. Intervals are closed on the left and open on the right, so no `u`
     draws a token of probability 0 (or below 2**-52). The block of tokens is found first, then the
     token in it, so that only [R, V / 128] and [R, 128] numbers need a cumulative sum."""
-    vocab_size, mass = probs.shape[1], block_mass(probs)
+    vocab_size = probs.shape[1]
+    mass = block_mass(probs)
     block, u = draw(mass, u)
     ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=vocab_size - 1)).to(torch.float64)

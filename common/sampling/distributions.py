@@ -54,7 +54,8 @@ def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarr
 
 def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
     """Return the flat indices of impossible logits: EOS and stop tokens before `min_tokens`."""
-    columns, rows = sampling.columns, sampling.rows
+    columns = sampling.columns
+    rows = sampling.rows
     at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
     forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
     ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
@@ -74,7 +75,8 @@ class StagedRows:
     """The staged constraints and draws of a batch. `__init__` makes all arrays for them."""
 
     def __init__(self, sampler: HasCounts, sampling: SamplingBatch, upload: UploadBuffer) -> None:
-        columns, vocab_size = sampling.columns, sampler.vocab_size
+        columns = sampling.columns
+        vocab_size = sampler.vocab_size
         self.batch_needs = sampling.batch_needs
         self.u = upload.add(row_uniforms(sampling, sampling.streams))
         if self.batch_needs & TOKEN_RULES:
@@ -92,7 +94,8 @@ class StagedRows:
         if self.batch_needs & DRAWN:
             order, self.groups = _groups(sampling, vocab_size)
             rows = sampling.rows[order]
-            self.order, self.top_k = upload.add(order), upload.add(columns.top_k[rows])
+            self.order = upload.add(order)
+            self.top_k = upload.add(columns.top_k[rows])
             self.shaping = upload.add(columns.shaping[:, rows])
 
     def draw(self, raw: torch.Tensor) -> torch.Tensor:
@@ -133,7 +136,8 @@ class StagedRows:
             flat = logits.flatten().scatter(0, self.forbidden(), NEG_INF)
             logits = flat.view_as(logits)
         if self.batch_needs & PENALTIES:
-            at, (is_known, counted) = self.penalised(), self.count()
+            at = self.penalised()
+            (is_known, counted) = self.count()
             penalties = self.penalties().unbind()
             changed = constraints.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
             logits = changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
@@ -177,7 +181,8 @@ def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[
     kinds, starts = np.unique(needs[order], return_index=True)
     groups = []
     for kind, start, stop in zip(kinds.tolist(), starts, [*starts[1:], len(order)]):
-        num_kept, is_narrow = top_k[order[start:stop]].clip(max=vocab_size), kind & NARROW
+        num_kept = top_k[order[start:stop]].clip(max=vocab_size)
+        is_narrow = kind & NARROW
         max_top_k = min(kind // NEXT_BIT, vocab_size) if is_narrow else int(num_kept.max())
         is_cut = bool(kind & TOP_K) and num_kept.min() < (max_top_k if is_narrow else vocab_size)
         groups.append((slice(start, stop), kind, max_top_k, is_cut))
@@ -230,11 +235,13 @@ class Logprobs:
     def __init__(self, sampling: SamplingBatch, upload: UploadBuffer) -> None:
         self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
         self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
-        self.width, self.at = max(self.num_top), upload.add(self.rows)
+        self.width = max(self.num_top)
+        self.at = upload.add(self.rows)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return `logprob_numbers` of these rows."""
-        at, self.width = self.at(), min(self.width, raw.shape[1])
+        at = self.at()
+        self.width = min(self.width, raw.shape[1])
         return logprob_numbers(as_float(_rows(raw, at)), tokens[at].clamp(min=0), self.width)
 
     def add_to(

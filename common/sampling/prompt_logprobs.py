@@ -65,13 +65,16 @@ class PromptLogprobs(RunnerPlugin):
         scored = np.flatnonzero(lens > 0)
         if not len(scored):  # preempted: these positions were already scored
             return None
-        lens, first_positions, rows = lens[scored], first_positions[scored], rows[scored]
+        lens = lens[scored]
+        first_positions = first_positions[scored]
+        rows = rows[scored]
         within = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
         first_rows = (num_tokens.cumsum() - num_tokens - starts)[scored] + first_positions
         positions = np.repeat(first_positions, lens) + within
         tokens = step.state.token_ids[np.repeat(rows, lens), positions + 1].astype(np.int64)
         self._next[rows] = first_positions + lens
-        at, sent = upload.add(np.repeat(first_rows, lens) + within), upload.add(tokens)
+        at = upload.add(np.repeat(first_rows, lens) + within)
+        sent = upload.add(tokens)
         names = [step.req_ids[i] for i in scored.tolist()]
         runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)

@@ -45,7 +45,8 @@ class UploadBuffer:
     """Arrays that are sent to a device in one copy."""
 
     def __init__(self, device: torch.device, arrays: Iterable[np.ndarray] = ()) -> None:
-        self.device, self.arrays = device, list(arrays)
+        self.device = device
+        self.arrays = list(arrays)
         self.tensors: Sequence[torch.Tensor] = ()  # the same arrays on the device, after `send`
 
     def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
@@ -155,7 +156,8 @@ class BroughtByFew(RunnerPlugin):
         self.has_one = np.append(self.has_one, np.zeros(num_new, dtype=bool))
 
     def put(self, row: int, value: object) -> None:
-        self.brought[row], self.has_one[row] = value, value is not None
+        self.brought[row] = value
+        self.has_one[row] = value is not None
 
     def concerns(self, rows: np.ndarray) -> bool:
         return bool(self.has_one[rows].any())

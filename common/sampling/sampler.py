@@ -106,7 +106,9 @@ class AsyncStepOutput:
     def __init__(
         self, sampling: SamplingBatch, upload: UploadBuffer, raw_logits: Draw, draw: Draw
     ) -> None:
-        self.req_ids, self._raw_logits, self._draw = sampling.req_ids, raw_logits, draw
+        self.req_ids = sampling.req_ids
+        self._raw_logits = raw_logits
+        self._draw = draw
         self.times: dict[str, float] = {}
         self.add_more: Callable[[StepOutput], None] | None = None  # adds other results
         self.missing_reason: Callable[[str, int], str | None] | None = None
@@ -135,9 +137,12 @@ class AsyncStepOutput:
     def wait(self) -> StepOutput:
         """Return the step's tokens, errors and other results. The host waits for them."""
         clock = StepTimer()
-        output, req_ids, read = StepOutput(times=self.times), self.req_ids, self._read()
+        output = StepOutput(times=self.times)
+        req_ids = self.req_ids
+        read = self._read()
         ids = read[: len(req_ids)].astype(np.int64, copy=False)
-        missing_reason, self.missing_reason = self.missing_reason, None  # frees what it holds
+        missing_reason = self.missing_reason  # frees what it holds
+        self.missing_reason = None
         output.token_ids = dict(zip(req_ids, ids[:, None].tolist()))
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())

@@ -33,7 +33,8 @@ class SamplingColumns(RunnerPlugin):
     def __init__(self, num_rows: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
         self.numbers = np.zeros((len(NUMBERS), num_rows))  # of the rules in `NUMBERS`
-        self.penalties, self.shaping = self.numbers[:NUM_PENALTIES], self.numbers[NUM_PENALTIES:]
+        self.penalties = self.numbers[:NUM_PENALTIES]
+        self.shaping = self.numbers[NUM_PENALTIES:]
         self._integers = np.zeros((7, num_rows), dtype=np.int64)
         self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
@@ -53,11 +54,13 @@ class SamplingColumns(RunnerPlugin):
         rules: Mapping[str, Any] | None = None,
     ) -> None:
         # logprobs=-1 becomes `ALL`.
-        p, num_logprobs = params, -1 if params.logprobs is None else params.logprobs % (ALL + 1)
+        p = params
+        num_logprobs = -1 if params.logprobs is None else params.logprobs % (ALL + 1)
         self.numbers[:, row] = [getattr(p, name) for name in NUMBERS]
         needs = needs_of(p) | TOKEN_RULES * (rules is not None)
         integers = needs, min(p.top_k, ALL), min(p.min_tokens, ALL), p.seed or 0, num_logprobs
-        is_seed_drawn, num_writes = isinstance(p, DrawnSeedParams), self.num_writes[row] + 1
+        is_seed_drawn = isinstance(p, DrawnSeedParams)
+        num_writes = self.num_writes[row] + 1
         self._integers[:, row] = *integers, is_seed_drawn, num_writes
         self.forbidden.pop(row, None)
         if rules is not None:
@@ -80,8 +83,10 @@ class SamplingColumns(RunnerPlugin):
         return found
 
     def grow(self, num_rows: int) -> None:
-        fresh, before = SamplingColumns(num_rows, self.eos_token_ids), len(self.needs)
-        fresh.numbers[:, :before], fresh._integers[:, :before] = self.numbers, self._integers
+        fresh = SamplingColumns(num_rows, self.eos_token_ids)
+        before = len(self.needs)
+        fresh.numbers[:, :before] = self.numbers
+        fresh._integers[:, :before] = self._integers
         fresh.forbidden = self.forbidden
         fresh.rules = self.rules
         vars(self).update(vars(fresh))

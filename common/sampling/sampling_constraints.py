@@ -79,8 +79,10 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
     Probabilities are rounded to integers, as in chapter 5's `draw`, so that their sums do not
     depend on the order of addition."""
-    vocab_size, top_p = logits.shape[1], top_p[:, None]
-    probs, bound = logits.softmax(dim=-1), (top_p * SCALE).clamp(min=1)
+    vocab_size = logits.shape[1]
+    top_p = top_p[:, None]
+    probs = logits.softmax(dim=-1)
+    bound = (top_p * SCALE).clamp(min=1)
     # Few tokens usually suffice. A CPU can check that; on a GPU the host would have to wait.
     width = vocab_size if logits.is_cuda else min(64, vocab_size)
     while True:
@@ -110,7 +112,8 @@ def shape(
     Narrow: the `max_top_k` highest columns, in float64. Otherwise all columns, in the dtype of
     `logits`, and no ids. `max_top_k` is an upper bound of `top_k`; 0: no bound. `top_k` None:
     unused. top-k is first, because the k highest tokens do not depend on the temperature."""
-    ids, logits = None, as_float(logits)
+    ids = None
+    logits = as_float(logits)
     if is_narrow:
         ids = top_ids(logits, max_top_k)
         logits = logits.gather(1, ids).to(torch.float64)

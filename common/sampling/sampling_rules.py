@@ -62,7 +62,9 @@ LIMITS = tuple(rule for rule in SAMPLING_RULES if rule.name in NUMBERS[NUM_PENAL
 # Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
 NARROW, WIDE, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(5))
 BITS = {rule.name: 1 << i for i, rule in enumerate(SAMPLING_RULES, start=5)}
-DRAWN, TOP_K, NEXT_BIT = NARROW | WIDE, BITS["top_k"], 1 << 5 + len(SAMPLING_RULES)
+DRAWN = NARROW | WIDE
+TOP_K = BITS["top_k"]
+NEXT_BIT = 1 << 5 + len(SAMPLING_RULES)
 PENALTIES = sum(BITS[rule.name] for rule in SAMPLING_RULES if rule.is_penalty)
 MAX_NARROW = 256
 

@@ -29,15 +29,19 @@ class ScoredPrompts:
         runs: Sequence[Run],
         vocab_size: int,
     ) -> None:
-        self.at, self.tokens, self.tokens_here = at, tokens, tokens_here
-        self.runs, self.vocab_size = runs, vocab_size
+        self.at = at
+        self.tokens = tokens
+        self.tokens_here = tokens_here
+        self.runs = runs
+        self.vocab_size = vocab_size
         self._reads: list[Callable[[], np.ndarray]] = []
 
     @classmethod
     def of_many(cls, num_rows: int, vocab_size: int, device: torch.device) -> ScoredPrompts:
         """Return as many rows as are ever scored at a time, to measure their memory."""
         num_rows = min(num_rows, MAX_ROWS)
-        at, tokens = torch.arange(num_rows, device=device), np.zeros(num_rows, dtype=np.int64)
+        at = torch.arange(num_rows, device=device)
+        tokens = np.zeros(num_rows, dtype=np.int64)
         runs = [("", num_rows, min(20, vocab_size))]
         return cls(at, torch.zeros_like(at), tokens, runs, vocab_size)
 
@@ -54,10 +58,12 @@ class ScoredPrompts:
 
     def add_to(self, output: StepOutput) -> None:
         """Wait for the scores and add them to `output`."""
-        read, first = np.concatenate([read() for read in self._reads]), 0
+        read = np.concatenate([read() for read in self._reads])
+        first = 0
         for req_id, num_rows, num_top in self.runs:
             part = slice(first, first + num_rows)
-            tokens, first = self.tokens_here[part].tolist(), first + num_rows
+            tokens = self.tokens_here[part].tolist()
+            first = first + num_rows
             entries = entries_of(read[part], tokens, [num_top] * num_rows)
             output.prompt_logprobs[req_id] = [self._possible(entry) for entry in entries]
 

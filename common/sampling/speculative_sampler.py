@@ -46,11 +46,14 @@ class _Runs:
     def __init__(
         self, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray, upload: UploadBuffer
     ) -> None:
-        run, start = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens) - lens
-        column, width = np.arange(len(run)) - start[run], int(lens.max())
+        run = np.repeat(np.arange(len(lens)), lens)
+        start = np.cumsum(lens) - lens
+        column = np.arange(len(run)) - start[run]
+        width = int(lens.max())
         rows = first[run] + column
         drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
-        self.sampling, self.max_drafts = batch.select(rows), width - 1
+        self.sampling = batch.select(rows)
+        self.max_drafts = width - 1
         self.is_draft = column < lens[run] - 1
         self.at = upload.add(rows)  # rows in the batch
         self.cells = upload.add(run * width + column)  # in a grid [num_runs, max_drafts + 1]
@@ -78,7 +81,8 @@ class SpeculativeSampler(BatchSampler):
         reject: Callable[..., VerifiedTokens] = rejection_sample,
         match: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rejection_sampling_batched,
     ) -> None:
-        self.reject, self.match = reject, match
+        self.reject = reject
+        self.match = match
         self.sampler = sampler
         self.draft_probs = draft_probs
 
@@ -126,7 +130,8 @@ class SpeculativeSampler(BatchSampler):
         accept_u = upload.add(row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft])
 
         def rule(raw: torch.Tensor) -> VerifiedTokens:
-            target_probs, cu_num_logits = rows.probs(raw), part.cu_num_logits()
+            target_probs = rows.probs(raw)
+            cu_num_logits = part.cu_num_logits()
             verified = self.reject(
                 target_probs,
                 part.drafts(),
@@ -158,7 +163,9 @@ class ConstrainedDrafts:
     it proposes the right token."""
 
     def __init__(self, sampler: Sampler, columns: SamplingColumns, state: HasRows) -> None:
-        self.sampler, self.columns, self.state = sampler, columns, state
+        self.sampler = sampler
+        self.columns = columns
+        self.state = state
 
     def needs_probs(self, request: RunnerRequest) -> bool:
         return isinstance(request.params, DrawnSeedParams) and not request.params.is_greedy
@@ -176,14 +183,16 @@ class ConstrainedDrafts:
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raw, staged = self.sampler.raw_logits(logits), self._rounds[num_drafted]
+        raw = self.sampler.raw_logits(logits)
+        staged = self._rounds[num_drafted]
         if not isinstance(staged, StagedRows):
             return staged(raw).clamp(min=0), None
         probs = staged.probs(raw)
         return sample_from_probs(probs, staged.u()), probs
 
     def _stage(self, requests: Sequence[RunnerRequest], num_drafted: int) -> StagedRows | Draw:
-        columns, state = self.columns, self.state
+        columns = self.columns
+        state = self.state
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
         num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows] + num_drafted
         streams = np.where(columns.is_seed_drawn[rows], DRAFT_STREAM, TOKEN_STREAM)

@@ -38,15 +38,20 @@ class TokenCounts:
         counts in its output and drafts, int32 [R, vocab_size]. Ids beyond the vocabulary are left
         out. O(new tokens), and R rows are copied. The table changes only in that call, so a step
         that fails earlier leaves the table unchanged."""
-        columns, state, rows = batch.columns, batch.state, np.unique(batch.rows)
+        columns = batch.columns
+        state = batch.state
+        rows = np.unique(batch.rows)
         self._grow_table(int(rows.max(initial=0)) + 1, vocab_size, upload.device)
-        num_prompt, is_pending = state.num_prompt_tokens[rows], _last_ids(state, rows) < 0
-        num_tokens, num_writes = state.num_tokens[rows] - is_pending, columns.num_writes[rows]
+        num_prompt = state.num_prompt_tokens[rows]
+        is_pending = _last_ids(state, rows) < 0
+        num_tokens = state.num_tokens[rows] - is_pending
+        num_writes = columns.num_writes[rows]
         is_new = self._num_writes[rows] != num_writes
         is_new |= num_tokens < self._num_counted[rows]
         counted = np.where(is_new, 0, self._num_counted[rows])
         if batch.are_counted:
-            is_new, counted = np.zeros_like(is_new), num_tokens
+            is_new = np.zeros_like(is_new)
+            counted = num_tokens
 
         def flat(into: np.ndarray, rows: np.ndarray, start: np.ndarray, stop: np.ndarray):
             """Stage the indices of tokens `[start, stop)` of `rows` in rows `into` of a table."""
@@ -56,11 +61,13 @@ class TokenCounts:
             ids = state.token_ids[rows[index], positions].astype(np.int64)
             return upload.add(*flat_index(into[index], ids, vocab_size))
 
-        known, first_output = state.num_tokens[batch.rows], np.where(is_new, num_prompt, counted)
+        known = state.num_tokens[batch.rows]
+        first_output = np.where(is_new, num_prompt, counted)
         ends = state.num_prompt_tokens[batch.rows] + batch.num_outputs if batch.drafts else known
         last_ids = _last_ids(state, batch.rows)
         pending = np.flatnonzero(last_ids < 0)
-        new, lanes = upload.add(rows[is_new]), upload.add(batch.rows)
+        new = upload.add(rows[is_new])
+        lanes = upload.add(batch.rows)
         prompts = flat(rows, rows, counted, first_output)
         outputs = flat(rows, rows, first_output, num_tokens)
         drafts = flat(np.arange(len(batch.rows)), batch.rows, known, ends)
@@ -68,7 +75,8 @@ class TokenCounts:
         pending_ids = upload.add(last_ids[pending].astype(np.int64))
 
         def count() -> tuple[torch.Tensor, torch.Tensor]:
-            self._num_writes[rows], self._num_counted[rows] = num_writes, num_tokens
+            self._num_writes[rows] = num_writes
+            self._num_counted[rows] = num_tokens
             self._table.index_fill_(0, new(), 0)
             self._table.view(-1).index_fill_(0, prompts(), 1)
             _add(self._table, outputs())
@@ -86,7 +94,8 @@ class TokenCounts:
         is_other = self._table.shape[1] != vocab_size or self._table.device != device
         num_kept = 0 if is_other else len(self._table)
         if num_kept < num_rows:
-            capacity, table = max(num_rows, 2 * num_kept), self._table
+            capacity = max(num_rows, 2 * num_kept)
+            table = self._table
             known = self._num_writes[:num_kept], self._num_counted[:num_kept]
             self._num_writes, self._num_counted = np.zeros((2, capacity), dtype=np.int64)
             self._num_writes[:num_kept], self._num_counted[:num_kept] = known

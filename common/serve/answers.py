@@ -81,9 +81,11 @@ class ThoughtTokens:
             return 0
         end = self._num_bytes + 1 if thought.end is None else thought.end
         num = bisect_left(self._begins, end) - bisect_left(self._begins, thought.begin)
-        new, self._num = num - self._num, num
+        new = num - self._num
+        self._num = num
         if thought.end is not None:
-            self._is_over, self._begins = True, []
+            self._is_over = True
+            self._begins = []
         return new
 
 
@@ -121,7 +123,8 @@ class Answer:
             self.usage.prompt_tokens += len(delta.prompt_token_ids)
             self._prompt_ids[prompt] = delta.prompt_token_ids
             if self.reader is not None:  # a chat, which has one prompt
-                end, skips = self.prompt_end, self.params.skip_special_tokens
+                end = self.prompt_end
+                skips = self.params.skip_special_tokens
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
                 self._thoughts = [ThoughtTokens(self.tokenizer, skips) for _ in self._replies]
         if not self.only_echo:
@@ -135,7 +138,9 @@ class Answer:
 
     def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
         """Return the approximate size of the JSON for `delta`, in bytes."""
-        num, width, n = 0, 1 + (self.params.logprobs or 0), self.params.n
+        num = 0
+        width = 1 + (self.params.logprobs or 0)
+        n = self.params.n
         for completion in delta.completions.values():
             num += len(completion.text) + 8 * len(completion.token_ids)
             num += len(completion.logprobs or ()) * width * BYTES_OF_AN_ENTRY
@@ -163,7 +168,8 @@ class Answer:
         self.count(prompt, delta)
         role_chunks: list[dict[str, Any]] = []
         if self.kind == "chat" and delta.prompt_token_ids is not None:
-            role, about = {"role": "assistant", "content": ""}, self._of_the_prompt(0, delta)
+            role = {"role": "assistant", "content": ""}
+            about = self._of_the_prompt(0, delta)
             choices = [self._chat_choice(i, "delta", role, None) for i in range(self.params.n)]
             role_chunks = [self._chunk([choice]) | about for choice in choices]
         sends_empty_text = self.params.logprobs is not None or self.body.return_token_ids
@@ -198,12 +204,15 @@ class Answer:
     def _choice(
         self, prompt: int, completion: CompletionDelta, of: RequestDelta, key: str = "message"
     ) -> dict[str, Any]:
-        index, reason = prompt * self.params.n + completion.index, completion.finish_reason
+        index = prompt * self.params.n + completion.index
+        reason = completion.finish_reason
         if self.kind == "chat":
-            is_complete, text = key == "message", completion.text
+            is_complete = key == "message"
+            text = completion.text
             message: dict[str, Any] = {"content": text}
             if self._replies:
-                reply, is_last = self._replies[completion.index], reason is not None
+                reply = self._replies[completion.index]
+                is_last = reason is not None
                 message = reply.message(text) if is_complete else reply.delta(text, is_last)
                 reason = reply.finish_reason(reason)
                 new = self._thoughts[completion.index].num_new(reply.thought)

@@ -94,7 +94,8 @@ class Server:
     def __init__(
         self, llm: AsyncLLM, config: ServeConfig, gate: Gate, little: AsyncLLM | None = None
     ) -> None:
-        self.llm, self.config = llm, config
+        self.llm = llm
+        self.config = config
         self.defaults = sampling_defaults(llm.config)
         self.chat = ChatPrompts(
             llm.tokenizer,
@@ -108,20 +109,24 @@ class Server:
     # -- generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        model, params = self._model(body), body.params(self.defaults)
+        model = self._model(body)
+        params = body.params(self.defaults)
         params = await self.llm.without_texts(params)  # once for all prompts
         ids = await self._ids(body, params, client_of(request))
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        name, only_echo = _name_of(body, request), body.only_echo
+        name = _name_of(body, request)
+        only_echo = body.only_echo
         answer = Answer("completion", model, tokenizer, body, params, texts, only_echo, name)
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        model, params = self._model(body), body.params(self.defaults)
-        tools, has_grammar = body.tool_use(), params.grammar is not None
+        model = self._model(body)
+        params = body.params(self.defaults)
+        tools = body.tool_use()
+        has_grammar = params.grammar is not None
         shows = body.include_reasoning is not False
         reader = await asyncio.to_thread(self.chat.reader, tools, has_grammar, shows)
         if reader is not None and self.chat.hides_marks:
@@ -129,7 +134,8 @@ class Server:
         params = await self.llm.without_texts(params)
         text, ids = await self._chat_prompt(body, params, request)
         continued = body.messages[-1] if body.continue_final_message else None
-        name, tokenizer = _name_of(body, request), self.llm.tokenizer
+        name = _name_of(body, request)
+        tokenizer = self.llm.tokenizer
         answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
         answer.prompt_end = self.chat.prompt_end(text, continued)
         answer.ignored_fields = body.ignored_fields
@@ -140,9 +146,11 @@ class Server:
     async def _generate(
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
-        num_tokens, room = list(map(len, prompts)), self.llm.max_model_len
+        num_tokens = list(map(len, prompts))
+        room = self.llm.max_model_len
         answer.params = answer.body.within_entries(num_tokens, answer.params, room)
-        num, limit = len(prompts) * answer.params.n, self.llm.max_per_request
+        num = len(prompts) * answer.params.n
+        limit = self.llm.max_per_request
         if limit is not None and num > limit:
             name = "prompt" if answer.params.n == 1 else "n"
             raise bad(f"{name}: prompts x n must be <= {limit} (--max-waiting), got {num}", name)
@@ -208,7 +216,8 @@ class Server:
     async def _ids(
         self, body: CompletionBody, params: SamplingParams, client: str
     ) -> list[list[int]]:
-        adds, found = body.add_special_tokens is not False, list[list[int]]()
+        adds = body.add_special_tokens is not False
+        found = list[list[int]]()
         for prompt in body.prompts():
             await asyncio.sleep(0)  # each can take a millisecond, and there can be thousands
             if not isinstance(prompt, str):
@@ -268,7 +277,8 @@ class Server:
         body.check_extra()
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either prompt or messages")
-        text, adds = body.prompt, body.add_special_tokens is not False
+        text = body.prompt
+        adds = body.add_special_tokens is not False
         if text is None:
             text = await self._chat_text(body, request)
             adds = bool(body.add_special_tokens)
@@ -298,13 +308,15 @@ class Server:
 
     async def render_completion(self, body: CompletionBody, request: Request) -> Response:
         """Return the token ids of each prompt, for routers that match prefixes."""
-        model, params = self._model(body), body.params(self.defaults)
+        model = self._model(body)
+        params = body.params(self.defaults)
         all_ids = await self._ids(body, params, client_of(request))
         found = ({"model": model, "token_ids": ids} for ids in all_ids)
         return answered(found, 8 * sum(map(len, all_ids)))
 
     async def render_chat(self, body: ChatBody, request: Request) -> Response:
-        model, params = self._model(body), body.params(self.defaults)
+        model = self._model(body)
+        params = body.params(self.defaults)
         _, ids = await self._chat_prompt(body, params, request)
         return answered({"model": model, "token_ids": ids}, 8 * len(ids))
 
@@ -315,7 +327,8 @@ class Server:
         return next(model for model in (await self.models())["data"] if model["id"] == name)
 
     async def models(self) -> dict[str, Any]:
-        name, created = self.config.model_name, int(self.metrics.started_at)
+        name = self.config.model_name
+        created = int(self.metrics.started_at)
         names = {name: None} | dict.fromkeys(self.llm.adapters, name)
         data = [
             {
@@ -414,7 +427,8 @@ def make_app(
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
-    gate.posts, gate.metrics = post.keys(), server.metrics
+    gate.posts = post.keys()
+    gate.metrics = server.metrics
     get: dict[str, Any] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,

@@ -62,7 +62,8 @@ class Mailbox:
     async def take(self) -> RequestDelta:
         await self._is_full.wait()
         self._is_full.clear()
-        delta, self._delta = self._delta, None
+        delta = self._delta
+        self._delta = None
         assert delta is not None
         return delta
 
@@ -94,8 +95,10 @@ class AsyncLLM:
         self._engine_loop = EngineLoop(self._make_engine, self._deliver, max_waiting)
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
-        self.tokenizer, self.max_model_len = engine.tokenizer, engine.max_model_len
-        self.model_config, self.stats = engine.model_config, engine.stats()
+        self.tokenizer = engine.tokenizer
+        self.max_model_len = engine.max_model_len
+        self.model_config = engine.model_config
+        self.stats = engine.stats()
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
         self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
@@ -145,7 +148,8 @@ class AsyncLLM:
             is_finished = False
             while not is_finished:
                 delta = await mailbox.take()
-                delta.request_id, is_finished = request_id, delta.finished
+                delta.request_id = request_id
+                is_finished = delta.finished
                 if delta.completions or delta.error is None:
                     yield delta
                 if delta.error is not None:
@@ -263,7 +267,8 @@ class AsyncLLM:
         """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
         loop = self._bind()
         self._num_calls += 1
-        number, future = self._num_calls, loop.create_future()
+        number = self._num_calls
+        future = loop.create_future()
         self._calls[number] = future
         self._engine_loop.call(number, method, *arguments)
         try:

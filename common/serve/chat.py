@@ -34,8 +34,11 @@ class ChatPrompts:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        self._tokenizer, self._source, self._template = tokenizer, tokenizer.source, template
-        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
+        self._tokenizer = tokenizer
+        self._source = tokenizer.source
+        self._template = template
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
         self._forms = ContentForms(self._try)
 
     @cached_property
@@ -89,7 +92,8 @@ class ChatPrompts:
     @cached_property
     def _shown_tool(self) -> str:
         """A prompt with a tool, to see how the template shows it; "" if the template fails."""
-        tools, text = [{"type": "function", "function": _TRIED}], ""
+        tools = [{"type": "function", "function": _TRIED}]
+        text = ""
         with suppress(ApiError):
             text = self.text([{"role": "user", "content": "x"}], kwargs={"tools": tools})
         if _TRIED["name"] not in text:
@@ -104,7 +108,8 @@ class ChatPrompts:
         kwargs: dict[str, Any] | None = None,
     ) -> str:
         """Return the prompt for `messages`. Raises `ApiError`."""
-        continues, kwargs = bool(continue_final_message), kwargs or {}
+        continues = bool(continue_final_message)
+        kwargs = kwargs or {}
         adds = not continues if add_generation_prompt is None else add_generation_prompt
         if self._template is None and getattr(self._source, "chat_template", None) is None:
             raise bad(

@@ -40,7 +40,8 @@ class ContentForms:
 
     def content(self, message: Message, path: str) -> str | list[Message]:
         """Return a message's content in the form to give the template. Raises `ApiError`."""
-        role, given = message["role"], message.get("content")
+        role = message["role"]
+        given = message.get("content")
         role = role if role in ROLES else "user"
         if isinstance(given, list):
             return self._of_parts(role, [_part(part, path) for part in given])

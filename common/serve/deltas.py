@@ -30,7 +30,8 @@ class CompletionDelta:
         self.token_ids += later.token_ids
         if self.logprobs is not None:
             self.logprobs += later.logprobs or []
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
 
 
 @dataclass(slots=True)
@@ -57,7 +58,9 @@ class RequestDelta:
                 self.completions[index] = completion
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.num_cached_tokens = later.num_cached_tokens
-        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.finished = later.finished
+        self.metrics = later.metrics
+        self.error = later.error
 
 
 @dataclass(slots=True)
@@ -84,9 +87,11 @@ class DeltaSource:
         return RequestDelta(self.group.request_id, prompt_token_ids=self.group.prompt_token_ids)
 
     def take(self) -> RequestDelta:
-        group, scores = self.group, self.group.prompt_logprobs
+        group = self.group
+        scores = self.group.prompt_logprobs
         delta = RequestDelta(group.request_id, num_cached_tokens=group.num_cached_tokens)
-        delta.finished, delta.metrics = group.finished, group.metrics if group.finished else None
+        delta.finished = group.finished
+        delta.metrics = group.metrics if group.finished else None
         # One continuation computes the prompt's scores for all. The others, whose prompt is found
         # in the cache, can have output earlier.
         if scores is None or len(scores) == len(group.prompt_token_ids) or group.finished:
@@ -98,12 +103,14 @@ class DeltaSource:
         return delta
 
     def _take(self, i: int, sequence: OutputProcessor) -> CompletionDelta | None:
-        completion, start = sequence.completion, self._num_sent[i]
+        completion = sequence.completion
+        start = self._num_sent[i]
         is_over = completion.finish_reason is not None
         if self._is_closed[i] or (len(completion.token_ids) == start and not is_over):
             return None
         self._is_closed[i] = is_over
-        token_ids, logprobs = completion.token_ids[start:], completion.logprobs
+        token_ids = completion.token_ids[start:]
+        logprobs = completion.logprobs
         self._num_sent[i] += len(token_ids)
         return CompletionDelta(
             completion.index,

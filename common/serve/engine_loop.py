@@ -58,7 +58,9 @@ class EngineLoop:
         deliver: Callable[[EngineUpdate], None],
         max_waiting: int | None = None,
     ) -> None:
-        self._make_engine, self._deliver, self._max_waiting = make_engine, deliver, max_waiting
+        self._make_engine = make_engine
+        self._deliver = deliver
+        self._max_waiting = max_waiting
         self._inbox = SimpleQueue[tuple[Callable[..., None], tuple]]()
         self._new_requests: dict[str, tuple] = {}  # requests that are not added yet, in order
         self._sources: dict[str, DeltaSource] = {}
@@ -175,7 +177,8 @@ class EngineLoop:
                 raise
             return  # the next step returns the requests that were aborted
         self._step_s = time.monotonic() - begin
-        step_error, self._last_error = self._last_error, None
+        step_error = self._last_error
+        self._last_error = None
         for output in outputs:
             if (source := self._sources.get(output.request_id)) is not None:
                 self._deltas.append(self._take(source, step_error))
@@ -197,11 +200,13 @@ class EngineLoop:
         return delta
 
     def _send_update(self, is_last: bool = False) -> None:
-        deltas, answers = self._deltas, self._answers
+        deltas = self._deltas
+        answers = self._answers
         if not (deltas or answers or is_last or self._has_aborted):
             return
         self._has_aborted = False
-        self._deltas, self._answers = [], {}
+        self._deltas = []
+        self._answers = {}
         self._deliver(EngineUpdate(deltas, self._engine.stats(), answers, is_last))
 
     def _enqueue(self, request_id: str, *arguments: Any) -> None:
@@ -210,7 +215,8 @@ class EngineLoop:
     def _add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        engine, max_waiting = self._engine, self._max_waiting
+        engine = self._engine
+        max_waiting = self._max_waiting
         try:
             if self.death_reason is not None:
                 raise EngineStopped(self.death_reason, self._death_error)

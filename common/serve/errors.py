@@ -42,9 +42,13 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        message, param = message[:MAX_MESSAGE_CHARS], param and param[:MAX_MESSAGE_CHARS]
+        message = message[:MAX_MESSAGE_CHARS]
+        param = param and param[:MAX_MESSAGE_CHARS]
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     def content(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")

@@ -62,7 +62,8 @@ class Gate:
     id."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
-        self.app, self.config = app, config
+        self.app = app
+        self.config = config
         self.is_draining = False
         self.num_posts = 0  # without a complete answer
         self.posts: Collection[str] | None = None  # paths that take a body; None: all
@@ -81,7 +82,8 @@ class Gate:
         more = [(b"x-request-id", name.encode()), *cors]
         if _has_two_lengths(headers):
             more.append((b"connection", b"close"))
-        begin, status = time.monotonic(), 0
+        begin = time.monotonic()
+        status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -123,7 +125,8 @@ class Gate:
             return
         host, port = scope.get("client") or ("-", 0)
         shown = _shown(scope.get("raw_path", path.encode("utf-8", "replace"))[:MAX_ID])
-        name, ms = scope["state"]["request_id"], seconds * 1e3
+        name = scope["state"]["request_id"]
+        ms = seconds * 1e3
         logger.info("%s:%d %s %s %d in %.0f ms, %s", host, port, method, shown, status, ms, name)
 
     def _takes_body(self, path: str) -> bool:
@@ -150,7 +153,9 @@ class Gate:
     def _check(self, scope: Scope, headers: Headers) -> None:
         if _has_two_lengths(headers):
             raise bad("Content-Length and Transfer-Encoding must not both be given")
-        path, method, config = scope["path"].removeprefix(LITTLE), scope["method"], self.config
+        path = scope["path"].removeprefix(LITTLE)
+        method = scope["method"]
+        config = self.config
         draining = ApiError(503, "the server is being shut down and takes no new requests")
         if path == "/health":
             if self.is_draining:  # makes load balancers stop sending requests here
@@ -180,7 +185,8 @@ class Gate:
             raise ApiError(415, "Content-Type must be application/json")
 
     def _check_origin(self, headers: Headers) -> None:
-        server_host, host = self.config.host, headers.get("host", "")
+        server_host = self.config.host
+        host = headers.get("host", "")
         names = (*LOOPBACK, server_host, *map(str.lower, self.config.allowed_hosts))
         if self.config.is_local and _host_name(headers) not in names:
             raise ApiError(403, f"Host must be {server_host} or one of --allowed-host")

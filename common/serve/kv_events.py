@@ -68,7 +68,8 @@ class CacheChanges:
         adapter_names: Mapping[str, list[str]] | None = None,
         max_pending_changes: int = MAX_PENDING_CHANGES,
     ) -> None:
-        self._cache, listener = cache, listener_of(cache)
+        self._cache = cache
+        listener = listener_of(cache)
         self._max_pending_changes = max_pending_changes
         self._adapter_names = adapter_names or {}  # by digest
         tiers = listener if isinstance(listener, TieredCache) else None
@@ -189,7 +190,8 @@ class CacheChanges:
 
     def restart_stream(self) -> None:
         """Restart the stream with the next batch, for readers that missed a batch for good."""
-        self._must_restart, self._pending_events = True, []
+        self._must_restart = True
+        self._pending_events = []
 
     @property
     def has_news(self) -> bool:
@@ -198,23 +200,28 @@ class CacheChanges:
     def take(self) -> Iterator[list[Event]]:
         """Yield the events since the last call, in batches."""
         with self._lock:
-            events, self._pending_events, self._num_pending_changes = self._pending_events, [], 0
+            events = self._pending_events
+            self._pending_events = []
+            self._num_pending_changes = 0
             all_held = None
             if self._must_restart:
                 all_held = {name: (held, held.media) for name, held in self._held.items()}
-            self._must_restart, adapter_names = False, self._adapter_names
+            self._must_restart = False
+            adapter_names = self._adapter_names
             for name in self._removed:
                 if not self._held[name].media:
                     del self._held[name]
             self._removed.clear()
         if all_held is not None:
             events = self._snapshot_events(all_held, adapter_names)
-        batch, num_tokens = list[Event](), 0
+        batch = list[Event]()
+        num_tokens = 0
         for event in events:
             num_tokens += len(event.get("token_ids", ()))
             if len(batch) == MAX_EVENTS or (batch and num_tokens > MAX_TOKENS):
                 yield batch
-                batch, num_tokens = [], len(event.get("token_ids", ()))
+                batch = []
+                num_tokens = len(event.get("token_ids", ()))
             batch.append(event)
         if batch:
             yield batch

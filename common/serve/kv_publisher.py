@@ -58,7 +58,8 @@ class EventPublisher:
     ) -> None:
         import zmq
 
-        self._source, self._topic = source, topic.encode()
+        self._source = source
+        self._topic = topic.encode()
         self._kept = deque[tuple[int, bytes]](maxlen=buffer_steps)
         self._sequence = 0
         self._wake = threading.Event()
@@ -113,7 +114,8 @@ class EventPublisher:
         self._close_sockets()
 
     def _send(self, events: list[Event]) -> None:
-        sequence, batch = self._sequence, pack_batch(events, time.time())
+        sequence = self._sequence
+        batch = pack_batch(events, time.time())
         self._sequence += 1
         self._kept.append((sequence, batch))
         self._publish_socket.send_multipart([self._topic, sequence.to_bytes(8, "big"), batch])
@@ -122,7 +124,8 @@ class EventPublisher:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             logger.warning("ignoring a replay request that is not %r", "'' | 8 bytes")
             return
-        reader, first = frames[0], int.from_bytes(frames[2], "big")
+        reader = frames[0]
+        first = int.from_bytes(frames[2], "big")
         for sequence, batch in self._kept:
             if sequence >= first:
                 answer = [reader, b"", self._topic, sequence.to_bytes(8, "big"), batch]

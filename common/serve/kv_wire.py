@@ -23,7 +23,9 @@ import msgpack
 
 Event = dict[str, Any]
 CLEARED: Event = {"type": "AllBlocksCleared"}
-GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # media
+GPU = "GPU"  # media
+CPU = "CPU"
+STORAGE = "STORAGE"
 
 
 @dataclass(slots=True, eq=False)

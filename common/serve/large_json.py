@@ -132,7 +132,8 @@ def _parsed(kind: type[B], data: bytes) -> B:
 
 def _wrong_body(kind: type[BaseModel], error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    location, message = list(errors[0]["loc"]), errors[0]["msg"]
+    location = list(errors[0]["loc"])
+    message = errors[0]["msg"]
     field = str(location[0]) if location else None
     if field is not None and len(location) > 1 and _has_forms(kind, field):
         of_field = [one for one in errors if one["loc"][0] == field]
@@ -143,7 +144,8 @@ def _wrong_body(kind: type[BaseModel], error: ValidationError) -> ApiError:
         message = EXPECTED * best[0]["msg"].startswith(EXPECTED)
         message += " or ".join(dict.fromkeys(expected)) + form
         location = [field, *best[0]["loc"][2:]]
-    place, message = ".".join(map(str, location)), message.removeprefix("Value error, ")
+    place = ".".join(map(str, location))
+    message = message.removeprefix("Value error, ")
     return bad(f"{place}: {message}" if place else f"the body: {message}", field)
 
 

@@ -65,7 +65,8 @@ def watch_token(request: Request) -> str | None:
     `ApiError`."""
     token = request.headers.get(TOKEN_HEADER)
     if token is not None and len(token) not in TOKEN_LENGTHS:
-        low, high = TOKEN_LENGTHS[0], TOKEN_LENGTHS[-1]
+        low = TOKEN_LENGTHS[0]
+        high = TOKEN_LENGTHS[-1]
         raise bad(f"{TOKEN_HEADER} must have {low} to {high} characters, got {len(token)}")
     return token
 
@@ -77,10 +78,13 @@ class Viewer:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._size = 0
-        self.lags, self._is_full = True, asyncio.Event()
+        self.lags = True
+        self._is_full = asyncio.Event()
 
     def begin(self, text: str) -> None:
-        self._texts, self._size, self.lags = [text], 0, False
+        self._texts = [text]
+        self._size = 0
+        self.lags = False
         self._is_full.set()
 
     def put(self, text: str) -> None:
@@ -101,7 +105,9 @@ class Viewer:
         except asyncio.TimeoutError:
             return []
         self._is_full.clear()
-        texts, self._texts, self._size = self._texts, [], 0
+        texts = self._texts
+        self._texts = []
+        self._size = 0
         return texts
 
 
@@ -120,7 +126,9 @@ class LivePage:
     """The routes `/` and `/events`."""
 
     def __init__(self, llm: AsyncLLM, gate: Gate, little: AsyncLLM | None = None) -> None:
-        self.llm, self.gate, self.little = llm, gate, little
+        self.llm = llm
+        self.gate = gate
+        self.little = little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: FrameRecorder | None = None  # belongs to the engine's thread
@@ -177,7 +185,8 @@ class LivePage:
     async def _events(self, token: str | None) -> AsyncIterator[bytes]:
         """Yield the event stream of one viewer, which may read the texts of requests with this
         `token`; None: of all requests."""
-        viewer, loop = Viewer(), asyncio.get_running_loop()
+        viewer = Viewer()
+        loop = asyncio.get_running_loop()
         self._loop = loop
         self.viewers.add(viewer)
         again_at = loop.time()

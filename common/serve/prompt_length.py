@@ -30,7 +30,8 @@ class PromptTooLong(ValueError):
 
 def longest_token(tokenizer: Tokenizer) -> float:
     """Return the maximum number of bytes of a text that one token can cover; inf: no bound."""
-    backend, model = tokenizer.backend, tokenizer.backend.model
+    backend = tokenizer.backend
+    model = tokenizer.backend.model
     vocab = backend.get_vocab(with_added_tokens=True)
     normalizer, splitter = repr(backend.normalizer), repr(backend.pre_tokenizer)
     used = set(re.findall(r"(\w+)\(", normalizer.replace(SPACES, "")))

@@ -178,7 +178,8 @@ class DrainingServer(uvicorn.Server):
             backlog=FEW,
         )
         super().__init__(config)
-        self.gate, self.drain_seconds = gate, drain_seconds
+        self.gate = gate
+        self.drain_seconds = drain_seconds
         self.llms = [llm] if little is None else [llm, little]
         self.num_cut_short = 0
         self._draining: asyncio.Task | None = None

@@ -84,7 +84,9 @@ class ServerMetrics:
     engine's, observed when a request ends."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
-        self.llm, self.started_at, self.content_type = llm, time.time(), CONTENT_TYPE_LATEST
+        self.llm = llm
+        self.started_at = time.time()
+        self.content_type = CONTENT_TYPE_LATEST
         self._labels = (model_name, "0")
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
@@ -143,7 +145,9 @@ class ServerMetrics:
         if state is not None:
             state.is_counted = True
         reason = "abort"  # unless the request finishes
-        begin, is_first, num_prompt = time.monotonic(), True, 0
+        begin = time.monotonic()
+        is_first = True
+        num_prompt = 0
         num_generated = [0] * params.n
         try:
             async for delta in request:
@@ -178,11 +182,9 @@ class ServerMetrics:
     async def _note(self, delta: RequestDelta, max_num_generated: int) -> str:
         times = delta.metrics
         assert times is not None
-        begin, first, last = (
-            times.first_scheduled_time,
-            times.first_token_time,
-            times.last_token_time,
-        )
+        begin = times.first_scheduled_time
+        first = times.first_token_time
+        last = times.last_token_time
         if times.queue_time is not None:
             self._observe("request_queue_time_seconds", times.queue_time)
         if begin is not None and first is not None and last is not None:
@@ -202,7 +204,8 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics. Called by the registry."""
-        stats, config = self.llm.stats, self.llm.config
+        stats = self.llm.stats
+        config = self.llm.config
         usage = stats.kv_blocks_in_use / max(stats.kv_blocks_total, 1)
         counters = _COUNTERS | ({} if config.speculative is None else _SPECULATION)
         for name, (field, says) in (_GAUGES | counters).items():

@@ -135,7 +135,9 @@ class EventStream(Response):
         requests: Sequence[Deltas] = (),
     ) -> None:
         super().__init__()
-        self.events, self.heartbeat_s, self.requests = events, heartbeat_s, requests
+        self.events = events
+        self.heartbeat_s = heartbeat_s
+        self.requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]

@@ -24,7 +24,8 @@ class TextPlaces:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoed: str | None, skips: bool
     ) -> None:
-        self.tokenizer, self.echoed = tokenizer, echoed or ""
+        self.tokenizer = tokenizer
+        self.echoed = echoed or ""
         self._num_prompt_tokens_left = 0 if echoed is None else len(prompt_ids)  # prompt tokens
         self._num_characters = 0  # in the text so far
         self._prompt = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
@@ -38,7 +39,8 @@ class TextPlaces:
                 places.append(self._append(self._output, token_id))
                 continue
             self._num_prompt_tokens_left -= 1
-            here, shown = self._num_characters, self.tokenizer.token_bytes(token_id)
+            here = self._num_characters
+            shown = self.tokenizer.token_bytes(token_id)
             is_bos = token_id in self.tokenizer.special_ids and not here
             if not is_bos or self.echoed.startswith(shown.decode()):  # else the text omits it
                 here = self._append(self._prompt, token_id)
@@ -50,7 +52,8 @@ class TextPlaces:
     def _append(self, detokenizer: IncrementalDetokenizer, token_id: int) -> int:
         """Append a token and return its offset. If the token does not complete an incomplete
         character before it, it begins after the text that this character became."""
-        place, data = self._num_characters, self.tokenizer.token_bytes(token_id)
+        place = self._num_characters
+        data = self.tokenizer.token_bytes(token_id)
         detokenizer.append(token_id)
         new = detokenizer.take_delta()
         self._num_characters += len(new)

@@ -70,7 +70,8 @@ class ToolUse:
     def _array(self) -> dict[str, Any]:
         """Return the schema of an array of calls. A reference within a function's schema is
         relative to the root of that schema."""
-        all_schemas, calls = {}, []
+        all_schemas = {}
+        calls = []
         for i, (name, schema) in enumerate(self.schemas.items()):
             root = f"#/$defs/{i}"
             all_schemas[str(i)] = map_schemas(schema, partial(_rooted, root))
@@ -105,7 +106,8 @@ def schemas_of(tools: Any) -> dict[str, dict[str, Any]]:
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
             raise bad(f"tools[{i}] must be {{'type': 'function', 'function': {{...}}}}", "tools")
-        name, schema = function.get("name"), function.get("parameters") or _NO_PARAMETERS
+        name = function.get("name")
+        schema = function.get("parameters") or _NO_PARAMETERS
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in schemas:
             allowed = "letters, digits and _-.:/ only, and another one for each tool"
             raise bad(f"tools[{i}].function.name must be {allowed}, got {name!r:.200}", "tools")
@@ -168,18 +170,23 @@ class Reply:
     consume `_text` and return whether the next state can continue."""
 
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
-        self._tools, self._shows_reasoning = reader.tools, reader.shows_reasoning
+        self._tools = reader.tools
+        self._shows_reasoning = reader.shows_reasoning
         self.thought = ThoughtSpan()
         self._num_bytes = 0  # of all text that has arrived
-        self._text, self._is_last = "", False  # `_text`: arrived and not parsed yet
-        self._mark, self._is_after_mark = "", False  # the last mark, with the newlines before it
+        self._text = ""  # `_text`: arrived and not parsed yet
+        self._is_last = False
+        self._mark = ""  # the last mark, with the newlines before it
+        self._is_after_mark = False
         self._mark_begin = 0  # of the last mark, in bytes of the answer's text
         self._field = ""  # the field of the text before the last mark
         self._content_marks: dict[str, State] = {}  # with the state after each mark
         if self._tools.choice == "auto":
             self._content_marks[CALL] = self._head
         self._num_calls = 0
-        self._depth, self._is_in_string, self._num_scanned = 0, False, 0  # of an object in `_text`
+        self._depth = 0  # of an object in `_text`
+        self._is_in_string = False
+        self._num_scanned = 0
         if self._tools.choice in ("named", "required"):
             self._state = self._named if self._tools.name else self._head
         elif reader.has_reasoning:
@@ -191,7 +198,8 @@ class Reply:
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
         """Return the fields of a stream's delta for the new `text`."""
-        self._text, self._is_last = self._text + text, is_last
+        self._text = self._text + text
+        self._is_last = is_last
         self._num_bytes += len(text.encode())
         fields: dict[str, Any] = {}
         while self._state(fields):
@@ -224,9 +232,11 @@ class Reply:
         if can_have_mark and not has_mark and not self._is_last and THINK.startswith(text):
             return False
         if has_mark:
-            self._text, self._is_after_mark = text[len(THINK) :], True
+            self._text = text[len(THINK) :]
+            self._is_after_mark = True
         if has_mark or self._begins_in_thought:
-            self._state, self.thought.begin = self._reasoning, self._num_parsed_bytes()
+            self._state = self._reasoning
+            self.thought.begin = self._num_parsed_bytes()
         else:
             self._state = self._content
         return True
@@ -247,7 +257,8 @@ class Reply:
             self._text = self._text.lstrip(" \n\r\t,}][")
         if (head := _HEAD.match(self._text)) is not None:
             self._call(fields, "", head[1])
-            self._text, self._state = self._text[head.end() :], self._arguments
+            self._text = self._text[head.end() :]
+            self._state = self._arguments
             self._open_object(0)
             return True
         return self._tools.choice != "required" and self._other_head(fields)
@@ -268,7 +279,8 @@ class Reply:
             fields[self._field] = fields.get(self._field, "") + self._mark
         else:
             self._call(fields, **call)
-            self._text, self._state = self._text[self._num_scanned :], self._after_call
+            self._text = self._text[self._num_scanned :]
+            self._state = self._after_call
         return True
 
     def _named(self, fields: dict[str, Any]) -> bool:
@@ -299,12 +311,15 @@ class Reply:
         if is_part and text != END_CALL and not self._is_last:
             return False
         if text.startswith("{"):
-            self._text, self._mark, self._field = text, "", "content"
+            self._text = text
+            self._mark = ""
+            self._field = "content"
             self._state = self._head
             self._open_object(0)
             return True
         self._text = "" if is_part else text.removeprefix(END_CALL)
-        self._is_after_mark, self._state = True, self._content
+        self._is_after_mark = True
+        self._state = self._content
         return True
 
     # -- helpers of the states
@@ -326,8 +341,11 @@ class Reply:
         self._text = text[len(taken) :]
         if found:
             end = start + len(found)
-            self._mark, self._field, self._text = text[len(taken) : end], name, text[end:]
-            self._is_after_mark, self._state = True, marks[found]
+            self._mark = text[len(taken) : end]
+            self._field = name
+            self._text = text[end:]
+            self._is_after_mark = True
+            self._state = marks[found]
             self._mark_begin = self._num_parsed_bytes() - len(found)
             self._open_object(0)
         if taken:
@@ -354,14 +372,17 @@ class Reply:
 
     def _open_object(self, depth: int) -> None:
         """From now on, `_text` is within an object."""
-        self._depth, self._is_in_string, self._num_scanned = depth, False, 0
+        self._depth = depth
+        self._is_in_string = False
+        self._num_scanned = 0
 
     def _num_of_object(self) -> int:
         """Return the number of characters up to the end of the object, or of all that can be
         parsed. The object ends at the bracket that closes it, or at a mark outside its strings."""
         end = self._num_scanned
         for found in _SIGN.finditer(self._text, end):
-            end, sign = found.end(), found[0]
+            end = found.end()
+            sign = found[0]
             self._is_in_string ^= sign == '"'
             if self._is_in_string:
                 continue
@@ -385,7 +406,8 @@ def _whole_call(text: str) -> dict[str, str] | None:
     """Parse a call with other keys, or with its arguments in another form. None: not a call."""
     try:
         call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments") or call.get("parameters") or {}
+        name = call["name"]
+        arguments = call.get("arguments") or call.get("parameters") or {}
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):

@@ -276,7 +276,8 @@ class GenerateBody(RuleNumbers):
             raise bad("logit_bias must have token ids as keys", "logit_bias") from error
 
     def _grammar(self) -> Any:
-        form, given = self.response_format, self.structured_outputs
+        form = self.response_format
+        given = self.structured_outputs
         if form is None or form.type == "text":
             if given is None:
                 return None  # vLLM's clients also send the options that they do not use
@@ -351,7 +352,8 @@ class ChatBody(GenerateBody):
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def _grammar(self) -> Any:
-        tools, grammar = self.tool_use(), super()._grammar()
+        tools = self.tool_use()
+        grammar = super()._grammar()
         return grammar if tools.choice == "none" else tools.grammar()
 
     @property

@@ -112,7 +112,8 @@ def _read(
                 f"{path}: {name} must have rank <= max_lora_rank {max_rank}, got {rank}"
             )
     tensors = _read_tensors(path / WEIGHTS)
-    matrices, digest = {}, blake2b(digest_size=16)
+    matrices = {}
+    digest = blake2b(digest_size=16)
     for name, (rank, scale) in sorted(ranks_and_scales.items()):
         num_out, num_in = shapes[name]
         a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in), path, config)
@@ -120,7 +121,8 @@ def _read(
         digest.update(f"{name} {scale!r} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        a, scaled = a.to(dtype), (b.double() * scale).to(dtype)
+        a = a.to(dtype)
+        scaled = (b.double() * scale).to(dtype)
         if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
             raise ValueError(f"{path / WEIGHTS}: {name} must be finite in {dtype}")
         matrices[name] = LowRank(a, scaled)
@@ -157,7 +159,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> list[str]:
     """Return the names of the model's matrices that the adapter changes, by PEFT's rules."""
-    target_modules, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    target_modules = config.get("target_modules")
+    excluded = config.get("exclude_modules") or []
     layers = config.get("layers_to_transform")
     names = [target_modules] if isinstance(target_modules, str) else target_modules
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -222,7 +225,8 @@ def _by_pattern(
     config: dict[str, Any], names: Sequence[str], field: str, default: str, path: Path
 ) -> dict[str, Any]:
     """Return the value for each name. The first pattern that matches the end of a name decides."""
-    found, patterns = dict.fromkeys(names, config.get(default)), config.get(field) or {}
+    found = dict.fromkeys(names, config.get(default))
+    patterns = config.get(field) or {}
     around = r"(.*\.)?(", ")$"
     matched = matched_by(f"{path}: {field}", "match", [*patterns], names, around)
     for value, its_names in reversed([*zip(patterns.values(), matched, strict=True)]):

@@ -51,7 +51,8 @@ class AdapterNames(EnginePlugin):
     flight can use the adapter that is dropped next."""
 
     def __init__(self, loader: AdapterLoader, wait_for_steps: Callable[[], object]) -> None:
-        self._loader, self._wait_for_steps = loader, wait_for_steps
+        self._loader = loader
+        self._wait_for_steps = wait_for_steps
         self._digests: dict[str, str] = {}  # by name
         self._users: dict[str, set[str]] = {}  # by digest: unfinished requests
 

@@ -122,7 +122,9 @@ class MatrixPlace:
     """The adapters' addition to one matrix of the model. No effect in a step without adapters."""
 
     def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
-        self.adapted, self.index, self.lags = adapted, index, lags
+        self.adapted = adapted
+        self.index = index
+        self.lags = lags
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to `y` in place, the matrix's product [rows, out] with `x` [rows, in]."""
@@ -139,13 +141,16 @@ class AdapterSlots:
     name = AdaptedModel.name
 
     def __init__(self, model: DecoderModel, max_loras: int, max_lora_rank: int) -> None:
-        self.num_slots, self.max_lora_rank = 1 + max_loras, max_lora_rank
+        self.num_slots = 1 + max_loras
+        self.max_lora_rank = max_lora_rank
         parts = model.checkpoint_tensors()
-        self.dtype, self.shapes = model.embed_weight.dtype, matrix_shapes(parts)
+        self.dtype = model.embed_weight.dtype
+        self.shapes = matrix_shapes(parts)
         self.taken: dict[str, Adapter] = {}  # in the host's memory: this rank's part, by digest
         self.slot_of: dict[str, int] = {}  # by digest, the least recently used first
         self.additions: list[Addition] = []
-        adapted, last = AdaptedModel.of(model), model.config.num_hidden_layers - 1
+        adapted = AdaptedModel.of(model)
+        last = model.config.num_hidden_layers - 1
         here = [n for n, t in parts.items() if n.endswith(_FIRST) and t.target is not None]
         for name, layer in zip(here, model.layers, strict=True):
             self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
@@ -236,7 +241,8 @@ class Reading:
     """The `Loading` of one process: a thread reads the adapter."""
 
     def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
-        self._slots, self._thread = slots, WorkerThread("adapter", finishes=False)
+        self._slots = slots
+        self._thread = WorkerThread("adapter", finishes=False)
         self._adapter = self._thread.submit(slots.read, directory)
 
     def is_over(self) -> bool:
@@ -263,7 +269,8 @@ class Addition:
         num_slots: int,
         max_rank: int,
     ) -> None:
-        self.names, self.sizes = names, list(sizes)
+        self.names = names
+        self.sizes = list(sizes)
         # A is zero beyond the rank of a slot's adapter, because a graph reads all of A.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]

@@ -58,7 +58,8 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._kept: OrderedDict[str, GrammarJob] = OrderedDict()
         self._num_bytes = 0  # of the cached grammars
-        self._short, self._long = Jobs(), Jobs()
+        self._short = Jobs()
+        self._long = Jobs()
         making = Lock()
         for jobs in (self._short, self._long):
             arguments = jobs, vocabulary, making

@@ -50,10 +50,12 @@ class GrammarMasks(BroughtByFew):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()  # each row has a `Matched` or None
-        self._vocabulary, self._tokenizer = vocabulary, tokenizer_of(vocabulary)
+        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer_of(vocabulary)
 
     def admit(self, row: int, new: NewRequestData) -> None:
-        compiled, matched = new.features.get(self.name), None
+        compiled = new.features.get(self.name)
+        matched = None
         if compiled is not None:
             stop_token_ids = new.sampling_params.stop_token_ids
             matched = self.match(compiled, stop_token_ids, new.features["min_tokens"])
@@ -71,7 +73,8 @@ class GrammarMasks(BroughtByFew):
     def before_sampling(
         self, step: StepRows, upload: UploadBuffer
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        rows, num_rows = step.queries.rows, step.queries.num_logit_rows
+        rows = step.queries.rows
+        num_rows = step.queries.num_logit_rows
         first = np.cumsum(num_rows) - num_rows
         concerned = np.flatnonzero(self.has_one[rows] & (num_rows > 0))
         if not len(concerned):
@@ -128,7 +131,8 @@ class Matched:
         stop_token_ids: Sequence[int],
         min_tokens: int,
     ) -> None:
-        self.beginning, self.min_tokens = beginning, min_tokens
+        self.beginning = beginning
+        self.min_tokens = min_tokens
         self._eos = frozenset(vocabulary.eos_token_ids)
         self._ends = self._eos.union(i for i in stop_token_ids if i < len(vocabulary.token_bytes))
         ids = np.array([*self._ends])
@@ -181,7 +185,8 @@ class Matched:
         """Roll back the first `num_taken` draft tokens, those that were accepted."""
         tokens = drafts[:num_taken]
         if self._has_ended and tokens:
-            self._has_ended, tokens = False, tokens[:-1]
+            self._has_ended = False
+            tokens = tokens[:-1]
         self._matcher.rollback(len(tokens))
         if self._matcher.is_error():
             error = sentence_of(self._matcher.get_error())
@@ -231,7 +236,9 @@ class Matched:
 
 
 def make(context: PluginContext) -> GrammarMasks:
-    tokenizer, path, sizes = context.tokenizer, context.path, context[2:]
+    tokenizer = context.tokenizer
+    path = context.path
+    sizes = context[2:]
     tokenizer = tokenizer or (None if path is None else load_tokenizer(path))
     assert tokenizer is not None, "a grammar needs a tokenizer"
     return GrammarMasks(Vocabulary.of(tokenizer, *sizes))

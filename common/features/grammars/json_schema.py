@@ -185,13 +185,16 @@ def _names_in(part: Any) -> Iterator[str]:
 
 
 def _without_named_patterns(schema: dict[str, Any], patterns: _Patterns) -> dict[str, Any]:
-    left, properties = schema.get("patternProperties"), schema.get("properties", {})
+    left = schema.get("patternProperties")
+    properties = schema.get("properties", {})
     if not isinstance(left, dict) or not isinstance(properties, dict):
         return schema
-    properties, named = dict(properties), {p: patterns.all_matched(p) for p in left}
+    properties = dict(properties)
+    named = {p: patterns.all_matched(p) for p in left}
     for pattern, names in named.items():
         for name in sorted(names or ()):
-            inner, is_there = left[pattern], name in properties
+            inner = left[pattern]
+            is_there = name in properties
             properties[name] = {"allOf": [properties[name], inner]} if is_there else inner
     left = {pattern: inner for pattern, inner in left.items() if named[pattern] is None}
     return schema | {"properties": properties, "patternProperties": left}
@@ -201,7 +204,8 @@ class _Patterns:
     """Finds the names that patterns match, with the library, which has its own regex dialect."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        self._names, self._num_steps_left = names, MAX_SCHEMA_NODES
+        self._names = names
+        self._num_steps_left = MAX_SCHEMA_NODES
         self._longest = 2 + 6 * max(map(len, names), default=0)  # as JSON, each character as \u0061
 
     def all_matched(self, pattern: str) -> set[str] | None:
@@ -211,7 +215,8 @@ class _Patterns:
         beginning = Beginning(tokenizer_of_bytes(), f"{HEAD}start: %json {schema}").matcher
         if beginning.is_error():
             return set() if "Regex is empty" in beginning.get_error() else None
-        found, spelled = set[str](), [(beginning, b'"')]
+        found = set[str]()
+        spelled = [(beginning, b'"')]
         while spelled:
             before, text = spelled.pop()
             matcher = before.deep_copy()

@@ -71,7 +71,8 @@ def _lark_of(grammar: dict[str, Any]) -> str:
     if "choice" in grammar:
         # As one terminal, because each alternative of a rule is tried separately.
         return f"{HEAD}start: TEXTS\nTEXTS: " + " | ".join(map(_quoted, grammar["choice"]))
-    schema, max_whitespace = rewritten(grammar["json"]), grammar["max_whitespace"]
+    schema = rewritten(grammar["json"])
+    max_whitespace = grammar["max_whitespace"]
     if isinstance(schema, bool):
         raise ValueError(NOTHING_FITS)
     options: dict[str, Any] = {"whitespace_pattern": f"[ \\n\\t]{{0,{max_whitespace}}}"}
@@ -85,7 +86,8 @@ def _quoted(text: str) -> str:
 
 
 def _rules(text: str) -> Iterator[str]:
-    at, names = 0, {"root": "start"}
+    at = 0
+    names = {"root": "start"}
     bodies: dict[str, list[str | None]] = {}  # None stands for characters
     body: list[str | None] = []
     while at < len(text):
@@ -93,7 +95,8 @@ def _rules(text: str) -> Iterator[str]:
         if found is None:
             raise ValueError(f"cannot parse {text[at : at + 20]!r} at character {at} of a rule")
         at = found.end()
-        kind, part = found.lastgroup, found[found.lastgroup or 0]
+        kind = found.lastgroup
+        part = found[found.lastgroup or 0]
         if kind in ("defined", "name"):
             name = names.setdefault(part, f"r{len(names)}")
             if kind == "defined":
@@ -121,7 +124,8 @@ def _rules(text: str) -> Iterator[str]:
 def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
     """Return rules that need themselves in each of their alternatives. The library would accept the
     start of such a rule and then find that no text fits."""
-    ends, left = set[str](), [*bodies]
+    ends = set[str]()
+    left = [*bodies]
     for _ in range(30):  # a hostile order of rules can need more; the library checks those
         found = len(ends)
         for name in left:
@@ -135,20 +139,28 @@ def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
 
 def _can_end(body: list[str | None], ends: set[str]) -> bool:
     """Whether a text fits the rule with only rules in `ends`."""
-    outer, found, before, last = list[tuple[bool, bool]](), False, True, True
+    outer = list[tuple[bool, bool]]()
+    found = False
+    before = True
+    last = True
     for part in body:
         if part == "(":
             outer.append((found, before and last))
-            found, before, last = False, True, True
+            found = False
+            before = True
+            last = True
         elif part == ")" and outer:
             last = found or (before and last)
             found, before = outer.pop()
         elif part == "|":
-            found, before, last = found or (before and last), True, True
+            found = found or (before and last)
+            before = True
+            last = True
         elif part is not None and (part in "?*" or re.match(r"\{\s*0+\b", part)):
             last = True
         elif part is None or part[0] not in "+{":
-            before, last = before and last, part is None or part in ends
+            before = before and last
+            last = part is None or part in ends
     return found or (before and last) or bool(outer)  # the library reports unclosed brackets
 
 

@@ -23,7 +23,9 @@ class RequestGrammars(EnginePlugin):
     `ValueError` if the engine's tokenizer is another one."""
 
     def __init__(self, context: PluginContext, scheduler: BaseScheduler) -> None:
-        tokenizer, path, sizes = context.tokenizer, context.path, context[2:]
+        tokenizer = context.tokenizer
+        path = context.path
+        sizes = context[2:]
         assert tokenizer is not None, "a grammar needs a tokenizer"
         vocabulary = Vocabulary.of(tokenizer, *sizes)
         if path is not None:

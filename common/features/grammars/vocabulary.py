@@ -22,7 +22,8 @@ _NOTHING = b"\xff"  # no text has this byte
 # The library recurses into each rule or schema that a grammar contains, and overrunning a default
 # stack ends the process. The worst grammar found that `grammars.py` accepts takes 128 MiB. The
 # stack size of the next thread is a process-wide setting, so the lock is held until it has started.
-_STACK, _ONE_AT_A_TIME = 256 << 20, Lock()
+_STACK = 256 << 20
+_ONE_AT_A_TIME = Lock()
 RULES = "// rules of single characters\n"
 # Limits of the library's work for one text, in counts, so that all ranks give up at the same token.
 # Rules can be parsed in many ways at the same time, at quadratic cost or more: `s ::= s s | "a"`.

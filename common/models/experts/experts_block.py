@@ -63,15 +63,20 @@ class ExpertsBlock(nn.Module):
     ) -> None:
         super().__init__()
         assert config.experts is not None
-        self.experts, self.eps = config.experts, config.rms_norm_eps
-        empty, hidden = allocator(dtype, device), config.hidden_size
-        number, inner = self.experts.num_experts, self.experts.intermediate_size
+        self.experts = config.experts
+        self.eps = config.rms_norm_eps
+        empty = allocator(dtype, device)
+        hidden = config.hidden_size
+        number = self.experts.num_experts
+        inner = self.experts.intermediate_size
         self.activation = ACTIVATIONS[config.activation]
         self.mlp_norm_weight = empty(hidden)
         self.router = linear(empty, (number, hidden), False)
         # All experts' weights in one tensor, [num_experts, out, in]; the matrices are views.
-        gate_up, down = empty(number, 2 * inner, hidden), empty(number, hidden, inner)
-        self.gate_up, self.down = each(gate_up, Linear), each(down, into_stream)
+        gate_up = empty(number, 2 * inner, hidden)
+        down = empty(number, hidden, inner)
+        self.gate_up = each(gate_up, Linear)
+        self.down = each(down, into_stream)
         self.stacks = (gate_up, down) if gate_up.device.type != "cpu" else None
 
     def prepare(self, is_captured: bool) -> None:
@@ -133,7 +138,8 @@ class ExpertsBlock(nn.Module):
         found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
         found |= parts_of(names.block, ("gate",), [self.router.shape[0]], self.router)
         for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            prefix, sizes = f"{names.block}.experts.{i}", [gate_up.shape[0] // 2] * 2
+            prefix = f"{names.block}.experts.{i}"
+            sizes = [gate_up.shape[0] // 2] * 2
             found |= parts_of(prefix, (names.gate, names.up), sizes, gate_up)
             found |= parts_of(prefix, (names.down,), [down.shape[0]], down)
         return whole(found)

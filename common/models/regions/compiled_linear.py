@@ -29,10 +29,12 @@ class CompiledPacking:
         self.num_columns: int = library.num_columns()
         self._are_bfloat16 = library.are_bfloat16
         self._are_bfloat16.argtypes = c_void_p, c_int64, c_int
-        self._pack, self._multiply = {}, {}
+        self._pack = {}
+        self._multiply = {}
         for dtype, name in ((torch.float32, "float"), (torch.bfloat16, "bfloat16")):
             self._pack[dtype] = pack = library[f"pack_{name}"]
-            pack.argtypes, pack.restype = (c_void_p, c_void_p, c_int64, c_int64, c_int), None
+            pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int)
+            pack.restype = None
             self._multiply[dtype] = multiply = library[f"multiply_{name}"]
             multiply.argtypes = *[c_void_p] * 5, *[c_int64] * 3, c_int
             multiply.restype = None
@@ -81,7 +83,8 @@ class CompiledPacking:
         residual: int,  # its address, 0: none
         output: torch.Tensor,
     ) -> None:
-        x, (num_rows, out_features) = x.contiguous(), output.shape
+        x = x.contiguous()
+        (num_rows, out_features) = output.shape
         self._multiply[packed.dtype](
             x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(), residual,
             output.data_ptr(), num_rows, out_features, x.shape[1], torch.get_num_threads(),

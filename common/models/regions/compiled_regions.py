@@ -46,7 +46,8 @@ class CompiledRegions(FusedRegions):
         )  # fmt: skip
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x, output = x.contiguous(), torch.empty_like(x)
+        x = x.contiguous()
+        output = torch.empty_like(x)
         num_rows, size = x.shape
         arguments = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
         self._norm(*arguments, num_rows, size, torch.get_num_threads())
@@ -78,7 +79,8 @@ class CompiledRegions(FusedRegions):
         return query
 
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        num_tokens = gate_up.shape[0]
+        size = gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
         pointers = gate_up.data_ptr(), output.data_ptr()
         self._silu(*pointers, num_tokens, size, torch.get_num_threads())
@@ -86,7 +88,8 @@ class CompiledRegions(FusedRegions):
 
 
 def _function(function: Callable, *types: type) -> Callable[..., None]:
-    function.argtypes, function.restype = types, None
+    function.argtypes = types
+    function.restype = None
     return function
 
 

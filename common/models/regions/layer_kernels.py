@@ -256,7 +256,8 @@ def silu_and_multiply_launch(inner_size: int, dtype: torch.dtype) -> Launch:
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """The kernel for the function above."""
-    num_tokens, inner_size = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens = gate_up.shape[0]
+    inner_size = gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, inner_size)
     if num_tokens:
         grid = num_tokens, -(-inner_size // CHANNELS_AT_ONCE)

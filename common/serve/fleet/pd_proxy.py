@@ -70,7 +70,8 @@ def make_proxy(prefill: str, decode: str, prefill_seconds: float = 60.0) -> Star
             return None
 
     async def forward(request: Request) -> Response:
-        path, content = request.url.path, await request.body()
+        path = request.url.path
+        content = await request.body()
         headers = {n: v for n, v in request.headers.items() if n in HEADERS}
         if path in GENERATES:
             try:
