@@ -69,12 +69,12 @@ def launch(
     try:
         for rank in range(num_ranks):
             links.append(start_process(rank))
+        store = _make_store("127.0.0.1") if num_ranks > 1 else None
     except BaseException:
         for link in links:
             link.channel.close()  # and it ends
             link.lifeline.close()
         raise
-    store = _make_store("127.0.0.1") if num_ranks > 1 else None
     return StartedWorkers(
         links,
         ["127.0.0.1"] * num_ranks,

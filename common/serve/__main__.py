@@ -63,7 +63,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-events-replay", metavar="ADDRESS", help="and what they missed")
     parser.add_argument("--adapter-root", type=Path, metavar="DIR", help="adapters over HTTP")
     add_engine_flags(parser.add_argument_group("the engine"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.kv_events_replay is not None and args.kv_events is None:
+        parser.error("--kv-events-replay needs --kv-events")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
