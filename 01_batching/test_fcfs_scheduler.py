@@ -3,7 +3,6 @@ steps at random, and compares the two after every plan. Chapter 2 runs it over b
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -302,28 +301,24 @@ class HoldsBack(SchedulerPlugin):
 
 
 class Takes(FCFSScheduler):
-    """Has room for prompts of up to `room` tokens, and sets it aside when it says yes."""
-
-    room = 9
+    taken = ""
 
     def _allocate(self, request: Request) -> bool:
-        self.taken = [*getattr(self, "taken", []), request.request_id]
-        return request.num_prompt_tokens <= self.room
+        self.taken += request.request_id
+        return True
 
 
-def test_who_is_held_back_or_finds_no_room_waits_in_its_place():
+@pytest.mark.parametrize("budget", [2, 9])
+def test_who_is_held_back_or_finds_no_room_waits_in_its_place(budget):
     """And room is asked for last, since who says yes may have taken it."""
-    budget = Takes(plugins=[HoldsBack()], max_num_batched_tokens=2)
-    held, narrow = Takes(plugins=[plugin := HoldsBack()]), Takes()
-    narrow.room = 1
-    for scheduler, taken in ((budget, ["a"]), (held, ["a"]), (narrow, ["a", "held"])):
-        for request in (make("a", 1), make("held", 2), make("b", 1)):
-            scheduler.add_request(request)
-        assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
-        assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
-        assert scheduler.taken == taken
+    scheduler = Takes(plugins=[plugin := HoldsBack()], max_num_batched_tokens=budget)
+    for name, num_prompt in (("a", 1), ("held", 2), ("b", 1)):
+        scheduler.add_request(make(name, num_prompt))
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 1}
+    assert [request.request_id for request in scheduler.waiting] == ["held", "b"]
+    assert scheduler.taken == "a"
     plugin.held = ""
-    assert list(held.schedule().num_scheduled_tokens) == ["held", "b", "a"]
+    assert ("held" in scheduler.schedule().num_scheduled_tokens) == (budget == 9)
 
 
 def test_an_id_can_be_used_again_even_while_its_last_step_is_under_way():
@@ -353,21 +348,9 @@ def test_what_is_refused_is_named(value):
 @pytest.mark.parametrize(("max_tokens", "detail"), [(10, "max_model_len=6"), (1, None)])
 def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends(max_tokens, detail):
     scheduler = FCFSScheduler(max_num_batched_tokens=5, max_model_len=6)
-    refused(scheduler, make("long", 6, max_tokens), "max_model_len")
-    refused(FCFSScheduler(1, 4, 6), make("r", 5, max_tokens), "must fit in one step")
     scheduler.add_request(make("r", 5, max_tokens))
     (result,) = scheduler.update_from_output(scheduler.schedule(), StepOutput({"r": [7]}))
     assert (result.finish_reason, result.finish_detail) == ("length", detail)
-
-
-class Fails(SchedulerPlugin):
-    """When a plan is made, and its message is not sent yet."""
-
-    is_on = False
-
-    def on_plan(self, plan: SchedulerOutput) -> None:
-        if self.is_on:
-            raise MemoryError
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
@@ -386,22 +369,15 @@ def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
         assert (cached.new_token_ids, cached.num_computed_tokens) == ([tokens], [2])
 
 
-@pytest.mark.parametrize("lost_in", ["in a plugin", "on its way"])
-def test_what_a_lost_plan_said_is_said_again(lost_in):
+def test_what_a_lost_plan_said_is_said_again():
     """A request that has finished keeps its row in the runner if the plan that said so was lost."""
-    plugin, runner = Fails(), RunnerState()
-    scheduler = FCFSScheduler(max_num_seqs=1, plugins=[plugin])
+    scheduler, runner = FCFSScheduler(max_num_seqs=1), RunnerState()
     scheduler.add_request(make("ended", 3))
-    plan = scheduler.schedule()
-    runner.apply(plan)
-    scheduler.update_from_output(plan, StepOutput({"ended": [7]}))
+    runner.apply(scheduler.schedule())
     scheduler.abort_request("ended")
     for name in ("new", "waits"):
         scheduler.add_request(make(name, 3))
-    plugin.is_on = lost_in == "in a plugin"
-    with pytest.raises(MemoryError) if plugin.is_on else nullcontext():
-        scheduler.schedule()
-    plugin.is_on = False
+    scheduler.schedule()
     scheduler.clear()
     scheduler.check_invariants()
     assert list(scheduler.requests) == ["waits"]

@@ -108,13 +108,3 @@ def test_a_plan_that_does_not_end_at_the_last_known_token_is_an_error(count):
     plan = SchedulerOutput([new("a", [1, 2, 3], 2)], num_scheduled_tokens={"a": count})
     with pytest.raises(ValueError, match=r"'a': positions \[\d, \d\) are scheduled, .*\d tokens"):
         prepare(plan)
-
-
-def test_two_runners_of_one_plan_share_nothing():
-    """As two ranks are: what one appends later is not in the other's, nor in the plan."""
-    plan = SchedulerOutput([new("a", [1, 2, 3])], num_scheduled_tokens={"a": 3})
-    one, other = RunnerState(), RunnerState()
-    assert prepare(plan, one) == prepare(plan, other)
-    one.append(CachedRequestData(["a"], [[7]], [3], [1]))
-    assert other.requests["a"].output_token_ids == []
-    assert plan.scheduled_new_reqs[0].prompt_token_ids == [1, 2, 3]

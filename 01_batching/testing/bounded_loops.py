@@ -17,8 +17,7 @@ def as_long_as(
     condition: Callable[[], object], max_rounds: int = 5000, seconds: float | None = None
 ) -> Iterator[int]:
     """Yield 0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after
-    `max_rounds` rounds or, if the loop waits for another thread or process and rounds mean nothing,
-    after `seconds`."""
+    `max_rounds` rounds or, if the loop waits for another thread or process, after `seconds`."""
     num_rounds, start = 0, monotonic()
     while condition():
         if seconds is None:
