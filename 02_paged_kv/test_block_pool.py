@@ -137,8 +137,4 @@ def test_what_is_refused_is_named(name, blocks, match):
     pool.allocate(2)
     blocks = [pool.blocks[each] if isinstance(each, int) else each for each in blocks]
     refused(pool, match, getattr(pool, name), blocks)
-
-
-def test_a_pool_without_a_usable_block_is_an_error():
-    with pytest.raises(ValueError, match=r"num_blocks must be >= 2 .*, got 1"):
-        BlockPool(1)
+    refused(pool, r"num_blocks must be >= 2 .*, got 1", BlockPool, 1)

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 
-from kv_memory import ComputedBlocks, NotReady, SharingRunnerState
+from kv_memory import ComputedBlocks, NotReady
 from kv_slots import BLOCK_SIZES, check_long_run, make_request
 from kv_world import OPERATIONS, KVChaos, World
-from request import RequestStatus, SamplingParams
-from scheduler_interface import BlockTableUpdate, CachedRequestData, NewRequestData, SchedulerOutput
+from request import RequestStatus
 
 
 @pytest.mark.net
@@ -71,16 +70,3 @@ def test_a_block_that_is_reallocated_is_no_longer_trusted(make_cache):
     world.serve("b", [2] * 6).status = RequestStatus.FINISHED_ERROR
     world.free("b")
     assert world.cache.num_cached_blocks == 0
-
-
-def test_a_table_update_replaces_only_one_entry():
-    """Of one request and one group, in the plan that also grows the table."""
-    state, params = SharingRunnerState(4, 8, num_groups=2), SamplingParams()
-    tables = {"a": ([2, 3], [12, 13]), "b": ([4, 5], [14, 15])}
-    new = [NewRequestData(name, [1] * 5, params, block_ids=ids) for name, ids in tables.items()]
-    state.apply(SchedulerOutput(scheduled_new_reqs=new))
-    moves = [BlockTableUpdate("a", 1, 6), BlockTableUpdate("b", 0, 2, group=1)]
-    longer = CachedRequestData(["a"], [[7]], [5], [1], [([9], [19])])
-    state.apply(SchedulerOutput(scheduled_cached_reqs=longer, block_moves=moves))
-    found = {name: [state.block_ids(name, group=group) for group in (0, 1)] for name in tables}
-    assert found == {"a": [[2, 6, 9], [12, 13, 19]], "b": [[4, 5], [2, 15]]}

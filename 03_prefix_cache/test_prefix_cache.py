@@ -223,28 +223,12 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
     assert cache.stats == CacheStats(2, 40, 20) and cache.cache_hit_rate == 0.5
 
 
-class CountingList(list):
-    """Counts the tokens that are read out of it."""
-
-    num_read = 0
-
-    def __getitem__(self, index):
-        got = super().__getitem__(index)
-        CountingList.num_read += len(got) if isinstance(index, slice) else 1
-        return got
-
-    def __iter__(self):
-        CountingList.num_read += len(self)
-        return super().__iter__()
-
-
-def test_with_a_path_an_insertion_costs_only_the_new_blocks(make_cache):
-    """Not the prompt: a request of 2,000 tokens does not read them all again in every step."""
-    rig = Rig(make_cache, 600, 4)
-    tokens, cursor, new = CountingList(range(2000)), MatchCursor(), rig.pool.allocate(500)
+def test_with_a_path_an_insertion_reads_only_the_new_blocks(make_cache):
+    """A request of 2,000 tokens does not read them all again in every step: others are here."""
+    rig, cursor = Rig(make_cache, 600, 4), MatchCursor()
+    tokens, new = list(range(2000)), rig.pool.allocate(500)
     rig.cache.insert(tokens, new[:400], cursor=cursor)
     for index in range(400, 500):
-        CountingList.num_read = 0
+        tokens[: 4 * index] = [-1] * (4 * index)
         rig.cache.insert(tokens, new[index : index + 1], start=index, cursor=cursor)
-        assert CountingList.num_read <= 4 * 4, index
-    assert rig.cache.match_prefix(tokens).num_cached_tokens == 2000
+    assert rig.cache.match_prefix(range(2000)).num_cached_tokens == 2000

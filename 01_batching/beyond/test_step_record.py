@@ -25,8 +25,7 @@ def test_the_record_of_a_run_by_hand():
         ({"c": 2, "a": 1}, {"c": 0, "a": 2}, ["c"], {}),
         ({"a": 1, "c": 1}, {"a": 3, "c": 2}, [], {"a": "length", "c": "length"}),
     ]
-    tokens = [r.new_token_ids for r in records]
-    assert tokens == [{"a": [20], "b": [20]}, {"c": [20], "a": [30]}, {"a": [21], "c": [30]}]
+    assert records[1].new_token_ids == {"c": [20], "a": [30]}
     assert [(r.num_running, r.num_waiting) for r in records] == [(1, 1), (2, 0), (0, 0)]
     assert [r.step for r in records] == [0, 1, 2] and scheduler.num_steps == 3
     assert [r.kv_tokens_written for r in records] == [2 + 1, 2 + 3, 4 + 3]
@@ -43,9 +42,8 @@ def test_the_times_are_those_of_the_five_parts(qwen3, monkeypatch):
     engine.step()
     engine.step()  # an empty one
     names = ("start_time", "schedule_ms", "prepare_ms", "forward_ms", "sample_ms", "update_ms")
-    first, second = (record.start_time for record in records)
-    times = [[getattr(record, name) for name in names] for record in records]
-    assert times == [[first, *[1e3] * 5], [second, 1e3, 1e3, 0, 0, 1e3]]
+    times = [[getattr(record, name) for name in names[1:]] for record in records]
+    assert times == [[1e3] * 5, [1e3, 1e3, 0, 0, 1e3]]
     assert [r.step_ms for r in records] == [5e3, 3e3]
 
 

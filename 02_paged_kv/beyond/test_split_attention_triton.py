@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from test_paged_attention import (  # noqa: F401  of the contract
 )
 from test_window_attention import give_up_blocks
 
+F32 = torch.float32
 TILE = 16  # the smallest that a kernel can multiply
 BOTH = pytest.mark.parametrize("backend", [TritonAttentionBackend, SplitTritonAttentionBackend])
 
@@ -39,7 +41,7 @@ class Triton(Attention):
         self.backend, self.device = backend, device
 
     def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
-        options = {"dtype": torch.float32, "device": self.device} | options
+        options = {"dtype": F32, "device": self.device} | options
         return super().make_case(lengths, block_size, **options)
 
     def make_backend(self, case: Case) -> TritonAttentionBackend:
@@ -235,14 +237,15 @@ def test_what_the_kernels_cannot_do_is_refused(backend, device):
 
 
 def check_refusals(backend: TritonAttentionBackend, device: str) -> None:
-    with pytest.raises(ValueError, match="float64"):
-        make_case([(1, 4)], 4, torch.float64, device=device).plan(backend)
-    with pytest.raises(ValueError, match="head_dim 300"):
-        make_case([(1, 4)], 4, torch.float32, head_dim=300, device=device).plan(backend)
-    case = make_case([(1, 4)], 4, torch.float32, device=device)
-    case.key_cache = case.key_cache.transpose(0, 1)
-    with pytest.raises(ValueError, match="contiguous"):
-        case.attend(case.plan(backend))
+    case, wide = (make_case([(1, 4)], 4, F32, head_dim=n, device=device) for n in (8, 300))
+    turned = replace(case, key_cache=case.key_cache.transpose(0, 1))
+    for message, call in (
+        ("float64", lambda: replace(case, key_cache=case.key_cache.double()).plan(backend)),
+        ("head_dim 300", lambda: wide.plan(backend)),
+        ("contiguous", lambda: turned.attend(turned.plan(backend))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_what_is_missing_is_said_with_what_to_do(monkeypatch):

@@ -53,41 +53,14 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
     assert lengths == set(range(num_blocks + 1))
 
 
-def test_a_hit_that_is_cut_shorter_may_not_hold():
-    """Trap 71: the last token of a prompt is computed anyway, so no hit has its block. With it, all
-    would hold; without it, block 1 of the window group is wanted, and gone."""
-    memory = CachedGroupedMemory(BlockPool(31), SIZE, (None, 4), STEP)
-    chain, blocks = compute_hash_chain(range(8), SIZE), iter(memory.pool.blocks[1:])
-    for group, indices in enumerate([(0, 1, 2, 3), (0, 2, 3)]):
-        for index in indices:
-            memory.cache.publish(group, chain, index, next(blocks))
-    assert memory.cache.longest_hit(chain) == 4
-    probe = Request.from_tokens("a", list(range(8)), 1)
-    assert memory.get_computed_blocks(probe).num_tokens == 2
-
-
-def test_nothing_is_given_up_before_it_is_published():
-    """Trap 70: when a step is planned while another is in flight, its computed blocks are not
-    published yet."""
-    memory = CachedGroupedMemory(BlockPool(41), SIZE, (4,), 8)
-    request = Request.from_tokens("a", list(range(20)), 1)
-    for end in (6, 12, 18):
-        assert memory.allocate_slots(request, 6)
-        request.num_computed_tokens = end
-        memory.cache_blocks(request, end - 6)
-        memory.check_invariants([request])
-    for end in range(2, 13, 2):
-        probe = Request.from_tokens("b", [*range(end), 99], 1)
-        assert memory.get_computed_blocks(probe).num_tokens == end
-
-
 # -- in any order
 
 
 class GroupedChaos(Chaos):
     """Requests over a memory, and a runner for each group, which reads what its tokens see. They
     share one memory: a block that another group has taken holds other tokens. What can be allocated
-    is checked in `test_grouped_scheduling.py`."""
+    is checked in `test_grouped_scheduling.py`. Trap 70: what is computed, but not published, is not
+    given up. Trap 71: a hit without the last token's block is found as such, not cut shorter."""
 
     def __init__(self, windows: tuple[int | None, ...], rng: random.Random) -> None:
         super().__init__(self, rng.randint)
@@ -107,7 +80,7 @@ class GroupedChaos(Chaos):
     def submit(self) -> None:
         known = self.choose([*self.waiting, *self.running])
         head = (self.waiting | self.running)[known].all_token_ids if known else []
-        tokens = head[: self.pick(0, len(head))] + self.tokens(1, 7)
+        tokens = head[: self.pick(0, len(head))] + self.tokens(0, 7) or [0]
         params = SamplingParams(max_tokens=99, skip_reading_prefix_cache=self.pick(0, 9) == 0)
         if len(self.waiting) < 3:
             name = next(self.ids)

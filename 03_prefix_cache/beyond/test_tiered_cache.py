@@ -109,21 +109,18 @@ def test_a_file_serves_the_next_engine_of_the_model(make_cache, model, keys, num
         engine.cache.listener = tiers
         return engine
 
-    for config in (KVTierConfig(0, 50, tmp_path / "kv", "write_through"), KVTierConfig(0, 10)):
-        first = make_engine(MODEL)
+    for config in (KVTierConfig(0, 10), KVTierConfig(0, 50, tmp_path / "kv", "write_through")):
+        first, is_kept = make_engine(MODEL), config.disk_path is not None
         assert first.serve([3] * 10, SALT) == first.serve([4] * 16) == 0
-        path, is_kept = first.connector.disk.path, config.disk_path is not None
-        assert path.exists() and first.connector.stats.num_saved == (13 if is_kept else 5)
-        assert len(first.io.read) == first.connector.stats.num_saved
+        assert first.connector.disk.path.exists()
+        assert len(first.io.read) == first.connector.stats.num_saved == (13 if is_kept else 5)
         first.connector.close()
-        first.connector.close()
-        assert path.exists() == is_kept
-        if is_kept:
-            second = make_engine((("model", model), MODEL[1]))
-            assert second.serve([3] * 10, keys) == num_found * BLOCK_SIZE
-            assert second.connector.num_loaded_blocks() == {"host": 0, "disk": num_found}
-            assert second.connector.stats.num_saved == (0 if num_found else 5)
-            second.connector.close()
+        assert first.connector.disk.path.exists() == is_kept
+    second = make_engine((("model", model), MODEL[1]))
+    assert second.serve([3] * 10, keys) == num_found * BLOCK_SIZE
+    assert second.connector.num_loaded_blocks() == {"host": 0, "disk": num_found}
+    assert second.connector.stats.num_saved == (0 if num_found else 5)
+    second.connector.close()
 
 
 WRONG = [
