@@ -24,8 +24,7 @@ from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.llm import LLM, SamplingParams
 from common.requests.output_processor import CompletionOutput
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve import async_llm
-from common.serve.async_llm import COUNTED_BYTES, AsyncLLM, EngineError, PromptTooLong, QueueFull
+from common.serve.async_llm import AsyncLLM, EngineError
 from common.serve.conftest import SMALL, fail_next, is_idle
 from common.serve.deltas import DeltaSource, RequestDelta
 from common.serve.engine_loop import MAX_ADD_S, MAX_FAILURES, UNCOMPILED, EngineStopped
@@ -169,21 +168,6 @@ async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
         await llm.load_adapter("x", "nowhere")
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_counted(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """16 MB of text took a core a minute. More is counted where it is cut, or only counted."""
-    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, _: [len(text)])
-    monkeypatch.setattr(async_llm, "LONG_TEXT", 1 << 30)
-    most = int(llm._max_token_bytes) * (llm.max_model_len - 1)
-    cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=9)
-    for params, num_bytes in (FEW, most), (cut, COUNTED_BYTES):
-        for text in "x" * (num_bytes + 1), "é" * (num_bytes // 2 + 1):
-            with pytest.raises(PromptTooLong, match="or more, but this model takes at most 2047"):
-                await llm.prompt_ids(text, params)
-        assert await llm.prompt_ids("x" * num_bytes, params) == [num_bytes]
-
-
 async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if its caller waits no more."""
     goes_on, read = threading.Event(), adapter_slots.read_adapter
@@ -207,7 +191,7 @@ async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPa
 def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> None:
     """Deltas that the first loop did not deliver do not delay those of the second. At the end all
     are told."""
-    llm = AsyncLLM(**SMALL, max_waiting=1, max_num_seqs=1)
+    llm = AsyncLLM(**SMALL)
 
     async def first() -> None:
         await whole(llm, [5])
@@ -215,15 +199,12 @@ def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> 
             await asyncio.to_thread(asyncio.run, whole(llm, "x"))
 
     async def second() -> None:
-        assert (await asyncio.wait_for(whole(llm, [5]), 20)).finished
-        requests = [await begun(llm) for _ in range(2)]
-        with pytest.raises(QueueFull):
-            await begun(llm)
+        request = await asyncio.wait_for(begun(llm), 20)
         await asyncio.to_thread(llm.close)
-        for request in [*requests, llm.generate([5], FEW)]:
+        for one in request, llm.generate([5], FEW):
             with pytest.raises(EngineError, match="closed"):
                 while True:
-                    await anext(request)
+                    await anext(one)
 
     asyncio.run(first())
     llm._given.append(RequestDelta("of the first loop"))
@@ -305,6 +286,7 @@ ENDINGS: list[tuple[str, str, type[Exception]]] = [
 async def test_how_it_ended_is_said(
     llm: AsyncLLM, reason: str, detail: str, kind: type[Exception]
 ) -> None:
+    assert await is_clean(llm), "the next step has no outputs of an earlier one"
     await llm.call(end_next, reason, detail)
     with pytest.raises(kind, match=f"^{re.escape(detail)}$"):
         await whole(llm, [5], LONG)
