@@ -155,20 +155,7 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
     onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it
     films: dict[Onlooker, int] = {}
     happened: list[dict[str, Any]] = []
-    for act in [
-        "come",
-        "sleep",
-        "wake",
-        "come",
-        "core",
-        "sleep",
-        "come",
-        "wake",
-        "leave",
-        "books",
-        "leave",
-        "leave",
-    ]:
+    for act in ACTS.split():
         watch = watch_of(tight)
         if act == "come":
             before, thread = set(served), in_background(tight, EIGHT)
@@ -396,29 +383,6 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     until(one, "Watch.store.films[0]?.requests.length > 0")
     thread.join(60)
     wait_for(lambda: present(json.loads(one.evaluate(NOW))) == present(onlooker.state()))
-
-
-def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
-    tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A viewer of a finished run keeps it, and requests the next one."""
-    live = tight.app.state.server.live
-    page_text = live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
-    monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
-    page = open_tab()
-    notice, is_new = page.locator(".notice"), "Watch.numSteps() < 30"
-    write(page, PROMPTS[:1])
-    page.fill("[name=max_tokens]", "60")
-    run_all(page)
-    until(page, f"Watch.store.films[0].lines[0]?.at === 'start' && {is_new}")
-    page.evaluate("document.activeElement.blur()")
-    page.keyboard.press("Home")
-    run_all(page)
-    wait_for(lambda: notice.is_visible() and not live.viewers)
-    assert page.evaluate("Watch.store.step") == 0
-    page.click("button.live[aria-pressed=false]")
-    until(page, is_new)
-    expect(notice).to_be_hidden()
 
 
 def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
