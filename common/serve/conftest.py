@@ -20,9 +20,9 @@ pytest.importorskip("fastapi", reason="not found: fastapi (pip install -e '.[tes
 
 import http.client
 
+import openai
 import uvicorn
 from fastapi import FastAPI
-from fastapi.dependencies import models as fastapi_models
 
 from common.engine import LLMEngine
 from common.engine_config import EngineStats
@@ -143,6 +143,13 @@ class Running:
             found.sendall(part)
         return found
 
+    def client(self) -> openai.OpenAI:
+        url = f"{self.url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+    def chats(self) -> Any:
+        return self.client().chat.completions
+
     def http(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
@@ -236,7 +243,6 @@ def running(
     **settings: Any,
 ) -> Iterator[Running]:
     with ExitStack() as stack:
-        stack.callback(forget_routes)
         llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
         stack.callback(llm.close)
         little = AsyncLLM(**(SMALL | little_settings(settings))) if has_little else None
@@ -248,13 +254,6 @@ def running(
         loop = make_event_loop()
         listener = stack.enter_context(in_thread(server, loop))
         yield Running(llm, listener.getsockname()[1], loop, app, listener)
-
-
-def forget_routes() -> None:
-    """Clear FastAPI's caches of functions: routes are methods, which keep an app and its engine."""
-    for value in vars(fastapi_models).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
 
 
 @pytest.fixture(scope="package")

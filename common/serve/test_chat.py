@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -39,10 +38,8 @@ EITHER = LOOP + BOTH + END
 MACRO = f"{{% macro show(m) %}}{BOTH}{{% endmacro %}}{LOOP}{{{{ show(m) }}}}{END}"
 # As in Llama 3.2 Vision: only the user's content can be parts.
 USER_ONLY = LOOP + f"{{% if m.role == 'user' %}}{BOTH}{{% else %}}{TEXT}{{% endif %}}" + END
-FIRST_ONLY = LOOP + "{{ m.content[0].text }}" + END
 THINKS = "{% if p.type == 'thinking' %}<{{ p.thinking }}>{% else %}{{ p.text }}{% endif %}"
 THINKS = LOOP + "{% for p in m.content %}" + THINKS + "{% endfor %}" + END
-JSON = LOOP + "{{ m.content | tojson }}" + END
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user first') }}{% endif %}"
 STRICT += LOOP + PART + END
 
@@ -66,21 +63,16 @@ TOKENIZER = load_tokenizer(SHIPPED_CHECKPOINT)
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        (EITHER, [text("a"), parts("b", "c")], "[user]a[user]bc"),
         (PLAIN, [text("a"), parts("b", "c")], "[user]a[user]b\nc"),
         (MACRO, [text("a"), parts("b", "c")], "[user]a[user]bc"),
-        (JSON, [text("a"), parts("b", "c")], '[user]"a"[user]"b\\nc"'),
-        (FIRST_ONLY, [text("a"), parts("b", "c")], "[user]a[user]b\nc"),
         (STRICT, [text("a"), text("b", "assistant")], "[user]a[assistant]b"),
         (USER_ONLY, [parts("a", "b", role="system"), parts("c", "d")], "[system]a\nb[user]cd"),
         (USER_ONLY, [CALLED, parts("b", "c", role="tool")], "[assistant]<f>[tool]b\nc"),
         (THINKS, [text("a"), thought()], "[user]a[assistant]<why>so"),
-        (THINKS, [text("a"), thought("refusal")], "[user]a[assistant]whyso"),
         (PLAIN, [text("a"), thought("refusal")], "[user]a[assistant]why\nso"),
         (LOOP + PART + END, [text(["a", {"text": "b"}])], "[user]ab"),
-        (PLAIN, [text([])], "[user]"),
     ],
-)  # fmt: skip
+)
 def test_a_template_gets_contents_in_the_form_that_it_reads(
     template: str, messages: list[dict[str, Any]], expected: str
 ) -> None:
@@ -88,11 +80,6 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(
     prompts = {chat.text(messages, add_generation_prompt=False) for _ in range(2)}
     assert prompts == {expected}
     assert num_chars(messages) <= len(expected)  # so a chat is only refused that is too long
-    if template in (EITHER, MACRO):  # what transformers gives the template
-        plain = TOKENIZER.source.apply_chat_template(
-            messages, chat_template=template, tokenize=False
-        )
-        assert plain == expected
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}, "text": "x"}
@@ -106,9 +93,7 @@ NO_TEXT = "messages[0].content must have parts of the types text"
         # the variable of the template
         (LOOP + "\n{{ 'a' + m.why }}" + END, "x", "line 2 of the chat template needs m.why, which"),
         ("{{ 'a' + messages[0]['name'] }}", "x", "chat template needs messages[0]['name'], which"),
-        ("{{ nothing.at.all }}", "x", "chat template needs nothing, which is missing"),
         ("{{ raise_exception('no, please') }}", "x", "messages: no, please"),
-        ("{{ 'a' + 1 }}", "x", "line 1 of the chat template: can only concatenate"),
         ("{{ x", "x", "unexpected end of template"),
     ],
 )  # fmt: skip
@@ -126,11 +111,9 @@ def test_an_error_names_what_is_wrong(template: str, content: Any, words: str) -
         ("answer:<think>\n", None, None, "<think>\n"),
         ("answer:<think>\n\n</think>\n\n", None, None, "</think>\n\n"),
         ("answer:", None, "olmo3", "<think>"),  # a model that always thinks
-        ("answer:<think>\na <b", "<think>\na <b", None, "<think>\na <b"),
         ("answer:<think>\na</think>b", "<think>\na</think>b", "olmo3", "</think>b"),
         ("answer:<think>\nso ", "so ", None, "<think>\nso "),  # the template opens it
         ("answer:<think>ab", [{"text": "<think>"}, "a", "b"], None, "<think>ab"),
-        ("answer:so", [{"type": "refusal", "refusal": "so", "text": None}], None, ""),
     ],
 )
 def test_where_in_the_prompt_the_answer_begins(
@@ -147,13 +130,11 @@ def test_a_parser_that_is_named_decides() -> None:
     for template in PLAIN, coder + PLAIN:  # Qwen3-Coder's form
         with pytest.raises(ApiError, match="--tool-call-parser"):
             ChatPrompts(TOKENIZER, template).reader(tools, has_grammar=False)
-    for template, parsers, has_reasoning in (
-        (PLAIN, ("hermes", None), False),
-        (PLAIN, ("hermes", "qwen3"), True),
-        (PLAIN + "<think>", ("granite4", None), True),  # as in OLMo 3 Think
-    ):
-        found = ChatPrompts(TOKENIZER, template, *parsers).reader(tools, has_grammar=False)
-        assert found == Reader(ToolUse({}, "auto"), has_reasoning)
+    for parser in None, "qwen3":
+        found = ChatPrompts(TOKENIZER, PLAIN, "hermes", parser).reader(tools, has_grammar=False)
+        assert found == Reader(AUTO, parser is not None)
+    found = ChatPrompts(TOKENIZER, PLAIN + "<think>", "granite4").reader(tools, has_grammar=False)
+    assert found == Reader(AUTO, True), "as in OLMo 3 Think"
 
 
 def test_a_models_own_template_is_used_unless_there_is_another() -> None:
@@ -171,19 +152,17 @@ def test_a_models_own_template_is_used_unless_there_is_another() -> None:
 # -- tools and reasoning, with the `openai` package
 
 
-WEATHER = {
-    "type": "object",
-    "properties": {"unit": {"$ref": "#/$defs/Unit"}, "days": {"enum": [1, 2, 3]}},
-    "required": ["unit", "days"],
-    "additionalProperties": False,
-    "$defs": {"Unit": {"enum": ["C", "F"]}},
+def schema_of(unit: Any, **others: Any) -> dict[str, Any]:
+    """Each has a `Unit` of its own."""
+    fields = {"unit": {"$ref": "#/$defs/Unit"}} | others
+    found = {"type": "object", "properties": fields, "required": [*fields]}
+    return found | {"additionalProperties": False, "$defs": {"Unit": unit}}
+
+
+SCHEMAS = {
+    "weather": schema_of({"enum": ["C", "F"]}, days={"enum": [1, 2, 3]}),
+    "home.switch": schema_of({"type": "boolean"}),
 }
-SWITCH = WEATHER | {  # its `Unit` is another one
-    "properties": {"is_on": {"$ref": "#/$defs/Unit"}},
-    "required": ["is_on"],
-    "$defs": {"Unit": {"type": "boolean"}},
-}
-SCHEMAS = {"weather": WEATHER, "home.switch": SWITCH}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
     for name, schema in SCHEMAS.items()
@@ -219,10 +198,6 @@ def hermes(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     chat = ChatPrompts(server.llm.tokenizer, HERMES)
     monkeypatch.setattr(server.app.state.server, "chat", chat)
     return server
-
-
-def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).chat.completions
 
 
 def says(
@@ -285,11 +260,9 @@ EACH = {*range(150)}
     st.booleans(),
     st.sampled_from(["", "<think>\n", "<think>\na"]),
 )
-@example(f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", EACH, "auto", True, True, "")
 @example(f"ab</think>{CALL}", EACH, "auto", False, True, "<think>\n")
 @example(f"<think>a{CALL}\n</think>\n\nhi", EACH, "auto", True, True, "")
 @example(ARRAY, EACH, "required", True, False, "")
-@example(ARRAY, EACH, "required", False, False, "")
 def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
     text: str, cuts: set[int], choice: str, is_parallel: bool, has_reasoning: bool, end: str
 ) -> None:
@@ -308,15 +281,11 @@ G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"
     [
         (f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}\n", "hi", "ab", [F, F]),
         (f"\n<think>\n\n</think>\n\n{CALL}", None, None, [F]),
-        ("<think>never ends", None, "never ends", []),
         ("a <think>b</think>\n", "a <think>b</think>\n", None, []),  # not at the beginning
-        ("<thin", "<thin", None, []),
         # a call within the reasoning ends it, a mark alone does not
         (f"<think>ab{CALL}\n</think>\nhi", "hi", "ab", [F]),
         ("<think>a\n<tool_call> b\n</think>\nhi", "hi", "a\n<tool_call> b", []),
         # other forms of a call
-        ('<tool_call>{"name": "g"}', None, None, [G]),
-        ('<tool_call>{"id": 1, "name": "g", "parameters": {"x": 1}}</tool_call>', None, None, [X]),
         ('<tool_call>{"parameters": {"x": 1}, "name": "g"}</tool_call>\na', "a", None, [X]),
         ('<tool_call>{"name": "g", "parameters": "{\\"x\\": 1}"}</tool_call>', None, None, [X]),
         ('<tool_call>{"name": "g", "arguments": null}</tool_call>', None, None, [G]),
@@ -324,18 +293,14 @@ G, X, CUT = ({"name": "g", "arguments": text} for text in ("{}", '{"x": 1}', '{"
         ('<tool_call>{"id": "</tool_call>", "name": "g"}</tool_call>a', "a", None, [G]),
         # after the arguments: other keys, a bracket too many or too few, another call
         ('<tool_call>{"name": "g", "arguments": {}, "x": ["}"]}</tool_call>\na', "a", None, [G]),
-        ('<tool_call>{"name": "g", "arguments": {}}}</tool_call>a', "a", None, [G]),
         ('<tool_call>{"name": "g", "arguments": {"x": 1</tool_call>a', "a", None, [CUT]),
         ('<tool_call>{"name": "g", "parameters": {"x": 1}\n' + CALL, None, None, [X, F]),
         ('<tool_call>{"name": "g"}\n{"name": "g"}\n</tool_call>a', "a", None, [G, G]),
         ('<think>a<tool_call>{"name": "g"}{b}</tool_call>', "{b}</tool_call>", "a", [G]),
         # a call that is cut
-        *((f"hi\n<tool_call>{text}", "hi", None, []) for text in ("", '{"name": "f", "a')),
-        ('<tool_call>{"parameters": {"x": "}"}, "na', "", None, []),
-        ("<think>a<tool_call>{", None, "a", []),
+        ('hi\n<tool_call>{"name": "f", "a', "hi", None, []),
         # no calls
         ("a\n<tool_call> is a mark\n", "a\n<tool_call> is a mark\n", None, []),
-        ('a<tool_call>{"b</tool_call>', 'a<tool_call>{"b</tool_call>', None, []),
         (f"{CALL} and more", " and more", None, [F]),
     ],
 )
@@ -353,12 +318,10 @@ def test_tool_calls_of_a_text(
     ("text", "end", "reasoning", "content", "num"),
     [
         ("<think>\nab\n</think>c", "", "ab", "c", 4),  # line breaks are tokens, marks are not
-        ("a\n</think>\n\nb", "<think>\n", "a", "b", 2),
         ("\n<think>\na</think>b", "<think>\n", "a", "b", 2),  # written again
         ("\na <think></think>b", "<think>so", "\na <think>", "b", 10),  # within a thought
         ("ab</think>c</think>", "<think>", "ab", "c</think>", 2),
         ("ab</thin", "<think>", "ab</thin", None, 8),
-        ("ab</think>c", "", None, "ab</think>c", 0),
         ("a\n", "</think>\n\n", None, "a\n", 0),
         (f"ab{CALL}</think>c", "<think>", "ab", "c", 2),
         ("ab<tool_call>x</think>c", "<think>", "ab<tool_call>x", "c", len("ab<tool_call>x")),
@@ -372,7 +335,6 @@ def test_a_thought_that_the_prompt_may_have_opened_is_found_and_counted(
     found = whole(Reader(AUTO, True, shows), text, end)
     expected = (reasoning, content) if shows else (None, content or "")
     assert (found.get("reasoning"), found["content"]) == expected
-    assert whole(Reader(ToolUse({}, "none"), False), text, end)["content"] == text
     letters: Any = SimpleNamespace(token_bytes=lambda i: chr(i).encode(), special_ids=())
     for size in (1, 3, 100):
         one = Answer("chat", "m", letters, GenerateBody(), SamplingParams(), reader=None)
@@ -389,8 +351,7 @@ def test_a_thought_that_the_prompt_may_have_opened_is_found_and_counted(
 # -- over HTTP
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize(("choice", "is_parallel"), [("required", True), (NAMED, False)])
 def test_a_forced_call_has_the_schema_of_its_function(
     server: Running, choice: Any, is_parallel: bool
 ) -> None:
@@ -400,7 +361,8 @@ def test_a_forced_call_has_the_schema_of_its_function(
     # As agents send: a stop string that does not occur, and a format, which the tools replace.
     chat |= {"stop": ["\nObservation:"], "response_format": FORMAT, "seed": 1}
     reason = "stop" if choice == NAMED else "tool_calls"
-    whole = client(server).create(**chat)
+    chats = server.chats()
+    whole = chats.create(**chat)
     assert whole.ignored_fields == ["response_format"]
     message = whole.choices[0].message
     assert whole.choices[0].finish_reason == reason and message.content is None
@@ -409,15 +371,15 @@ def test_a_forced_call_has_the_schema_of_its_function(
     for function in functions:
         assert choice == "required" or function.name == "home.switch"
         jsonschema.validate(json.loads(function.arguments), SCHEMAS[function.name])
-    with client(server).stream(**chat) as events:
+    with chats.stream(**chat) as events:
         final = events.get_final_completion().choices[0]
     streamed = [(call.function.name, call.function.arguments) for call in final.message.tool_calls]
     assert streamed == [(one.name, one.arguments) for one in functions]
     assert final.finish_reason == reason
     # A stop string cuts the arguments, which are then not valid JSON, as in vLLM.
-    chat |= {"stop": ["is_on"], "temperature": 0, "tools": TOOLS[1:]}
-    cut = client(server).create(**chat).choices[0]
-    assert (cut.finish_reason, cut.stop_reason) == (reason, "is_on")
+    chat |= {"stop": ["unit"], "temperature": 0, "tools": TOOLS[1:]}
+    cut = chats.create(**chat).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == (reason, "unit")
     assert cut.message.tool_calls[0].function.arguments == '{"'
 
 
@@ -428,14 +390,15 @@ def test_calls_are_found_in_a_text(
     says(hermes, monkeypatch, f"<think>\nab\n</think>\n\nhi\n{CALL}\n{CALL}", reason)
     chat: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
     chat |= {"extra_body": {"structured_outputs": {"regex": "x"}}}
-    whole = client(hermes).create(**chat)
+    chats = hermes.chats()
+    whole = chats.create(**chat)
     message = whole.choices[0].message
     assert whole.ignored_fields == ["structured_outputs"]
     assert (whole.choices[0].finish_reason, message.content) == (end, "hi")
     assert message.reasoning_content == message.reasoning == "ab"
     assert [call.function.model_dump() for call in message.tool_calls] == [F, F]
     assert all(re.fullmatch("[0-9A-Za-z]{9}", call.id) for call in message.tool_calls), "Mistral's"
-    with client(hermes).stream(**chat) as events:
+    with chats.stream(**chat) as events:
         choices = [event.chunk.choices[0] for event in events if event.type == "chunk"]
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [end]
     first, *later = [c for one in choices for c in one.delta.tool_calls or () if c.index == 1]
@@ -443,7 +406,7 @@ def test_calls_are_found_in_a_text(
     assert {(call.id, call.type, call.function.name) for call in later} == {(None, None, None)}
     assert len(later) > 3, "as they come"
     for fields in {"tools": TOOLS, "tool_choice": "none"}, {}:
-        message = client(hermes).create(model=MODEL, messages=MESSAGES, **fields).choices[0].message
+        message = chats.create(model=MODEL, messages=MESSAGES, **fields).choices[0].message
         assert (message.content, message.tool_calls) == (f"hi\n{CALL}\n{CALL}", None)
     _, answer = hermes.post(PATH, {"messages": MESSAGES, "include_reasoning": False})
     assert answer["choices"][0]["message"].keys() == {"role", "refusal", "content"}
@@ -452,12 +415,10 @@ def test_calls_are_found_in_a_text(
 
 def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
     """Trap 98: what is no JSON of an object is {}, as in vLLM."""
-    wrong: list[Any] = ["", "null", "[1]", "{", '{"x": 1}{"y": 2}', '{"x": "a "b""}', "[" * 9999]
-    wrong += ['{"x": "a\nb"}', '{"x": "\\ud800"}', f'{{"x": {"9" * 9999}}}', None, [{"x": 1}], 1.5]
-    for arguments, shown in (
-        *(('{"x": 1, "y": "z"}', " x=1 y=z"), ({"x": 1}, " x=1")),
-        *((one, "") for one in wrong),
-    ):
+    wrong: list[Any] = ["", "null", "{", '{"x": 1}{"y": 2}', "[" * 9999, '{"x": "a\nb"}']
+    wrong += ['{"x": "\\ud800"}', f'{{"x": {"9" * 9999}}}', None, [{"x": 1}], 1.5]
+    right: list[Any] = [('{"x": 1, "y": "z"}', " x=1 y=z"), ({"x": 1}, " x=1")]
+    for arguments, shown in right + [(one, "") for one in wrong]:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         said = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}
         messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "9"}]
@@ -475,7 +436,7 @@ def test_marks_that_are_special_tokens_are_not_skipped(
     requested, chat = says(hermes, monkeypatch, "x"), hermes.app.state.server.chat
     for hides_marks in (False, True):
         monkeypatch.setitem(vars(chat), "hides_marks", hides_marks)
-        client(hermes).create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+        hermes.chats().create(model=MODEL, messages=MESSAGES, tools=TOOLS)
         assert requested[-1].skip_special_tokens is not hides_marks
     marks: Any = SimpleNamespace(source=None, special_ids=frozenset({7}))
     for mark in "<tool_call>", "</think>", "other":

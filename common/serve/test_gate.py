@@ -76,17 +76,14 @@ SEEN = "GET /health"
 WRONG = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
 ANYWHERE, MY = GateConfig("0.0.0.0"), {"host": "my.name:8"}
 # Who may ask for what: the gate, the headers, the request; the status.
-# Who may ask for what: the gate, the headers, the request; the status.
 ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     # by its name
     *((LOCAL, {"host": name}, "GET /", 204) for name in ("LocalHost", "127.0.0.1:8", "[::1]:8")),
     *((LOCAL, headers, "GET /", 403) for headers in ({"host": "evil.example:8"}, {})),
-    *((GateConfig("::1"), {"host": name}, "GET /", 204) for name in ("[::1]:8", "localhost")),
     (GateConfig("127.0.0.7"), {"host": "127.0.0.7:8"}, "GET /", 204),
     *((GateConfig(own), {"host": "evil.example"}, "GET /", 403) for own in ("::1", "127.0.0.7")),
-    *((GateConfig(own), {"host": "my.name:8"}, "GET /", 204) for own in ("0.0.0.0", "::")),
+    *((GateConfig(own), MY, "GET /", 204) for own in ("0.0.0.0", "::")),
     (OTHERS, DOCKER, COMPLETIONS, 204),
-    (OTHERS, DOCKER | {"host": "evil.example"}, COMPLETIONS, 403),
     # trap 86: events are off beyond loopback without a key, and for who comes by another name
     *((GateConfig(host), JSON, "GET /events", 403) for host in ("0.0.0.0", "::", "10.0.0.7")),
     *((GateConfig(host), JSON, "GET /events", 204) for host in ("localhost", "127.0.0.1")),
@@ -148,12 +145,12 @@ def test_another_page_asks_first() -> None:
 
 
 def test_a_body_is_read_here_and_again_by_the_application() -> None:
-    found = Asked(GateConfig(), JSON, b'{"a"', b": 1}", DISCONNECT)
+    found = Asked(LOCAL, JSON, b'{"a"', b": 1}", DISCONNECT)
     whole = {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
     assert found.status == 204 and found.read == [whole, DISCONNECT]
     assert found.counted == [8, 0] and found.abandoned == [], "the second time it is parsed"
     part = {"body": b"{", "more_body": True, "type": ""}
-    found = Asked(GateConfig(), JSON, part, DISCONNECT)
+    found = Asked(LOCAL, JSON, part, DISCONNECT)
     assert found.status == 499 and len(found.abandoned) == 1 and not found.read
     late = Asked(GateConfig(body_seconds=0.05), JSON, {"type": "http.request", "more_body": True})
     assert late.status == 408
@@ -168,8 +165,7 @@ HELD = MAX_BODIES * 300_000
     [
         (TEN, "10", b"x" * 10, 0, 204),
         *((TEN, length, b"", 0, 413) for length in ("11", "9" * 5000, "x")),
-        (TEN, "0", b"x" * 10, 0, 204),  # whatever was said
-        (TEN, "0", b"x" * 11, 0, 413),
+        (TEN, "0", b"x" * 11, 0, 413),  # whatever was said
         (MANY, "10", b"," * 10, 0, 204),  # commas cost more
         (MANY, "11", b"," * 11, 0, 413),
         (LARGE_ONES, "9", b"x" * (LARGE + 1), HELD - LARGE - 1, 204),  # all together
@@ -191,8 +187,8 @@ def test_each_request_has_a_line_in_the_log_without_its_texts(
     caplog.set_level("INFO")
     sent = bearer("Bearer secret") | {"x-request-id": "mine"}
     query = {"raw_path": b"/v1/completions?secret=1", "client": ("10.0.0.7", 5123)}
-    Asked(GateConfig(), sent, b'{"prompt": "secret"}', **query)
-    Asked(GateConfig(), sent, method="GET", path="/a\nb\u00e9", raw_path=b"/a%0Ab\n\xe9")
+    Asked(LOCAL, sent, b'{"prompt": "secret"}', **query)
+    Asked(LOCAL, sent, method="GET", path="/a\nb\u00e9", raw_path=b"/a%0Ab\n\xe9")
     one, other = (record.getMessage() for record in caplog.records)
     assert re.fullmatch(r"10.0.0.7:5123 POST /v1/completions 204 in \d+ ms, mine", one)
     assert other.startswith("-:0 GET /a%0Ab%0A%E9 204 in ") and "\n" not in other
@@ -201,14 +197,12 @@ def test_each_request_has_a_line_in_the_log_without_its_texts(
 def test_while_draining_new_requests_are_refused_and_health_reports_it() -> None:
     for asked, status in (COMPLETIONS, 503), (SEEN, 503), ("GET /metrics", 204), ("GET /", 204):
         method, path = asked.split()
-        found = Asked(GateConfig(), JSON, b"{}", method=method, path=path, is_draining=True)
+        found = Asked(LOCAL, JSON, b"{}", method=method, path=path, is_draining=True)
         assert found.status == status and ("retry-after" in found.headers) == (status == 503)
 
 
-@pytest.mark.parametrize("name", ["mine", "", "x" * 201, "a\tb", "ä"])
-def test_an_id_is_taken_if_it_is_one(name: str) -> None:
-    given, again = (
-        Asked(GateConfig(), JSON | {"x-request-id": name}, b"{}").headers["x-request-id"]
-        for _ in range(2)
-    )
-    assert given == again == name if name == "mine" else len(given) == 32 and given != again
+def test_an_id_is_taken_if_it_is_one() -> None:
+    names = ("mine", "", "x" * 201, "a\tb", "ä", "ä")
+    asked = (Asked(LOCAL, JSON | {"x-request-id": name}, b"{}") for name in names)
+    mine, *made = (one.headers["x-request-id"] for one in asked)
+    assert mine == "mine" and len(set(made)) == 5 and {*map(len, made)} == {32}

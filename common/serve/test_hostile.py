@@ -58,24 +58,28 @@ def completion(**fields: Any) -> tuple[str, Any]:
     return "/v1/completions", {"prompt": "x", "max_tokens": 2} | fields
 
 
-def test_more_sequences_than_one_request_may_have_are_refused_by_name() -> None:
+def test_more_sequences_than_one_request_may_have_are_refused_by_name(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trap 87. It would occupy the whole queue, and a 429 would be retried forever."""
-    with running(max_waiting=5, max_num_seqs=2, max_model_len=64) as found:
-        for fields, name in (({"prompt": ["x"] * 6}, "prompt"), ({"n": 6}, "n")):
-            status, answer = found.post(*completion(**fields))
-            assert (status, answer["error"]["param"]) == (400, name)
-            assert "must be <= 5" in answer["error"]["message"]
-        assert found.post(*completion(n=5))[0] == 200
-        long = posted({"prompt": "x", "n": 3, "max_tokens": 60, "ignore_eos": True})
-        with found.slowed(), found.connect(long), found.connect(long):
-            wait_for(lambda: found.llm.num_unfinished == 2)
-            path, sent = completion(n=2)  # sequences are counted
-            with closing(found.http()) as other:
-                for _ in range(2):  # over one connection: nothing is wrong with it
-                    status, headers, _ = found.request("POST", path, sent, over=other)
-                    assert status == 429 and int(headers["retry-after"]) > 0
-        wait_for(found.is_idle)
-        assert found.post(*completion(n=2))[0] == 200
+    monkeypatch.setattr(server.llm, "max_per_request", 5)
+    most = 7 - server.llm.config.max_num_seqs  # of seven, that run or wait
+    monkeypatch.setattr(server.llm._engine_loop, "_max_waiting", most)
+    for fields, name in (({"prompt": ["x"] * 6}, "prompt"), ({"n": 6}, "n")):
+        status, answer = server.post(*completion(**fields))
+        assert (status, answer["error"]["param"]) == (400, name)
+        assert "must be <= 5" in answer["error"]["message"]
+    assert server.post(*completion(n=5))[0] == 200
+    long = posted({"prompt": "x", "n": 3, "max_tokens": 60, "ignore_eos": True})
+    path, sent = completion(n=2)  # sequences are counted
+    with server.slowed(), server.connect(long), server.connect(long):
+        wait_for(lambda: server.llm.num_unfinished == 2)
+        with closing(server.http()) as other:
+            for _ in range(2):  # over one connection: nothing is wrong with it
+                status, headers, _ = server.request("POST", path, sent, over=other)
+                assert status == 429 and int(headers["retry-after"]) > 0
+    wait_for(server.is_idle)
+    assert server.post(path, sent)[0] == 200
 
 
 class Encoder:
@@ -86,7 +90,7 @@ class Encoder:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        if name not in ("encode", "encode_batch", "encode_batch_fast"):
+        if not name.startswith("encode"):
             return found
         return lambda *args, **options: (self._on_encode(), found(*args, **options))[1]
 
@@ -136,33 +140,30 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
 ) -> None:
     """Trap 87. Large content is built a few entries at a time in its thread, too: its encoder holds
     Python's lock."""
-    made, read = list[tuple[str, int]](), list[tuple[str, int]]()
+    made, read = list[tuple[bool, int]](), list[tuple[bool, int]]()
     encode, parsed = large_json._encode, large_json._parsed
-    thread = lambda: threading.current_thread().name  # noqa: E731
-    note = lambda text: made.append((thread(), len(text))) or text  # noqa: E731
+    is_aside = lambda: threading.current_thread().name.startswith("large")  # noqa: E731
+    note = lambda text: made.append((is_aside(), len(text))) or text  # noqa: E731
     monkeypatch.setattr(large_json, "_encode", lambda content: note(encode(content)))
-    told = lambda kind, data: read.append((thread(), len(data))) or parsed(kind, data)  # noqa: E731
+    told = lambda kind, data: read.append((is_aside(), len(data))) or parsed(kind, data)  # noqa: E731
     monkeypatch.setattr(large_json, "_parsed", told)
-    path, wide = "/v1/completions", {"logprobs": 20, "max_tokens": 50, "ignore_eos": True, "n": 5}
-    echo = {"prompt": [[5] * 60] * 20, "echo": True, "logprobs": 20, "max_tokens": 1}
+    path, wide = "/v1/completions", {"max_tokens": 50, "ignore_eos": True, "n": 5}
+    sixty = {"prompt": [[5] * 60] * 20, "max_tokens": 1}
     for place, body in (
-        (path, {"prompt": [[5] * 60] * 20, "prompt_logprobs": 20, "max_tokens": 1}),
-        (path, echo),
+        (path, sixty | {"prompt_logprobs": 20}),
+        (path, sixty | {"echo": True, "logprobs": 20}),
         ("/v1/chat/completions", CHAT | wide | {"logprobs": True, "top_logprobs": 20}),
         ("/tokenize", {"prompt": "x " * 20_000, "return_token_strs": True}),
         ("/v1/completions/render", {"prompt": [[5, 6, 7] * 20] * 1000}),
     ):
         made.clear()
-        status, answer = server.post(place, body)
-        assert status == 200 and answer, place
-        aside = [size for name, size in made if name.startswith("large")]
+        assert server.post(place, body)[0] == 200, place
+        aside = [size for is_aside, size in made if is_aside]
         assert sum(aside) > LARGE / 4 > sum(size for _, size in made) - sum(aside), place
         assert max(aside) < (1_000_000 if place == "/tokenize" else 50_000), place
-    made.clear()
-    server.events(path, echo)
-    assert max((size for name, size in made if not name.startswith("large")), default=0) <= LARGE
+    server.events(path, sixty | {"echo": True, "logprobs": 20})
     assert len(server.post("/detokenize", {"tokens": [5] * 300_000})[1]["prompt"]) >= 300_000
-    assert all(size <= LARGE or name.startswith("large") for name, size in read)
+    assert all(size <= LARGE or is_aside for is_aside, size in read + made)
 
 
 def test_nothing_is_kept_of_a_body(server: Running) -> None:
@@ -204,7 +205,6 @@ RAW: list[tuple[list[bytes], list[int]]] = [
     # its end is where two proxies may see it in different places, so it is the last
     ([BOTH + b"0\r\n\r\n" + LAST], [400]),
     ([EXPECTS, SMALL], [100, 200]),
-    ([WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0")], [200]),
     # h11 parses all that was read in one go: seconds for 256 KB of small chunks or headers
     ([chunked(SPARE_CHUNKS, 1)], [200]),
     ([chunked(SPARE_CHUNKS + 9, 1)], [413]),
@@ -217,13 +217,11 @@ RAW: list[tuple[list[bytes], list[int]]] = [
     ([GET + b"Host: a\r\nHost: b\r\n\r\n"], [4]),
     ([b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"], [4]),
     *(([CHUNKED + size + b"\r\n{}\r\n0\r\n\r\n"], [4]) for size in (b"f" * 20, b"-1", b"xyz")),
-    ([CHUNKED + b"2\r\n{}{}{}\r\n0\r\n\r\n"], [4]),
     *(([LENGTH + wrong + b"\r\n\r\n{}"], [4]) for wrong in (b"-5", b"5, 6", b"2")),
     ([LENGTH + b"5\r\nContent-Length: 6\r\n\r\n{}"], [4]),
     ([LENGTH + b"5\r\nTransfer-Encoding: gzip\r\n\r\n{}"], [4]),
     ([LENGTH + b"50\r\n\r\n" + SMALL, b""], [4]),  # and no more
     ([WHOLE.replace(b"POST", b"PUT")], [4]),
-    ([WHOLE.replace(b"localhost", b"evil.example")], [4]),
     ([WHOLE.replace(b"HTTP/1.1\r\nHost: localhost", b"HTTP/1.0")], [4]),
 ]
 
@@ -249,36 +247,34 @@ def test_what_comes_back_for_bytes(
         while one.recv(1 << 16):
             pass
     assert "Fatal error" not in caplog.text and 0 < max(sizes) <= READ_BYTES
-    for method in ("HEAD", "DELETE"):
-        status, headers, _ = server.request(method, "/v1/models")
-        assert status == 405 and headers["allow"] == "GET", method
+    status, headers, _ = server.request("HEAD", "/v1/models")
+    assert status == 405 and headers["allow"] == "GET"
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"),
-        (WHOLE, b"POST /v1/comp"),
-        (WHOLE.replace(b"json", b"text").replace(b": 29", b": 99"), b"x" * 20),
-    ],
-    ids=["half", "half of a second request", "half of a body that was refused"],
-)
+HALVES = [  # each after an answer, or at once
+    (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"),
+    (WHOLE, b"POST /v1/comp"),
+    (WHOLE.replace(b"json", b"text").replace(b": 29", b": 99"), b"x" * 20),
+    (b"", b""),
+]
+
+
 def test_a_client_that_sends_half_a_request_is_cut_off(
-    server: Running, first: bytes, second: bytes, monkeypatch: pytest.MonkeyPatch
+    server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the timer of headers, not of connections kept; also who sends nothing, or keeps sending
     what was refused."""
     monkeypatch.setattr("common.serve.running.HEADER_SECONDS", 0.3)
-    endless = HEAD + b"Content-Length: %d\r\n\r\n" % 10**12
-    with server.connect(first, timeout=4) as one, server.connect(endless, timeout=4) as other:
-        with server.connect(timeout=4) as silent:
+    for first, second in HALVES:
+        with server.connect(first, timeout=4) as one:
             assert not first or one.recv(1 << 16).startswith(b"HTTP/1.1")
             one.sendall(second)
-            while one.recv(1 << 16) or silent.recv(1 << 16):
+            while one.recv(1 << 16):
                 pass
-        with pytest.raises(ConnectionError):
-            while True:
-                other.sendall(b"x" * (1 << 18))
+    endless = HEAD + b"Content-Length: %d\r\n\r\n" % 10**12
+    with server.connect(endless, timeout=4) as other, pytest.raises(ConnectionError):
+        while True:
+            other.sendall(b"x" * (1 << 18))
 
 
 def test_a_client_read_late_is_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

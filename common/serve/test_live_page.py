@@ -31,7 +31,14 @@ from common.serve.errors import ApiError
 from common.serve.gate import GateConfig
 from common.serve.live_page import FILES, SCRIPTS, TOKEN_HEADER, server_sent
 from common.serve.streams import EventStream, close_all
-from workshop.watch.conftest import LIMIT_MS, LOCALES, _note_console, browser_for_tests, expect
+from workshop.watch.conftest import (
+    LIMIT_MS,
+    LOCALES,
+    _note_console,
+    browser_for_tests,
+    expect,
+    until,
+)
 from workshop.watch.replay.film import Film
 from workshop.watch.test_page_maker import ASKED, SAID, words
 
@@ -102,6 +109,10 @@ def present(state: Frame | None) -> Any:
     return found | {"cached": {b: row["tokens"] for b, row in state["cached"].items()}}
 
 
+def watch_of(server: Running) -> FrameRecorder | None:
+    return server.call(lambda engine: engine._plugins.get("watch"))
+
+
 @pytest.fixture
 def unwatched(tight: Running) -> Iterator[None]:
     """All leave when the test ends, and the engine is as it was."""
@@ -116,8 +127,10 @@ def look(tight: Running, unwatched: None) -> Iterator[Callable[..., Onlooker]]:
         yield lambda **about: stack.enter_context(closing(Onlooker(tight, **about)))
 
 
-def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._plugins.get("watch"))
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Running]:
+    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as found:
+        yield found
 
 
 def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
@@ -126,27 +139,23 @@ def in_background(server: Running, body: dict[str, Any]) -> threading.Thread:
     return thread
 
 
+ACTS = "come sleep wake come core sleep come wake leave books leave leave"
+
+
 @pytest.mark.net
-@pytest.mark.parametrize(
-    "acts",
-    ["come come core sleep come wake leave books leave leave", "come sleep wake books leave"],
-)
 def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
-    acts: str, tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
+    tight: Running, look: Callable[..., Onlooker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who comes, in the middle of a run, gets it first. Who reads nothing is dropped, is neither
     sent nor kept a text, and starts over when it reads. A step that fails ends no film unless the
     state is inconsistent (books). The last to leave takes the recorder out."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
-    beginnings, beginning = list[FrameRecorder](), FrameRecorder.beginning
-    counted = lambda watch: beginnings.append(watch) or beginning(watch)  # noqa: E731
-    monkeypatch.setattr(FrameRecorder, "beginning", counted)
     inside = lambda e: (e.kv_manager.pool, e.recorder.scheduler)  # noqa: E731
     parts, served = tight.call(inside), tight.app.state.server.live.viewers
     onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it
     films: dict[Onlooker, int] = {}
     happened: list[dict[str, Any]] = []
-    for act in acts.split():
+    for act in ACTS.split():
         watch = watch_of(tight)
         if act == "come":
             before, thread = set(served), in_background(tight, EIGHT)
@@ -154,7 +163,6 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
             (onlookers[onlooker],) = served - before
             films[onlooker] = 1
             thread.join(60)
-            assert len(onlookers) == 1 or onlooker.films()[0][1].startswith('{"at":"start"')
         first, viewer = next(iter(onlookers.items()))
         if act == "leave":
             happened += [one for step in first.film().steps() for one in step.happened]
@@ -166,9 +174,8 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
                 tight.post("/v1/completions", EIGHT | {"prompt": [f"# {i}\n{p}" for p in PROMPTS]})
                 if viewer.lags:
                     break
-            num_before = len(beginnings)
             tight.post("/v1/completions", EIGHT)
-            assert viewer.lags and viewer._texts == [] and len(beginnings) == num_before
+            assert viewer.lags and viewer._texts == []
         elif act == "wake":
             first.is_awake.set()
             films[first] += 1
@@ -214,7 +221,7 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     first = look_all()
     with tight.slowed(), ThreadPoolExecutor(3) as pool:  # they run when the next ones come to look
         for name, prompt in prompts.items():
-            body = EIGHT | {"prompt": [prompt, prompt], "n": 2, "max_tokens": 40}
+            body = EIGHT | {"prompt": [prompt, prompt], "n": 2, "max_tokens": 20}
             pool.submit(tight.post, "/v1/completions", body, **headers[name])
         wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
         late = look_all()
@@ -238,36 +245,35 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
 KEY = {"Authorization": "Bearer secret"}
 
 
-def test_with_the_key_and_no_token_everything_is_read_until_the_end() -> None:
-    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
-        onlookers = [Onlooker(server, **KEY), Onlooker(server, **KEY, **MINE)]
-        server.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
-        wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
-        rows = [row for o in onlookers for row in o.film().requests().values()]
-        assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
-        page = server.request("GET", "/")[2]
-        assert b"said by" not in page and b"secret" not in page
-        for headers, expected in ((KEY | {TOKEN_HEADER: "short"}, 400), ({}, 401)):
-            assert server.request("GET", "/events", headers=headers)[0] == expected
-        live, long = server.app.state.server.live, EIGHT | {"max_tokens": 500}
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(server.request, "POST", "/v1/completions", long, KEY)
-            wait_for(lambda: server.llm.num_unfinished)
-            live.gate.is_draining = True
-            assert not live._is_over(), "what still runs is shown"
-            server.loop.call_soon_threadsafe(server.llm.abort_all, "enough")
-        for onlooker in onlookers:
-            onlooker._thread.join(10)
-            assert not onlooker._thread.is_alive(), "the stream ends when the server is shut down"
+def test_with_the_key_and_no_token_everything_is_read_until_the_end(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onlookers = [Onlooker(keyed, **KEY), Onlooker(keyed, **KEY, **MINE)]
+    keyed.request("POST", "/v1/completions", {"prompt": "said by some", "max_tokens": 2}, KEY)
+    wait_for(lambda: all('"finish":' in "".join(o.lines) for o in onlookers))
+    rows = [row for o in onlookers for row in o.film().requests().values()]
+    assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
+    for headers, expected in ((KEY | {TOKEN_HEADER: "short"}, 400), ({}, 401)):
+        assert keyed.request("GET", "/events", headers=headers)[0] == expected
+    live, long = keyed.app.state.server.live, EIGHT | {"max_tokens": 500}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(keyed.request, "POST", "/v1/completions", long, KEY)
+        wait_for(lambda: keyed.llm.num_unfinished)
+        monkeypatch.setattr(live.gate, "is_draining", True)
+        assert not live._is_over(), "what still runs is shown"
+        keyed.loop.call_soon_threadsafe(keyed.llm.abort_all, "enough")
+    for onlooker in onlookers:
+        onlooker._thread.join(10)
+        assert not onlooker._thread.is_alive(), "the stream ends when the server is shut down"
 
 
-def test_the_page_may_run_its_own_script_and_ask_its_own_server(tight: Running) -> None:
-    status, headers, content = tight.request("GET", "/")
+def test_the_page_may_run_its_own_script_and_ask_its_own_server(keyed: Running) -> None:
+    status, headers, content = keyed.request("GET", "/")
     page, policy = content.decode(), headers["content-security-policy"]
     assert status == 200 and headers["content-type"].startswith("text/html")
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.startswith("default-src 'none'")
+    assert policy.startswith("default-src 'none'") and "secret" not in page
     for says in f"script-src 'sha256-{digest}'", "frame-ancestors 'none'", "connect-src 'self'":
         assert says in policy
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
@@ -329,11 +335,6 @@ def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Call
     assert complaints == []
 
 
-def until(page: Page, expression: str) -> None:
-    """Wait for the expression from outside: the page's policy forbids evaluating a text in it."""
-    wait_for(lambda: page.evaluate(expression))
-
-
 def write(page: Page, prompts: list[str] = PROMPTS) -> None:
     page.fill("textarea >> nth=0", "\n---\n".join(prompts))
     page.fill("[name=max_tokens]", str(EIGHT["max_tokens"]))
@@ -344,7 +345,7 @@ def run_all(*pages: Page) -> None:
         page.click(".run")
     for page in pages:
         page.evaluate("new Promise(requestAnimationFrame)")  # from then on the button says so
-        page.wait_for_selector(RESULT)
+        page.wait_for_selector(".run:not([disabled])")
 
 
 def test_two_tabs_see_one_engine_and_each_its_own_answers(
@@ -363,17 +364,11 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     params = SamplingParams(temperature=0, max_tokens=EIGHT["max_tokens"])
     expected = [o.outputs[0].text for o in alone.generate(PROMPTS, params, use_tqdm=False)]
     for page, num in ((one, 8), (other, 3)):
-        wait_for(lambda page=page: len(page.locator(".answers .text").all_text_contents()) > 2)
-        assert page.locator(".answers .text").all_text_contents() == expected[:num]
-    wait_for(lambda: len(one.locator(".answers .chip .quiet:has-text('ended: ')").all()) == 8)
-    notes = " | ".join(one.locator(".answers .chip .quiet").all_inner_texts())
-    assert "found in the cache" in notes and "preempted" in notes
+        expect(page.locator(".answers .text")).to_have_text(expected[:num])
+    expect(one.locator(".answers .chip .quiet:has-text('ended: ')")).to_have_count(8)
+    for said in "found in the cache", "preempted":
+        expect(one.locator(f".answers .chip .quiet:has-text('{said}')").first).to_be_visible()
     expect(other.locator(".answers .chip").first).to_contain_text("结束：")
-    stats = tight.call(lambda engine: engine.stats())
-    cached, free = stats.kv_blocks_cached, stats.kv_blocks_total - stats.kv_blocks_cached
-    expect(one.locator(".pool-counts")).to_have_text(
-        f"0 in use · {cached} cached, unused · {free} free · of {stats.kv_blocks_total}"
-    )
     prompts = """Watch.store.films[0].requests.map(({id}) =>
         Watch.store.films[0].requestIn(Watch.store.films[0].now, id, Infinity)
             .prompt_pieces.join(''))"""
@@ -386,72 +381,41 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     thread = in_background(tight, EIGHT | {"max_tokens": 30})
     one.reload()
     until(one, "Watch.store.films[0]?.requests.length > 0")
-    assert one.evaluate("Watch.store.films[0].lines[0].at") == "start"
     thread.join(60)
     wait_for(lambda: present(json.loads(one.evaluate(NOW))) == present(onlooker.state()))
 
 
-def test_a_full_recorded_run_restarts_when_it_has_no_viewer(
-    tight: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A viewer of a finished run keeps it, and requests the next one."""
-    live = tight.app.state.server.live
-    page_text = live._page[0].replace("MAX_STEPS = 2000", "MAX_STEPS = 30")
-    monkeypatch.setitem(vars(live), "_page", (page_text, "connect-src 'self'"))
-    page = open_tab()
-    notice, is_new = page.locator(".notice"), "Watch.numSteps() < 30"
-    write(page, PROMPTS[:1])
-    page.fill("[name=max_tokens]", "60")
-    run_all(page)
-    until(page, f"Watch.store.films[0].lines[0]?.at === 'start' && {is_new}")
-    expect(notice).to_be_hidden()
-    page.evaluate("document.activeElement.blur()")
-    page.keyboard.press("Home")
-    run_all(page)
-    wait_for(lambda: notice.is_visible() and not live.viewers)
-    assert page.evaluate("Watch.store.step") == 0
-    page.click("button.live[aria-pressed=false]")
-    until(page, is_new)
-    expect(notice).to_be_hidden()
-
-
-def asks_nothing_more(page: Page) -> None:
-    """Nor every second."""
-    requested: list[str] = []
-    page.on("request", lambda request: requested.append(request.url))
-    page.clock.fast_forward(30_000)
-    page.evaluate("new Promise(requestAnimationFrame)")
-    assert not requested
-
-
 def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
-    open_tab: Callable[..., Page],
+    keyed: Running, open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trap 86: beyond loopback, without a key, prompts can be tried, and the engine is not seen."""
-    with running(ServeConfig(MODEL, GateConfig(api_key="secret"))) as server:
-        page = open_tab(server, may_be_refused=True)
-        page.wait_for_selector(".notice:has-text('wants an API key')")
-        page.fill(".key-form input", "wrong")
+    """Trap 86: beyond loopback, without a key, prompts can be tried, and the engine is not seen.
+    Nothing is asked again, nor every second."""
+
+    def is_quiet(says: str) -> None:
+        expect(page.locator(f":text('{says}'):visible").first).to_be_visible()
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
+        page.clock.fast_forward(30_000)
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert not requested
+
+    page = open_tab(keyed, may_be_refused=True)
+    is_quiet("wants an API key")
+    for key in "wrong", "secret":
+        page.fill(".key-form input", key)
         page.click(".key-form button")
-        page.wait_for_selector(".key-form label:visible:has-text('This API key is wrong')")
-        assert page.evaluate("Watch.store.films.length") == 0
-        asks_nothing_more(page)
-        page.fill(".key-form input", "secret")
-        page.click(".key-form button")
-        for _ in range(2):
-            until(page, "Watch.store.films.length === 1")
-            expect(page.locator(".key-form")).to_be_hidden()
-            page.reload()
-        gate = server.app.state.server.live.gate
-        gate.config = GateConfig("0.0.0.0")
-        page = open_tab(server, may_be_refused=True)
-        page.wait_for_selector(".notice:has-text('does not show its engine')")
-        asks_nothing_more(page)
-        write(page, PROMPTS[:1])
-        run_all(page)
-        expect(page.locator(".answers .text")).not_to_be_empty()
-        for context in page.context.browser.contexts:
-            context.close()
+        if key == "wrong":
+            is_quiet("This API key is wrong")
+    for _ in range(2):
+        until(page, "Watch.store.films.length === 1")
+        expect(page.locator(".key-form")).to_be_hidden()
+        page.reload()
+    monkeypatch.setattr(keyed.app.state.server.live.gate, "config", GateConfig("0.0.0.0"))
+    page = open_tab(keyed, may_be_refused=True)
+    is_quiet("does not show its engine")
+    write(page, PROMPTS[:1])
+    run_all(page)
+    expect(page.locator(".answers .text")).not_to_be_empty()
 
 
 def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
@@ -471,9 +435,8 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     page.reload()
     page.wait_for_selector(".model option", state="attached")
     page.press("textarea >> nth=0", "Control+Enter")
-    wait_for(lambda: "ended: " in page.inner_text(".answers .chip"))
-    assert re.sub(r"\s", "", page.locator(".answers .text").text_content() or "") == "[7,7]"
-    expect(page.locator(".problem")).to_be_hidden()
+    expect(page.locator(".answers .chip")).to_contain_text("ended: ")
+    expect(page.locator(".answers .text")).to_have_text(re.compile(r"^\s*\[\s*7\s*,\s*7\s*\]\s*$"))
     tight.call(fail_next, ZeroDivisionError())
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
@@ -483,10 +446,9 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     page.evaluate("for (const i of [1, 2]) document.querySelector('.prompts').requestSubmit()")
     wait_for(lambda: tight.llm._num_requests > before)
     page.click(".go button[type=button]")
-    page.wait_for_selector(RESULT)
+    expect(page.locator(".answers .chip")).to_contain_text("stopped")
     may_go.set()
     assert future.result(30) and tight.llm._num_requests == before + 1
-    expect(page.locator(".answers .chip")).to_contain_text("stopped")
     expect(page.locator(".problem")).to_be_hidden()
 
 
@@ -508,10 +470,7 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
         expect(page.locator(".queue-list .chip")).to_have_count(0)
         looks = " ".join(page.locator(".film-caption .look").all_inner_texts())
         assert "found 32 tokens in the cache" in looks and "came back" in looks
-        preempted = page.locator(".film-caption .look:has-text('was preempted')")
-        step = int(preempted.inner_text().split()[1].strip(":"))
-        preempted.click()
-        until(page, f"Watch.store.step === {step}")
+        page.click(".film-caption .look:has-text('was preempted')")
         page.wait_for_selector(".words-list:has-text('is preempted')")
         assert server.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
         page.uncheck("[name=little]")
@@ -519,16 +478,15 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
         page.click("[data-example=chat]")
         run_all(page)
         user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
-        sent = {"model": MODEL, "max_tokens": 90, "temperature": 0, "messages": [user]}
+        sent = {"max_tokens": 90, "temperature": 0, "messages": [user]}
         _, answer = server.post("/v1/chat/completions", sent)
         expected = answer["choices"][0]["message"]["content"]
-        assert expected and page.locator(".answers .text").first.text_content() == expected
+        expect(page.locator(".answers .text").first).to_have_text(expected)
         page.wait_for_selector(".answers .chip:not([disabled])")
         page.click("[data-example=tool]")
         run_all(page)
-        name, arguments = page.inner_text(".answers .text").split(" ", 1)
-        cities = ("Oslo", "Lima", "Nairobi")
-        assert name == "get_weather" and json.loads(arguments)["city"] in cities
+        called = re.compile(r'^get_weather \{\s*"city"\s*:\s*"(Oslo|Lima|Nairobi)"')
+        expect(page.locator(".answers .text")).to_have_text(called)
         page.click("[data-example=one]")
         kept = [page.input_value(f"[name={name}]") for name in ("kind", "schema")]
         assert kept == ["text", ""], "the tool's schema is no one else's"
@@ -537,12 +495,5 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
 
 def test_every_text_is_there_in_english_and_chinese() -> None:
     text = "".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    sentences = {key: both for key, *both in SAID.findall(text)}
-    assert len(sentences) == len(SAID.findall(text)) > 20
-    for key, (english, chinese) in sentences.items():
-        assert english and not re.search(r"[\u4e00-\u9fff]", english), key
-        assert re.search(r"[\u3000-\uffef]", chinese), key
-        holes = [set(re.findall(r"\{(\w+)\}", one)) for one in (english, chinese)]
-        assert holes[0] == holes[1], key
-    of_watch = words().keys()  # those of the watch page, too
-    assert set(ASKED.findall(text)) <= sentences.keys() | of_watch
+    said = {key for key, english, chinese in SAID.findall(text) if english and chinese}
+    assert set(ASKED.findall(text)) <= said | words().keys()

@@ -8,16 +8,14 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse
 
 from common.llm import LLM, SamplingParams
 from common.serve.conftest import Running, in_thread, posted
@@ -29,8 +27,8 @@ from mooncake_master import MooncakeMaster
 BLOCK_SIZE, MAX_TOKENS = 8, 12
 PROMPTS = [random.Random(i).choices(range(2, 4096), k=100) for i in range(4)]
 FULL = (100 - 1) // BLOCK_SIZE * BLOCK_SIZE  # tokens that a store can have of each
-BODY = {"prompt": "x", "max_tokens": 9, "temperature": 0}
-NOT_FOR_ONE = {"stream": True, "stream_options": {}, "min_tokens": 3, "n": 2}
+BODY = {"prompt": "x", "temperature": 0}
+NOT_FOR_ONE = {"stream": True, "stream_options": {}, "min_tokens": 3, "n": 2, "max_tokens": 9}
 NOT_FOR_ONE["max_completion_tokens"] = 9
 
 
@@ -40,10 +38,9 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-@contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    with in_thread(uvicorn.Server(uvicorn.Config(app))) as listener:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+def served(stack: ExitStack, app: Any) -> str:
+    listener = stack.enter_context(in_thread(uvicorn.Server(uvicorn.Config(app))))
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 class Server:
@@ -52,21 +49,24 @@ class Server:
     def __init__(self, answer: Any) -> None:
         self.answer, self.status, self.seconds = answer, 200, 0.0
         self.seen: list[tuple[str, Any, bytes]] = []
-        self.app = Starlette(routes=[Route("/{path:path}", self._tell, methods=["GET", "POST"])])
 
-    async def _tell(self, request: Request) -> Response:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
         path = f"{request.url.path}?{request.url.query}".removesuffix("?")
         self.seen.append((path, request.headers, await request.body()))
         await asyncio.sleep(self.seconds)
         name = request.headers.get("x-request-id", "none")
         headers = {"x-request-id": name, "x-own": "1", "retry-after": "7"}
-        return JSONResponse(self.answer, self.status, headers)
+        await JSONResponse(self.answer, self.status, headers)(scope, receive, send)
 
 
 def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
-    first, second = Server({"kv_transfer_params": {"where": 7}}), Server({"text": "y"})
-    places = [stack.enter_context(served(one.app)) for one in (first, second)]
-    proxy = stack.enter_context(served(make_proxy(*places, prefill_seconds=0.5)))
+    where = {"kv_transfer_params": {"where": 7}}
+    first, second = Server(where), Server({"text": "y"})
+    places = [served(stack, one) for one in (first, second)]
+    proxy = served(stack, make_proxy(*places, prefill_seconds=0.5))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
     headers["Content-Type"] = "application/json"
 
@@ -80,22 +80,17 @@ def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack
         assert answer.json() == {"text": "y"} and answer.headers["x-request-id"] == "mine"
         assert "x-own" not in answer.headers
         only = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK}
-        for one, body in (
-            (first, BODY | only),
-            (second, BODY | NOT_FOR_ONE | {"kv_transfer_params": {"where": 7}}),
-        ):
+        for one, body in (first, BODY | only), (second, BODY | NOT_FOR_ONE | where):
             ((place, found, content),) = one.seen
             assert (place, json.loads(content)) == (path, body)
             assert (found["authorization"], found["x-request-id"]) == ("Bearer k", "mine")
             assert "cookie" not in found
-    whole, said = json.dumps(BODY).encode(), first.answer
-    for answer, status, seconds, content in (  # the second one is asked as if it were alone
-        ({}, 200, 0.0, whole),
-        (said, 500, 0.0, whole),
-        (said, 200, 1.0, whole),
-        (said, 200, 0.0, b"[1]"),
-    ):
-        first.answer, first.status, first.seconds = answer, status, seconds
+    whole = json.dumps(BODY).encode()
+    for name, wrong in ("answer", {}), ("status", 500), ("seconds", 1.0), ("content", b"[1]"):
+        # the second one is asked as if it were alone
+        vars(first).update(answer=where, status=200, seconds=0.0)
+        setattr(first, name, wrong)
+        content = wrong if isinstance(wrong, bytes) else whole
         assert post(content).json() == {"text": "y"} and second.seen[0][2] == content
         assert len(first.seen) == (content == whole)
     second.status = 418
@@ -111,13 +106,13 @@ def test_without_the_first_it_answers_and_a_disconnect_ends_the_request(
     taken = stack.enter_context(socket.socket())  # and not listened to
     taken.bind(("127.0.0.1", 0))
     unused_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    proxy = stack.enter_context(served(make_proxy(unused_url, server.url)))
+    proxy = served(stack, make_proxy(unused_url, server.url))
     long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     address = "127.0.0.1", int(proxy.rpartition(":")[2])
     with server.aborts_one(), socket.create_connection(address) as connection:
         connection.sendall(posted(long))
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    alone = stack.enter_context(served(make_proxy(unused_url, unused_url)))
+    alone = served(stack, make_proxy(unused_url, unused_url))
     assert httpx.get(f"{alone}/v1/models", timeout=30).status_code == 502
 
 
@@ -131,22 +126,12 @@ def servers(stack: ExitStack) -> list[Program]:
     address = stack.enter_context(MooncakeMaster()).address
     fields = {"kind": "mooncake", "master": address.master, "segment_mbytes": 64}
     fields["metadata"] = address.metadata
-    flags = ("--block-size", str(BLOCK_SIZE), "--num-blocks", "400", "--dtype", "float32")
+    flags = ("--block-size", str(BLOCK_SIZE), "--num-blocks", "400", "--dtype", "float64")
     flags = (*flags, "--num-threads", "1", "--kv-connector", json.dumps(fields))
     found = [stack.enter_context(start_server(*flags)) for _ in range(2)]
     for server in found:
         server.wait_until_ready()
     return found
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[str]:
-    """One engine alone."""
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=400, dtype="float32", num_threads=1)
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    texts = [o.outputs[0].text for o in llm.generate(PROMPTS, params, use_tqdm=False)]
-    llm.close()
-    return texts
 
 
 def post_all(url: str, prompts: list[list[int]]) -> tuple[list[str], list[int]]:
@@ -172,10 +157,12 @@ def computed(server: Program) -> int:
     "kind", ["proxy", pytest.param("router", marks=pytest.mark.needs("vllm-router"))]
 )
 def test_the_decode_server_loads_kv_of_the_prefill_server(
-    kind: str, servers: list[Program], expected: list[str], stack: ExitStack
+    kind: str, servers: list[Program], alone: LLM, stack: ExitStack
 ) -> None:
-    """By the proxy, which works without it, and by the real router."""
+    """By the proxy, which works without it, and by the real router. The texts are one engine's."""
     prefill, decode = servers
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    expected = [o.outputs[0].text for o in alone.generate(PROMPTS, params, use_tqdm=False)]
     flags = ("--prefill", prefill.url, "--decode", decode.url)
     if kind == "router":
         pair = ("--policy", "round_robin", "--vllm-pd-disaggregation", *flags)
