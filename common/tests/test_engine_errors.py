@@ -63,8 +63,10 @@ def test_refused_requests_change_nothing(engine: LLMEngine, random_oracle: Oracl
         assert named in str(error.value)
         engine.check_invariants()
     assert replace(engine.stats(), **of_the_clock) == before
+    said = str(before)
     (output,) = finish(engine).values()
     assert output.outputs[0].token_ids == random_oracle.expected(3, 8)
+    assert str(before) == said, "the next steps are not in it"
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "two_phase"])
@@ -86,6 +88,7 @@ def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not
         (completion,) = output.outputs
         assert (len(completion.token_ids), completion.finish_reason) == (25, "length")
         assert output.metrics.finish_detail == why
+        assert engine.stats().steps_by_tokens[0] >= 24, "steps of one token"
         why = "the KV memory holds 64 positions"
     with pytest.raises(ValueError, match=r"64 positions|num_blocks"):
         engine.add_request("much more", [1] * 65, params)
