@@ -180,9 +180,11 @@ def test_where_it_can_not_be_had_it_is_refused():
         with pytest.raises(ValueError, match=sentence):
             EngineConfig(**{"batch_invariant": True, **options})
         EngineConfig(**{**options, "batch_invariant": False})
-    loaded, config = load_model(SHIPPED_DRAFT, torch.float64, CPU), EngineConfig(num_blocks=20)
+    loaded, before = load_model(SHIPPED_DRAFT, torch.float64, CPU), torch.get_num_threads()
+    config = EngineConfig(num_blocks=20, batch_invariant=True, num_threads=before + 1)
     with pytest.raises(ValueError, match=r"batch_invariant must .*the dtype is torch\.float64"):
-        LLMEngine(replace(config, batch_invariant=True), loaded=loaded)
+        LLMEngine(config, loaded=loaded)
+    assert torch.get_num_threads() == before
 
 
 def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_path):
