@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
@@ -25,8 +24,14 @@ from common.llm import as_list_of_prompts
 from common.models.loader import load_model
 from common.requests.output_processor import RequestOutput
 from common.sampling.sampler import AsyncStepOutput
-from common.tests.engine_oracle import Oracle, checked_engine, finish, paged_runner, serve
-from common.tests.model_cases import tiny_config
+from common.tests.engine_oracle import (
+    Oracle,
+    checked_engine,
+    finish,
+    paged_runner,
+    save_random_model,
+    serve,
+)
 from request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -300,24 +305,6 @@ def test_whatever_a_caller_does_everybody_gets_his_own_tokens_once(
     caller.end()
 
 
-def test_a_step_that_raises_ends_its_requests_and_nothing_else(
-    engine: LLMEngine, random_oracle: Oracle, monkeypatch
-) -> None:
-    for i in range(6):
-        engine.add_request(str(i), random_oracle.prompts[i], replace(GREEDY, max_tokens=6))
-    engine.step()
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(paged_runner(engine), "forward", None)
-        for _ in range(2):
-            engine.step()
-    outputs = {int(name): output.outputs[0] for name, output in finish(engine).items()}
-    for i, completion in outputs.items():
-        assert completion.finish_reason == ("abort" if i < 4 else "length")
-        num_tokens = len(completion.token_ids) if i < 4 else 6
-        assert completion.token_ids == random_oracle.expected(i, 6)[:num_tokens]
-    assert engine.stats().num_aborted == 4
-
-
 @pytest.mark.parametrize("is_patient", [True, False])
 def test_an_engine_is_closed_from_another_thread_in_the_middle_of_a_step(
     engine, is_patient, monkeypatch
@@ -348,8 +335,7 @@ def test_an_engine_is_closed_from_another_thread_in_the_middle_of_a_step(
 def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     """Trap 74: its books are a copy; workers, threads and files are its parent's."""
     serve(engine, random_oracle, [0], 4)
-    aborts = {"abort": lambda engine: engine.abort_request("open")}
-    uses = [*(USES | aborts).values(), LLMEngine.close]
+    uses = [*USES.values(), lambda engine: engine.abort_request("open"), LLMEngine.close]
     engine.add_request("open", random_oracle.prompts[2], GREEDY)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -370,81 +356,53 @@ def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
-def test_refused_batch_draws_no_seed(random_loaded) -> None:
+def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> None:
     params, samples = SamplingParams(max_tokens=8, ignore_eos=True), []
-    for bad in (None, ("b", [1000], params), ("a", [1], params), 5):
+    for bad in (None, ("b", [1000], params), 5):
         engine = checked_engine(random_loaded, num_blocks=80)
         if bad is not None:
             with pytest.raises((ValueError, TypeError)):
-                engine.add_requests([("a", [1, 2], params), ("c", [1, 2], params), bad])
-        assert not engine.has_unfinished_requests()
-        engine.add_request("x", [1, 2, 3], params)
-        samples.append(finish(engine)["x"].outputs[0].token_ids)
-    assert samples == [samples[0]] * 4
+                engine.add_requests([("a", [1, 2], params), bad])
+            engine.generate_batch([[1]], replace(params, seed=3))
+        (output,) = engine.generate_batch([[1, 2, 3]], params).values()
+        samples.append(output.outputs[0].token_ids)
+    assert samples == [samples[0]] * 3
 
 
 # -- what a caller may pass
 
 
-def test_numbers_of_numpy_are_numbers(random_loaded) -> None:
-    plain = dict(n=2, seed=2**63 - 1, top_k=9, top_p=0.5, max_tokens=6, stop_token_ids=[3, 4])
-    kinds = dict(n=np.int64, seed=np.int64, top_k=np.int32, top_p=np.float32, max_tokens=np.uint8)
-    params = SamplingParams(**{k: kinds.get(k, np.array)(v) for k, v in plain.items()})
-    assert params == SamplingParams(**plain)
-    assert all(type(getattr(params, name)) is type(plain[name]) for name in kinds)
-    engine, samples = checked_engine(random_loaded, num_blocks=80), []
-    array = np.array([5, 6], dtype=np.uint8)
-    for prompt in ([5, 6], [np.int64(5), np.int32(6)], array, torch.tensor([5, 6])):
-        engine.add_request("a", prompt, params)
-        output = finish(engine)["a"]
-        assert {type(t) for t in output.prompt_token_ids} == {int}
-        samples.append([c.token_ids for c in output.outputs])
-    assert samples == [samples[0]] * 4
-
-
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        (("a", [1, 2]), ["a", [1, 2]]),
-        ((1, 2), [[1, 2]]),
-        (np.array([1, 2]), [[1, 2]]),
-        ([np.int64(1), np.int32(2)], [[1, 2]]),
-        (torch.tensor([1, 2]), [[1, 2]]),
-        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
-        ([1.5], [[1.5]]),  # refused as a prompt that holds 1.5, not as a prompt that is a float
-        ([True], [[True]]),
-        # The keys of a dict are not prompts, nor are bytes token ids.
-        *((wrong, None) for wrong in (None, 5, b"ab", {"prompt": "x"}, {"x"})),
-    ],
-)
-def test_a_row_of_numbers_is_one_prompt_and_what_is_no_prompt_is_refused(prompts, expected) -> None:
-    if expected is not None:
-        assert as_list_of_prompts(prompts) == expected
-    else:
+def test_a_row_of_numbers_is_one_prompt_and_what_is_no_prompt_is_refused(random_loaded) -> None:
+    engine, array = checked_engine(random_loaded, num_blocks=80), np.array([5, 6], dtype=np.uint8)
+    for prompts in ((5, 6), array, [np.int64(5), np.int32(6)], torch.tensor([5, 6])):
+        assert as_list_of_prompts(prompts) == [[5, 6]]
+        (output,) = engine.generate_batch([prompts], GREEDY).values()
+        assert {type(token) for token in output.prompt_token_ids} == {int}
+    assert as_list_of_prompts(("a", [1, 2])) == ["a", [1, 2]]
+    assert as_list_of_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert as_list_of_prompts([1.5]) == [[1.5]]  # which is then refused for what it holds
+    for wrong in (None, 5, b"ab", {"prompt": "x"}, {"x"}):  # keys and bytes are no prompts
         with pytest.raises(ValueError, match=r"prompts must be a str, .*, got [a-zA-Z]+"):
-            as_list_of_prompts(prompts)
+            as_list_of_prompts(wrong)
 
 
 def test_model_shorter_than_the_warm_up_starts(tmp_path: Path) -> None:
-    sizes = dict(vocab_size=20, max_position_embeddings=4, num_key_value_heads=1, head_dim=8)
-    config = tiny_config(Qwen3Config, **sizes)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    save_random_model(tmp_path, max_position_embeddings=4)
     loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))
     engine = LLMEngine(EngineConfig(), loaded=loaded)
-    engine.add_request("a", [1, 2], GREEDY)
-    assert len(finish(engine)["a"].outputs[0].token_ids) == 2
+    assert len(engine.generate_batch([[1, 2]], GREEDY)["request-0"].outputs[0].token_ids) == 2
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram"}])
 def test_an_engine_that_nobody_holds_is_gone_at_once(random_loaded, speculative) -> None:
-    """What the first engine of a process is made of is hidden from Python's collector: a circle of
-    references in it would keep its KV memory for ever."""
+    """The first engine of a process is hidden from Python's collector: a circle of references would
+    keep its KV memory for ever."""
     engine = checked_engine(random_loaded, num_blocks=80, speculative=speculative)
     engine.generate_batch([[1, 2, 3]], GREEDY)
     parts = [weakref.ref(part) for part in (engine, engine.kv_cache, engine.scheduler)]
     gc.disable()
     try:
         del engine
-        assert [part() for part in parts] == [None, None, None]
+        assert [part() for part in parts] == [None] * 3
     finally:
         gc.enable()

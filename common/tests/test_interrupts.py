@@ -1,9 +1,8 @@
 """An interrupt at any line of the engine's host code, and a second one while it recovers.
 
 A tracer raises `KeyboardInterrupt` before a line at which it has not raised yet, whoever called the
-function. Then the engine goes on: every request ends, with its own tokens or aborted; books that
-contradict each other would be seen by `check_invariants`, after every step. Lines of the model are
-left out: an interrupt there is an error of the runner like any other."""
+function. Then the engine goes on: every request ends, with its own tokens or aborted. Lines of the
+model are left out: an interrupt there is an error of the runner like any other."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 DELIVERY = ("step", "ack", "__exit__", "release", "run_deferred")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
-
 
 OF_A_REQUEST = {Request.append_output_token.__code__}
 Place = tuple[CodeType | int | RequestStatus | None, ...]
@@ -101,8 +99,7 @@ class Run(Caller):
         self.interrupt, self.is_interrupting, engine.on_step = interrupt, False, None
 
     def do(self, call: Callable, *arguments, **options):
-        self.interrupt.last = None
-        self.was_interrupted = False
+        self.interrupt.last, self.was_interrupted = None, False
         try:
             if self.is_interrupting:
                 return self.interrupt(call, *arguments, **options)
@@ -156,22 +153,10 @@ class Run(Caller):
         setattr(part, name, fail)
 
 
-def run_rounds(run: Run, most: int) -> None:
-    """Until all is tried, or so many."""
-    num_quiet = num_tried = 0
-    for number in range(most):
-        run.round(number)
-        num_quiet = num_quiet + 1 if len(run.interrupt.tried) == num_tried else 0
-        num_tried = len(run.interrupt.tried)
-        if num_quiet == NUM_QUIET:
-            break
-
-
 SIZE = dict(block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48)
 TIERS = KVTierConfig(6, disk_blocks=8)
 CONFIGS = {
     "plain": {},
-    "radix": {"prefix_cache": "radix"},
     "fcfs": {"scheduler": "fcfs"},
     "priority": {"policy": "priority", "num_blocks": 24, "max_num_seqs": 3},
     "prefill_first": {"scheduler": "prefill_first", "mixing": True, "num_blocks": 24},
@@ -179,18 +164,20 @@ CONFIGS = {
     "tiers": {"kv_tiers": replace(TIERS, write_policy="write_through"), "num_blocks": 24},
     "tiers back": {"kv_tiers": TIERS, "num_blocks": 24, "prefix_cache": "radix"},
     "overlap": {"overlap_scheduling": True, "preempt_every": 7},
-    "overlap radix": {"overlap_scheduling": True, "prefix_cache": "radix", "kv_tiers": TIERS},
     "guesses": {"speculative": {"method": "ngram", "num_spec_tokens": 3}},
 }
 
 
-def start(oracle: Oracle, loaded, name: str, every: int = 1) -> Run:
-    engine = checked_engine(loaded, **(SIZE | CONFIGS[name]))
-    return Run(engine, oracle, Interrupter(every))
-
-
-def finish_and_compare(run: Run) -> None:
-    """Later requests get all of their tokens, and nobody is left in any part."""
+def run_rounds(run: Run, most: int) -> None:
+    """Until all is tried, or so many. Later requests get all of their tokens, and nobody is left in
+    any part."""
+    num_quiet = num_tried = 0
+    for number in range(most):
+        run.round(number)
+        num_quiet = num_quiet + 1 if len(run.interrupt.tried) == num_tried else 0
+        num_tried = len(run.interrupt.tried)
+        if num_quiet == NUM_QUIET:
+            break
     run.is_interrupting = False
     run.end()
     run.at_risk.clear()
@@ -208,9 +195,8 @@ def finish_and_compare(run: Run) -> None:
     ],
 )
 def test_any_line_may_be_interrupted(name, every, most, family_oracle, family_loaded) -> None:
-    run = start(family_oracle, family_loaded, name, every)
-    run_rounds(run, most)
-    finish_and_compare(run)
+    engine = checked_engine(family_loaded, **(SIZE | CONFIGS[name]))
+    run_rounds(Run(engine, family_oracle, Interrupter(every)), most)
 
 
 @pytest.mark.parametrize("where", ["in the runner", "in the books"])
@@ -223,11 +209,11 @@ def test_any_line_may_be_interrupted(name, every, most, family_oracle, family_lo
 )
 def test_recovery_may_be_interrupted(name, most, where, family_oracle, family_loaded) -> None:
     """The next call goes on with it."""
-    run = start(family_oracle, family_loaded, name)
+    engine = checked_engine(family_loaded, **(SIZE | CONFIGS[name]))
+    run = Run(engine, family_oracle, Interrupter())
     if where == "in the runner":
-        run.fail_in(run.engine.core.runner, "execute")
+        run.fail_in(engine.core.runner, "execute")
     else:
-        run.fail_in(run.engine.scheduler.delta, "ack")
+        run.fail_in(engine.scheduler.delta, "ack")
     run_rounds(run, most)
     assert len(run.interrupt.tried) > 20
-    finish_and_compare(run)

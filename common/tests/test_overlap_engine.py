@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.engine import EngineConfig, LLMEngine
+from common.engine import LLMEngine
 from common.tests.engine_oracle import checked_engine, finish, greedy_params, paged_runner
 from common.tests.local_stages import pipelined_engine, stages_of
 from tiered_cache import KVTierConfig
@@ -58,17 +58,11 @@ def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
     engine.add_request("a", random_oracle.prompts[1], greedy_params(9))
     engine.step()
     engine.core.runner.wait_for_steps()
-    thread = engine.core.runner._thread._thread
-
-    def fail(_):
-        raise MemoryError
-
-    paged_runner(engine).forward = fail
+    paged_runner(engine).forward = None
     engine.step()  # another one is begun
     for _ in range(2):
         engine.close()
-        assert not engine.core._in_flight and not thread.is_alive()
-        assert engine.kv_manager.num_blocks_in_use == 0
+        assert not engine.core._in_flight and engine.kv_manager.num_blocks_in_use == 0
     engine.check_invariants()
 
 
@@ -107,24 +101,11 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
     engine.core.runner.wait_for_steps()
     paged = stages_of(engine)[stage].local.paged
     monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
-    failing = paged.compute
-
-    def fail(batch):
-        raise MemoryError("no more")
-
-    paged.compute = fail
-    with pytest.raises(MemoryError, match="no more"):
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(paged, "compute", None)
         for _ in range(3):
             engine.step()
-    paged.compute = failing
     engine.check_invariants()
     assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._in_flight
     assert set(engine.scheduler.requests) == {"2", "3"}
     engine.close()
-
-
-def test_what_does_not_go_with_stages_is_said(oracle, monkeypatch, caplog) -> None:
-    with pytest.raises(ValueError, match=r"target_step_ms must .*pipeline.*, got 5.0"):
-        EngineConfig(pipeline_parallel_size=2, target_step_ms=5.0)
-    pipelined_engine(monkeypatch, oracle.path, num_blocks=9, overlap_scheduling=True).close()
-    assert "overlap_scheduling has no effect with pipeline_parallel_size" in caplog.text

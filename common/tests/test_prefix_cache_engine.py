@@ -5,7 +5,6 @@ they share beginnings of every length, exact multiples of the block size among t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,19 +13,17 @@ import torch
 from common.assembly.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import load_model
-from common.tests.engine_oracle import checked_engine, greedy_params, serve
+from common.requests.input_processor import seed_of_sample
+from common.tests.engine_oracle import Oracle, checked_engine, greedy_params, serve
 from common.tests.small_models import CPU, subject
+from request import SamplingParams
 
 CACHES = pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+ROWS = [("family", "hash", 16), ("family", "radix", 1), ("family", "radix", 33)]
+ROWS += [("turns", "hash", 4), ("windows", "hash", 1)]
 
 
-OF_FAMILY = itertools.product(["family"], ["hash", "radix"], [1, 16, 33])
-
-
-@pytest.mark.parametrize(
-    ("model", "prefix_cache", "block_size"),
-    [*OF_FAMILY, ("turns", "hash", 4), ("windows", "hash", 1)],
-)
+@pytest.mark.parametrize(("model", "prefix_cache", "block_size"), ROWS)
 def test_a_warm_run_equals_a_cold_one(model, block_size, prefix_cache):
     """Trap 3: of a prompt that is cached whole, 16 or 48 tokens, the last block is computed. All
     can be forgotten between runs."""
@@ -106,3 +103,44 @@ def test_kv_of_other_weights_is_not_ours(loaded):
     for change in (dict(rms_norm_eps=0.5), dict(query_pre_attn_scalar=7.0)):
         others.append(replace(loaded, config=replace(loaded.config, **change)))
     assert ours not in map(namespace, others)
+
+
+# -- samples: requests of their own that share their prompt through the cache
+
+
+def prompt_of(oracle: Oracle, remainder: int) -> list[int]:
+    """A prompt whose last block of 4 holds so many tokens; 0: it is full."""
+    return next(p for p in oracle.prompts if len(p) > 20 and len(p) % 4 == remainder)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first", "fcfs"])
+@pytest.mark.parametrize("cache", ["hash", "radix", None])
+@pytest.mark.parametrize("remainder", [0, 1, 3])
+def test_full_blocks_of_a_prompt_are_scheduled_once_for_all_samples(
+    remainder, cache, scheduler, random_oracle, random_loaded
+) -> None:
+    """But for the block of the last token, whose logits each needs (Trap 3). Without a cache each
+    sample computes its own."""
+    prompt = prompt_of(random_oracle, remainder)
+    config = dict(block_size=4, num_blocks=200, prefix_cache=cache, scheduler=scheduler)
+    engine = checked_engine(random_loaded, **config)
+    (output,) = engine.generate_batch([prompt], greedy_params(6, 4)).values()
+    expected = random_oracle.expected(random_oracle.prompts.index(prompt), 6)
+    assert [c.token_ids for c in output.outputs] == [expected] * 4
+    num_shared = 0 if cache is None else (len(prompt) - 1) // 4 * 4
+    assert engine.stats().cached_tokens == 3 * num_shared
+    assert engine.stats().scheduled_tokens == 4 * (len(prompt) + 5) - 3 * num_shared
+
+
+def test_samples_are_what_their_seeds_give_alone(random_oracle, random_loaded) -> None:
+    engine = checked_engine(random_loaded, block_size=4, num_blocks=200)
+    prompt, several = prompt_of(random_oracle, 1), SamplingParams(n=4, seed=5, max_tokens=8)
+    seeds = [seed_of_sample(5, i) for i in range(4)]
+    assert seeds[0] == 5 and 6 not in seeds, "the second would be the text of the next seed"
+    (output,) = engine.generate_batch([prompt], several).values()
+    alone = [replace(several, n=1, seed=seed) for seed in seeds]
+    outputs = engine.generate_batch([prompt] * 4, alone).values()
+    found = [completion.token_ids for completion in output.outputs]
+    assert found == [output.outputs[0].token_ids for output in outputs]
+    assert len(set(map(tuple, found))) == 4

@@ -16,12 +16,10 @@ from request import SamplingParams
 
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
 WAYS: dict[str, dict] = {
-    "whole": {"chunked_prefill": False},
     "overlap": {"overlap_scheduling": True, "max_num_batched_tokens": 16, "preempt_every": 2},
     "graphs": {"emulate_graphs": True, "max_model_len": 128, "max_num_batched_tokens": 11},
     "one at a time": {"scheduler": "fcfs", "max_num_seqs": 1, "prefix_cache": "radix"},
-    "n-gram": {"speculative": {"method": "ngram", "min_ngram": 1, **GUESSES}, "preempt_every": 3},
-    "draft model": {"speculative": {"method": "draft", **GUESSES}},
+    "draft model": {"speculative": {"method": "draft", **GUESSES}, "preempt_every": 3},
 }
 SIZES = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "shuffle_batch": True}
 
@@ -146,13 +144,3 @@ def test_a_prompt_is_scored_as_transformers_does(way: str, oracle, loaded, draft
             assert other.prompt_logprobs is None and output.num_cached_tokens == 0
             for completion in output.outputs:
                 assert completion.token_ids == other.outputs[0].token_ids
-
-
-def test_what_is_aborted_keeps_what_was_scored(oracle, loaded) -> None:
-    engine = checked_engine(loaded, num_blocks=200, max_num_batched_tokens=8)
-    prompt = oracle.prompts[7][:33]
-    engine.add_request("a", prompt, replace(greedy_params(5), prompt_logprobs=0))
-    engine.step()
-    output = engine.abort_request("a")
-    assert output is not None and output.prompt_logprobs is not None
-    assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:9]]
