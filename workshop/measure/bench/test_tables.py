@@ -8,14 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure.bench import bench, bench_table, gpu, ladder_bench
+from workshop.measure.bench import bench, gpu, ladder_bench
 from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
-from workshop.measure.bench.bench_record import (
-    ROOT,
-    read_record,
-    replace_between_markers,
-)
+from workshop.measure.bench.bench_record import ROOT, read_record, replace_between_markers
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
@@ -35,18 +31,6 @@ def shown() -> Iterator[tuple[str, str, str]]:
 def test_a_page_shows_the_committed_record(page: str, name: str, table: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert replace_between_markers(text, name, table) == text, f"{page}: {name}"
-
-
-def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
-    """The committed records, which the pages show, have none."""
-    record = read_record(bench.DRIVER.committed / "bench_tiny.json")
-    systems = record["systems"]
-    record["environment"] |= {"commit": "0123456789ab", "is_dirty": True}
-    systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
-    lines = bench_table.render(record).splitlines()
-    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | no manager | | | |"
-    assert "commit 012345678* with uncommitted changes" in lines[-1]
 
 
 def test_a_table_replaces_what_stands_between_its_markers_and_nothing_else() -> None:
