@@ -34,7 +34,7 @@ class Picture:
         """Cells, and texts outside of cells, in file order. With an empty `group`, those outside of
         all groups."""
         found: list[Cell | str] = []
-        for mark in self.root.find(f".//*[@id='{group}']") if group else self.root:
+        for mark in self.root.findall(f".//*[@id='{group}']/*" if group else "*"):
             tag = mark.tag.partition("}")[2]
             cells = [one for one in found if isinstance(one, Cell)]
             if tag in ("rect", "circle") and mark.get("class") != "card":

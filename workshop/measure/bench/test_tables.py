@@ -10,7 +10,6 @@ import pytest
 
 from workshop.measure.bench import bench, gpu, ladder_bench
 from workshop.measure.bench.bench_command import places_of
-from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import ROOT, read_record, replace_between_markers
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
@@ -51,10 +50,3 @@ def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> N
         (loss,) = (part for part in screen.split("\n\n") if "n-gram" in part)
         assert re.findall(r"\d+", loss.replace("p99", "")) == ["1", "5", first, last]
         assert f" {len(TASKS)} " in screen and f" {len(EXHIBITS)} " in screen
-
-
-def test_a_record_has_the_floor_of_its_work() -> None:
-    records = map(read_record, bench.DRIVER.committed.glob("bench_*.json"))
-    floors = [record for record in records if record.get("floor")]
-    assert len(floors) >= 2
-    assert all(floor_of_record(record) == record["floor"] for record in floors)
