@@ -262,7 +262,7 @@ def pytest_runtest_logfinish() -> None:
     next_collection = max(next_collection, memory().rss + (200 << 20))
 
 
-# -- a failure at once; at the end, what was left out
+# -- a failure at once; at the end, what was not found
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -273,36 +273,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return status, f"\n{status}: {report.nodeid}\n", status.upper()
 
 
-LEFT_OUT = pytest.StashKey[list[int]]()  # cases of large grids, other slow tests
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Told of those left out by `-m "not slow"`, the default, and of those that `-k` leaves out."""
-    config = items[0].config
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if (
-        config.option.markexpr in ("not slow", TEST, TEST_BOOK)
-        and slow
-        and not config.option.keyword
-    ):
-        num_cases = sum(item.get_closest_marker("sample") is not None for item in slow)
-        config.stash[LEFT_OUT] = [num_cases, len(slow) - num_cases]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [0, 0])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Every process of xdist has collected everything."""
-    if any(counts := getattr(node, "workeroutput", {}).get("left_out", [0, 0])):
-        node.config.stash[LEFT_OUT] = counts
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    counts = zip(config.stash.get(LEFT_OUT, [0, 0]), ("cases of large grids", "long tests"))
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     errors = terminalreporter.stats.get("error", [])
     if any("ModuleNotFoundError" in error.longreprtext for error in errors):
         terminalreporter.write_line("a package is missing: `make test ARGS=PATH` installs it")
@@ -310,8 +281,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     found = [re.search(f"{MISSING}(.*)", skip[2]) for skip in skips if isinstance(skip, tuple)]
     if missing := sorted({match[1] for match in found if match}):
         terminalreporter.write_line(f"not tried: {'; '.join(missing)}")
-    if left_out := " and ".join(f"{number} {kind}" for number, kind in counts if number):
-        terminalreporter.write_line(f"left out: {left_out}; to run them: -m slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -324,7 +293,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def is_left_out(path: Path, markexpr: str) -> bool:
     """Whether no test of the file is asked for."""
     if markexpr == CHECK:
-        return not is_checked(path) and not any(path.match(each) for each in PARTLY_CHECKED)
+        return not is_checked(path) and not any(map(path.match, PARTLY_CHECKED))
     if markexpr == TEST:
         return is_of_the_book(path)
     if markexpr == TEST_BOOK:

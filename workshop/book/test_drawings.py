@@ -3,9 +3,8 @@ in the light and in the dark."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 browser = pytest.fixture(scope="module")(browser_for_tests)
 DRAWINGS = drawings.drawings()
 PLOTS = [p for place in drawings.PLACES for p in ROOT.glob(f"{place}/*.svg") if p not in DRAWINGS]
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-ENDS = (".svg", ".zh.svg")
 
 
 def test_derived_drawings_are_committed() -> None:
@@ -41,8 +38,6 @@ def test_derived_drawings_are_committed() -> None:
     assert not of_none, "no English figure"
     assert not words.pairs.keys() - words.used, f"{TABLE.name}: no figure says so"
 
-
-# -- in a browser
 
 # Faults of the page's drawing: a list of sentences.
 LOOK = """() => {
@@ -93,36 +88,24 @@ LOOK = """() => {
     const contrast = Math.max(a, b) / Math.min(a, b);
     if (contrast < 4.5) faults.push(`${row.name} is hard to see: ${contrast.toFixed(1)}`);
   });
-  for (const line of all("polyline:not(.lane)")) {
-    const at = line.getScreenCTM(), length = line.getTotalLength();
-    const steps = Math.ceil(length * Math.hypot(at.a, at.b) / 4);
-    for (let i = 0; i <= steps; i++) {
-      const p = line.getPointAtLength(length * i / steps).matrixTransform(at);
-      const hit = rows.find((r) => r.x < p.x && p.x < r.right && r.y < p.y && p.y < r.bottom);
-      if (hit) { faults.push(`${line.outerHTML} runs through ${hit.name}`); break; }
-    }
-  }
   return faults;
 }"""
 
 
 @pytest.fixture(scope="module")
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 880, "height": 800})
-    yield page
-    page.close()
+def page(browser: Browser) -> Page:
+    return browser.new_page(viewport={"width": 880, "height": 800})
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [".svg", ".zh.svg"])
 def test_nothing_in_a_drawing_is_in_the_way(end: str, page: Page) -> None:
-    """Texts are inside the card and their boxes, nothing runs through them or over them, and they
-    stand out from what is under them."""
-    faults = {}
-    for path in (drawing.with_suffix(end) for drawing in DRAWINGS):
-        if not path.exists():  # no Chinese page shows it
-            continue
+    """Texts are inside the card and their boxes, no edge runs through them, and they stand out from
+    what is under them."""
+    paths = [drawing.with_suffix(end) for drawing in DRAWINGS]
+    paths = [path for path in paths if path.exists()]  # not where no Chinese page shows it
+    assert len(paths) > 15
+    for path in paths:
         page.goto(path.as_uri())
-        for scheme in SCHEMES:
+        for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
-            faults[path.stem, scheme] = page.evaluate(LOOK)
-    assert not {drawing: found for drawing, found in faults.items() if found} and len(faults) > 30
+            assert page.evaluate(LOOK) == [], (path.stem, scheme)

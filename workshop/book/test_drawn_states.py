@@ -24,8 +24,6 @@ from scheduler_interface import StepOutput
 from scheduler_steps import SchedulerLoop, make_memory, preempted_ids
 from workshop.book.tests.picture import Picture
 
-# -- chapter 1
-
 
 def test_two_counters() -> None:
     picture, prompt, output = Picture("two_counters"), [11, 12, 13, 14, 15], [21, 22, 23]
@@ -48,16 +46,11 @@ def test_two_counters() -> None:
         assert picture.texts(f"row-{row}") == [label, *counts, f"{known - computed} uncomputed"]
 
 
-# -- chapter 2
-
-
 def test_position_to_slot() -> None:
-    """Others have come and gone, and A is somewhere between."""
     picture, block_size, num_blocks, num_tokens, position = Picture("position_to_slot"), 4, 9, 10, 6
     manager = KVCacheManager(BlockPool(num_blocks), block_size)
     requests = {name: Request.from_tokens(name, [0] * 40) for name in "ABCDEFG"}
-    sizes = ("C", 4), ("B", 4), ("D", 8), ("E", 4), ("D", 12), ("F", 4), ("G", 4)
-    for name, size in sizes:
+    for name, size in zip("CBDEDFG", (4, 4, 8, 4, 12, 4, 4)):  # others come and go
         assert manager.allocate_slots(requests[name], size)
     for name in "FBEG":
         manager.free(requests[name])
@@ -66,21 +59,17 @@ def test_position_to_slot() -> None:
     table, slots = manager.get_block_ids("A"), manager.slot_mapping("A", 0, num_tokens)
     index, offset = divmod(position, block_size)
 
-    key, here = picture.key(), "prompt"
-    of_a = key["A's"]
-    fills = [here if p == position else of_a for p in range(num_tokens)]
-    assert picture.shown("positions") == [(fill, str(p)) for p, fill in enumerate(fills)]
-    fills = [here if i == index else of_a for i in range(len(table))]
-    assert picture.shown("table") == list(zip(fills, map(str, table), strict=True))
+    of_a, here = picture.key()["A's"], "prompt"
+    marked = {"positions": (range(num_tokens), position), "table": (table, index)}
+    for group, (numbers, chosen) in marked.items():
+        fills = [here if i == chosen else of_a for i in range(len(numbers))]
+        assert picture.shown(group) == list(zip(fills, map(str, numbers), strict=True))
     memory = [fill for fill, _ in picture.shown("memory")]
     written = {slot for slot, fill in enumerate(memory) if fill in (of_a, here)}
     assert written == {*slots} and memory[slots[position]] == here
     assert picture.texts("blocks") == [str(block) for block in range(num_blocks)]
     sums = f"{table[index] * block_size} + {offset} = {slots[position]}"
     assert f"slot = {table[index]} * 4 + {position} % 4 = {sums}" in picture.texts()
-
-
-# -- chapter 3
 
 
 def test_radix_split() -> None:
@@ -107,9 +96,6 @@ def test_radix_split() -> None:
     rig.cache.evict(1)
     (was,), (now,) = before - set(rig.nodes()), set(rig.nodes()) - before
     compare(3, {now: was.removeprefix(now)})
-
-
-# -- chapter 4
 
 
 def make_loop(num_blocks: int, kind: type = Scheduler, **options) -> SchedulerLoop:
@@ -147,9 +133,6 @@ def test_preemption(group: str, options: dict) -> None:
     assert f"{number + 1} steps" in titles[group == "reserved"]
 
 
-# -- chapter 5
-
-
 def test_accept_and_residual() -> None:
     """Chances that each token comes out first, as an accepted draft token and drawn after a
     rejection: exact, asked of the chapter's verification."""
@@ -167,9 +150,6 @@ def test_accept_and_residual() -> None:
         assert drawn == pytest.approx(seen, abs=1e-4), group
     note = f"A draft token is accepted in {sum(chances['accepted']):.0%} of all cases."
     assert any(text.startswith(note) for text in picture.texts())
-
-
-# -- chapter 6
 
 
 def test_mixed_mask() -> None:

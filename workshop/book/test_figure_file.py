@@ -11,10 +11,7 @@ from matplotlib.figure import Figure
 
 from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
-from workshop.book.palette import (
-    INK,
-    in_the_dark,
-)
+from workshop.book.palette import INK, in_the_dark
 
 WORDS = "# plot\nmuch longer than\n    短\nit\n    它\nstep {} of {}\n    {1} 步里的第 {0} 步\n"
 

@@ -44,23 +44,18 @@ def test_notebooks_find_the_wheel_and_nothing_of_the_checkout(script: Path) -> N
     assert found.count("ModuleSpec") == 1 and str(wheel_folder() / names[0]) in found
 
 
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-S", "-c", code]
-    return subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("address", ["", "https://github.com/owner/book"])
 def test_first_cell_gets_the_chapters_or_says_how(address: str, tmp_path: Path) -> None:
     """`pip` is a script here that prints its arguments."""
     pip = "import sys; print(*sys.argv[1:]); open('static_batching.py', 'w').close()"
     (tmp_path / "pip.py").write_text(pip, encoding="utf-8")
-    run = run_python(setup_cell(address) + "\nimport static_batching", tmp_path)
+    command = [sys.executable, "-S", "-c", setup_cell(address) + "\nimport static_batching"]
+    run = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
     if address:
         assert (run.returncode, run.stderr) == (0, "")
         assert f"install --quiet git+{address} matplotlib\n" in run.stdout
     else:
-        assert run.stderr.startswith("The modules of vllm-from-scratch are not installed.")
-        assert run.returncode == 1 and "`make`" in run.stderr
+        assert run.returncode == 1 and "modules of vllm-from-scratch are not" in run.stderr
 
 
 @pytest.fixture
@@ -85,12 +80,9 @@ def test_twin_is_made_once_and_what_is_out_of_step_is_seen(
     outputs = notebook.cells[2].outputs
     assert outputs[0].text == "42\n"
     assert outputs[1].data["text/plain"] == "<list_iterator at 0x...>"
-    nbformat.validate(notebook)
     assert not write_twin(script)
-    error = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])
-    notebook.cells[2].outputs, notebook.cells[2].execution_count = [error], None
+    notebook.cells[2].execution_count = None
     nbformat.write(notebook, twin)
-    problems = "\n".join(notebook_problems(script))
-    assert "never executed" in problems and "stores ZeroDivisionError" in problems
+    assert "never executed" in "\n".join(notebook_problems(script))
     script.write_text(SCRIPT.replace("6 * 7", "6 * 8"), encoding="utf-8")
     assert main(["--check", str(script)]) == 1 and "out of step" in capsys.readouterr().out

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from common.tests.budgets import LOADED_LINES
 from workshop.book import path
-from workshop.book.path import DefaultPath
 
 
-@pytest.fixture(scope="module")
-def default() -> DefaultPath:
-    return path.measure_default(path.ROOT)
-
-
-def test_features_that_are_off_are_not_loaded(default: DefaultPath) -> None:
+def test_features_that_are_off_are_not_loaded() -> None:
     """Only the observer around the loop and the sizing of memory are loaded from outside the
     roots."""
+    default = path.measure_default(path.ROOT)
     loaded = set(default.loaded)
     assert {"common/llm.py", "01_batching/engine_core.py", "04_scheduler/scheduler.py"} <= loaded
     assert {"03_prefix_cache/prefix_cache_local.py", "06_chunked_prefill/mixed_batch.py"} <= loaded
@@ -30,10 +23,5 @@ def test_features_that_are_off_are_not_loaded(default: DefaultPath) -> None:
     assert not [name for name in loaded if any(other in name for other in others)]
     sampling = {name for name in loaded if name.startswith("common/sampling/")}
     parts = ("greedy_rows", "runner_plugin", "sampler", "sampling_columns", "sampling_defaults")
-    parts += ("sampling_rules",)
-    assert sampling == {f"common/sampling/{name}.py" for name in parts}
-
-
-def test_loaded_lines_have_a_budget(default: DefaultPath) -> None:
-    found = f"LLM() loads {default.num_lines} lines, its budget is {LOADED_LINES}"
-    assert default.num_lines <= LOADED_LINES, f"{found}; see common/tests/budgets.py"
+    assert sampling == {f"common/sampling/{name}.py" for name in (*parts, "sampling_rules")}
+    assert default.num_lines <= LOADED_LINES, "see common/tests/budgets.py"

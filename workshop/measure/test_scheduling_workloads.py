@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -23,8 +24,8 @@ RATE = 5.0
 
 
 @cache
-def made(name: str, seed: int = 0) -> list[SimulatedRequest]:
-    return WORKLOADS[name](NUM_REQUESTS, RATE, seed)
+def made(name: str) -> list[SimulatedRequest]:
+    return WORKLOADS[name](NUM_REQUESTS, RATE, 0)
 
 
 @pytest.fixture(params=WORKLOADS)
@@ -32,9 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_fewer_requests_are_the_first_of_more_and_a_rate_moves_only_arrivals(name: str) -> None:
-    assert WORKLOADS[name](40, RATE) == made(name)[:40]
-    assert WORKLOADS[name](40, RATE, seed=1) != made(name)[:40]
+def test_a_rate_moves_only_arrivals(name: str) -> None:
     for slow, fast in zip(WORKLOADS[name](40, RATE / 4), made(name), strict=False):
         assert slow.arrival_s == pytest.approx(4 * fast.arrival_s)
         assert replace(slow, arrival_s=fast.arrival_s) == fast
@@ -55,8 +54,8 @@ def test_lengths_limits_and_priorities(name: str) -> None:
     outputs = [request.num_outputs for request in requests]
     assert sum(outputs) / NUM_REQUESTS == pytest.approx(mean_outputs, rel=0.12)
     assert all(1 <= request.num_outputs <= request.max_tokens for request in requests)
-    assert {request.max_tokens for request in requests} == {64, 128, MAX_TOKENS}
-    assert {request.priority for request in requests} == {0, 1, 2}
+    kinds = {(request.max_tokens, request.priority) for request in requests}
+    assert kinds == {*product((64, 128, MAX_TOKENS), range(3))}
 
 
 def test_prompts_share_blocks_only_where_it_is_intended(name: str) -> None:

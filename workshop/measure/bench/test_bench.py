@@ -4,7 +4,6 @@ hold."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,9 @@ from common.models.loader import LoadedModel
 from common.tests.engine_oracle import Oracle, greedy
 from workshop.measure.bench import bench, bench_table, vllm_system
 from workshop.measure.bench.bench_models import BenchModels, make_twin
-from workshop.measure.bench.bench_record import (
-    ROOT,
-    read_record,
-    write_record,
-)
+from workshop.measure.bench.bench_record import ROOT, read_record
 from workshop.measure.bench.bench_systems import SYSTEMS
-from workshop.measure.bench.bench_work import (
-    Limits,
-    make_requests,
-)
+from workshop.measure.bench.bench_work import Limits, make_requests
 
 SEED = 0
 REQUESTS = make_requests(9, (1, 20), (1, 9), vocab_size=97, seed=SEED)
@@ -50,9 +42,6 @@ def expected(random_oracle: Oracle) -> list[list[int]]:
     return [greedy(model, r.prompt_token_ids, r.max_tokens) for r in REQUESTS]
 
 
-# -- the systems
-
-
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if not name.startswith("vllm")])
 def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
     name: str, models: BenchModels, expected: list[list[int]]
@@ -66,31 +55,10 @@ def test_every_system_gives_each_request_the_tokens_of_transformers_alone(
     json.dumps(described)
     num_outputs = sum(r.max_tokens for r in REQUESTS)
     longest = max(r.max_tokens for r in REQUESTS)
-    # A step gives at most one token to each of so many requests.
-    seats = {"one-at-a-time": 1, "transformers-generate": len(REQUESTS)}.get(name, 4)
-    assert described["num_steps"] >= max(longest, -(-num_outputs // seats)), described
-    if name == "one-at-a-time":
-        assert described["num_steps"] == num_outputs
-    if name == "transformers-generate":
-        assert described["num_steps"] == longest
-        assert described["slot_utilisation"] == num_outputs / 9 / longest
-
-
-# -- records
-
-
-def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    lists = [[1, 2.5, -3e-07], [], ["x, [y]", None, True], [{"a": [1]}, {}]]
-    record = {"text": 'a [ 1,\n 2 ] "quoted" \\ é', "lists": lists}
-    path = tmp_path / "records" / "r.json"
-    write_record(path, record)
-    assert read_record(path) == record
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_record(path, {"a": float("nan")})
-    assert read_record(path) == record and os.listdir(path.parent) == ["r.json"]
-
-
-# -- the command
+    exact = {"one-at-a-time": num_outputs, "transformers-generate": longest}
+    # Else a step gives at most one token to each of four requests.
+    least = exact.get(name, max(longest, -(-num_outputs // 4)))
+    assert described["num_steps"] == exact.get(name, described["num_steps"]) >= least
 
 
 def test_the_command_measures_and_writes_a_record(
@@ -107,7 +75,6 @@ def test_the_command_measures_and_writes_a_record(
     argv += ["--systems", "paged,vllm,static", "--repeats", "2", "--malloc", "default"]
     assert bench.main(argv) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("bench: measures 3 systems on")
     (path,) = tmp_path.glob("bench_*.json")
     record = read_record(path)
     systems = record["systems"]

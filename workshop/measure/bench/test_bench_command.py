@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from workshop.measure.bench import bench, bench_command, ladder_bench
 from workshop.measure.bench.bench_command import Driver
-
-DRIVERS = [bench.DRIVER, ladder_bench.DRIVER]
 
 
 @pytest.mark.parametrize(
@@ -18,10 +14,8 @@ DRIVERS = [bench.DRIVER, ladder_bench.DRIVER]
         (bench.DRIVER, ["--systems", "magic"], "magic"),
         (bench.DRIVER, ["--models", "gpt-9"], "gpt-9"),
         (bench.DRIVER, ["--repeats", "0"], "--repeats must"),
-        (bench.DRIVER, ["--systems", ","], "at least one name"),
         (bench.DRIVER, ["--models", ""], "at least one name"),
         (ladder_bench.DRIVER, ["--seeds", "0"], "--seeds"),
-        (ladder_bench.DRIVER, ["--nonsense"], "--nonsense"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_named(
@@ -32,12 +26,9 @@ def test_an_argument_that_makes_no_sense_is_named(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.name)
+@pytest.mark.parametrize("driver", [bench.DRIVER, ladder_bench.DRIVER])
 def test_a_smoke_run_is_short_and_leaves_the_committed_record_alone(driver: Driver) -> None:
     args = driver.parse([])
     assert (args.rounds, args.record) == (3, driver.committed)
     args = driver.parse(["--smoke"])
-    assert args.rounds == 1
-    assert bench_command.ROOT / "build" in args.record.parents
-    args = driver.parse(["--smoke", driver.rounds, "5", driver.record, "elsewhere"])
-    assert (args.rounds, args.record) == (5, Path("elsewhere"))
+    assert args.rounds == 1 and bench_command.ROOT / "build" in args.record.parents

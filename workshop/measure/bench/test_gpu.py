@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from workshop.measure.bench import gpu, gpu_work
-from workshop.measure.bench.bench_record import ROOT, read_record, write_record
+from workshop.measure.bench.bench_record import ROOT, read_record
 
 CANNOT = torch.cuda.is_available() or not gpu.find_spec("triton")
 
@@ -41,11 +41,7 @@ def test_a_rehearsal_runs_to_its_end(
     assert "these numbers say nothing" in capsys.readouterr().out
     record = read_record(tmp_path / "gpu-rehearsal" / "rehearse.json")
     assert record["is_rehearsal"] and list(record["parts"]) == parts
-    found = {part: one["results"] for part, one in record["parts"].items()}
-    assert all(found.values()) and record["environment"]["device"] == "rehearsal"
-    for mode in gpu_work.MODES if "speed" in parts else ():
-        assert found["tokens"][f"float32, {mode}"]["others"] == 0
-        assert found["speed"][f"2 x 20, {mode}"]["share"] >= 0
+    assert all(part["results"] and not part["errors"] for part in record["parts"].values())
 
 
 def test_a_part_that_dies_or_hangs_is_recorded_and_leaves_nothing_running(
@@ -79,59 +75,32 @@ def test_a_commit_is_recorded_as_given_and_one_that_is_not_checked_out_is_refuse
     head = gpu.checked_commit(None, tmp_path)["commit"]
     with pytest.raises(ValueError, match=f"must be {head}, which is checked out"):
         gpu.checked_commit(other, tmp_path)
-    (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="modules differ from it"):
-        gpu.checked_commit(head, tmp_path)
 
 
-def test_a_step_that_raises_keeps_its_error_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    lab = gpu_work.Lab("rehearsal", tmp_path / "part.json")
-    write_record(lab.result, {"results": {}, "errors": []})
-    lab.attempt("a", lambda: 1 / 0)
-    lab.attempt("b", lambda: 5)
-    errors = ["a: ZeroDivisionError: division by zero"]
-    assert read_record(lab.result) == {"results": {"b": 5}, "errors": errors}
-
-
-@pytest.mark.parametrize(
-    ("token", "told", "is_right"), [(2, 0.0, True), (1, 0.0, False), (2, -0.5, False)]
-)
-def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_error(
-    token: int, told: float, is_right: bool
-) -> None:
+def test_a_token_or_a_log_probability_that_transformers_would_not_give_is_an_error() -> None:
     """Token 2 always follows, with a probability of nearly one."""
 
-    class Model:
-        device, dtype = torch.device("cpu"), torch.float32
+    def model(ids: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
+        logits = torch.tensor([0.0, 0.0, 30.0, 0.0])
+        return SimpleNamespace(logits=logits.expand(1, logits_to_keep, 4))
 
-        def __call__(self, ids: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
-            assert ids.tolist() == [[7, 8, token]]
-            logits = torch.zeros(1, logits_to_keep, 4)
-            logits[..., 2] = 30.0
-            return SimpleNamespace(logits=logits)
-
-    answer = SimpleNamespace(token_ids=[token], logprobs=[SimpleNamespace(logprob=told)])
-    if is_right:
-        assert gpu_work.against(Model(), [[7, 8]], [answer])["others"] == 0
-        return
-    with pytest.raises(ValueError, match="more than rounding"):
-        gpu_work.against(Model(), [[7, 8]], [answer])
+    model.device, model.dtype = torch.device("cpu"), torch.float32
+    right, wrong, unsure = (
+        SimpleNamespace(token_ids=[token], logprobs=[SimpleNamespace(logprob=told)])
+        for token, told in ((2, 0.0), (1, 0.0), (2, -0.5))
+    )
+    assert gpu_work.against(model, [[7, 8]], [right])["others"] == 0
+    for answer in (wrong, unsure):
+        with pytest.raises(ValueError, match="more than rounding"):
+            gpu_work.against(model, [[7, 8]], [answer])
 
 
 def test_a_rehearsal_or_unknown_code_is_never_published() -> None:
-    name = "256 requests, 100-1,024 tokens in and out, overlap"
-    results = {name: {"tokens in/s": 40_000.0, "tokens out/s": 11_000.0}}
     where = {"device": "NVIDIA H100", "commit": "0123456789abcdef", "is_dirty": False}
-    record = {
-        "command": "make gpu ARGS=record", "date": "2027-01-02", "is_rehearsal": False,
-        "environment": where,
-        "parts": {"speed": {"results": results, "errors": ["a | b"]}},
-    }  # fmt: skip
-    texts = gpu.texts_of([record])
-    assert texts["gpu"].startswith("11,000 output tokens a second on NVIDIA H100 with ")
-    assert "11,000" in texts["gpu_zh"] and f"| speed | {name} | tokens in/s" in texts["gpu_cells"]
-    for change in ({"is_dirty": True}, {"commit": None}):
+    record = {"command": "", "date": "", "is_rehearsal": False, "environment": where}
+    record["parts"] = {"speed": {"results": {"x": {"tokens out/s": 11_000.0}}, "errors": []}}
+    assert gpu.texts_of([record])["gpu"].startswith("11,000 output tokens a second on NVIDIA H100")
+    changes = [{"environment": where | bad} for bad in ({"is_dirty": True}, {"commit": None})]
+    for change in (*changes, {"is_rehearsal": True}):
         with pytest.raises(ValueError, match="cannot publish the record of NVIDIA H100"):
-            gpu.texts_of([record | {"environment": where | change}])
-    with pytest.raises(ValueError, match="cannot publish"):
-        gpu.texts_of([record | {"is_rehearsal": True}])
+            gpu.texts_of([record | change])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.models.loader import load_model
+from common.models.model_config import SUPPORTED_ARCHITECTURES
 from common.requests.tokenizer import load_tokenizer
 from common.tests.model_cases import PagedHarness, reference_logits
 from workshop.measure.bench.random_weights import FAMILIES, write_random
@@ -24,10 +25,7 @@ def test_a_small_checkpoint_is_a_model_of_its_family(family, tmp_path):
 
 
 def test_every_architecture_has_one(tmp_path):
-    from common.models.model_config import SUPPORTED_ARCHITECTURES
-
-    assert {fields["architectures"][0] for fields in FAMILIES.values()} == set(
-        SUPPORTED_ARCHITECTURES
-    )
+    named = {fields["architectures"][0] for fields in FAMILIES.values()}
+    assert named == set(SUPPORTED_ARCHITECTURES)
     with pytest.raises(ValueError, match=r"family must be qwen3, .*, got 'gpt2'"):
         write_random("gpt2", tmp_path)

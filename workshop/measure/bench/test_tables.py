@@ -8,14 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from workshop.measure.bench import bench, bench_table, gpu, ladder_bench
+from workshop.measure.bench import bench, gpu, ladder_bench
 from workshop.measure.bench.bench_command import places_of
-from workshop.measure.bench.bench_floor import floor_of_record
-from workshop.measure.bench.bench_record import (
-    ROOT,
-    read_record,
-    replace_between_markers,
-)
+from workshop.measure.bench.bench_record import ROOT, read_record, replace_between_markers
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
 
@@ -37,18 +32,6 @@ def test_a_page_shows_the_committed_record(page: str, name: str, table: str) -> 
     assert replace_between_markers(text, name, table) == text, f"{page}: {name}"
 
 
-def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
-    """The committed records, which the pages show, have none."""
-    record = read_record(bench.DRIVER.committed / "bench_tiny.json")
-    systems = record["systems"]
-    record["environment"] |= {"commit": "0123456789ab", "is_dirty": True}
-    systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
-    lines = bench_table.render(record).splitlines()
-    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | no manager | | | |"
-    assert "commit 012345678* with uncommitted changes" in lines[-1]
-
-
 def test_a_table_replaces_what_stands_between_its_markers_and_nothing_else() -> None:
     text = "a\n<!-- table:bench -->\nold\n<!-- /table:bench -->\nb <!-- /table:other -->\n"
     assert replace_between_markers(text, "bench", "| new |") == text.replace("old", "| new |")
@@ -67,10 +50,3 @@ def test_the_first_screen_has_the_digits_of_the_record_and_of_the_folders() -> N
         (loss,) = (part for part in screen.split("\n\n") if "n-gram" in part)
         assert re.findall(r"\d+", loss.replace("p99", "")) == ["1", "5", first, last]
         assert f" {len(TASKS)} " in screen and f" {len(EXHIBITS)} " in screen
-
-
-def test_a_record_has_the_floor_of_its_work() -> None:
-    records = map(read_record, bench.DRIVER.committed.glob("bench_*.json"))
-    floors = [record for record in records if record.get("floor")]
-    assert len(floors) >= 2
-    assert all(floor_of_record(record) == record["floor"] for record in floors)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workshop.measure.bench import bench, vllm_system
+from workshop.measure.bench import vllm_system
 from workshop.measure.bench.bench_work import CannotRunError, make_requests
 from workshop.measure.bench.vllm_install import python_of
 from workshop.measure.bench.vllm_system import VllmServer, read_answer, variables
@@ -17,19 +17,19 @@ from workshop.measure.bench.vllm_system import VllmServer, read_answer, variable
 # An engine that admits two at a time, prints to standard output, and answers with the sum of the
 # prompt and the number of tokens so far. Like the newer ones it gives requests names of its own.
 FAKE = """
-import os
 from types import SimpleNamespace as Space
 
 __version__ = "9.9"
 
-class SamplingParams:
-    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
-        assert temperature == 0 and ignore_eos is True and detokenize is False
-        self.max_tokens = max_tokens
+class SamplingParams(Space):
+    pass
 
-class Engine:
-    def __init__(self):
-        self.requests = []
+class LLM:
+    def __init__(self, *, max_num_seqs, **settings):
+        if max_num_seqs == 0:
+            raise ValueError("max_num_seqs is 0")
+        print("loading", settings)
+        self.llm_engine, self.requests = self, []
 
     def add_request(self, name, prompt, params):
         total = sum(prompt["prompt_token_ids"])
@@ -50,23 +50,14 @@ class Engine:
             outputs.append(Space(request_id=name, outputs=[made]))
         self.requests = [r for r in self.requests if len(r[2]) < r[3]]
         return outputs
-
-class LLM:
-    def __init__(self, *, model, skip_tokenizer_init, disable_log_stats, **settings):
-        assert skip_tokenizer_init
-        if settings.get("max_num_seqs") == 0:
-            raise ValueError("max_num_seqs is 0")
-        print("loading", settings, os.environ["VLLM_CPU_KVCACHE_SPACE"])
-        self.llm_engine = Engine()
 """
 REQUESTS = make_requests(5, (1, 4), (1, 6), vocab_size=97, seed=0)
 EXPECTED = [[sum(r.prompt_token_ids) + i for i in range(r.max_tokens)] for r in REQUESTS]
 
 
 @pytest.fixture
-def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmServer]:
+def make_server(tmp_path: Path) -> Callable[..., VllmServer]:
     """Servers of an environment in which vLLM seems to be installed."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     folder = tmp_path / "environment"
     python = python_of(folder)
     python.parent.mkdir(parents=True)
@@ -92,12 +83,10 @@ def test_requests_go_to_the_process_and_tokens_come_back(
     for _ in range(2):  # it serves again and again
         answer = server.serve(REQUESTS)
         served = read_answer(answer, {"version": "9.9"})
-        assert served.token_ids == EXPECTED and served.seconds == answer["seconds"] > 0
-        assert served.details["num_steps"] >= max(r.max_tokens for r in REQUESTS)
-        assert 0 < served.details["cpu_seconds"] < 5, "of that process"
+        assert served.token_ids == EXPECTED and served.details["cpu_seconds"] > 0
         for times, request in zip(answer["token_times"], REQUESTS, strict=True):
             assert times == sorted(times) and len(times) == request.max_tokens
-            assert times[-1] <= answer["seconds"]
+            assert times[-1] <= answer["seconds"] == served.seconds
     server.close()
 
 
@@ -111,14 +100,10 @@ def test_what_vllm_says_last_is_the_reason(make_server: Callable[..., VllmServer
 
 
 def test_where_it_is_not_installed_it_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(CannotRunError, match="bench --install-vllm"):
         VllmServer({}, {}, tmp_path, tmp_path)
-    for is_there in (False, True):
-        monkeypatch.setattr(bench, "is_installed", lambda: is_there)
-        of_vllm = [name for name in bench.default_systems() if name.startswith("vllm")]
-        assert of_vllm == (["vllm", "vllm-eager"] if is_there else [])
 
 
 def test_the_runner_needs_nothing_of_ours() -> None:
