@@ -32,10 +32,10 @@ from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
     made_on,
+    markdown_table,
     percentiles,
     read_record,
     replace_between_markers,
-    table_of,
     write_record,
 )
 
@@ -68,12 +68,8 @@ class Part:
 
 def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..., object]]) -> str:
     """Return a table: a row for each of `rows`, after its name a cell for each of `columns`."""
-    return table_of(
-        [
-            {first: name, **{head: cell(row) for head, cell in columns.items()}}
-            for name, row in rows.items()
-        ]
-    )
+    lines = [[name, *(cell(row) for cell in columns.values())] for name, row in rows.items()]
+    return markdown_table([first, *columns], lines)
 
 
 def plot_band(

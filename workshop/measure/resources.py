@@ -27,29 +27,24 @@ from kernel_launch import DEFAULT_ARCHITECTURE, Launch
 from paged_attention_triton import write_kv_launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
 
-# Only the fields that kernels depend on are those of the model.
-_PLAIN = {"has_qk_norm": False}
-_WINDOWS = {"layer_windows": (None, 4096)}
+# Hidden and inner size, heads, KV heads, head size, vocabulary.
+_SIZES = {
+    "Qwen2.5-7B": (3584, 18944, 28, 4, 128, 152064),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128256),
+    "Mistral-7B-v0.1": (4096, 14336, 32, 8, 128, 32000),
+}
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
-    "Llama-3.1-8B": shape_of(28, 4096, 14336, 32, 8, 128, 128256, **_PLAIN),
     "Qwen3-32B": shape_of(28, 5120, 25600, 64, 8, 128, 151936),
-    "Qwen2.5-7B": shape_of(28, 3584, 18944, 28, 4, 128, 152064, **_PLAIN),
-    "Qwen2.5-0.5B": shape_of(28, 896, 4864, 14, 2, 64, 151936, **_PLAIN),
-    "Llama-3.2-1B": shape_of(28, 2048, 8192, 32, 8, 64, 128256, **_PLAIN),
-    "Mistral-7B-v0.1": shape_of(28, 4096, 14336, 32, 8, 128, 32000, **_PLAIN, **_WINDOWS),
+    **{name: shape_of(28, *sizes, has_qk_norm=False) for name, sizes in _SIZES.items()},
 }
+_WINDOWS = {"Mistral-7B-v0.1": (None, 4096)}
 # For a program, on the smallest GPU of a kind: sm_86 and sm_120 have as much as sm_89.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 # Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
 INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
-KINDS = {
-    "bfloat16": (torch.bfloat16, "ieee"),
-    "float16": (torch.float16, "ieee"),
-    "float32": (torch.float32, "ieee"),
-    "float32 as tf32x3": (torch.float32, "tf32x3"),
-}
+KINDS = ("bfloat16", "float16", "float32", "float32 as tf32x3")
 # Bytes of stack a thread: a few values. The kernels that have them differ with Triton's version.
 FEW_STACK_BYTES = 64
 CHUNKED = EngineConfig(speculative={"method": "draft"})
@@ -88,8 +83,7 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     from triton.compiler import ASTSource
 
     names = list(launch.kernel.arg_names)
-    if missing := set(names) ^ (set(launch.arguments) | set(launch.constants)):
-        raise ValueError(f"{launch.kernel}: {sorted(missing)} must be in both kernel and launch")
+    assert {*names} == {*launch.arguments, *launch.constants}, launch
     signature = {name: launch.arguments.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in launch.constants.items()}
     # PyTorch's memory begins at multiples of 16 bytes and more.
@@ -103,12 +97,11 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     compiled = triton.compile(source, target=target, options=launch.options)
     ptx, tile = compiled.asm["ptx"], launch.constants.get("BLOCK_M")
     kernel = launch.kernel.__name__.strip("_")
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return Resources(
         f"{kernel}, {family}, {kind}, sm_{architecture}, {tile} rows",
         kind,
         architecture,
-        stack_bytes(compiled.asm["cubin"], cuobjdump),
+        stack_bytes(compiled.asm["cubin"]),
         compiled.metadata.shared,
         tile is not None and "merge" not in kernel,
         next((name for name in TENSOR_CORES if name in ptx), ""),
@@ -116,55 +109,59 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     )
 
 
-def stack_bytes(cubin: bytes, cuobjdump: Path) -> int:
+def stack_bytes(cubin: bytes) -> int:
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:\d+ STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump returned no registers: {text}")
-    return int(found.group(1))
+    (found,) = re.findall(r"REG:\d+ STACK:(\d+)", text)
+    return int(found)
 
 
 def launches_of(family: str, kind: str, architecture: int, engine: EngineConfig) -> list[Launch]:
     """An engine's launches, and `write_kv` of a backend of chapter 2 or 6 by itself, which the
     engine replaces by another kernel."""
-    (dtype, precision), model = KINDS[kind], FAMILIES[family]
+    dtype, model = getattr(torch, kind.partition(" ")[0]), FAMILIES[family]
+    precision = kind.partition(" as ")[2] or "ieee"
     shape = attention_shape(model, engine, dtype, architecture, precision, False)
-    how = {"float32_precision": precision, "windows": model.layer_windows or (None,)}
-    launches = launch_configurations(model, engine, dtype, architecture, **how)
-    heads = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
-    num_heads = shape.num_heads + shape.num_kv_heads
-    strides = num_heads * shape.head_dim, (num_heads + shape.num_kv_heads) * shape.head_dim
-    return [*launches, write_kv_launch(*heads, *strides, shape.cache_strides)]
+    windows = _WINDOWS.get(family, (None,))
+    launches = launch_configurations(
+        model, engine, dtype, architecture, float32_precision=precision, windows=windows
+    )
+    sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+    strides = (shape.head_dim * (shape.num_heads + n * shape.num_kv_heads) for n in (1, 2))
+    return [*launches, write_kv_launch(*sizes, *strides, shape.cache_strides)]
 
 
-def wanted() -> list[Wanted]:
+def wanted() -> Iterator[Wanted]:
     """sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once."""
-    first, others = "Qwen3-0.6B", [kind for kind in KINDS if kind != "bfloat16"]
-    found: list[Wanted] = [(family, "bfloat16", 90, CHUNKED) for family in FAMILIES]
-    found += [(first, kind, 90, CHUNKED) for kind in others]
-    found += [(first, "bfloat16", architecture, CHUNKED) for architecture in (80, 100)]
-    return found + [(first, "bfloat16", architecture, WHOLE) for architecture in (80, 90, 100)]
+    first = "Qwen3-0.6B"
+    for architecture in (80, 90, 100):
+        yield first, "bfloat16", architecture, WHOLE
+        yield first, "bfloat16", architecture, CHUNKED
+    yield from ((first, kind, 90, CHUNKED) for kind in KINDS[1:])
+    yield from ((family, "bfloat16", 90, CHUNKED) for family in FAMILIES if family != first)
 
 
 def compile_all(every: int = 1) -> list[Resources]:
     """Compile each machine code once, though several engines launch it: one in `every`, and the
     first of each kernel, family, dtype and architecture."""
-    launches = {
-        f"{launch.kernel.__name__} {one[2]} {launch}": (launch, one)
-        for one in reversed(wanted())
-        for launch in launches_of(*one)
-    }
+    launches: dict[str, tuple[Launch, str, str, int]] = {}
+    for family, kind, architecture, engine in wanted():
+        for launch in launches_of(family, kind, architecture, engine):
+            name = f"{launch.kernel.__name__} {architecture} {launch}"
+            launches.setdefault(name, (launch, family, kind, architecture))
     known: set[object] = set()
     found = []
-    for i, (launch, (family, kind, architecture, _)) in enumerate(reversed(launches.values())):
-        new = {family, kind, architecture, launch.kernel.__name__}
+    for i, one in enumerate(launches.values()):
+        new = {one[0].kernel.__name__, *one[1:]}
         if i % every == 0 or not known.issuperset(new):
             known |= new
-            found.append(compile_launch(launch, family, kind, architecture))
+            found.append(compile_launch(*one))
     return found
 
 

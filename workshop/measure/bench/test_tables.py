@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from workshop.measure.bench import bench, bench_table, gpu, ladder_bench
-from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_record import (
     ROOT,
@@ -23,7 +22,9 @@ from workshop.practice.tasks.course import TASKS
 def shown() -> Iterator[tuple[str, str, str]]:
     """Yield each page, the name of a table on it, and the table's text."""
     for driver in (bench.DRIVER, ladder_bench.DRIVER):
-        yield from places_of(driver.name, driver.tables(driver.committed))
+        for place, table in driver.tables(driver.committed).items():
+            page, name = place.split()
+            yield page, name, table
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
     texts = gpu.texts_of(records)  # without a record they say so, in two languages
     yield from ((page, name, texts[name]) for page, name in gpu.PAGES.items())
@@ -45,7 +46,7 @@ def test_a_missing_run_has_its_reason_and_uncommitted_code_is_marked() -> None:
     systems["static"] |= {"title": "static", "error": "no manager", "runs": []}
     lines = bench_table.render(record).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert rows["static"] == "| static | no manager | | | |"
+    assert rows["static"] == "| static | no manager |  |  |  |"
     assert "commit 012345678* with uncommitted changes" in lines[-1]
 
 

@@ -63,6 +63,11 @@ def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) 
     return own | {name: v for name, v in os.environ.items() if name.startswith("VLLM_")}
 
 
+def check_installed(environment: Path) -> None:
+    if not is_installed(environment):
+        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+
+
 class VllmServer:
     """A process that serves request files. Ends when no reference to it is left.
 
@@ -75,8 +80,7 @@ class VllmServer:
         environment: Path = ENVIRONMENT,
         work: Path = WORK,
     ) -> None:
-        if not is_installed(environment):
-            raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+        check_installed(environment)
         self.settings, self.variables, self.work = settings, variables, work
         work.mkdir(parents=True, exist_ok=True)
         write_json(work / "settings.json", settings)
@@ -94,7 +98,7 @@ class VllmServer:
             env=surroundings,
             cwd=work,
         )
-        self.close = weakref.finalize(self, _end, self._process, self._log)
+        self.close = weakref.finalize(self, self._process.kill)
         self.version = self._expect("ready").partition(" ")[2]
 
     def _expect(self, word: str) -> str:
@@ -104,42 +108,18 @@ class VllmServer:
             self._process.wait()
             self._log.seek(0)
             told = [text for text in self._log.read().splitlines() if "Error" in text]
-            self.close()
             raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
         return line
 
     def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
         """Return the answer of `vllm_runner.py`."""
         source, target = self.work / "requests.json", self.work / "answer.json"
-        write_json(source, request_list(requests))
-        target.unlink(missing_ok=True)
+        write_json(source, [(request.prompt_token_ids, request.max_tokens) for request in requests])
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its last output is read next
-            self._process.stdin.write(json.dumps([str(source), str(target)]) + "\n")
-            self._process.stdin.flush()
+            print(json.dumps([f"{source}", f"{target}"]), file=self._process.stdin, flush=True)
         self._expect("done")
         return json.loads(target.read_text(encoding="utf-8"))
-
-
-def _end(process: subprocess.Popen[str], log: Any) -> None:
-    """Close its standard input, which ends the process; if it is busy, it is stopped."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    log.close()
-
-
-def request_list(requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
-    return [
-        {"prompt_token_ids": request.prompt_token_ids, "max_tokens": request.max_tokens}
-        for request in requests
-    ]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -157,10 +137,13 @@ def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]
         models.servers[name] = start(models, limits, enforce_eager)
     server = models.servers[name]
 
-    def serve(requests: Sequence[BenchRequest]) -> Served:
-        return read_answer(server.serve(requests), describe_server(server))
-
-    yield serve
+    settings = {name: value for name, value in server.settings.items() if name != "model"}
+    described = {
+        "version": server.version,
+        "settings": settings,
+        "environment": server.variables,
+    }
+    yield lambda requests: read_answer(server.serve(requests), described)
 
 
 def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
@@ -169,8 +152,7 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
 
     from workshop.measure.bench.bench_roofline import kv_bytes_per_token
 
-    if not is_installed():
-        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+    check_installed(ENVIRONMENT)
     work = WORK / ("eager" if enforce_eager else "compiled")
     checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache uses its path
     logging.disable_progress_bar()
@@ -187,12 +169,6 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
     positions = limits.max_num_seqs * -(-limits.longest // BLOCK_SIZE) * BLOCK_SIZE
     kv_bytes = positions * kv_bytes_per_token(models.loaded)
     return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes), work=work)
-
-
-def describe_server(server: VllmServer) -> dict[str, Any]:
-    """Return the server's description for the record. Names no path."""
-    settings = {name: value for name, value in server.settings.items() if name != "model"}
-    return {"version": server.version, "settings": settings, "environment": server.variables}
 
 
 def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
