@@ -136,20 +136,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     work = []
     for name, regime in regimes.items():
-        entry = record["regimes" if name in REGIMES else "questions"][name] = {
+        rungs = {config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)}
+        requests = workloads[name]
+        record["regimes" if name in REGIMES else "questions"][name] = {
             **asdict(regime),
             "longest": limits[name].longest,
             "num_positions": limits[name].num_positions,
-            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
-            "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
+            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in requests],
+            "output_tokens": [[r.num_outputs for r in w] for w in requests],
             "min_prompt_tokens": [
-                min_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
+                min_prompt_tokens(r.prompt_token_ids for r in w) for w in requests
             ],
-            "rungs": {
-                config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)
-            },
+            "rungs": rungs,
         }
-        work.append((name, entry["rungs"]))
+        work.append((name, rungs))
     num_runs = args.rounds * sum(len(configs) for _, configs in work)
     with tqdm(total=num_runs, unit="run", disable=None) as bar:
         for seed in range(args.rounds):
