@@ -13,8 +13,9 @@ drawn and tabulated, and `run_lab` does everything else. A table's place in a pa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,18 +76,18 @@ def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..
 def plot_band(
     axis: Axes,
     xs: Sequence[float],
-    runs: Sequence[Sequence[float]],
+    runs: Iterable[Sequence[float]],
     color: str,
     form: str = "o-",
-    shown: tuple[float, float] = (0, 100),
-    **area: Any,
+    low: float = 0,
+    high: float = 100,
 ) -> list[float]:
     """Draw the median of each of `runs` over an area between two percentiles. Returns the
     medians."""
-    low, middle, high = zip(*(percentiles(run, [shown[0], 50, shown[1]]) for run in runs))
-    axis.fill_between(xs, low, high, color=color, **{"alpha": 0.2, **area})
-    axis.plot(xs, middle, form, color=color)
-    return list(middle)
+    lows, middles, highs = zip(*(percentiles(run, [low, 50, high]) for run in runs))
+    axis.fill_between(xs, lows, highs, color=color, alpha=0.2, linewidth=0)
+    axis.plot(xs, middles, form, color=color)
+    return list(middles)
 
 
 def run_lab(
@@ -120,14 +121,11 @@ def run_lab(
             measured["config"]["clock"] = clock
         records[part] = {**head, **measured}  # a record may describe its command in more detail
         write_record(paths[part], records[part])
-    drawn = {
-        name: (lambda draw=draw, record=record: draw(record))
-        for part, record in records.items()
-        for name, draw in parts[part].figures.items()
-    }
-    for is_twice in (False, True):
-        some = {n: f for n, f in drawn.items() if is_shown(f"{n}.zh.svg") == is_twice}
-        save(some, pages / "figures", Words() if is_twice and not options.tiny else None)
+    for part, record in records.items():
+        for name, draw in parts[part].figures.items():
+            is_twice = is_shown(f"{name}.zh.svg") and not options.tiny
+            figure = {name: partial(draw, record)}
+            save(figure, pages / "figures", Words() if is_twice else None)
     if options.tables:
         write_tables(make_tables(parts, records), None if options.tiny else pages)
 
@@ -136,12 +134,11 @@ def _parse(
     topic: str, parts: Mapping[str, Part], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"Measure, draw and tabulate: {topic}.")
-    parser.add_argument(
-        "--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts)
-    )
-    parser.add_argument("--tables", action="store_true", help="put the tables into the pages")
-    parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    parser.add_argument("--trace", type=Path, help="of chapter 3: JSONL, as Mooncake's FAST'25")
+    add = parser.add_argument
+    add("--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts))
+    add("--tables", action="store_true", help="put the tables into the pages")
+    add("--tiny", action="store_true", help="almost no work, into build/")
+    add("--trace", type=Path, help="of chapter 3: JSONL, as Mooncake's FAST'25")
     return parser.parse_args(arguments)
 
 

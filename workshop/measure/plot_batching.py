@@ -12,7 +12,9 @@ import random
 import statistics
 import sysconfig
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -51,7 +53,7 @@ def stdlib_functions(num_functions: int, seed: int) -> Lengths:
     the code from the outermost class or function around one to the end of its header, the output is
     its body and an end-of-text token.
     """
-    spans: list[tuple[str, int, int, int | None]] = []
+    spans: list[tuple[Any, ...]] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
         for top in ast.parse(source).body:
@@ -61,20 +63,18 @@ def stdlib_functions(num_functions: int, seed: int) -> Lengths:
                     spans.append((source, top.lineno - 1, body, node.end_lineno))
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     lengths = []
-    for source, start, body, end in random.Random(seed).sample(spans, num_functions):
+    for source, *bounds in random.Random(seed).sample(spans, num_functions):
         lines = source.splitlines(keepends=True)
-        prompt, output = ("".join(lines[a:b]) for a, b in ((start, body), (body, end)))
-        num_prompt = max(len(tokenizer.encode(prompt).ids), 1)
-        lengths.append((num_prompt, len(tokenizer.encode(output).ids) + 1))
+        texts = ["".join(lines[a:b]) for a, b in pairwise(bounds)]
+        prompt, output = (len(tokenizer.encode(text).ids) for text in texts)
+        lengths.append((max(prompt, 1), output + 1))
     return lengths
 
 
-def make_requests(lengths: Lengths, vocab_size: int = 64) -> list[Request]:
+def make_requests(lengths: Lengths) -> list[Request]:
     rng = random.Random(SEED)
     return [
-        Request.from_tokens(
-            f"r{i}", [rng.randrange(vocab_size) for _ in range(prompt)], output, arrival_time=i
-        )
+        Request.from_tokens(f"r{i}", rng.choices(range(64), k=prompt), output, arrival_time=i)
         for i, (prompt, output) in enumerate(lengths)
     ]
 
@@ -207,17 +207,15 @@ def draw_timeline(record: dict) -> Figure:
 def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
     """Draw a bar for each run of steps with one use, the request's number at its first step."""
     start = 0
-    for step in range(1, len(row) + 1):
-        if step < len(row) and row[step] == row[start]:
-            continue
-        mark = row[start]
+    for mark, steps in groupby(row):
+        width = len(list(steps))
         if mark is not None:
             req_id, use = mark
-            axis.barh(slot, step - start, 0.6, left=start, color=COLORS[use], edgecolor=PAPER)
+            axis.barh(slot, width, 0.6, left=start, color=COLORS[use], edgecolor=PAPER)
             if use == "P":
                 above = (start + 0.5, slot - 0.3)
                 axis.annotate(req_id[1:], above, color=INK, ha="center", va="bottom", size=10)
-        start = step
+        start += width
 
 
 # -- tables

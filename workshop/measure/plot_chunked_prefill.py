@@ -154,7 +154,7 @@ def draw_sweep(record: dict) -> Figure:
         "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
     }
     for axis, (name, (label, color)) in zip(axes, shown.items()):
-        values = [[run[name] for run in runs] for runs in record["runs"].values()]
+        values = ([run[name] for run in runs] for runs in record["runs"].values())
         plot_band(axis, range(len(names)), values, color)
         axis.lines[0].set_linewidth(2)
         axis.set(title=label, ylim=0)

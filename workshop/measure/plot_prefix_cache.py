@@ -289,9 +289,7 @@ def draw_shared(record: dict) -> Figure:
     places = {"off": (4, "left", -16), "hash": (1, "right", -26), "radix": (1, "right", -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), "os^"):
         lengths, color = [int(length) for length in times], COLORS[name]
-        middle = plot_band(
-            axis, lengths, list(times.values()), color, f"{marker}-", (10, 90), linewidth=0
-        )
+        middle = plot_band(axis, lengths, list(times.values()), color, f"{marker}-", 10, 90)
         index, side, down = places[name]  # where nothing else is drawn
         index %= len(lengths)
         place = {"ha": side, "offset": (0, down)}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,14 +135,12 @@ class PrefixWorkload:
 
     def _texts(self, count: int, length: int) -> list[tuple[int, ...]]:
         """Return texts with different first tokens."""
-        return self._extend(iter(self._random.sample(range(self.vocab_size), count)), count, length)
+        firsts = self._random.sample(range(self.vocab_size), count)
+        return [(first, *self._text(length - 1)) for first in firsts]
 
     def _roots(self, count: int, length: int) -> list[tuple[int, ...]]:
         """Return texts as `_texts` does, but different from all roots before."""
-        return self._extend(self._first_tokens, count, length)
-
-    def _extend(self, firsts: Iterator[int], count: int, length: int) -> list[tuple[int, ...]]:
-        return [(next(firsts), *self._text(length - 1)) for _ in range(count)]
+        return [(next(self._first_tokens), *self._text(length - 1)) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
