@@ -2,12 +2,9 @@
 
     python -m workshop.resources
 
-Triton compiles for any GPU on any machine, down to machine code, and `cuobjdump`, which comes with
-Triton, reads registers and spills from that code. Checked: kernels of 16 bits on sm_90 spill
-nothing to memory, the others a few values; shared memory fits the smallest GPU of a kind; products
-of 16 bits and tf32x3 use the tensor cores; kernels that promise bitwise equality with their
-specification have no operation that could round otherwise. Whether a kernel is fast needs a GPU.
-Must run without TRITON_INTERPRET."""
+Kernels of 16 bits on sm_90 spill nothing to memory, the others a few values; shared memory fits the
+smallest GPU of a kind; products of 16 bits and tf32x3 use the tensor cores; kernels that promise
+bitwise equality have no operation that could round otherwise. Must run without TRITON_INTERPRET."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +23,12 @@ from kernel_launch import DEFAULT_ARCHITECTURE, Launch
 from paged_attention_triton import write_kv_launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
 
-# Hidden and inner size, heads, KV heads, head size, vocabulary.
-_SIZES = {
-    "Qwen2.5-7B": (3584, 18944, 28, 4, 128, 152064),
-    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128256),
-    "Mistral-7B-v0.1": (4096, 14336, 32, 8, 128, 32000),
-}
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-32B": shape_of(28, 5120, 25600, 64, 8, 128, 151936),
-    **{name: shape_of(28, *sizes, has_qk_norm=False) for name, sizes in _SIZES.items()},
+    "Qwen2.5-7B": shape_of(28, 3584, 18944, 28, 4, 128, 152064, has_qk_norm=False),
+    "Llama-3.2-1B": shape_of(28, 2048, 8192, 32, 8, 64, 128256, has_qk_norm=False),
+    "Mistral-7B-v0.1": shape_of(28, 4096, 14336, 32, 8, 128, 32000, has_qk_norm=False),
 }
 _WINDOWS = {"Mistral-7B-v0.1": (None, 4096)}
 # For a program, on the smallest GPU of a kind: sm_86 and sm_120 have as much as sm_89.
@@ -44,12 +36,18 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120:
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 # Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
 INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
-KINDS = ("bfloat16", "float16", "float32", "float32 as tf32x3")
 # Bytes of stack a thread: a few values. The kernels that have them differ with Triton's version.
-FEW_STACK_BYTES = 64
+FEW_BYTES = 64
 CHUNKED = EngineConfig(speculative={"method": "draft"})
 WHOLE = EngineConfig(chunked_prefill=False)
-Wanted = tuple[str, str, int, EngineConfig]  # family, kind, architecture
+# sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once.
+WANTED = [
+    ("Qwen3-0.6B", "bfloat16", sm, engine) for sm in (80, 90, 100) for engine in (WHOLE, CHUNKED)
+]
+WANTED += [
+    ("Qwen3-0.6B", kind, 90, CHUNKED) for kind in ("float16", "float32", "float32 as tf32x3")
+]
+WANTED += [(family, "bfloat16", 90, CHUNKED) for family in FAMILIES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +63,17 @@ class Resources:
     tensor_cores: str  # the instruction
     inexact: str = ""  # an inexact operation, where none is allowed
 
-    def complaints(self) -> Iterator[str]:
+    def complaints(self) -> list[str]:
         is_main = self.architecture == DEFAULT_ARCHITECTURE and not self.kind.startswith("float32")
-        if self.stack_bytes > (0 if is_main else FEW_STACK_BYTES):
-            yield f"{self.name} has {self.stack_bytes} bytes of stack a thread"
-        if self.shared_bytes > SHARED_BYTES[self.architecture]:
-            yield f"{self.name} wants {self.shared_bytes} bytes of shared memory"
-        if self.has_product and self.kind != "float32" and not self.tensor_cores:
-            yield f"{self.name} does not use the tensor cores"
-        if self.inexact:
-            yield f"{self.name} has {self.inexact}, which its specification does not have"
+        needs_cores = self.has_product and self.kind != "float32"
+        few, room = FEW_BYTES * (not is_main), SHARED_BYTES[self.architecture]
+        found = {
+            f"has {self.stack_bytes} bytes of stack": self.stack_bytes > few,
+            f"wants {self.shared_bytes} bytes of shared memory": self.shared_bytes > room,
+            "does not use the tensor cores": needs_cores and not self.tensor_cores,
+            f"has {self.inexact}, which its specification has not": self.inexact,
+        }
+        return [f"{self.name} {complaint}" for complaint, is_so in found.items() if is_so]
 
 
 def compile_launch(launch: Launch, family: str, kind: str, architecture: int) -> Resources:
@@ -97,29 +96,23 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     compiled = triton.compile(source, target=target, options=launch.options)
     ptx, tile = compiled.asm["ptx"], launch.constants.get("BLOCK_M")
     kernel = launch.kernel.__name__.strip("_")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack_bytes,) = re.findall(r"REG:\d+ STACK:(\d+)", text)
     return Resources(
         f"{kernel}, {family}, {kind}, sm_{architecture}, {tile} rows",
         kind,
         architecture,
-        stack_bytes(compiled.asm["cubin"]),
+        int(stack_bytes),
         compiled.metadata.shared,
         tile is not None and "merge" not in kernel,
         next((name for name in TENSOR_CORES if name in ptx), ""),
         "" if launch.enable_fp_fusion else next(iter(INEXACT.findall(ptx)), ""),
     )
-
-
-def stack_bytes(cubin: bytes) -> int:
-    import triton
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [cuobjdump, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (found,) = re.findall(r"REG:\d+ STACK:(\d+)", text)
-    return int(found)
 
 
 def launches_of(family: str, kind: str, architecture: int, engine: EngineConfig) -> list[Launch]:
@@ -128,30 +121,18 @@ def launches_of(family: str, kind: str, architecture: int, engine: EngineConfig)
     dtype, model = getattr(torch, kind.partition(" ")[0]), FAMILIES[family]
     precision = kind.partition(" as ")[2] or "ieee"
     shape = attention_shape(model, engine, dtype, architecture, precision, False)
-    windows = _WINDOWS.get(family, (None,))
-    launches = launch_configurations(
-        model, engine, dtype, architecture, float32_precision=precision, windows=windows
-    )
+    how = {"float32_precision": precision, "windows": _WINDOWS.get(family, (None,))}
+    launches = launch_configurations(model, engine, dtype, architecture, **how)
     sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
     strides = (shape.head_dim * (shape.num_heads + n * shape.num_kv_heads) for n in (1, 2))
     return [*launches, write_kv_launch(*sizes, *strides, shape.cache_strides)]
-
-
-def wanted() -> Iterator[Wanted]:
-    """sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once."""
-    first = "Qwen3-0.6B"
-    for architecture in (80, 90, 100):
-        yield first, "bfloat16", architecture, WHOLE
-        yield first, "bfloat16", architecture, CHUNKED
-    yield from ((first, kind, 90, CHUNKED) for kind in KINDS[1:])
-    yield from ((family, "bfloat16", 90, CHUNKED) for family in FAMILIES if family != first)
 
 
 def compile_all(every: int = 1) -> list[Resources]:
     """Compile each machine code once, though several engines launch it: one in `every`, and the
     first of each kernel, family, dtype and architecture."""
     launches: dict[str, tuple[Launch, str, str, int]] = {}
-    for family, kind, architecture, engine in wanted():
+    for family, kind, architecture, engine in WANTED:
         for launch in launches_of(family, kind, architecture, engine):
             name = f"{launch.kernel.__name__} {architecture} {launch}"
             launches.setdefault(name, (launch, family, kind, architecture))
@@ -165,12 +146,12 @@ def compile_all(every: int = 1) -> list[Resources]:
     return found
 
 
-def main(arguments: Sequence[str]) -> None:
-    found = compile_all(int(arguments[0]) if arguments else 1)
+def main(every: int = 1) -> None:
+    found = compile_all(every)
     print(f"{len(found)} compiled, for {sorted({one.architecture for one in found})}")
     if complaints := [complaint for one in found for complaint in one.complaints()]:
         raise SystemExit("\n".join(complaints))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*map(int, sys.argv[1:]))

@@ -16,9 +16,9 @@ timed. A token counts for its user when its step has ended. Where an answer is s
     chunked                   and chapter 6: long prompts in chunks
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
-    vllm, vllm-eager          vLLM's CPU build, if it is installed: a separate process
+    vllm                      vLLM's CPU build, if it is installed: a separate process
 
-The last four serve what is there at the start. All but vLLM read the same weights: the
+The last three serve what is there at the start. All but vLLM read the same weights: the
 `transformers` model is a second view of our model's memory. The KV memory is that of `Limits`.
 Without pages it holds as many requests as it holds of the longest, with pages as many as fit.
 """
@@ -262,6 +262,5 @@ SYSTEMS: dict[str, System] = {
     "chunked": partial(paged, **_GUESSING, chunked_prefill=CHUNK),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
-    "vllm": partial(vllm, enforce_eager=False),
-    "vllm-eager": partial(vllm, enforce_eager=True),
+    "vllm": vllm,
 }

@@ -118,7 +118,7 @@ def test_where_it_is_not_installed_it_says_what_to_do(
     for is_there in (False, True):
         monkeypatch.setattr(bench, "is_installed", lambda: is_there)
         of_vllm = [name for name in bench.default_systems() if name.startswith("vllm")]
-        assert of_vllm == (["vllm", "vllm-eager"] if is_there else [])
+        assert of_vllm == ["vllm"] * is_there
 
 
 def test_the_runner_needs_nothing_of_ours() -> None:

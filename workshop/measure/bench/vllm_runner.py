@@ -1,9 +1,9 @@
 """vLLM's side of two pipes: this file is run by the Python of vLLM's own environment.
 
-    python vllm_runner.py SETTINGS.json          the engine's arguments, and the model's directory
+    python vllm_runner.py SETTINGS           JSON: the engine's arguments, and the model's directory
 
-This file imports nothing of this repository. It makes the engine, reports that, and then answers:
-each line on standard input names a file of requests and one for the answer.
+This file imports nothing of this repository. It makes the engine, writes its version, and then
+answers: a line of requests on standard input with a line on standard output.
 
     requests    [[[5, 7], 3], ...]                     prompts, and numbers of tokens
     answer      {"seconds": 1.5, "cpu_seconds": 2.9, "token_ids": [[9, 9, 4], ...], "num_steps": 3,
@@ -19,7 +19,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -62,18 +61,14 @@ def serve(engine: Any, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     import vllm  # pyright: ignore[reportMissingImports]
 
-    engine = make_engine(settings)
-    answers.write(f"ready {vllm.__version__}\n")
+    engine = make_engine(json.loads(sys.argv[1]))
+    print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
     for line in sys.stdin:
-        source, target = json.loads(line)
-        answer = serve(engine, json.loads(Path(source).read_text(encoding="utf-8")))
-        Path(target).write_text(json.dumps(answer), encoding="utf-8")
-        answers.write("done\n")
+        print(json.dumps(serve(engine, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as two systems of the benchmark: `vllm` (compiled) and `vllm-eager`.
+"""vLLM's CPU build, compiled, as a system of the benchmark.
 
 It serves as a separate process, `vllm_runner.py`, in the environment that `vllm_install.py` made,
 from a checkpoint that is written from the benchmark's weights: token ids in, a fixed number of
@@ -69,7 +69,7 @@ def check_installed(environment: Path) -> None:
 
 
 class VllmServer:
-    """A process that serves request files. Ends when no reference to it is left.
+    """A process that serves lists of requests. Ends when no reference to it is left.
 
     Raises `CannotRunError` if vLLM is not installed, or does not start."""
 
@@ -81,79 +81,67 @@ class VllmServer:
         work: Path = WORK,
     ) -> None:
         check_installed(environment)
-        self.settings, self.variables, self.work = settings, variables, work
+        self.settings, self.variables = settings, variables
         work.mkdir(parents=True, exist_ok=True)
-        write_json(work / "settings.json", settings)
-        surroundings = clean_environment() | variables
-        surroundings["LD_LIBRARY_PATH"] = str(environment / "lib")
-        surroundings["VLLM_CACHE_ROOT"] = str(work / "cache")
-        surroundings["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache" / "inductor")
+        folders = {
+            "LD_LIBRARY_PATH": f"{environment / 'lib'}",
+            "VLLM_CACHE_ROOT": f"{work / 'cache'}",
+            "TORCHINDUCTOR_CACHE_DIR": f"{work / 'cache' / 'inductor'}",
+        }
         self._log = (work / "vllm.log").open("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
-            [str(python_of(environment)), str(RUNNER), str(work / "settings.json")],
+            [str(python_of(environment)), str(RUNNER), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=surroundings,
+            env={**clean_environment(), **variables, **folders},
             cwd=work,
         )
         self.close = weakref.finalize(self, self._process.kill)
-        self.version = self._expect("ready").partition(" ")[2]
+        self.version = self._read()["version"]
 
-    def _expect(self, word: str) -> str:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line.startswith(word):
-            self._process.wait()
-            self._log.seek(0)
-            told = [text for text in self._log.read().splitlines() if "Error" in text]
-            raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
-        return line
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._process.wait()
+        self._log.seek(0)
+        told = [text for text in self._log.read().splitlines() if "Error" in text]
+        raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
 
     def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
         """Return the answer of `vllm_runner.py`."""
-        source, target = self.work / "requests.json", self.work / "answer.json"
-        write_json(source, [(request.prompt_token_ids, request.max_tokens) for request in requests])
-        assert self._process.stdin is not None
+        plain = [(request.prompt_token_ids, request.max_tokens) for request in requests]
         with suppress(BrokenPipeError):  # its last output is read next
-            print(json.dumps([f"{source}", f"{target}"]), file=self._process.stdin, flush=True)
-        self._expect("done")
-        return json.loads(target.read_text(encoding="utf-8"))
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+            print(json.dumps(plain), file=self._process.stdin, flush=True)
+        return self._read()
 
 
 # -- a system
 
 
 @contextmanager
-def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]:
+def vllm(models: Any, limits: Limits) -> Iterator[Serve]:
     """Serve with vLLM. `models`, a `BenchModels`, keeps the process in `servers` to the end."""
-    name = "vllm-eager" if enforce_eager else "vllm"
-    if name not in models.servers:
-        models.servers[name] = start(models, limits, enforce_eager)
-    server = models.servers[name]
-
-    settings = {name: value for name, value in server.settings.items() if name != "model"}
+    if "vllm" not in models.servers:
+        models.servers["vllm"] = start(models, limits)
+    server = models.servers["vllm"]
     described = {
         "version": server.version,
-        "settings": settings,
+        "settings": {name: value for name, value in server.settings.items() if name != "model"},
         "environment": server.variables,
     }
     yield lambda requests: read_answer(server.serve(requests), described)
 
 
-def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
+def start(models: Any, limits: Limits) -> VllmServer:
     import torch
     from transformers.utils import logging
 
     from workshop.measure.bench.bench_roofline import kv_bytes_per_token
 
     check_installed(ENVIRONMENT)
-    work = WORK / ("eager" if enforce_eager else "compiled")
     checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache uses its path
     logging.disable_progress_bar()
     models.hf.save_pretrained(checkpoint)
@@ -164,11 +152,10 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "enable_prefix_caching": False,
-        "enforce_eager": enforce_eager,
     }
     positions = limits.max_num_seqs * -(-limits.longest // BLOCK_SIZE) * BLOCK_SIZE
     kv_bytes = positions * kv_bytes_per_token(models.loaded)
-    return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes), work=work)
+    return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes))
 
 
 def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
