@@ -48,7 +48,6 @@ class Measurement:
     """The arguments of a part's `measure`."""
 
     tiny: bool  # almost no work: to see that everything runs
-    trace: Path | None = None  # a published one
     records: dict[str, dict] = field(default_factory=dict)  # of the parts measured before
 
     def of(self, few: T, many: T) -> T:
@@ -59,7 +58,7 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class Part:
     """`measure` returns a record with its "config"; machine, command and `clock` are added.
-    `measure` raises `ValueError` or `OSError` for wrong options."""
+    `measure` raises `ValueError` where another part is missing."""
 
     measure: Callable[[Measurement], dict]
     figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
@@ -112,8 +111,8 @@ def run_lab(
     for part in options.record:
         environment = describe_environment()  # before measuring: other programs' load average
         try:
-            measured = parts[part].measure(Measurement(options.tiny, options.trace, records))
-        except (OSError, ValueError) as error:
+            measured = parts[part].measure(Measurement(options.tiny, records))
+        except ValueError as error:
             raise SystemExit(f"--record {part}: {error}") from error
         command = f"python -m workshop.{path.stem} --record {part}"
         head = {"command": command, "environment": environment}
@@ -138,7 +137,6 @@ def _parse(
     add("--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts))
     add("--tables", action="store_true", help="put the tables into the pages")
     add("--tiny", action="store_true", help="almost no work, into build/")
-    add("--trace", type=Path, help="of chapter 3: JSONL, as Mooncake's FAST'25")
     return parser.parse_args(arguments)
 
 

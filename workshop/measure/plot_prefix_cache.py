@@ -1,20 +1,14 @@
 """Chapter 3's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
     engine    time to first token in the whole engine: none, hash chain and radix tree in turn
-    trace     `--trace FILE`: a trace in Mooncake's format through both caches, counted
 
 Engines share one set of weights. A request is served by each of them before the next one comes, one
 at a time, so time to first token is that of the prefill alone. Torch uses one thread, and random
 token ids cost as much as text.
-
-A trace has no tokens but an id for each block of 512, so a cache with blocks of one "token" gets
-the ids. A hit counts as many tokens as the request has in the found blocks, and outputs are not in
-the trace. At any capacity both caches evict the same blocks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 
@@ -22,32 +16,18 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from block_pool import BlockPool
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.loader import load_model
 from common.requests.gc_utils import freeze_gc_heap
-from kv_slots import PREFIX_CACHES
-from prefix_cache import PrefixCache
-from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
+from workshop.book.palette import BASELINE, CACHED, label_axes, label_line, shade
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
-from workshop.measure.prefix_workloads import (
-    TRACE_BLOCK_SIZE,
-    PlannedRequest,
-    PrefixWorkload,
-    TraceRequest,
-    read_trace,
-)
+from workshop.measure.prefix_workloads import PlannedRequest, PrefixWorkload
 from workshop.measure.rounds import rotated, spread
 
 BLOCK_SIZE = 16
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
-CACHES = ("hash", "radix")
-
-
-def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
-    return PREFIX_CACHES[name](BlockPool(num_blocks + 1), block_size)  # one more: the null block
 
 
 # -- the whole engine, with the shipped checkpoint
@@ -173,62 +153,7 @@ def measure_engine(measurement: Measurement) -> dict:
     }
 
 
-# -- a published trace
-
-TRACE_CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
-
-
-def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> dict[str, int]:
-    """Look up and then cache every request's prompt. `cache` has blocks of one token; blocks in the
-    result are those of the trace."""
-    num_blocks_hit = 0
-    for request in trace:
-        num_found = cache.match_prefix(request.hash_ids).num_cached_tokens
-        num_blocks_hit += num_found
-        cache.stats.record(request.input_length, request.num_tokens_in(num_found))
-        cache.cache_computed_blocks(request.hash_ids)
-    return {
-        "capacity": cache.pool.num_usable_blocks,
-        "num_tokens": cache.stats.num_tokens_looked_up,
-        "num_tokens_hit": cache.stats.num_tokens_hit,
-        "num_blocks_hit": num_blocks_hit,
-        "num_cached_at_end": cache.num_cached_blocks,
-    }
-
-
-def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
-    """Return the capacity at which nothing is ever evicted."""
-    return len({hash_id for request in trace for hash_id in request.hash_ids})
-
-
-def measure_trace(measurement: Measurement) -> dict:
-    path = measurement.trace
-    if path is None:
-        raise ValueError("--record trace needs --trace FILE")
-    trace = read_trace(path)[: measurement.of(200, None)]
-    limit = num_distinct_blocks(trace)
-    capacities = [*(c for c in TRACE_CAPACITIES if c < limit), limit]
-    return {
-        "command": f"python -m workshop.plot_prefix_cache --record trace --trace {path.name}",
-        "config": {
-            "file": path.name,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "block_size": TRACE_BLOCK_SIZE,
-            "num_requests": len(trace),
-            "num_distinct_blocks": limit,
-        },
-        **{
-            name: [replay(trace, make_cache(name, capacity, 1)) for capacity in capacities]
-            for name in CACHES
-        },
-    }
-
-
 # -- tables
-
-
-def hit_rate(run: dict) -> float:
-    return run["num_tokens_hit"] / run["num_tokens"]
 
 
 def tables_of_engine(record: dict) -> dict[str, str]:
@@ -260,29 +185,6 @@ def tables_of_engine(record: dict) -> dict[str, str]:
 COLORS = {"off": BASELINE, "hash": CACHED, "radix": shade(CACHED, 0.45)}
 
 
-def draw_hit_rate(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for cache, marker, dashes in zip(CACHES, ("o", "x"), ("-", ":")):
-        capacities = [run["capacity"] for run in record[cache]]
-        rates = [100 * hit_rate(run) for run in record[cache]]
-        form, color = f"{marker}{dashes}", COLORS[cache]
-        axis.plot(capacities, rates, form, color=color, label=NAMES[cache])
-    limit = 100 * hit_rate(record["hash"][-1])
-    axis.axhline(limit, color=BASELINE)
-    label = f"nothing is evicted: {limit:.1f} %"
-    label_line(axis, capacities[0], limit, label, INK, offset=(0, 10))
-    axis.set(
-        title=f"{record['config']['num_requests']:,} requests of Mooncake's synthetic trace",
-        xlabel=f"capacity, blocks of {TRACE_BLOCK_SIZE} tokens",
-        ylabel="prompt tokens found, %",
-        xscale="log",
-        ylim=(0, 1.15 * limit),
-    )
-    axis.grid()
-    axis.legend(loc="lower right")
-    return figure
-
-
 def draw_shared(record: dict) -> Figure:
     """Draw medians as a line over an area from the 10th to the 90th percentile."""
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
@@ -299,11 +201,7 @@ def draw_shared(record: dict) -> Figure:
     return figure
 
 
-PARTS = {
-    "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
-    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}),
-}
-
+PARTS = {"engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine)}
 
 if __name__ == "__main__":
     run_lab(__file__, "03_prefix_cache", PARTS)

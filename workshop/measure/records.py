@@ -5,7 +5,7 @@
 
 A record's age is the number of commits that have changed what it measures since its own. A record
 without such a commit is kept, so an interrupted run goes on where it was. Records with vLLM, a real
-model, a GPU or somebody's trace have no minutes: they stay as they are and grow old. `make sync`
+model or a GPU have no minutes: they stay as they are and grow old. `make sync`
 then writes the tables, and the site says the age of each number (`with_ages`)."""
 
 from __future__ import annotations
@@ -43,12 +43,6 @@ ROWS = (
     Row("records/batching", "plot_batching --record batching", 10, "01_batching/*.py"),
     Row("records/paged_kv", "plot_paged_kv --record paged_kv", 2, "02_paged_kv/*.py"),
     Row("records/prefix_cache_engine", "plot_prefix_cache --record engine", 15, CHAPTERS),
-    Row(
-        "records/prefix_cache_trace",
-        "plot_prefix_cache --record trace --trace mooncake_synthetic_trace.jsonl",
-        0,
-        "03_prefix_cache/*.py",
-    ),
     Row("records/scheduler_fit", "plot_scheduler --record fit", 3, CHAPTERS),
     Row("records/scheduler_lab", "plot_scheduler --record lab", 10, "04_scheduler/**/*.py"),
     Row("records/scheduler_memory", "plot_scheduler --record memory", 1, "04_scheduler/*.py"),
