@@ -63,13 +63,14 @@ WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
 WHAT_figures := redraw every measured figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
+WHAT_records := measure again what is older than its code, in three hours at most; ARGS=--list only lists it
 WHAT_gpu := check and measure everything on this GPU in minutes: ARGS=look, record or rehearse
 WHAT_book := build the web site of the book, both languages, in build/book; ARGS=--check tests it in a browser
 WHAT_sync := renew what is derived: quotations, tables, counts, pages made of tables, notebooks
 WHAT_lock := write the newest version of every package, for each Python, to requirements.lock
 WHAT_clean := remove caches and dist/; .venv and build/ stay
 
-TARGETS := demo serve check test test-book matrix museum watch task lint format notebooks figures bench ladder gpu book sync lock clean
+TARGETS := demo serve check test test-book matrix museum watch task lint format notebooks figures bench ladder records gpu book sync lock clean
 
 # Where it is set, each of the tests' hundreds of processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -158,6 +159,10 @@ bench: say-bench $(RUN)
 
 ladder: say-ladder $(RUN)
 	@$(PY) -m workshop.ladder $(ARGS)
+
+# Resumed where it ended: a record that no commit has made old is kept.
+records: say-records $(WORK)
+	@$(PY) -m workshop.records $(ARGS)
 
 gpu: say-gpu
 	@$(PYTHON) -m workshop.bench.gpu $(ARGS)

@@ -1,10 +1,10 @@
 """The scheduler of this chapter plans what vLLM's own plans, token for token and step by step; and
 where a rule is another, the difference is that rule's.
 
-`testing/records/vllm_plans/` holds seventeen random workloads and the plans that vLLM 0.32.0 made
-for them: `vllm.v1.core.sched.scheduler.Scheduler` of its CPU build, with prefix caching and chunked
-prefill, FCFS, no threshold, nothing asynchronous. No model ran: every sampled token was `TOKEN`,
-and only `max_tokens` ended a request. So a plan is a fact about the scheduler alone:
+`testing/records/vllm_plans.json` holds seventeen random workloads and the plans that vLLM 0.32.0
+made for them: `vllm.v1.core.sched.scheduler.Scheduler` of its CPU build, with prefix caching and
+chunked prefill, FCFS, no threshold, nothing asynchronous. No model ran: every sampled token was
+`TOKEN`, and only `max_tokens` ended a request. So a plan is a fact about the scheduler alone:
 
     tokens       request -> tokens scheduled in this step
     cached       request -> computed tokens at its first admission
@@ -29,18 +29,19 @@ from scheduler_interface import StepOutput
 from scheduler_steps import preempted_ids
 from unchunked import ChunkToBudget
 
-RECORDS = Path(__file__).parents[1] / "testing" / "records" / "vllm_plans"
+RUNS = json.loads(
+    (Path(__file__).parents[1] / "testing" / "records" / "vllm_plans.json").read_text("utf-8")
+)
 TOKEN = 7
 SAME_STEP = "workload_same_step"  # one request hits what another computes in that very step
-NAMES = sorted(path.stem for path in RECORDS.glob("*.json") if path.stem != SAME_STEP)
+NAMES = [name for name in RUNS if name != SAME_STEP]
 
 Plan = dict[str, Any]
 
 
 def read_run(name: str) -> dict[str, Any]:
-    run = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
-    assert run["vllm"] == "0.32.0"
-    return run
+    assert RUNS[name]["vllm"] == "0.32.0"
+    return RUNS[name]
 
 
 def replay(run: dict[str, Any], **options: Any) -> Iterator[Plan]:

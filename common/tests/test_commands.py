@@ -31,7 +31,7 @@ INSTALLS = {  # number of layers: targets
     2: "serve",
     3: "matrix museum task demo:--mine watch:--mine",
     4: "check test",
-    5: "lint format notebooks figures sync",
+    5: "lint format notebooks figures records sync",
 }
 
 

@@ -13,8 +13,9 @@ drawn and tabulated, and `run_lab` does everything else. A table's place in a pa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +33,10 @@ from workshop.measure.bench.bench_record import (
     ROOT,
     describe_environment,
     made_on,
+    markdown_table,
     percentiles,
     read_record,
     replace_between_markers,
-    table_of,
     write_record,
 )
 
@@ -47,7 +48,6 @@ class Measurement:
     """The arguments of a part's `measure`."""
 
     tiny: bool  # almost no work: to see that everything runs
-    trace: Path | None = None  # a published one
     records: dict[str, dict] = field(default_factory=dict)  # of the parts measured before
 
     def of(self, few: T, many: T) -> T:
@@ -58,7 +58,7 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class Part:
     """`measure` returns a record with its "config"; machine, command and `clock` are added.
-    `measure` raises `ValueError` or `OSError` for wrong options."""
+    `measure` raises `ValueError` where another part is missing."""
 
     measure: Callable[[Measurement], dict]
     figures: Mapping[str, Callable[[dict], Figure]] = field(default_factory=dict)
@@ -68,29 +68,25 @@ class Part:
 
 def table(first: str, rows: Mapping[str, Any], columns: Mapping[str, Callable[..., object]]) -> str:
     """Return a table: a row for each of `rows`, after its name a cell for each of `columns`."""
-    return table_of(
-        [
-            {first: name, **{head: cell(row) for head, cell in columns.items()}}
-            for name, row in rows.items()
-        ]
-    )
+    lines = [[name, *(cell(row) for cell in columns.values())] for name, row in rows.items()]
+    return markdown_table([first, *columns], lines)
 
 
 def plot_band(
     axis: Axes,
     xs: Sequence[float],
-    runs: Sequence[Sequence[float]],
+    runs: Iterable[Sequence[float]],
     color: str,
     form: str = "o-",
-    shown: tuple[float, float] = (0, 100),
-    **area: Any,
+    low: float = 0,
+    high: float = 100,
 ) -> list[float]:
     """Draw the median of each of `runs` over an area between two percentiles. Returns the
     medians."""
-    low, middle, high = zip(*(percentiles(run, [shown[0], 50, shown[1]]) for run in runs))
-    axis.fill_between(xs, low, high, color=color, **{"alpha": 0.2, **area})
-    axis.plot(xs, middle, form, color=color)
-    return list(middle)
+    lows, middles, highs = zip(*(percentiles(run, [low, 50, high]) for run in runs))
+    axis.fill_between(xs, lows, highs, color=color, alpha=0.2, linewidth=0)
+    axis.plot(xs, middles, form, color=color)
+    return list(middles)
 
 
 def run_lab(
@@ -115,8 +111,8 @@ def run_lab(
     for part in options.record:
         environment = describe_environment()  # before measuring: other programs' load average
         try:
-            measured = parts[part].measure(Measurement(options.tiny, options.trace, records))
-        except (OSError, ValueError) as error:
+            measured = parts[part].measure(Measurement(options.tiny, records))
+        except ValueError as error:
             raise SystemExit(f"--record {part}: {error}") from error
         command = f"python -m workshop.{path.stem} --record {part}"
         head = {"command": command, "environment": environment}
@@ -124,14 +120,11 @@ def run_lab(
             measured["config"]["clock"] = clock
         records[part] = {**head, **measured}  # a record may describe its command in more detail
         write_record(paths[part], records[part])
-    drawn = {
-        name: (lambda draw=draw, record=record: draw(record))
-        for part, record in records.items()
-        for name, draw in parts[part].figures.items()
-    }
-    for is_twice in (False, True):
-        some = {n: f for n, f in drawn.items() if is_shown(f"{n}.zh.svg") == is_twice}
-        save(some, pages / "figures", Words() if is_twice and not options.tiny else None)
+    for part, record in records.items():
+        for name, draw in parts[part].figures.items():
+            is_twice = is_shown(f"{name}.zh.svg") and not options.tiny
+            figure = {name: partial(draw, record)}
+            save(figure, pages / "figures", Words() if is_twice else None)
     if options.tables:
         write_tables(make_tables(parts, records), None if options.tiny else pages)
 
@@ -140,12 +133,10 @@ def _parse(
     topic: str, parts: Mapping[str, Part], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"Measure, draw and tabulate: {topic}.")
-    parser.add_argument(
-        "--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts)
-    )
-    parser.add_argument("--tables", action="store_true", help="put the tables into the pages")
-    parser.add_argument("--tiny", action="store_true", help="almost no work, into build/")
-    parser.add_argument("--trace", type=Path, help="of chapter 3: JSONL, as Mooncake's FAST'25")
+    add = parser.add_argument
+    add("--record", nargs="+", choices=parts, default=[], metavar="PART", help="|".join(parts))
+    add("--tables", action="store_true", help="put the tables into the pages")
+    add("--tiny", action="store_true", help="almost no work, into build/")
     return parser.parse_args(arguments)
 
 

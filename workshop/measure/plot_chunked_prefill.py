@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
@@ -25,7 +24,7 @@ from common.models.loader import load_model
 from common.requests.tokenizer import load_tokenizer
 from step_record import StepRecord
 from workshop.book.palette import DECODE, INK, PROMPT, shade
-from workshop.measure.bench.bench_record import percentiles
+from workshop.measure.bench.bench_record import percentiles, rounded
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
 from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
@@ -36,13 +35,14 @@ NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
 LONG_PROMPT, LONG_OUTPUT = 1800, 8
 LONG_ARRIVES = 16  # steps after the first token of the others
 SIZES: tuple[int | bool, ...] = (16, 32, 64, 128, 256, 512, 1024, False)
+WHOLE, CHUNKS = {"chunked_prefill": False}, {"chunked_prefill": 128}
 PREFILL_FIRST = {"scheduler": "prefill_first"}
 SYSTEMS: dict[str, dict] = {
-    "whole prompts": {"chunked_prefill": False},
-    "chunks of 128": {"chunked_prefill": 128},
-    "prefill first, whole": PREFILL_FIRST | {"chunked_prefill": False},
-    "prefill first, chunks of 128": PREFILL_FIRST | {"chunked_prefill": 128},
-    "prefill first, mixed chunks of 128": PREFILL_FIRST | {"chunked_prefill": 128, "mixing": True},
+    "whole prompts": WHOLE,
+    "chunks of 128": CHUNKS,
+    "prefill first, whole": PREFILL_FIRST | WHOLE,
+    "prefill first, chunks of 128": PREFILL_FIRST | CHUNKS,
+    "prefill first, mixed chunks of 128": PREFILL_FIRST | CHUNKS | {"mixing": True},
 }
 
 
@@ -72,21 +72,18 @@ def describe(steps: list[StepRecord], arrival: float) -> dict:
     pairs = [pair for name in times if name != "long" for pair in pairwise(times[name])]
     gaps = [1e3 * (b - a) for a, b in pairs if b > arrival]
     seconds = max(map(max, times.values())) - start
-    chunks = [step for step in steps if step.num_scheduled_tokens.get("long", 0) > 1]
     p50, p99 = percentiles(gaps, [50, 99])
-    return {
-        "output_tokens_per_s": round(sum(map(len, times.values())) / seconds, 2),
-        "gap_ms_p50": round(p50, 3),
-        "gap_ms_p99": round(p99, 3),
-        "gap_ms_max": round(max(gaps), 3),
-        "long_ttft_ms": round(1e3 * (times["long"][0] - arrival), 3),
+    found = {
+        "output_tokens_per_s": sum(map(len, times.values())) / seconds,
+        "gap_ms_p50": p50,
+        "gap_ms_p99": p99,
+        "long_ttft_ms": 1e3 * (times["long"][0] - arrival),
         "num_steps": len(steps),
-        "num_chunks": len(chunks),
-        "chunk_step_ms": [round(step.step_ms, 3) for step in chunks],
     }
+    return rounded(found, 3)
 
 
-def measure_systems(systems: dict[str, dict], num_rounds: int, num_warm_ups: int = 1) -> dict:
+def measure_systems(systems: dict[str, dict], num_rounds: int) -> dict:
     """Return the runs of each engine, given by its options."""
     model = load_model(SHIPPED_CHECKPOINT, "auto", CPU)
     texts = held_out_texts(load_tokenizer(SHIPPED_CHECKPOINT), longer_than=LONG_PROMPT)
@@ -96,12 +93,9 @@ def measure_systems(systems: dict[str, dict], num_rounds: int, num_warm_ups: int
         name: LLMEngine(EngineConfig(**limits | options), loaded=model)
         for name, options in systems.items()
     }
-    runs = run_in_turn(
-        engines, lambda name: serve(engines[name], short, long), num_rounds, num_warm_ups
-    )
-    config = {"num_short": NUM_SHORT, "short_prompt": SHORT_PROMPT, "short_output": SHORT_OUTPUT}
-    config |= {"long_prompt": LONG_PROMPT, "long_output": LONG_OUTPUT, "num_rounds": num_rounds}
-    return {"config": config | {"num_threads": torch.get_num_threads()}, "runs": runs}
+    runs = run_in_turn(engines, lambda name: serve(engines[name], short, long), num_rounds)
+    config = {"long_prompt": LONG_PROMPT, "num_threads": torch.get_num_threads()}
+    return {"config": config, "runs": runs}
 
 
 def measure_stall(measurement: Measurement) -> dict:
@@ -115,14 +109,6 @@ def measure_sweep(measurement: Measurement) -> dict:
 
 
 # -- tables
-
-
-def _middle(name: str, digits: int = 1) -> Callable[[list[dict]], str]:
-    return lambda runs: f"{median_of(runs, name):,.{digits}f}"
-
-
-def _spread(name: str) -> Callable[[list[dict]], str]:
-    return lambda runs: spread([run[name] for run in runs], 1)
 
 
 def note_of_stall(record: dict) -> str:
@@ -140,11 +126,11 @@ def note_of_stall(record: dict) -> str:
 
 
 RUN_COLUMNS = {
-    "others' gap p50, ms": _middle("gap_ms_p50"),
-    "p99 (the longest), ms": _spread("gap_ms_p99"),
-    "long prompt's first token, ms": _middle("long_ttft_ms", 0),
-    "output tok/s, all": _spread("output_tokens_per_s"),
-    "steps": _middle("num_steps", 0),
+    "others' gap p50, ms": lambda runs: f"{median_of(runs, 'gap_ms_p50'):.1f}",
+    "p99 (the longest), ms": lambda runs: spread([run["gap_ms_p99"] for run in runs], 1),
+    "long prompt's first token, ms": lambda runs: f"{median_of(runs, 'long_ttft_ms'):,.0f}",
+    "output tok/s, all": lambda runs: spread([run["output_tokens_per_s"] for run in runs], 1),
+    "steps": lambda runs: f"{median_of(runs, 'num_steps'):.0f}",
 }
 
 
@@ -168,7 +154,7 @@ def draw_sweep(record: dict) -> Figure:
         "output_tokens_per_s": ("all together:\noutput tokens a second", INK),
     }
     for axis, (name, (label, color)) in zip(axes, shown.items()):
-        values = [[run[name] for run in runs] for runs in record["runs"].values()]
+        values = ([run[name] for run in runs] for runs in record["runs"].values())
         plot_band(axis, range(len(names)), values, color)
         axis.lines[0].set_linewidth(2)
         axis.set(title=label, ylim=0)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
 
 from block_pool import Block, BlockPool
@@ -22,8 +21,7 @@ from paged_fcfs_scheduler import PagedFCFSScheduler
 from request import Request, SamplingParams
 from scheduler_interface import FinishedStep, RunnerInput, SchedulerOutput, StepOutput
 from workshop.book.palette import DECODE, WASTE, add_key
-from workshop.measure.bench.bench_record import table_of
-from workshop.measure.lab_frame import Measurement, Part, run_lab
+from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.plot_batching import stdlib_functions
 
 SEED = 0
@@ -44,12 +42,6 @@ class Job:
     prompt_len: int
     output_len: int
     max_tokens: int = MAX_TOKENS
-
-
-def stdlib_jobs() -> list[Job]:
-    """Return chapter 1's functions of the standard library, cut to length."""
-    functions = stdlib_functions(NUM_REQUESTS, SEED)
-    return [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
 
 
 # -- serving it without a model
@@ -138,7 +130,7 @@ def serve(
     for request in requests:
         core.add_request(request)
     total = memory.pool.num_usable_blocks * memory.block_size
-    names = "held written peak_held crowded_steps crowded_held crowded_written crowded_running"
+    names = "held written crowded_steps crowded_held crowded_written crowded_running"
     sums = dict.fromkeys(names.split(), 0)
     snapshots: list[dict] = []
     num_steps = 0
@@ -150,7 +142,6 @@ def serve(
         written = sum(request.num_computed_tokens for request in running)
         sums["held"] += held
         sums["written"] += written
-        sums["peak_held"] = max(sums["peak_held"], held)
         if scheduler.waiting and with_snapshot:
             held_by = [_snapshot_of(request, memory) for request in running]
             snapshots.append({"step": num_steps, "written": written, "requests": held_by})
@@ -192,15 +183,10 @@ def count(jobs: list[Job]) -> dict:
 
 
 def measure_paged_kv(measurement: Measurement) -> dict:
-    torch.set_num_threads(1)
-    jobs = stdlib_jobs()
+    functions = stdlib_functions(NUM_REQUESTS, SEED)
+    jobs = [Job(min(prompt, MAX_PROMPT), min(output, MAX_TOKENS)) for prompt, output in functions]
     config = {"seed": SEED, "num_slots": NUM_SLOTS, "max_model_len": MAX_MODEL_LEN}
-    config["threads"] = 1
-    return {
-        "config": config,
-        "jobs": [[job.prompt_len, job.output_len, job.max_tokens] for job in jobs],
-        "counted": count(jobs),
-    }
+    return {"config": config, "counted": count(jobs)}
 
 
 # -- figures
@@ -259,44 +245,37 @@ def _headline(counted: dict) -> str:
     )
 
 
-def _pace(run: dict) -> dict[str, str]:
-    at_once = run["crowded_running"] / run["crowded_steps"]
-    return {"at once": f"{at_once:.1f}", "steps": f"{run['steps']:,}"}
-
-
 def _memory_table(counted: dict) -> str:
-    def row(name: str, run: dict, *shares: str) -> dict[str, str]:
-        head = ("KV memory while requests wait", "written", "reserved, empty", "free")
-        return dict(zip(head, (name, *shares), strict=True)) | _pace(run)
-
-    rows = []
-    for name, kind in (
-        ("contiguous, `max_model_len`", "contiguous"),
-        ("contiguous, prompt + `max_tokens`, first fit", "first_fit"),
-        ("paged, prompt + `max_tokens` (the engine of this chapter)", "paged"),
-    ):
+    names = {
+        "contiguous": "contiguous, `max_model_len`",
+        "first_fit": "contiguous, prompt + `max_tokens`, first fit",
+        "paged": "paged, prompt + `max_tokens` (the engine of this chapter)",
+    }
+    rows = {}
+    for kind, name in names.items():
         run = counted[kind]
         memory = run["crowded_steps"] * run["total_slots"]
         written, held = run["crowded_written"] / memory, run["crowded_held"] / memory
-        rows.append(row(name, run, *(f"{x:.0%}" for x in (written, held - written, 1 - held))))
+        rows[name] = run, *(f"{x:.0%}" for x in (written, held - written, 1 - held))
     demand = _on_demand(counted)
     share = demand["written"] / demand["held"]
     name = "paged, on demand (chapter 4), of the blocks it holds"
-    return table_of([*rows, row(name, demand, f"{share:.1%}", f"{1 - share:.1%}", "-")])
+    rows[name] = demand, f"{share:.1%}", f"{1 - share:.1%}", "-"
+    columns = {
+        "written": lambda row: row[1],
+        "reserved, empty": lambda row: row[2],
+        "free": lambda row: row[3],
+        "at once": lambda row: f"{row[0]['crowded_running'] / row[0]['crowded_steps']:.1f}",
+        "steps": lambda row: f"{row[0]['steps']:,}",
+    }
+    return table("KV memory while requests wait", rows, columns)
 
 
 def _on_demand(counted: dict) -> dict:
     return next(run for run in counted["on_demand"] if run["block_size"] == BLOCK_SIZE)
 
 
-PARTS = {
-    "paged_kv": Part(
-        measure_paged_kv,
-        {"memory_map": draw_memory_map},
-        tables,
-    ),
-}
-
+PARTS = {"paged_kv": Part(measure_paged_kv, {"memory_map": draw_memory_map}, tables)}
 
 if __name__ == "__main__":
     run_lab(__file__, "02_paged_kv", PARTS)

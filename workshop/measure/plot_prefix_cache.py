@@ -1,127 +1,75 @@
 """Chapter 3's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
     engine    time to first token in the whole engine: none, hash chain and radix tree in turn
-    trace     `--trace FILE`: a trace in Mooncake's format through both caches, counted
 
 Engines share one set of weights. A request is served by each of them before the next one comes, one
 at a time, so time to first token is that of the prefill alone. Torch uses one thread, and random
 token ids cost as much as text.
-
-A trace has no tokens but an id for each block of 512, so a cache with blocks of one "token" gets
-the ids. A hit counts as many tokens as the request has in the found blocks, and outputs are not in
-the trace. At any capacity both caches evict the same blocks.
 """
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import random
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from block_pool import BlockPool
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.models.loader import LoadedModel, load_model
-from kv_slots import PREFIX_CACHES
-from prefix_cache import PrefixCache
-from workshop.book.palette import BASELINE, CACHED, INK, label_axes, label_line, shade
+from common.models.loader import load_model
+from common.requests.gc_utils import freeze_gc_heap
+from workshop.book.palette import BASELINE, CACHED, label_axes, label_line, shade
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
-from workshop.measure.prefix_workloads import (
-    TRACE_BLOCK_SIZE,
-    PlannedRequest,
-    PrefixWorkload,
-    TraceRequest,
-    read_trace,
-)
+from workshop.measure.prefix_workloads import PlannedRequest, PrefixWorkload
 from workshop.measure.rounds import rotated, spread
 
 BLOCK_SIZE = 16
-CACHES = ("hash", "radix")
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
-
-
-def make_cache(name: str, num_blocks: int, block_size: int = BLOCK_SIZE) -> PrefixCache:
-    return PREFIX_CACHES[name](BlockPool(num_blocks + 1), block_size)  # one more: the null block
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 # -- the whole engine, with the shipped checkpoint
 
-ENGINES = {"off": None, "hash": "hash", "radix": "radix"}
 ENGINE_VOCAB_SIZE = 4096
 SHARED_PROMPT_LEN = 1920
 SHARED_LENS = (0, 256, 512, 768, 1024, 1280, 1536, 1792)
-UNIQUE_LEN, UNIQUE_OUTPUT_LEN = 832, 32
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request: its user's wait and the machine's work."""
-
-    answer: list[int]
-    num_computed: int  # prompt tokens
-    ttft_ms: float  # wall time
-    first_cpu_ms: float  # processor time until the first token
-    cpu_ms: float  # processor time until the last
+Engines = dict[str, LLMEngine]
 
 
-def make_engines(loaded: LoadedModel, num_blocks: int) -> dict[str, LLMEngine]:
-    return {
-        name: LLMEngine(
-            EngineConfig(prefix_cache=cache, num_blocks=num_blocks, block_size=BLOCK_SIZE),
-            loaded=loaded,
-        )
-        for name, cache in ENGINES.items()
-    }
-
-
-def load() -> LoadedModel:
+def make_engines() -> Engines:
+    """Return warm engines, which share one set of weights."""
     torch.set_num_threads(1)
-    return load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+    loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
+    engines: Engines = {}
+    for name in NAMES:
+        cache = None if name == "off" else name
+        config = EngineConfig(prefix_cache=cache, num_blocks=2048, block_size=BLOCK_SIZE)
+        engines[name] = LLMEngine(config, loaded=loaded)
+        serve(engines[name], "warm-up", list(range(2, 600)), 8)
+        engines[name].reset_prefix_cache()
+    freeze_gc_heap()
+    return engines
 
 
-def serve(engine: LLMEngine, request_id: str, prompt: list[int], output_len: int) -> Served:
+def serve(
+    engine: LLMEngine, request_id: str, prompt: list[int], output_len: int
+) -> tuple[list[int], int, float]:
+    """Serve one request. Returns its answer, the prompt tokens that were computed, and the
+    milliseconds to its first token."""
     num_before = engine.stats().scheduled_tokens
-    start, first_cpu_ms = time.process_time(), None
     engine.add_request(request_id, prompt, greedy(output_len))
     while engine.has_unfinished_requests():
         (output,) = engine.step()
-        if first_cpu_ms is None:
-            first_cpu_ms = (time.process_time() - start) * 1e3
-    cpu_ms = (time.process_time() - start) * 1e3
     num_computed = len(prompt) - output.num_cached_tokens
     num_scheduled = engine.stats().scheduled_tokens - num_before
     assert num_scheduled == num_computed + output_len - 1, "the engine computed other tokens"
     ttft = output.metrics.time_to_first_token
-    assert ttft is not None and first_cpu_ms is not None, "the engine returned nothing"
-    answer = list(output.outputs[0].token_ids)
-    return Served(answer, num_computed, ttft * 1e3, first_cpu_ms, cpu_ms)
-
-
-def warm_up(engines: dict[str, LLMEngine]) -> None:
-    for engine in engines.values():
-        serve(engine, "warm-up", list(range(2, 600)), 8)
-        engine.reset_prefix_cache()
+    assert ttft is not None, "the engine returned nothing"
+    return list(output.outputs[0].token_ids), num_computed, round(1e3 * ttft, 3)
 
 
 # -- families of requests
@@ -135,168 +83,99 @@ def family_requests(scale: int) -> list[PlannedRequest]:
         *workload.few_shot(
             3, 2 * scale, instruction_len=64, examples_len=512, question_len=48, output_len=8
         ),
-        *workload.unique_prompts(6 * scale, UNIQUE_LEN, 8),
+        *workload.unique_prompts(6 * scale, 832, 8),
     ]
     return workload.arrive(sessions)
 
 
-def measure_families(loaded: LoadedModel, repeats: int, scale: int) -> dict:
+def measure_families(engines: Engines, repeats: int, scale: int) -> dict:
     """Return, by family, prompt tokens, and by engine tokens computed and times to first token."""
-    engines, requests = make_engines(loaded, num_blocks=2048), family_requests(scale)
+    requests = family_requests(scale)
     families: dict[str, dict] = {}
     num_different = 0
-    warm_up(engines)
-    with no_collection():
-        for round_number in range(repeats):
-            answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
-            for place, request in enumerate(requests):
-                zeros = {"num_prompt": 0, "num_computed": dict.fromkeys(ENGINES, 0)}
-                empty = {"ttft_ms": {name: [] for name in ENGINES}}
-                kept = families.setdefault(request.family, zeros | empty)
-                for name in rotated(engines, place + round_number):
-                    prompt = request.prompt(answers[name])
-                    served = serve(engines[name], request.request_id, prompt, request.output_len)
-                    answers[name][request.request_id] = served.answer
-                    kept["ttft_ms"][name].append(round(served.ttft_ms, 3))
-                    if round_number == 0:
-                        kept["num_computed"][name] += served.num_computed
-                        kept["num_prompt"] += len(prompt) if name == "off" else 0
-            num_different += sum(answers[name] != answers["off"] for name in engines)
-            for engine in engines.values():
-                engine.reset_prefix_cache()
+    for round_number in range(repeats):
+        answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
+        for place, request in enumerate(requests):
+            zeros = {"num_prompt": 0, "num_computed": dict.fromkeys(engines, 0)}
+            empty = {"ttft_ms": {name: [] for name in engines}}
+            kept = families.setdefault(request.family, zeros | empty)
+            for name in rotated(engines, place + round_number):
+                prompt = request.prompt(answers[name])
+                answer, num_computed, ttft_ms = serve(
+                    engines[name], request.request_id, prompt, request.output_len
+                )
+                answers[name][request.request_id] = answer
+                kept["ttft_ms"][name].append(ttft_ms)
+                if round_number == 0:
+                    kept["num_computed"][name] += num_computed
+                    kept["num_prompt"] += len(prompt) if name == "off" else 0
+        num_different += sum(answers[name] != answers["off"] for name in engines)
+        for engine in engines.values():
+            engine.reset_prefix_cache()
     return {"families": families, "runs_with_other_tokens": num_different}
 
 
 # -- time to first token against the length of the shared prefix
 
 
-def measure_shared_lens(loaded: LoadedModel, repeats: int, shared_lens: Sequence[int]) -> dict:
+def measure_shared_lens(engines: Engines, repeats: int, shared_lens: Sequence[int]) -> dict:
     """Return `{engine: {shared tokens: [ms]}}` for prompts of `SHARED_PROMPT_LEN` tokens."""
     source = random.Random(23)
 
     def text(length: int) -> list[int]:
         return source.choices(range(2, ENGINE_VOCAB_SIZE), k=length)
 
-    engines = make_engines(loaded, num_blocks=2048)
     times = {name: {str(shared): [] for shared in shared_lens} for name in engines}
-    warm_up(engines)
-    with no_collection():
-        for round_number in range(repeats):
-            prefix = text(max(shared_lens))
-            for engine in engines.values():
-                engine.reset_prefix_cache()
-                serve(engine, "prefix", [*prefix, 1], 1)
-            for shared in rotated(shared_lens, round_number):
-                # This token differs from the prefix's, so exactly `shared` tokens are shared.
-                other = 2 if prefix[shared : shared + 1] != [2] else 3
-                prompt = [*prefix[:shared], other, *text(SHARED_PROMPT_LEN - shared - 1)]
-                for name in rotated(engines, round_number):
-                    served = serve(engines[name], "request", prompt, 1)
-                    num_cached = 0 if name == "off" else shared
-                    assert served.num_computed == SHARED_PROMPT_LEN - num_cached, (
-                        "another prefix was hit"
-                    )
-                    times[name][str(shared)].append(round(served.ttft_ms, 3))
+    for round_number in range(repeats):
+        prefix = text(max(shared_lens))
+        for engine in engines.values():
+            engine.reset_prefix_cache()
+            serve(engine, "prefix", [*prefix, 1], 1)
+        for shared in rotated(shared_lens, round_number):
+            # This token differs from the prefix's, so exactly `shared` tokens are shared.
+            other = 2 if prefix[shared : shared + 1] != [2] else 3
+            prompt = [*prefix[:shared], other, *text(SHARED_PROMPT_LEN - shared - 1)]
+            for name in rotated(engines, round_number):
+                _, num_computed, ttft_ms = serve(engines[name], "request", prompt, 1)
+                num_cached = 0 if name == "off" else shared
+                assert num_computed == SHARED_PROMPT_LEN - num_cached, "another prefix was hit"
+                times[name][str(shared)].append(ttft_ms)
     return times
 
 
-def describe(loaded: LoadedModel) -> dict:
-    return {
-        "model": "common/checkpoints/tiny",
-        "dtype": str(loaded.model.embed_weight.dtype).removeprefix("torch."),
-        "block_size": BLOCK_SIZE,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def measure_engine(measurement: Measurement) -> dict:
-    loaded, repeats = load(), measurement.of(1, 4)
+    engines, repeats = make_engines(), measurement.of(1, 4)
     shared_lens = SHARED_LENS[:: measurement.of(4, 1)]
     return {
-        "config": {**describe(loaded), "repeats": repeats, "prompt_len": SHARED_PROMPT_LEN},
-        **measure_families(loaded, repeats, scale=measurement.of(1, 3)),
-        "shared_ms": measure_shared_lens(loaded, repeats, shared_lens),
-    }
-
-
-# -- a published trace
-
-TRACE_CAPACITIES = (100, 300, 1000, 2000, 3000, 5000, 7000, 10000, 15000, 20000, 30000)
-
-
-def replay(trace: Sequence[TraceRequest], cache: PrefixCache) -> dict[str, int]:
-    """Look up and then cache every request's prompt. `cache` has blocks of one token; blocks in the
-    result are those of the trace."""
-    num_blocks_hit = 0
-    for request in trace:
-        num_found = cache.match_prefix(request.hash_ids).num_cached_tokens
-        num_blocks_hit += num_found
-        cache.stats.record(request.input_length, request.num_tokens_in(num_found))
-        cache.cache_computed_blocks(request.hash_ids)
-    return {
-        "capacity": cache.pool.num_usable_blocks,
-        "num_tokens": cache.stats.num_tokens_looked_up,
-        "num_tokens_hit": cache.stats.num_tokens_hit,
-        "num_blocks_hit": num_blocks_hit,
-        "num_cached_at_end": cache.num_cached_blocks,
-    }
-
-
-def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
-    """Return the capacity at which nothing is ever evicted."""
-    return len({hash_id for request in trace for hash_id in request.hash_ids})
-
-
-def measure_trace(measurement: Measurement) -> dict:
-    path = measurement.trace
-    if path is None:
-        raise ValueError("--record trace needs --trace FILE")
-    trace = read_trace(path)[: measurement.of(200, None)]
-    limit = num_distinct_blocks(trace)
-    capacities = [*(c for c in TRACE_CAPACITIES if c < limit), limit]
-    return {
-        "command": f"python -m workshop.plot_prefix_cache --record trace --trace {path.name}",
-        "config": {
-            "file": path.name,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "block_size": TRACE_BLOCK_SIZE,
-            "num_requests": len(trace),
-            "num_distinct_blocks": limit,
-        },
-        **{
-            name: [replay(trace, make_cache(name, capacity, 1)) for capacity in capacities]
-            for name in CACHES
-        },
+        "config": {"repeats": repeats, "prompt_len": SHARED_PROMPT_LEN, "threads": 1},
+        **measure_families(engines, repeats, scale=measurement.of(1, 3)),
+        "shared_ms": measure_shared_lens(engines, repeats, shared_lens),
     }
 
 
 # -- tables
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _spread(values: Sequence[float], digits: int = 0) -> str:
-    """Return `median (10th-90th percentile)`."""
-    return spread(values, digits, 10, 90)
-
-
-def hit_rate(run: dict) -> float:
-    return run["num_tokens_hit"] / run["num_tokens"]
-
-
 def tables_of_engine(record: dict) -> dict[str, str]:
-    families = record["families"].items()
+    families = record["families"]
     shared = sorted(
-        families, key=lambda pair: pair[1]["num_computed"]["hash"] / pair[1]["num_prompt"]
+        families,
+        key=lambda name: families[name]["num_computed"]["hash"] / families[name]["num_prompt"],
     )
-    rows = {f"{family}, {NAMES[name]}": (kept, name) for family, kept in shared for name in NAMES}
+    rows = {
+        f"{family}, {title}": (
+            families[family]["num_prompt"],
+            families[family]["num_computed"][name],
+            families[family]["ttft_ms"][name],
+        )
+        for family in shared
+        for name, title in NAMES.items()
+    }
     columns = {
-        "prompt tokens": lambda row: f"{row[0]['num_prompt']:,}",
-        "computed": lambda row: f"{row[0]['num_computed'][row[1]]:,}",
-        "hit": lambda row: _percent(1 - row[0]["num_computed"][row[1]] / row[0]["num_prompt"]),
-        "ms to first token": lambda row: _spread(row[0]["ttft_ms"][row[1]]),
+        "prompt tokens": lambda row: f"{row[0]:,}",
+        "computed": lambda row: f"{row[1]:,}",
+        "hit": lambda row: f"{1 - row[1] / row[0]:.1%}",
+        "ms to first token": lambda row: spread(row[2], 0, 10, 90),
     }
     return {"families": table("requests", rows, columns)}
 
@@ -306,38 +185,13 @@ def tables_of_engine(record: dict) -> dict[str, str]:
 COLORS = {"off": BASELINE, "hash": CACHED, "radix": shade(CACHED, 0.45)}
 
 
-def draw_hit_rate(record: dict) -> Figure:
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for cache, marker, dashes in zip(CACHES, ("o", "x"), ("-", ":")):
-        capacities = [run["capacity"] for run in record[cache]]
-        rates = [100 * hit_rate(run) for run in record[cache]]
-        form, color = f"{marker}{dashes}", COLORS[cache]
-        axis.plot(capacities, rates, form, color=color, label=NAMES[cache])
-    limit = 100 * hit_rate(record["hash"][-1])
-    axis.axhline(limit, color=BASELINE)
-    label = f"nothing is evicted: {limit:.1f} %"
-    label_line(axis, capacities[0], limit, label, INK, offset=(0, 10))
-    axis.set(
-        title=f"{record['config']['num_requests']:,} requests of Mooncake's synthetic trace",
-        xlabel=f"capacity, blocks of {TRACE_BLOCK_SIZE} tokens",
-        ylabel="prompt tokens found, %",
-        xscale="log",
-        ylim=(0, 1.15 * limit),
-    )
-    axis.grid()
-    axis.legend(loc="lower right")
-    return figure
-
-
 def draw_shared(record: dict) -> Figure:
     """Draw medians as a line over an area from the 10th to the 90th percentile."""
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     places = {"off": (4, "left", -16), "hash": (1, "right", -26), "radix": (1, "right", -44)}
     for (name, times), marker in zip(record["shared_ms"].items(), "os^"):
         lengths, color = [int(length) for length in times], COLORS[name]
-        middle = plot_band(
-            axis, lengths, list(times.values()), color, f"{marker}-", (10, 90), linewidth=0
-        )
+        middle = plot_band(axis, lengths, list(times.values()), color, f"{marker}-", 10, 90)
         index, side, down = places[name]  # where nothing else is drawn
         index %= len(lengths)
         place = {"ha": side, "offset": (0, down)}
@@ -347,11 +201,7 @@ def draw_shared(record: dict) -> Figure:
     return figure
 
 
-PARTS = {
-    "engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine),
-    "trace": Part(measure_trace, {"hit_rate": draw_hit_rate}),
-}
-
+PARTS = {"engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine)}
 
 if __name__ == "__main__":
     run_lab(__file__, "03_prefix_cache", PARTS)

@@ -27,17 +27,14 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request, SamplingParams
+from request import Request
 from scheduler import Scheduler, make_kv_memory
 from scheduler_interface import StepOutput
 from sglang_policies import POLICIES, policy_over
-from workshop.book.palette import (
-    INK,
-    WASTE,
-    label_axes,
-    label_line,
-)
+from step_record import StepRecord
+from workshop.book.palette import INK, WASTE, label_axes, label_line
 from workshop.measure.bench.bench_record import percentiles
+from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, run_lab, table
 from workshop.measure.scheduling_simulator import (
     CostModel,
@@ -52,9 +49,9 @@ BLOCK_SIZE = 16
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
 NUM_BLOCKS = 500  # 8,000 positions
 NUM_REQUESTS = 400
-LOAD = 1.05  # times the capacity of a machine with this cost model, so that queues form
+# Times the plainest system's requests a second if all are there at the start: queues form.
+LOAD = 1.05
 MAX_TTFT_S, MAX_ITL_S = 1.0, 0.05
-PREFILL_FIRST = "prefill first"
 
 # -- simulated
 
@@ -82,29 +79,23 @@ def measure_fit(measurement: Measurement) -> dict:
     """Fit to chats and long prompts on the shipped checkpoint; each step is one sample."""
     samples: list[tuple[int, int, int, float]] = []
 
-    def note(record) -> None:
-        scheduled = record.num_scheduled_tokens
-        time_ms = record.prepare_ms + record.forward_ms + record.sample_ms
-        if scheduled:
-            num_tokens = sum(scheduled.values())
-            samples.append((num_tokens, len(scheduled), record.kv_tokens_written, time_ms))
+    def note(record: StepRecord) -> None:
+        if scheduled := record.num_scheduled_tokens:
+            time_ms = record.prepare_ms + record.forward_ms + record.sample_ms
+            work = sum(scheduled.values()), len(scheduled), record.kv_tokens_written
+            samples.append((*work, time_ms))
 
     config = EngineConfig(prefix_cache=None, num_blocks=4 * NUM_BLOCKS, **LIMITS)
-    engine, num_requests = LLMEngine(config, on_step=note), measurement.of(4, 48)
+    engine = LLMEngine(config)
     for kind in ("chat", "long"):
-        requests = WORKLOADS[kind](num_requests, 1.0, seed=7)
+        requests = WORKLOADS[kind](measurement.of(4, 48), 1.0, seed=7)
         prompts = [[t % engine.vocab_size for t in r.prompt_token_ids] for r in requests]
-        params = [
-            SamplingParams(temperature=0, max_tokens=r.num_outputs, ignore_eos=True)
-            for r in requests
-        ]
-        samples_before = len(samples)
-        engine.generate_batch(prompts, params)  # warms up
-        del samples[samples_before:]
-        engine.generate_batch(prompts, params)
+        params = [greedy(request.num_outputs) for request in requests]
+        for engine.on_step in (None, note):  # the first time warms up
+            engine.generate_batch(prompts, params)
     model, error = fit_cost_model(samples)
     return {
-        "config": {"num_requests": num_requests},
+        "config": {},
         "cost_model": asdict(model),
         "median_relative_error": error,
         "num_steps": len(samples),
@@ -116,11 +107,6 @@ def cost_model_of(measurement: Measurement) -> CostModel:
     if "fit" not in measurement.records:
         raise ValueError("cannot simulate without the cost model; run --record fit first")
     return CostModel(**measurement.records["fit"]["cost_model"])
-
-
-def capacity(requests: list[SimulatedRequest], cost_model: CostModel) -> float:
-    """Return the plainest system's requests a second if all are there at the start."""
-    return len(requests) / run_with(requests, cost_model)[0].steps[-1].end_s
 
 
 def config(num_requests: int) -> dict:
@@ -142,13 +128,9 @@ def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
 
 
 def run_with(
-    requests: list[SimulatedRequest],
-    cost_model: CostModel,
-    kind: Callable[..., Any] = Scheduler,
-    num_blocks: int = NUM_BLOCKS,
-    **options: Any,
+    requests: list[SimulatedRequest], cost_model: CostModel, **options: Any
 ) -> tuple[Simulation, dict]:
-    scheduler = kind(**LIMITS | {"kv_memory": make_kv_memory(num_blocks)} | options)
+    scheduler = Scheduler(**LIMITS | {"kv_memory": make_kv_memory(NUM_BLOCKS)} | options)
     run = simulate(scheduler, requests, cost_model)
     return run, summarise(run, scheduler)
 
@@ -157,7 +139,8 @@ def measure_lab(measurement: Measurement) -> dict:
     num_requests, cost_model = measurement.of(12, NUM_REQUESTS), cost_model_of(measurement)
     workloads, rates = {}, {}
     for name, make in WORKLOADS.items():
-        rates[name] = LOAD * capacity(make(num_requests, rate=1e6), cost_model)
+        at_once, _ = run_with(make(num_requests, rate=1e6), cost_model)
+        rates[name] = LOAD * num_requests / at_once.steps[-1].end_s
         requests = make(num_requests, rates[name])
         workloads[name] = {
             system: summarise(simulate(scheduler, requests, cost_model), scheduler)
@@ -198,12 +181,12 @@ def measure_memory(measurement: Measurement) -> dict:
 
 def profile(num_running: int = 1024) -> None:
     """Decode requests whose prompts are computed, at different positions in their blocks."""
-    limits: dict[str, Any] = {"max_num_seqs": num_running}
-    limits["max_num_batched_tokens"] = 40 * num_running
-    scheduler, rng = (
-        Scheduler(**limits, kv_memory=make_kv_memory(41 * num_running)),
-        random.Random(0),
+    scheduler = Scheduler(
+        max_num_seqs=num_running,
+        max_num_batched_tokens=40 * num_running,
+        kv_memory=make_kv_memory(41 * num_running),
     )
+    rng = random.Random(0)
 
     def decide() -> None:
         plan = scheduler.schedule()
@@ -229,12 +212,7 @@ def _percentiles_of(name: str, form: str, scale: float = 1) -> Callable[[dict], 
     return lambda run: form.format(*(scale * x for x in percentiles(run[name], [50, 99])))
 
 
-def _again(run: dict) -> str:
-    return f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}"
-
-
-THROUGHPUT = {"tok/s": lambda run: f"{run['throughput']:,.0f}"}
-TTFT = {"TTFT s p50 / p99": _percentiles_of("ttft_s", "{:.2f} / {:.2f}")}
+SPEED = {"tok/s": lambda run: f"{run['throughput']:,.0f}"}
 SHOWN = {  # of the workloads with queues, the systems that differ most
     "long": ("two phases, fcfs", "two phases, random", "prefill first, mixed batches"),
     "shared": ("two phases, fcfs", "two phases, lpm", "prefill first, lpm"),
@@ -243,10 +221,12 @@ SHOWN = {  # of the workloads with queues, the systems that differ most
 
 
 def tables_of_lab(record: dict) -> dict[str, str]:
-    columns = THROUGHPUT | TTFT
-    columns["between ms p50 / p99"] = _percentiles_of("itl_s", "{:.0f} / {:.0f}", 1e3)
-    columns["goodput"] = lambda run: f"{run['goodput']:.0%}"
-    columns["preempted"] = lambda run: f"{run['num_preemptions']}"
+    columns = SPEED | {
+        "TTFT s p50 / p99": _percentiles_of("ttft_s", "{:.2f} / {:.2f}"),
+        "between ms p50 / p99": _percentiles_of("itl_s", "{:.0f} / {:.0f}", 1e3),
+        "goodput": lambda run: f"{run['goodput']:.0%}",
+        "preempted": lambda run: f"{run['num_preemptions']}",
+    }
     runs = {
         f"{workload}: {name}": record["workloads"][workload][name]
         for workload, names in SHOWN.items()
@@ -285,9 +265,11 @@ def tables_of_memory(record: dict) -> dict[str, str]:
         "mean while others wait": lambda run: f"{mean_while_others_wait(run):.1f}",
         "KV held and not written": lambda run: f"{statistics.mean(run['kv_waste']):.0%}",
         "preemptions": lambda run: run["num_preemptions"],
-        "work done again": _again,
+        "work done again": lambda run: (
+            f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}"
+        ),
     }
-    return {"memory": table("simulated", record["runs"], columns | THROUGHPUT)}
+    return {"memory": table("simulated", record["runs"], columns | SPEED)}
 
 
 # -- figures

@@ -17,7 +17,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -43,7 +42,6 @@ SYSTEMS: dict[str, dict | None] = {
     "draft, 4": {"method": "draft", "num_spec_tokens": 4, "adaptive": False},
     "draft, adaptive": {"method": "draft"},
 }
-BATCH_SIZES = {1: 2, 4: 1, 16: 1, 64: 1}  # batch size: batches of this size in a turn
 PROMPT_LEN, OUTPUT_LEN = 192, 48
 NAMES = ("alpha", "count", "name", "path", "size", "left", "right", "value", "width", "items")
 CPU = torch.device("cpu")
@@ -110,20 +108,17 @@ class Watch:
         self.propose_ms.append(record.propose_ms)
 
 
-def load_models() -> dict[str, Any]:
-    """Return the arguments of every engine."""
+def make_engines(tokenizer: Tokenizer) -> dict[str, LLMEngine]:
     loaded, draft = (load_model(p, "auto", CPU) for p in (SHIPPED_CHECKPOINT, SHIPPED_DRAFT))
-    return {"loaded": loaded, "draft": draft, "tokenizer": load_tokenizer(SHIPPED_CHECKPOINT)}
-
-
-def make_engine(models: dict[str, Any], speculative: dict | None) -> LLMEngine:
     config = EngineConfig(
-        num_blocks=3000,
-        max_num_batched_tokens=64 * (PROMPT_LEN + 64),
-        prefix_cache=None,
-        speculative=speculative,
+        num_blocks=3000, max_num_batched_tokens=64 * (PROMPT_LEN + 64), prefix_cache=None
     )
-    return LLMEngine(config, **models)
+    return {
+        name: LLMEngine(
+            replace(config, speculative=s), loaded=loaded, draft=draft, tokenizer=tokenizer
+        )
+        for name, s in SYSTEMS.items()
+    }
 
 
 def serve(
@@ -141,52 +136,35 @@ def serve(
     return {
         "tokens_per_s": round(1e3 * watch.num_tokens / watch.decode_ms, 1),
         "tokens_per_pass": round(stats.tokens_per_pass, 4),
-        "num_drafted": stats.num_drafted_tokens,
-        "num_accepted": stats.num_accepted_tokens,
         "acceptance": round(stats.num_accepted_tokens / tried, 4) if tried else None,
         "acceptance_by_position": [round(a, 4) for a in stats.acceptance_by_position],
-        "num_steps": len(watch.verify_ms),
         "verify_ms": round(statistics.median(watch.verify_ms), 4),
         "propose_ms": round(statistics.median(watch.propose_ms), 4),
     }
 
 
-def serve_in_turn(
-    engines: dict[str, LLMEngine], *work: Any, num_rounds: int
-) -> dict[str, list[dict]]:
-    return run_in_turn(engines, lambda name: serve(engines[name], *work), num_rounds)
-
-
 def measure_engine(measurement: Measurement) -> dict:
     """Return a list of turns for each workload, batch size and system."""
-    models, num_rounds = load_models(), measurement.of(1, 3)
-    engines = {name: make_engine(models, spec) for name, spec in SYSTEMS.items()}
+    tokenizer, num_rounds = load_tokenizer(SHIPPED_CHECKPOINT), measurement.of(1, 3)
+    engines = make_engines(tokenizer)
     runs: dict = {}
     for workload, (make_prompts, params) in WORKLOADS.items():
-        prompts, runs[workload] = make_prompts(models["tokenizer"], 64), {}
-        for batch_size, num_batches in BATCH_SIZES.items():
-            if batch_size > measurement.of(4, 64):
-                continue
-            served = prompts[: batch_size * measurement.of(1, num_batches)]
-            work = engines, served, params, batch_size
-            runs[workload][str(batch_size)] = serve_in_turn(*work, num_rounds=num_rounds)
-    config = {
-        "prompt_len": PROMPT_LEN,
-        "output_len": OUTPUT_LEN,
-        "num_rounds": num_rounds,
-        "systems": SYSTEMS,
-        "num_threads": torch.get_num_threads(),
-    }
-    return {"config": config, "runs": runs}
+        prompts, runs[workload] = make_prompts(tokenizer, 64), {}
+        for batch_size in measurement.of((1, 4), (1, 4, 16, 64)):
+            work = prompts[: max(2, batch_size)], params, batch_size
+            runs[workload][str(batch_size)] = run_in_turn(
+                engines, lambda name, work=work: serve(engines[name], *work), num_rounds
+            )
+    return {"config": {"num_threads": torch.get_num_threads()}, "runs": runs}
 
 
 # -- the figure
 
 
-def speedups(turns: Sequence[dict], plain: Sequence[dict]) -> list[float]:
-    """Return each round's speed relative to the same round's plain decoding."""
+def speedup(turns: Sequence[dict], plain: Sequence[dict]) -> float:
+    """Return the median of the rounds' speeds relative to the same round's plain decoding."""
     pairs = zip(turns, plain, strict=True)
-    return [turn["tokens_per_s"] / other["tokens_per_s"] for turn, other in pairs]
+    return statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
 
 
 def draw_engine(record: dict) -> Figure:
@@ -194,10 +172,7 @@ def draw_engine(record: dict) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(9, 4.2), layout="constrained", sharey=True)
     for axis, (workload, batches) in zip(axes, record["runs"].items(), strict=True):
         for name, color, marker in (("n-gram, 4", NGRAM, "o"), ("draft, 4", DRAFT, "s")):
-            ratios = [
-                statistics.median(speedups(systems[name], systems["plain"]))
-                for systems in batches.values()
-            ]
+            ratios = [speedup(systems[name], systems["plain"]) for systems in batches.values()]
             axis.plot(range(len(batches)), ratios, color=color, marker=marker, label=name)
         axis.axhline(1, color=BASELINE, linewidth=1.5)
         axis.set(title=workload, xlabel="requests at a time", ylim=0)
@@ -210,10 +185,7 @@ def draw_engine(record: dict) -> Figure:
     return figure
 
 
-CLOCK = "time.perf_counter"
-PARTS = {
-    "engine": Part(measure_engine, {"engine": draw_engine}, clock=CLOCK),
-}
+PARTS = {"engine": Part(measure_engine, {"engine": draw_engine}, clock="time.perf_counter")}
 
 if __name__ == "__main__":
     run_lab(__file__, "05_spec_decode", PARTS)

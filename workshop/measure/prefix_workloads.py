@@ -1,4 +1,4 @@
-"""Requests that share prefixes: made to measure, and read from a published trace.
+"""Requests that share prefixes, made to measure.
 
 Prompts share their beginnings for a few reasons only, and each has a different tree:
 
@@ -9,24 +9,13 @@ Prompts share their beginnings for a few reasons only, and each has a different 
 
 Texts that are not meant to be shared differ in their very first token. So the hits of a cache
 without bounds are known in advance, to the token. A later turn of a chat contains the answers to
-the turns before it, which only the engine knows; `PlannedRequest.prompt` inserts them.
-
-A trace in the form of the Mooncake FAST'25 release has lengths and block identities instead of
-tokens: `hash_ids[i]` represents 512 tokens and everything before them, the last one the remaining
-tokens. So equal ids have equal predecessors, and `read_trace` checks this.
-
-Source: Mooncake, arXiv 2407.00079, and the traces released with its FAST'25 paper.
-"""
+the turns before it, which only the engine knows; `PlannedRequest.prompt` inserts them."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-TRACE_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,32 +124,9 @@ class PrefixWorkload:
 
     def _texts(self, count: int, length: int) -> list[tuple[int, ...]]:
         """Return texts with different first tokens."""
-        return self._extend(iter(self._random.sample(range(self.vocab_size), count)), count, length)
+        firsts = self._random.sample(range(self.vocab_size), count)
+        return [(first, *self._text(length - 1)) for first in firsts]
 
     def _roots(self, count: int, length: int) -> list[tuple[int, ...]]:
         """Return texts as `_texts` does, but different from all roots before."""
-        return self._extend(self._first_tokens, count, length)
-
-    def _extend(self, firsts: Iterator[int], count: int, length: int) -> list[tuple[int, ...]]:
-        return [(next(firsts), *self._text(length - 1)) for _ in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a trace. Lengths in tokens."""
-
-    timestamp_ms: int
-    input_length: int
-    output_length: int
-    hash_ids: Sequence[int]
-
-    def num_tokens_in(self, num_blocks: int) -> int:
-        """Tokens in the first `num_blocks` blocks: the last block of a prompt is rarely full."""
-        return min(num_blocks * TRACE_BLOCK_SIZE, self.input_length)
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    """Read all requests, in the order of the file."""
-    found = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    fields = ("timestamp", "input_length", "output_length", "hash_ids")
-    return [TraceRequest(*(one[name] for name in fields)) for one in found]
+        return [(next(self._first_tokens), *self._text(length - 1)) for _ in range(count)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from workshop.measure.bench.bench_record import percentiles
@@ -39,33 +38,13 @@ def run_in_turn(
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One work in several settings, in a row or column of the table `part`. Each setting's function
-    does the work and returns what is counted."""
-
-    part: str
-    name: str
-    settings: Mapping[str, Callable[[], Any]]
-    round_factor: int = 1  # short work is done more often
-
-    def run(self, num_rounds: int, num_warm_ups: int = 1) -> dict[str, list[Any]]:
-        num_rounds *= self.round_factor
-        return run_in_turn(self.settings, lambda n: self.settings[n](), num_rounds, num_warm_ups)
-
-
-def time_in_turn(
-    calls: Mapping[K, Callable[[], object]],
-    num_rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[K, list[float]]:
-    """Return the milliseconds of each call, by name, without those of the round that warms up.
-    `time.process_time` is the clock that other programs disturb less; it adds up all threads."""
+def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> dict[K, list[float]]:
+    """Return the milliseconds of each call, by name, without those of the round that warms up."""
 
     def run(name: K) -> float:
-        start = clock()
+        start = time.perf_counter()
         calls[name]()
-        return round(1e3 * (clock() - start), 4)
+        return round(1e3 * (time.perf_counter() - start), 4)
 
     return run_in_turn(calls, run, num_rounds)
 

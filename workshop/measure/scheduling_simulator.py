@@ -96,10 +96,8 @@ class Simulation:
     @property
     def ttft_s(self) -> list[float]:
         """Seconds from arrival to the first token."""
-        return [
-            times[0] - request.arrival_s
-            for request, times in zip(self.requests, self.token_times_s, strict=True)
-        ]
+        both = zip(self.requests, self.token_times_s, strict=True)
+        return [times[0] - request.arrival_s for request, times in both]
 
     @property
     def itl_s(self) -> list[float]:
@@ -166,22 +164,16 @@ def _to_request(index: int, simulated: SimulatedRequest) -> Request:
     params = SamplingParams(
         temperature=0, max_tokens=simulated.max_tokens, stop_token_ids=[STOP], ignore_eos=True
     )
-    return Request(
-        str(index),
-        simulated.prompt_token_ids,
-        params,
-        arrival_time=simulated.arrival_s,
-        priority=simulated.priority,
-    )
+    how = {"arrival_time": simulated.arrival_s, "priority": simulated.priority}
+    return Request(str(index), simulated.prompt_token_ids, params, **how)
 
 
 def _step_ms(output: SchedulerOutput, cost_model: CostModel) -> float:
     if output.is_empty:
         return 0.0
-    context = sum(request.num_computed_tokens for request in output.scheduled_requests)
-    return cost_model.step_ms(
-        output.total_num_scheduled_tokens, len(output.scheduled_requests), context
-    )
+    requests = output.scheduled_requests
+    context = sum(request.num_computed_tokens for request in requests)
+    return cost_model.step_ms(output.total_num_scheduled_tokens, len(requests), context)
 
 
 def _sample(output: SchedulerOutput, requests: Sequence[SimulatedRequest]) -> StepOutput:

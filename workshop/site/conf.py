@@ -9,6 +9,8 @@ from pathlib import Path
 
 from docutils import nodes
 
+from workshop.measure.records import with_ages
+
 ROOT = Path(__file__).parents[2]
 is_chinese = os.environ["BOOK_LANGUAGE"] == "zh"
 repository = os.environ["BOOK_REPOSITORY"]  # "": the site has no links to sources
@@ -109,6 +111,11 @@ def explain(app, doctree, docname):
             text.parent.replace(text, [*parts, nodes.Text(words[end:])])
 
 
+def date(app, docname, source):
+    """Say under each measured number how many commits have changed what it measures since."""
+    source[0] = with_ages(source[0], is_chinese)
+
+
 def finish(app, pagename, templatename, context, doctree):
     """Give headings their anchors, of which their sections have them: search leads to headings."""
     section = r'<section id="([^"]+)">(\s*(?:<span id="[^"]+"></span>)*)<(h[2-6])>'
@@ -124,6 +131,7 @@ def translate(app):
 
 
 def setup(app):
+    app.connect("source-read", date)
     app.connect("doctree-resolved", resolve)
     app.connect("doctree-resolved", explain)
     app.connect("html-page-context", finish)

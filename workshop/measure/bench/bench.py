@@ -4,7 +4,8 @@
     python -m workshop.bench --smoke         the same with almost no work: does it run?
     python -m workshop.bench --table         print the tables of the existing records
     python -m workshop.bench --write-readme  put them into README.md and this folder's
-    python -m workshop.bench --install-vllm  vLLM's CPU build, as another system
+
+vLLM's CPU build is another system where it is installed: `vllm_system.py`.
 
 The runs of the systems are interleaved. Each round runs every system once and starts with a
 different one, so a machine that grows slower or busier does so for all. A table shows the median
@@ -22,7 +23,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,15 @@ from transformers.utils import logging
 
 from common.requests.gc_utils import freeze_gc_heap
 from workshop.measure.bench import bench_systems
-from workshop.measure.bench.bench_command import Driver, describe_malloc
+from workshop.measure.bench.bench_command import BENCH, Driver, describe_malloc
 from workshop.measure.bench.bench_floor import floor_of_record
-from workshop.measure.bench.bench_latency import describe_latency
 from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
-from workshop.measure.bench.bench_record import ROOT, record_head, rounded, write_record
+from workshop.measure.bench.bench_record import (
+    describe_latency,
+    record_head,
+    rounded,
+    write_record,
+)
 from workshop.measure.bench.bench_roofline import (
     kv_bytes_per_token,
     measure_bandwidth,
@@ -46,7 +51,7 @@ from workshop.measure.bench.bench_roofline import (
 )
 from workshop.measure.bench.bench_table import render, tables_of
 from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, make_requests
-from workshop.measure.bench.vllm_install import install, is_installed
+from workshop.measure.bench.vllm_system import is_installed
 from workshop.measure.rounds import rotated
 
 # The systems with their titles in the tables; `bench_systems.py` says more.
@@ -62,26 +67,15 @@ TITLES = {
     "transformers-generate": "`transformers` generate, one static batch",
     "transformers-continuous": "`transformers` continuous batching",
     "vllm": "vLLM's CPU build, compiled",
-    "vllm-eager": "vLLM's CPU build, eager",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Lengths are uniform between both bounds, which are included. `num_one_at_a_time` of the
-    requests are served one at a time."""
-
-    num_requests: int
-    prompt_lens: tuple[int, int]
-    output_lens: tuple[int, int]
-    num_one_at_a_time: int
-
-
+# Number of requests, the bounds of prompts and outputs, and how many of them one at a time.
 WORKLOADS = {
-    "tiny": Workload(64, (16, 128), (16, 128), 64),
-    "qwen3-0.6b": Workload(32, (32, 256), (32, 128), 4),
+    "tiny": (64, (16, 128), (16, 128), 64),
+    "qwen3-0.6b": (32, (32, 256), (32, 128), 4),
 }
-SMOKE = Workload(4, (4, 16), (4, 8), 2)
+SMOKE = (4, (4, 16), (4, 8), 2)
 
 
 # -- rounds
@@ -110,28 +104,23 @@ class Bench:
                 served = serve(requests)
                 seconds = served.seconds or time.perf_counter() - start
                 cpu_seconds = time.process_time() - cpu_start
-            details = rounded(served.details)
-            if served.token_times:  # all requests arrive at the start
-                details = describe_latency(served.token_times) | details
+            lengths = [len(tokens) for tokens in served.token_ids]
+            assert lengths == [request.num_outputs for request in requests], "a token is missing"
         except Exception as error:
-            entry["error"] = _one_line(error)
+            entry["error"] = " ".join((str(error) or repr(error)).split()).replace("|", "/")
             entry["is_unavailable"] = isinstance(error, CannotRunError)
             return
         finally:
             gc.collect()
-        num_useful = sum(request.num_outputs for request in requests)
-        lengths = [len(tokens) for tokens in served.token_ids]
-        if lengths != [request.num_outputs for request in requests]:
-            entry["error"] = "it did not give every request the number of tokens it asked for"
-            return
         entry["runs"].append(
             {
                 "round": round_number,
                 "place": place,
                 "seconds": round(seconds, 4),
                 "cpu_seconds": round(cpu_seconds, 4),  # of all threads of the serving process
-                "useful_tokens_per_s": round(num_useful / seconds, 3),
-                **details,
+                "useful_tokens_per_s": round(sum(lengths) / seconds, 3),
+                **(describe_latency(served.token_times) if served.token_times else {}),
+                **rounded(served.details),
             }
         )
 
@@ -150,47 +139,36 @@ def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Ite
             yield name
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    name = "" if isinstance(error, CannotRunError) else f"{type(error).__name__}: "
-    return (name + text)[:300].replace("|", "/")
-
-
 # -- setting up
 
 
 def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
     """Build the model, the work and an empty record, which begins with `head`."""
     work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
+    num_requests, prompt_lens, output_lens, num_one_at_a_time = work
     dtype = choose_dtype(args.dtype)
     models = load_models(name, dtype)
     vocab_size = models.loaded.config.vocab_size
-    requests = make_requests(
-        work.num_requests, work.prompt_lens, work.output_lens, vocab_size, args.seed
-    )
+    requests = make_requests(num_requests, prompt_lens, output_lens, vocab_size, 0)
     # Not the measured prompts: no system may have them in its cache.
-    warm_up = make_requests(2, work.prompt_lens, (4, 8), vocab_size, args.seed + 1)
+    warm_up = make_requests(2, prompt_lens, (4, 8), vocab_size, 1)
     limits = Limits(longest=max(r.num_positions for r in requests + warm_up))
-    shown = name if name in WORKLOADS else Path(name).name
     weights = "random" if name == "qwen3-0.6b" else "checkpoint"
     config = {
-        "model": shown,
+        "model": Path(name).name,
         "num_parameters": models.loaded.model.num_parameters,
-        "weights": weights + (", rounded to bfloat16" if dtype == torch.float32 else ""),
+        "weights": weights + ", rounded to bfloat16" * (dtype == torch.float32),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "malloc": describe_malloc(),
         "repeats": args.rounds,
-        "time_budget_s": args.time_budget,
-        "seed": args.seed,
-        "smoke": args.smoke,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "block_size": limits.block_size,
         "workload": {
-            "num_requests": work.num_requests,
-            "prompt_lens": list(work.prompt_lens),
-            "output_lens": list(work.output_lens),
+            "num_requests": num_requests,
+            "prompt_lens": prompt_lens,
+            "output_lens": output_lens,
             "prompt_tokens": [len(r.prompt_token_ids) for r in requests],
             "output_tokens": [r.num_outputs for r in requests],
         },
@@ -198,9 +176,7 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
     systems = {
         system: {
             "title": TITLES[system],
-            "num_requests": work.num_one_at_a_time
-            if system == "one-at-a-time"
-            else work.num_requests,
+            "num_requests": num_one_at_a_time if system == "one-at-a-time" else num_requests,
             "error": None,
             "runs": [],
         }
@@ -211,13 +187,13 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
 
 
 def measure_floors(bench: Bench, smoke: bool) -> None:
-    repeats = 2 if smoke else 7
-    bandwidth = measure_bandwidth(32 if smoke else 512, repeats)
-    num_seqs = min(bench.limits.max_num_seqs, len(bench.requests))
-    row_counts, num_prefill_rows = row_counts_up_to(num_seqs), 64 if smoke else 1024
-    linear = measure_linear(bench.models.loaded, row_counts, num_prefill_rows, repeats)
-    kv = {"kv_bytes_per_token": kv_bytes_per_token(bench.models.loaded)}
-    bench.record["roofline"] = {"bandwidth": bandwidth} | linear | kv
+    repeats, loaded = 2 if smoke else 7, bench.models.loaded
+    row_counts = row_counts_up_to(min(bench.limits.max_num_seqs, len(bench.requests)))
+    bench.record["roofline"] = {
+        "bandwidth": measure_bandwidth(32 if smoke else 512, repeats),
+        **measure_linear(loaded, row_counts, 64 if smoke else 1024, repeats),
+        "kv_bytes_per_token": kv_bytes_per_token(loaded),
+    }
     bench.record["floor"] = floor_of_record(bench.record)
 
 
@@ -235,7 +211,7 @@ def measure(args: argparse.Namespace) -> int:
     """Measure all models, one after the other. Returns the exit status: 1 if a system failed."""
     freeze_gc_heap()
     logging.set_verbosity_error()
-    torch.set_num_threads(args.threads or torch.get_num_threads())  # chosen, so the engine keeps it
+    torch.set_num_threads(torch.get_num_threads())  # chosen, so the engine keeps it
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
     head = record_head("workshop.bench", args.argv)
     status, tables = 0, []
@@ -252,12 +228,11 @@ def measure(args: argparse.Namespace) -> int:
                 write_record(path, bench.record)
                 bar.set_description(f"{name}: {system} done")
                 bar.update()
-            write_record(path, bench.record)
             tables.append(render(bench.record))
             for system, entry in bench.record["systems"].items():
                 if entry["error"] is not None:
                     tqdm.write(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
-                    status |= not entry.get("is_unavailable", False)
+                    status |= not entry["is_unavailable"]
             bench = None  # one model in memory at a time
             gc.collect()
     print("\n" + "\n\n".join(tables))
@@ -270,17 +245,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tiny, qwen3-0.6b, or directories of Qwen3 checkpoints")  # fmt: skip
     add("--systems", type=system_names, default=default_systems(), metavar="A,B",
         help=", ".join(TITLES))  # fmt: skip
-    add("--install-vllm", action="store_true", help="only make an environment for vLLM")
     add("--time-budget", type=float, metavar="SECONDS", help="start no further run after so long")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="auto: bfloat16 if native, else float32")  # fmt: skip
-    add("--threads", type=int, help="of torch, for all systems")
-    add("--seed", type=int, default=0, help="of the workload")
 
 
 def default_systems() -> list[str]:
     """Return all systems, with vLLM only where it is installed."""
-    return [n for n in TITLES if not n.startswith("vllm") or is_installed()]
+    return [n for n in TITLES if n != "vllm" or is_installed()]
 
 
 def system_names(text: str) -> list[str]:
@@ -293,29 +265,20 @@ def model_names(text: str) -> list[str]:
 
 
 def _names(text: str, is_known: Callable[[str], bool], allowed: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if not names:
-        raise argparse.ArgumentTypeError("give at least one name")
-    if unknown := [name for name in names if not is_known(name)]:
+    names = text.split(",")
+    if unknown := [name for name in names if not name or not is_known(name)]:
         raise argparse.ArgumentTypeError(f"must be one of {allowed}, got {unknown[0]!r}")
     return names
 
 
 DRIVER = Driver(
     name="bench",
-    description=__doc__ or "",
     rounds="--repeats",
     record="--records",
-    committed=ROOT / "workshop" / "measure" / "bench" / "records",
-    smoke=ROOT / "build" / "bench-smoke",
+    committed=BENCH / "records",
     add_arguments=add_arguments,
     announce=announce,
     measure=measure,
     tables=tables_of,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    if DRIVER.parse(sys.argv[1:] if argv is None else argv).install_vllm:
-        return install()
-    return DRIVER.main(argv)
+main = DRIVER.main

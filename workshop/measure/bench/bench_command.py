@@ -8,8 +8,8 @@ Both measure, write a record and print its tables, or only show the existing rec
                              workshop/measure/bench/README.md, the gains of the ladder into
                              README.md, and a chapter's own row into its README.md
 
-A measurement may have to start as a new process (`restart_with`), because the C library reads its
-memory settings once, when a process starts.
+A measurement starts as a new process, because the C library reads its memory settings once, when a
+process starts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,8 @@ TUNED_MALLOC = {
     "MALLOC_TOP_PAD_": str(256 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """The tables of a record, as markdown."""
-
-    full: str  # for workshop/measure/bench/README.md
-    gains: str = ""  # for README.md, if there is one
-    rows: Mapping[str, str] = field(default_factory=dict)  # chapter -> its own row
+BENCH = ROOT / "workshop" / "measure" / "bench"
+Tables = dict[str, str]  # the text of each table by "PAGE NAME"; the first is the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +44,23 @@ class Driver:
     `rounds` and `record` name the options for the number of repeats and the record's path:
     `args.rounds` and `args.record` afterwards."""
 
-    name: str  # in `python -m workshop.NAME` and in the markers
-    description: str
+    name: str  # in `python -m workshop.NAME`
     rounds: str
     record: str
     committed: Path
-    smoke: Path
     announce: Callable[[argparse.Namespace], str]  # the measurement in words
     measure: Callable[[argparse.Namespace], int]  # returns the exit status
     tables: Callable[[Path], Tables]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(
-            prog=f"python -m workshop.{self.name}", description=self.description.partition("\n")[0]
-        )
+        parser = argparse.ArgumentParser(prog=f"python -m workshop.{self.name}")
         self.add_arguments(parser)
         add = parser.add_argument
         add(self.rounds, type=int, dest="rounds", help="how often (default 3)")
         add("--smoke", action="store_true", help="almost no work, to see that it runs")
         add("--malloc", choices=("tuned", "default"), default="tuned",
-            help="tuned: on glibc, start again with settings that keep freed memory, for all "
-            "systems alike")  # fmt: skip
+            help="tuned: on glibc, keep freed memory, for all systems alike")  # fmt: skip
         add(self.record, type=Path, dest="record", help="where the record is")
         add("--table", action="store_true", help="only print the tables")
         add("--write-readme", action="store_true", help="only write them into the pages")
@@ -80,7 +68,8 @@ class Driver:
         args.rounds = args.rounds if args.rounds is not None else 1 if args.smoke else 3
         if args.rounds < 1:
             parser.error(f"{self.rounds} must be >= 1, got {args.rounds}")
-        args.record = args.record or (self.smoke if args.smoke else self.committed)
+        smoke = ROOT / "build" / f"{self.name}-smoke" / self.committed.name
+        args.record = args.record or (smoke if args.smoke else self.committed)
         args.argv = list(argv)
         return args
 
@@ -89,32 +78,18 @@ class Driver:
         if args.table or args.write_readme:
             tables = self.tables(args.record)
             if args.table:
-                print(tables.full)
-            if args.write_readme:
-                for place, part, table in places_of(self.name, tables):
-                    write_between_markers(ROOT / place, part, table)
+                print(next(iter(tables.values())))
+            for place, table in tables.items() if args.write_readme else ():
+                page, name = place.split()
+                write_between_markers(ROOT / page, name, table)
             return 0
-        environment = restart_with(args)
-        if environment is not None and argv is None:
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        is_glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+        is_tuned = describe_malloc()["mode"] == "tuned"
+        if argv is None and args.malloc == "tuned" and is_glibc and not is_tuned:
+            command = [sys.executable, *sys.orig_argv[1:]]
+            os.execve(sys.executable, command, {**os.environ, **TUNED_MALLOC})
         print(f"{self.name}: measures {self.announce(args)}", flush=True)
         return self.measure(args)
-
-
-def places_of(name: str, tables: Tables) -> list[tuple[str, str, str]]:
-    """Return page, name of the markers, and the text between them, for each place."""
-    places = [("workshop/measure/bench/README.md", name, tables.full)]
-    places += [("README.md", f"{name}_gains", tables.gains)] if tables.gains else []
-    return places + [(f"{c}/README.md", f"{name}_row", row) for c, row in tables.rows.items()]
-
-
-def restart_with(args: argparse.Namespace) -> dict[str, str] | None:
-    """The environment in which this process must be restarted, or None if it is already right."""
-    if args.malloc != "tuned" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return None
-    if all(os.environ.get(name) == value for name, value in TUNED_MALLOC.items()):
-        return None
-    return dict(os.environ) | TUNED_MALLOC
 
 
 def describe_malloc() -> dict[str, Any]:

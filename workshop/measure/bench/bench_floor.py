@@ -15,13 +15,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from workshop.measure.bench.bench_record import rounded
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    num_rows: int
-    kv_tokens: int  # cached positions of all rows together, with those of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,9 @@ class RunFloor:
         return self.prompts_s + self.decodes_s + self.kv_s
 
 
-def decode_steps(lengths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[DecodeStep]:
-    """The decode steps of requests `(prompt tokens, output tokens)`, `max_num_seqs` at a time."""
+def decode_steps(lengths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[tuple[int, int]]:
+    """The decode steps of requests `(prompt tokens, output tokens)`, `max_num_seqs` at a time: for
+    each its rows, and the cached positions of all rows together, with those of this step."""
     waiting, running, steps = list(lengths), [], []  # running: (positions, remaining decodes)
     while waiting or running:
         num_free = max_num_seqs - len(running)
@@ -49,23 +46,17 @@ def decode_steps(lengths: Sequence[tuple[int, int]], max_num_seqs: int) -> list[
         running += [(num_prompt, num_outputs - 1) for num_prompt, num_outputs in seated]
         running = [(n + 1, left - 1) for n, left in running if left > 0]
         if running:
-            steps.append(DecodeStep(len(running), sum(n for n, _ in running)))
-        running = [(n, left) for n, left in running if left > 0]
+            steps.append((len(running), sum(n for n, _ in running)))
     return steps
 
 
 def rows_ms(linear_ms: Mapping[str, Sequence[float]], num_rows: int) -> float:
     """Milliseconds of the matrices with `num_rows` rows: measured, or interpolated linearly between
     the nearest measured numbers of rows. Raises `ValueError` outside the measured range."""
-    points = sorted((int(rows), median(times)) for rows, times in linear_ms.items())
-    if not points[0][0] <= num_rows <= points[-1][0]:
-        raise ValueError(f"num_rows must be from {points[0][0]} to {points[-1][0]}, got {num_rows}")
-    below = max(point for point in points if point[0] <= num_rows)
-    above = min(point for point in points if point[0] >= num_rows)
-    if below == above:
-        return below[1]
-    share = (num_rows - below[0]) / (above[0] - below[0])
-    return below[1] + share * (above[1] - below[1])
+    rows, times = zip(*sorted((int(n), median(ms)) for n, ms in linear_ms.items()), strict=True)
+    if not rows[0] <= num_rows <= rows[-1]:
+        raise ValueError(f"num_rows must be from {rows[0]} to {rows[-1]}, got {num_rows}")
+    return float(np.interp(num_rows, rows, times))
 
 
 def run_floor(
@@ -74,14 +65,14 @@ def run_floor(
     """The floor of requests `(prompt tokens, output tokens)`, at `bench_roofline.py`'s rates."""
     steps = decode_steps(lengths, max_num_seqs)
     num_prompt_tokens = sum(num_prompt for num_prompt, _ in lengths)
-    kv_bytes = sum(step.kv_tokens for step in steps) * roofline["kv_bytes_per_token"]
+    kv_bytes = sum(num_tokens for _, num_tokens in steps) * roofline["kv_bytes_per_token"]
     prefill = roofline["prefill"]
     return RunFloor(
         num_prompt_tokens=num_prompt_tokens,
         num_decode_steps=len(steps),
-        num_decode_tokens=sum(step.num_rows for step in steps),
+        num_decode_tokens=sum(num_rows for num_rows, _ in steps),
         prompts_s=num_prompt_tokens * median(prefill["ms"]) / prefill["num_rows"] / 1e3,
-        decodes_s=sum(rows_ms(roofline["linear_ms"], step.num_rows) for step in steps) / 1e3,
+        decodes_s=sum(rows_ms(roofline["linear_ms"], rows) for rows, _ in steps) / 1e3,
         kv_s=kv_bytes / median(roofline["bandwidth"]["matvec_gb_per_s"]) / 1e9,
     )
 

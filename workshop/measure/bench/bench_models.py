@@ -65,13 +65,10 @@ def _hf_config(config: ModelConfig) -> Qwen3Config:
             "architecture must be Qwen3ForCausalLM with default rotary embedding, got "
             f"{config.architecture} with {config.rope.rope_type}"
         )
-    same = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-        "rms_norm_eps", "tie_word_embeddings",
-    )  # fmt: skip
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    names += "num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings"
     return Qwen3Config(
-        **{name: getattr(config, name) for name in same},
+        **{name: getattr(config, name) for name in names.split()},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         attention_bias=config.qkv_bias,

@@ -2,15 +2,8 @@
 
 A record is a JSON object in a `records/` folder. Text, tables and figures of the book are made from
 records and from nothing else, so a record carries everything a reader needs to assess a number:
-hardware, versions, commit, configuration, and every raw repeat.
-
-    describe_environment    machine and versions
-    record_head             command, time and machine
-    write_record            to a file, atomically
-    read_record
-    percentile, percentiles
-    replace_between_markers `<!-- table:NAME -->` ... `<!-- /table:NAME -->` in a markdown text
-    write_between_markers   the same in a file
+hardware, versions, commit, configuration, and every raw repeat. What a script writes into a page
+stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
 """
 
 from __future__ import annotations
@@ -24,39 +17,38 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[3]
-# Instructions that determine how fast a CPU multiplies matrices, as Linux names them.
-CPU_FLAGS_THAT_MATTER = (
-    "fma",
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors")
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Return a percentile, interpolated linearly between values. None for an empty sequence."""
-    return percentiles(values, [percent])[0] if values else None
-
-
 def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
-    """Return `percentile` for each of `percents`. Raises `ValueError` for an empty sequence."""
+    """Return percentiles, interpolated linearly between values. Raises `ValueError` for an empty
+    sequence."""
     if not len(values):
         raise ValueError("values must not be empty")
     return np.percentile(values, percents).tolist()
+
+
+def describe_latency(token_times: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return p50 and p99 in milliseconds, None if there are none, of the waits for a first token
+    and between two. `token_times` are those of each request, in seconds after its arrival."""
+    waits = {
+        "ttft_ms": [times[0] for times in token_times if times],
+        "inter_token_ms": [b - a for times in token_times for a, b in pairwise(times)],
+    }
+    return {
+        name: {
+            f"p{p}": round(1e3 * percentiles(seconds, [p])[0], 3) if seconds else None
+            for p in (50, 99)
+        }
+        for name, seconds in waits.items()
+    }
 
 
 # -- machine and versions
@@ -69,16 +61,13 @@ def describe_environment() -> dict[str, Any]:
 
     from common.models.processor import is_bfloat16_fast
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_model(),
-        "cpu_flags": _cpu_flags(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "multiplies_bf16_natively": is_bfloat16_fast(),
         "cores": psutil.cpu_count(logical=False),
-        "logical_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "load_average": round(psutil.getloadavg()[0], 2),
         "os": f"{platform.system()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()).strip(),
@@ -102,17 +91,17 @@ def describe_commit(root: Path = ROOT) -> dict[str, Any]:
 
     Both are None where there is no repository, as for an installed wheel.
     """
-    head = _git(root, "rev-parse", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--", "*.py", "*.toml", "*.safetensors")
+    head = git("rev-parse", "HEAD", root=root)
+    changed = git("status", "--porcelain", "--", "*.py", "*.toml", "*.safetensors", root=root)
     is_known = head is not None and changed is not None
     return {"commit": head, "is_dirty": bool(changed) if is_known else None}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def git(*arguments: str, root: Path = ROOT) -> str | None:
+    """Return what git says, or None if it cannot."""
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -125,20 +114,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_info() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
 def _cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.*)$", _cpu_info(), re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> list[str]:
-    found = re.search(r"^(?:flags|Features)\s*: (.*)$", _cpu_info(), re.MULTILINE)
-    present = set(found.group(1).split()) if found else set()
-    return [flag for flag in CPU_FLAGS_THAT_MATTER if flag in present]
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 # -- files
@@ -149,40 +129,20 @@ def rounded(values: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Replace `path` by `record`, atomically: a reader sees the old record or the new one.
+    """Replace `path` by `record`, atomically. Lists of numbers have one line each.
 
     Raises `ValueError` for numbers that JSON lacks (NaN, infinity), and leaves the file unchanged.
     """
-    text = format_record(record)
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    text = re.sub(r'\[\n([^\[\]{}"]*)\n *\]', lambda list: f"[{' '.join(list[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    draft.write_text(text + "\n", encoding="utf-8")
+    os.replace(draft, path)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def format_record(record: dict[str, Any]) -> str:
-    """Indented JSON with each list of plain values on one line: raw repeats stay readable."""
-    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    string, plain = r'"(?:[^"\\]|\\.)*"', r"[-\w.+]+"
-    item = f"(?:{string}|{plain})"
-    one_line = re.compile(rf"({string})|\[\s+({item}(?:,\s+{item})*)\s+\]")
-
-    def join(match: re.Match[str]) -> str:
-        if match.group(1) is not None:
-            return match.group(1)  # a string, not a list: keep its content
-        return f"[{', '.join(re.findall(item, match.group(2)))}]"
-
-    return one_line.sub(join, text) + "\n"
 
 
 def markdown_table(
@@ -191,12 +151,6 @@ def markdown_table(
     """Return a table: first column left-aligned, the others, mostly numbers, right-aligned."""
     lines = [head, ["---", *[others] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def table_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return a table of rows that map heading to cell; the first row's keys are the head."""
-    head = list(rows[0])
-    return markdown_table(head, [[row[name] for name in head] for row in rows])
 
 
 def replace_between_markers(text: str, name: str, content: str) -> str:

@@ -73,16 +73,11 @@ def measure_linear(
         return call
 
     calls = {str(rows): multiply(rows, matrices) for rows in dict.fromkeys(row_counts)}
-    prefill = {"prefill": multiply(num_prefill_rows, of_layers)}
-    num_often = repeats // 2 + 1
+    prefill = {"ms": multiply(num_prefill_rows, of_layers)}
     return {
         "weight_bytes": sum(sizes),
-        "num_matrices": len(matrices),
         "linear_ms": time_in_turn(calls, repeats),
-        "prefill": {
-            "num_rows": num_prefill_rows,
-            "ms": time_in_turn(prefill, num_often)["prefill"],
-        },
+        "prefill": {"num_rows": num_prefill_rows, **time_in_turn(prefill, repeats // 2 + 1)},
     }
 
 

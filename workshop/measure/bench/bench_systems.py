@@ -16,9 +16,9 @@ timed. A token counts for its user when its step has ended. Where an answer is s
     chunked                   and chapter 6: long prompts in chunks
     transformers-generate     one left-padded batch of everything
     transformers-continuous   transformers' own continuous batching over its paged cache
-    vllm, vllm-eager          vLLM's CPU build, if it is installed: a separate process
+    vllm                      vLLM's CPU build, if it is installed: a separate process
 
-The last four serve what is there at the start. All but vLLM read the same weights: the
+The last three serve what is there at the start. All but vLLM read the same weights: the
 `transformers` model is a second view of our model's memory. The KV memory is that of `Limits`.
 Without pages it holds as many requests as it holds of the longest, with pages as many as fit.
 """
@@ -84,17 +84,13 @@ def paged(models: BenchModels, limits: Limits, **options: Any) -> Iterator[Serve
 
         served = _drive(requests, add, step, engine.has_unfinished_requests, steps)
         stats = engine.stats()
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         served.details |= {
             "kv_waste": stats.kv_waste,
-            "preemptions": stats.num_preemptions,
             "most_tokens_of_one": max(n for s in steps for n in s.num_scheduled_tokens.values()),
+            "prefix_hits": stats.cached_tokens / num_prompt_tokens,
+            "tokens_per_pass": stats.tokens_per_pass,
         }
-        if config.prefix_cache is not None:
-            num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-            served.details["prefix_hits"] = stats.cached_tokens / num_prompt_tokens
-        if config.speculative is not None:
-            accepted = stats.num_accepted_tokens / max(1, stats.num_drafted_tokens)
-            served.details |= {"tokens_per_pass": stats.tokens_per_pass, "acceptance": accepted}
         return served
 
     yield serve
@@ -162,15 +158,14 @@ def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
 def static(models: BenchModels, limits: Limits) -> Iterator[Serve]:
     def serve(requests: Sequence[BenchRequest]) -> Served:
         token_ids, token_times = ([[] for _ in requests] for _ in range(2))
-        waiting, wastes, num_slot_steps = deque(enumerate(requests)), [], 0
+        waiting, wastes = list(enumerate(requests)), []
         start = time.monotonic()
         while waiting:
             time.sleep(max(0.0, start + waiting[0][1].arrival_time - time.monotonic()))
-            now, own = time.monotonic() - start, []
-            while (
-                waiting and waiting[0][1].arrival_time <= now and len(own) < limits.num_contiguous
-            ):
-                own.append(_request_of(*waiting.popleft()))
+            now = time.monotonic() - start
+            here = [request for request in waiting if request[1].arrival_time <= now]
+            own = [_request_of(*request) for request in here[: limits.num_contiguous]]
+            del waiting[: len(own)]
             ends: list[float] = []  # of the forward passes
             with models.hf.register_forward_hook(
                 lambda *_, ends=ends: ends.append(time.monotonic())
@@ -180,13 +175,10 @@ def static(models: BenchModels, limits: Limits) -> Iterator[Serve]:
                 index = int(request.request_id)
                 token_ids[index] = request.output_token_ids
                 token_times[index] = [t - start for t in ends[: request.num_output_tokens]]
-            num_slot_steps += len(own) * len(ends)
             for step in range(len(ends)):
                 written = sum(r.num_prompt_tokens + min(step, r.num_output_tokens) for r in own)
                 wastes.append(1 - written / (len(own) * limits.longest))
-        details = {"num_steps": len(wastes), "kv_waste": fmean(wastes)}
-        details["slot_utilisation"] = sum(map(len, token_ids)) / num_slot_steps
-        return Served(token_ids, token_times, details)
+        return Served(token_ids, token_times, {"num_steps": len(wastes), "kv_waste": fmean(wastes)})
 
     yield serve
 
@@ -221,14 +213,8 @@ def transformers_continuous(models: BenchModels, limits: Limits) -> Iterator[Ser
 
     Attention is `sdpa` over the paged cache, which is its choice on a CPU. Pages have its default
     size; their number, the requests in flight and the tokens in a step are ours."""
-    try:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        open_manager = models.hf.continuous_batching_context_manager
-    except (ImportError, AttributeError) as error:
-        raise CannotRunError(
-            f"this transformers has no continuous batching manager ({error})"
-        ) from error
     page_size = ContinuousBatchingConfig.page_size
     batching = ContinuousBatchingConfig(
         num_blocks=limits.max_num_seqs * -(-limits.longest // page_size) + 1,
@@ -236,7 +222,9 @@ def transformers_continuous(models: BenchModels, limits: Limits) -> Iterator[Ser
         max_requests_per_batch=limits.max_num_seqs,
     )
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with open_manager(generation_config=generation, continuous_batching_config=batching) as manager:
+    with models.hf.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching
+    ) as manager:
         yield lambda requests: _serve_with(manager, requests)
 
 
@@ -251,13 +239,10 @@ def _serve_with(manager: Any, requests: Sequence[BenchRequest]) -> Served:
     results: dict[str, Any] = {}
     while len(results) < len(names):
         result = manager.get_result(timeout=1)
-        if result is not None and result.error is not None:
-            raise CannotRunError(f"transformers' generation loop failed: {result.error}")
+        if result is None and not manager.is_running():
+            raise CannotRunError("transformers' generation thread ended before its requests did")
         if result is not None and result.is_finished():
             results[result.request_id] = result
-        elif result is None and not manager.is_running():
-            raise CannotRunError("transformers' generation thread ended before its requests did")
-
     start = min(result.created_time for result in results.values())
     times = [[t - start for t in results[name].timestamps] for name in names]
     details = {"num_steps": manager.current_batch - first_step}
@@ -277,6 +262,5 @@ SYSTEMS: dict[str, System] = {
     "chunked": partial(paged, **_GUESSING, chunked_prefill=CHUNK),
     "transformers-generate": transformers_generate,
     "transformers-continuous": transformers_continuous,
-    "vllm": partial(vllm, enforce_eager=False),
-    "vllm-eager": partial(vllm, enforce_eager=True),
+    "vllm": vllm,
 }

@@ -51,31 +51,24 @@ TESTS = (  # of kernels: those marked `gpu`
 Record = Mapping[str, Any]
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     how = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("make gpu", description=__doc__, formatter_class=how)
     parser.add_argument("command", choices=[*COMMANDS, "pages"], help="pages: renew their tables")
     parser.add_argument("--commit", help="of this code, in 40 digits, where there is no .git")
     parser.add_argument("--only", nargs="+", choices=COMMANDS["record"], help="kept in build/")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    args = parser.parse_args(argv)
     if args.command == "pages":
-        write_pages()
+        texts = texts_of([read_record(path) for path in sorted(RECORDS.glob("gpu_record_*.json"))])
+        for page, name in PAGES.items():
+            write_between_markers(ROOT / page, name, texts[name])
         return 0
     is_rehearsal = args.command == "rehearse"
-    out = Path(os.environ.get("OUT") or ROOT / "build") / (
-        "gpu-rehearsal" if is_rehearsal else "gpu"
-    )
-    plan = {
-        part: s
-        for part, s in COMMANDS[args.command].items()
-        if part in (args.only or COMMANDS["record"])
-    }
+    out = Path(os.environ.get("OUT") or ROOT / "build") / f"gpu{'-rehearsal' * is_rehearsal}"
+    limits = COMMANDS[args.command]
+    parts = [part for part in limits if part in (args.only or limits)]
     try:
-        environment = describe_here(plan, args.commit, is_rehearsal)
+        environment = describe_here(parts, args.commit, is_rehearsal)
     except (RuntimeError, ValueError) as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 1
@@ -86,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "environment": environment,
         "parts": {},
     }
-    for part, limit_s in plan.items():
-        record["parts"][part] = run_part(part, out, limit_s, is_rehearsal)
+    for part in parts:
+        record["parts"][part] = run_part(part, out, limits[part], is_rehearsal)
         write_record(out / f"{args.command}.json", record)
     if not is_rehearsal and not args.only:
         slug = re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
@@ -96,18 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(part["errors"] for part in record["parts"].values()))
 
 
-def describe_here(
-    plan: Mapping[str, int], commit: str | None, is_rehearsal: bool
-) -> dict[str, Any]:
+def describe_here(parts: list[str], commit: str | None, is_rehearsal: bool) -> dict[str, Any]:
     """Raises `RuntimeError` if a package or the device is missing, `ValueError` for a wrong
     `commit`."""
-    names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in plan else ''}".split()
+    names = f"{NEEDED} {NEEDED_BY_TESTS if 'tests' in parts else ''}".split()
     if missing := [name for name in names if find_spec(name) is None]:
         raise RuntimeError(f"{sys.executable} lacks {', '.join(missing)}. Install what is missing "
                            "(pip install -e '.[test]', with the PyTorch of your GPU), or name "
                            "another Python: make gpu PYTHON=.venv/bin/python")  # fmt: skip
-    known = checked_commit(commit)
-    found = describe_environment() | known
+    found = describe_environment() | checked_commit(commit)
     if not found["gpus"] and not is_rehearsal:
         raise RuntimeError(
             f"torch {found['torch']} finds no CUDA device; run this where there is one, or try it "
@@ -210,10 +200,11 @@ def render(record: Record) -> str:
     title = f"**{record['environment']['device']}**"
     if record["is_rehearsal"]:
         title = "**A rehearsal on a CPU: these numbers say nothing**"
-    rows = []
-    for part, one in record["parts"].items():
-        rows += [[part, name, spoken(found)] for name, found in one["results"].items()]
-        rows += [[part, "error", spoken(error)] for error in one["errors"]]
+    rows = [
+        [part, name, spoken(found)]
+        for part, one in record["parts"].items()
+        for name, found in [*one["results"].items(), *(("error", e) for e in one["errors"])]
+    ]
     where = record["environment"]
     versions = ", ".join(f"{name} {where.get(name)}" for name in ("torch", "triton", "python"))
     commit = (where["commit"] or "unknown")[:10] + " and changes" * bool(where["is_dirty"])
@@ -250,12 +241,6 @@ def texts_of(records: Sequence[Record]) -> dict[str, str]:
     tables = "\n\n".join(map(render, records))
     return {"gpu": english, "gpu_zh": chinese, "gpu_cells": tables or english,
             "gpu_cells_zh": tables or chinese}  # fmt: skip
-
-
-def write_pages() -> None:
-    texts = texts_of([read_record(path) for path in sorted(RECORDS.glob("gpu_record_*.json"))])
-    for page, name in PAGES.items():
-        write_between_markers(ROOT / page, name, texts[name])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
@@ -34,10 +34,9 @@ from common.models.model_config import ModelConfig
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
 from mixed_attention_triton import MixedTritonAttentionBackend
-from paged_attention import AttentionMetadata
-from request import SamplingParams
+from paged_attention import AttentionMetadata, paged_attention
 from workshop.measure.bench.bench_record import ROOT, read_record, write_record
-from workshop.measure.bench.bench_work import make_requests
+from workshop.measure.bench.bench_work import greedy, make_requests
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, shape_of
 
 BLOCK_SIZE = 16
@@ -81,10 +80,7 @@ SIZES = {
         prompts=(2, 9, 3),
         cells=((2, 20),),
         workloads={"2 requests, 3-6 tokens in, 2-3 out": (2, (3, 6), (2, 3))},
-        engine={
-            **{"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64},
-            "num_blocks": 65,
-        },
+        engine=dict(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, num_blocks=65),
     ),
 }
 
@@ -168,7 +164,7 @@ def decode_cost(model: ModelConfig, num_weights: int, num_seqs: int, context: in
 @torch.inference_mode()
 def attend(lab: Lab, num_seqs: int, context: int) -> dict[str, float]:
     """Decode attention of one layer, with its blocks in random order. Raises `ValueError` if it
-    differs from float64, checked for one in 16 sequences."""
+    differs from its specification in float64."""
     model, device, width = lab.sizes.model, lab.device, -(-context // BLOCK_SIZE)
     num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     scale, last = model.head_dim**-0.5, context - 1
@@ -185,12 +181,9 @@ def attend(lab: Lab, num_seqs: int, context: int) -> dict[str, float]:
         max_query_len=1,
         max_seq_len=max(context, lab.sizes.engine["max_model_len"]),
     )
-    by_head = query[::16].double().unflatten(1, (num_kv_heads, -1))
-    keys, values = (c[tables[::16]].flatten(1, 2)[:, :context].double() for c in caches)
-    weights = torch.einsum("nhgd,nkhd->nhgk", by_head, keys).mul_(scale).softmax(-1)
-    right = torch.einsum("nhgk,nkhd->nhgd", weights, values).flatten(1, 2)
+    right = paged_attention(query.double(), *(c.double() for c in caches), metadata, scale)
     made = MixedTritonAttentionBackend().plan(metadata, num_heads, caches[0])
-    error = (made.attend(query, *caches, scale)[::16] - right).abs().max() / right.abs().max()
+    error = (made.attend(query, *caches, scale) - right).abs().max() / right.abs().max()
     if not error <= ATTENTION_TOLERANCE:
         raise ValueError(f"attention is {error:.2g} of its largest number off float64")
     ms = lab.time(lambda: made.attend(query, *caches, scale))
@@ -225,10 +218,6 @@ def engine_of(lab: Lab, mode: str, loaded: LoadedModel, **options: Any) -> Itera
         engine.close()
 
 
-def params_of(num_tokens: int, **options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.6, **options}, max_tokens=num_tokens, ignore_eos=True)
-
-
 def answers_of(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[Any]:
     return [output.outputs[0] for output in engine.generate_batch(prompts, params).values()]
 
@@ -241,7 +230,7 @@ def tokens(lab: Lab) -> None:
     step = max(1, (len(ids) - longest) // number)
     prompts = [ids[i * step : i * step + 1 + (37 * i) % longest] for i in range(number)]
     few = {"max_num_seqs": number, "max_model_len": longest + num_tokens + 8, "num_blocks": 2000}
-    greedy = params_of(num_tokens, temperature=0, logprobs=0)
+    params = replace(greedy(num_tokens), logprobs=0)
     for dtype in TOLERANCE:
         loaded = load_model(SHIPPED_CHECKPOINT, dtype, lab.device)
         hf: Any = AutoModelForCausalLM.from_pretrained(SHIPPED_CHECKPOINT, dtype=dtype)
@@ -249,7 +238,7 @@ def tokens(lab: Lab) -> None:
 
         def compare(mode: str, loaded: Any = loaded, hf: Any = hf) -> dict[str, float]:
             with engine_of(lab, mode, loaded, **few) as engine:
-                return against(hf, prompts, answers_of(engine, prompts, greedy))
+                return against(hf, prompts, answers_of(engine, prompts, params))
 
         for mode in MODES:
             lab.attempt(f"{str(dtype)[6:]}, {mode}", partial(compare, mode))
@@ -301,14 +290,12 @@ def time_steps(
 ) -> dict[str, float]:
     """Time decode steps of `num_seqs` requests of about `context` keys. Each step ends when its
     tokens are on the host."""
-    usable = engine.kv_manager.pool.num_usable_blocks
-    if num_seqs * (context // BLOCK_SIZE + 6) > usable:
+    if num_seqs * (context // BLOCK_SIZE + 6) > engine.kv_manager.pool.num_usable_blocks:
         raise MemoryError(f"{num_seqs} sequences of {context} keys do not fit")
-    requests = make_requests(
-        num_seqs, (context - 1, context - 1), (1, 1), lab.sizes.model.vocab_size, 0
-    )
+    length = context - 1, context - 1
+    requests = make_requests(num_seqs, length, (1, 1), lab.sizes.model.vocab_size, 0)
     names = [f"decode-{i}" for i in range(num_seqs)]
-    params = params_of(engine.max_model_len - context)
+    params = replace(greedy(engine.max_model_len - context), temperature=0.6)
     engine.reset_prefix_cache()
     running, num_warm, times = engine.scheduler.running, 3, list[float]()
     try:
@@ -337,7 +324,7 @@ def time_workload(lab: Lab, engine: LLMEngine, name: str) -> dict[str, float]:
     num_ids = min(10_000, lab.sizes.model.vocab_size)
     requests = make_requests(number, lens_in, lens_out, num_ids, 0)
     prompts = [request.prompt_token_ids for request in requests]
-    params = [params_of(request.max_tokens) for request in requests]
+    params = [replace(greedy(request.max_tokens), temperature=0.6) for request in requests]
     seconds, num_out = 0.0, 0
     for _ in range(2):
         engine.reset_prefix_cache()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ from tqdm import tqdm
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
-from workshop.measure.bench.bench_command import Driver, Tables, describe_malloc
-from workshop.measure.bench.bench_latency import describe_latency
+from workshop.measure.bench.bench_command import BENCH, Driver, Tables, describe_malloc
 from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
 from workshop.measure.bench.bench_record import (
-    ROOT,
+    describe_latency,
     read_record,
     record_head,
     rounded,
@@ -40,11 +39,7 @@ from workshop.measure.bench.bench_record import (
 )
 from workshop.measure.bench.bench_systems import CHUNK, SYSTEMS
 from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
-from workshop.measure.bench.ladder_table import (
-    render,
-    render_gains,
-    render_rows,
-)
+from workshop.measure.bench.ladder_table import render, render_gains, render_rows
 from workshop.measure.bench.ladder_workload import (
     MAX_TOKENS,
     QUESTIONS,
@@ -54,7 +49,7 @@ from workshop.measure.bench.ladder_workload import (
 )
 from workshop.measure.rounds import rotated
 
-RECORD = ROOT / "workshop" / "measure" / "bench" / "records" / "ladder.json"
+RECORD = BENCH / "records" / "ladder.json"
 NUM_RESERVATIONS = 3  # of the longest request, which the KV memory holds without pages
 
 
@@ -135,31 +130,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "seeds": args.rounds,
             "chunk": CHUNK,
             "max_tokens": MAX_TOKENS,
-            "max_num_seqs": limits["many"].max_num_seqs,
-            "block_size": limits["many"].block_size,
         },
         "regimes": {},
         "questions": {},
     }
     work = []
     for name, regime in regimes.items():
-        entry = record["regimes" if name in REGIMES else "questions"][name] = {
-            "title": regime.title,
-            "num_requests": regime.num_requests,
-            "num_long": regime.num_long,
-            "arrivals_per_s": regime.arrivals_per_s,
+        rungs = {config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)}
+        requests = workloads[name]
+        record["regimes" if name in REGIMES else "questions"][name] = {
+            **asdict(regime),
             "longest": limits[name].longest,
             "num_positions": limits[name].num_positions,
-            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in workloads[name]],
-            "output_tokens": [[r.num_outputs for r in w] for w in workloads[name]],
+            "prompt_tokens": [[len(r.prompt_token_ids) for r in w] for w in requests],
+            "output_tokens": [[r.num_outputs for r in w] for w in requests],
             "min_prompt_tokens": [
-                min_prompt_tokens(r.prompt_token_ids for r in w) for w in workloads[name]
+                min_prompt_tokens(r.prompt_token_ids for r in w) for w in requests
             ],
-            "rungs": {
-                config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)
-            },
+            "rungs": rungs,
         }
-        work.append((name, entry["rungs"]))
+        work.append((name, rungs))
     num_runs = args.rounds * sum(len(configs) for _, configs in work)
     with tqdm(total=num_runs, unit="run", disable=None) as bar:
         for seed in range(args.rounds):
@@ -179,11 +169,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def tables(path: Path) -> Tables:
     record = read_record(path)
-    return Tables(render(record), render_gains(record), render_rows(record))
-
-
-def announce(args: argparse.Namespace) -> str:
-    return "8 rungs in two regimes, and 6 in their own, on the CPU; about 15 minutes"
+    return {
+        "workshop/measure/bench/README.md ladder": render(record),
+        "README.md ladder_gains": render_gains(record),
+        **{f"{chapter}/README.md ladder_row": row for chapter, row in render_rows(record).items()},
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,12 +183,10 @@ def run(args: argparse.Namespace) -> int:
 
 DRIVER = Driver(
     name="ladder",
-    description=__doc__ or "",
     rounds="--seeds",
     record="--record",
     committed=RECORD,
-    smoke=ROOT / "build" / "ladder-smoke.json",
-    announce=announce,
+    announce=lambda args: "8 rungs in two regimes, and 6 in their own, on the CPU; 15 minutes",
     measure=run,
     tables=tables,
 )

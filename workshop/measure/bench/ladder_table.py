@@ -23,23 +23,12 @@ PHRASES = {
 
 # The README's first table: the added idea, the workload it is meant for, and the number that it
 # improves. A chapter without a row gains little in its own workload.
+SPEED, FIRST, GAP = "output_tokens_per_s", "ttft_ms_p50", "inter_token_ms_p99"
 GAINS = {
-    "paged": (
-        "2 paged KV cache",
-        "more users than worst-case reservations fit",
-        "output_tokens_per_s",
-    ),
-    "prefix-cache": ("3 prefix caching", "one long system prompt", "ttft_ms_p50"),
-    "preempting": (
-        "4 preemptive scheduling",
-        "answers shorter than `max_tokens`",
-        "output_tokens_per_s",
-    ),
-    "chunked": (
-        "6 chunked prefill",
-        "long prompts among short ones",
-        "inter_token_ms_p99",
-    ),
+    "paged": ("2 paged KV cache", "more users than worst-case reservations fit", SPEED),
+    "prefix-cache": ("3 prefix caching", "one long system prompt", FIRST),
+    "preempting": ("4 preemptive scheduling", "answers shorter than `max_tokens`", SPEED),
+    "chunked": ("6 chunked prefill", "long prompts among short ones", GAP),
 }
 
 
@@ -78,25 +67,26 @@ FLOORS: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], float]]]
 }
 
 
+SHOWN = {"output tok/s": "{:,.0f}", "first token (p50)": "{:,.0f} ms", "gap (p99)": "{:,.0f} ms"}
+
+
 def render(record: dict[str, Any]) -> str:
     """Render many users' table, and each chapter's question, cells without and with it."""
-    head = ["chapter, and its work", "output tok/s", "first token (p50)", "gap (p99)"]
-    rows = []
-    for name, question in record.get("questions", {}).items():
-        before, after = (_short_row(*config)[1:4] for config in question["rungs"].items())
+    many, rows = record["regimes"]["many"], []
+    for name, question in record["questions"].items():
+        before, after = map(_cells, question["rungs"].values())
         cells = [f"{b} → {a}" for b, a in zip(before, after, strict=True)]
         rows.append([f"{question['rungs'][name]['title']}; {_work(question)}", *cells])
-    return f"{_many_users(record)}\n\n{markdown_table(head, rows)}\n\n{made_on(record)}"
-
-
-def _many_users(record: dict[str, Any]) -> str:
-    """Render every configuration where many users queue: throughput, both waits, and a phrase."""
-    regime = record["regimes"]["many"]
-    head = ["chapter", "output tok/s", "first token (p50)", "gap (p99)", "what is new"]
-    rows = [_short_row(name, config) for name, config in regime["rungs"].items()]
-    lines = markdown_table(head, rows).splitlines()
-    lines[1] = lines[1].removesuffix("---: |") + "--- |"  # the phrase is left-aligned
-    return "\n".join(lines) + f"\n\n<sub>{_work(regime).capitalize()}; {_measured(record)}</sub>"
+    parts = [
+        markdown_table(
+            ["chapter, and what is new", *SHOWN],
+            [[f"{c['title']}: {PHRASES[n][1]}", *_cells(c)] for n, c in many["rungs"].items()],
+        ),
+        f"<sub>{_work(many).capitalize()}; {_measured(record)}</sub>",
+        markdown_table(["chapter, and its work", *SHOWN], rows),
+        made_on(record),
+    ]
+    return "\n\n".join(parts)
 
 
 def render_rows(record: dict[str, Any]) -> dict[str, str]:
@@ -104,14 +94,11 @@ def render_rows(record: dict[str, Any]) -> dict[str, str]:
     distance from its floor."""
     rows = {}
     for name, (floor, distance) in FLOORS.items():
-        if (question := record.get("questions", {}).get(name)) is None:
-            continue
-        head = [_work(question), "output tok/s", "first token (p50)", "gap (p99)", floor]
-        lines = []
+        question, lines = record["questions"][name], []
         for config in question["rungs"].values():
             times = median(distance(question, run) for run in config["runs"])
-            lines.append([config["title"], *_short_row(name, config)[1:4], f"{times:.2f}x"])
-        table = markdown_table(head, lines)
+            lines.append([config["title"], *_cells(config), f"{times:.2f}x"])
+        table = markdown_table([_work(question), *SHOWN, floor], lines)
         rows[PHRASES[name][0]] = f"{table}\n\n<sub>Measured: {_measured(record)}</sub>"
     return rows
 
@@ -127,40 +114,29 @@ def _measured(record: dict[str, Any]) -> str:
 
 def render_gains(record: dict[str, Any]) -> str:
     """The README's first table: each idea in the workload it is meant for, without it → with it."""
-    rows = []
+    many, rows = record["regimes"]["many"], []
     for name, (idea, workload, metric) in GAINS.items():
-        if name in record.get("questions", {}):
-            before, after = record["questions"][name]["rungs"].values()
-            rows.append([idea, workload, _gain(before, after, metric)])
-    many = record["regimes"]["many"]
-    first, *_, last = many["rungs"].values()
-    gains = [_gain(first, last, metric) for metric in ("output_tokens_per_s", "ttft_ms_p50")]
+        rows.append([idea, workload, _gain(record["questions"][name], metric)])
     work = f"{_users(many)}, against one request at a time"
-    rows.append(["all six", work, ", ".join(gains)])
-    lines = markdown_table(["chapter", "workload", "gain"], rows).splitlines()
-    lines[1] = "| --- | --- | ---: |"
-    return "\n".join(lines)
+    rows.append(["all six", work, f"{_gain(many, SPEED)}, {_gain(many, FIRST)}"])
+    return markdown_table(["chapter", "workload", "gain"], rows, "---")
 
 
-def _gain(before: dict[str, Any], after: dict[str, Any], metric: str) -> str:
-    low, high = _median(before, metric), _median(after, metric)
-    if metric == "output_tokens_per_s":
+def _gain(work: dict[str, Any], metric: str) -> str:
+    """The metric of the first configuration and that of the last."""
+    first, *_, last = work["rungs"].values()
+    low, high = _median(first, metric), _median(last, metric)
+    if metric == SPEED:
         return f"throughput {low:,.0f} → {high:,.0f} tok/s"
-    name = "time to first token" if metric == "ttft_ms_p50" else "p99 inter-token latency"
+    name = "time to first token" if metric == FIRST else "p99 inter-token latency"
     if max(low, high) >= 10_000:
         return f"{name} {low / 1000:.1f} → {high / 1000:.2f} s"
     return f"{name} {low:,.0f} → {high:,.0f} ms"
 
 
-def _short_row(name: str, config: dict[str, Any]) -> list[str]:
-    shown = [_median(config, key) for key in ("output_tokens_per_s", "ttft_ms_p50")]
-    return [
-        config["title"],
-        f"{shown[0]:,.0f}",
-        f"{shown[1]:,.0f} ms",
-        f"{_median(config, 'inter_token_ms_p99'):,.0f} ms",
-        PHRASES[name][1],
-    ]
+def _cells(config: dict[str, Any]) -> list[str]:
+    forms = zip(SHOWN.values(), (SPEED, FIRST, GAP), strict=True)
+    return [form.format(_median(config, metric)) for form, metric in forms]
 
 
 def _median(config: dict[str, Any], name: str) -> float:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from workshop.measure.bench import bench, gpu, ladder_bench
-from workshop.measure.bench.bench_command import places_of
 from workshop.measure.bench.bench_record import ROOT, read_record, replace_between_markers
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.tasks.course import TASKS
@@ -18,7 +17,9 @@ from workshop.practice.tasks.course import TASKS
 def shown() -> Iterator[tuple[str, str, str]]:
     """Yield each page, the name of a table on it, and the table's text."""
     for driver in (bench.DRIVER, ladder_bench.DRIVER):
-        yield from places_of(driver.name, driver.tables(driver.committed))
+        for place, table in driver.tables(driver.committed).items():
+            page, name = place.split()
+            yield page, name, table
     records = [read_record(path) for path in sorted(gpu.RECORDS.glob("gpu_record_*.json"))]
     texts = gpu.texts_of(records)  # without a record they say so, in two languages
     yield from ((page, name, texts[name]) for page, name in gpu.PAGES.items())

@@ -11,7 +11,6 @@ import pytest
 
 from workshop.measure.bench import vllm_system
 from workshop.measure.bench.bench_work import CannotRunError, make_requests
-from workshop.measure.bench.vllm_install import python_of
 from workshop.measure.bench.vllm_system import VllmServer, read_answer, variables
 
 # An engine that admits two at a time, prints to standard output, and answers with the sum of the
@@ -59,10 +58,9 @@ EXPECTED = [[sum(r.prompt_token_ids) + i for i in range(r.max_tokens)] for r in 
 def make_server(tmp_path: Path) -> Callable[..., VllmServer]:
     """Servers of an environment in which vLLM seems to be installed."""
     folder = tmp_path / "environment"
-    python = python_of(folder)
+    python = folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    (folder / "vllm-version.txt").write_text("9.9\n")
     (tmp_path / "vllm.py").write_text(FAKE)
     outside = variables(1, 3, environment=folder)
     outside.pop("LD_PRELOAD", None)  # the system may have tcmalloc: nothing for this Python
@@ -102,7 +100,7 @@ def test_what_vllm_says_last_is_the_reason(make_server: Callable[..., VllmServer
 def test_where_it_is_not_installed_it_says_what_to_do(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(CannotRunError, match="bench --install-vllm"):
+    with pytest.raises(CannotRunError, match="vLLM is not installed"):
         VllmServer({}, {}, tmp_path, tmp_path)
 
 

