@@ -22,4 +22,4 @@ def test_prompts_share_their_beginning_and_not_a_token_more() -> None:
             max((num_shared(prompt, other) for other in prompts[:i]), default=0)
             for i, prompt in enumerate(prompts)
         ]
-        assert shared == expected, f"seed {seed}"
+        assert shared == expected
