@@ -95,14 +95,11 @@ def test_keys_that_are_refused_by_lookups_and_by_requests(keys):
 POOL = BlockPool(5)
 HASH = r"parent_hash must .*\(32 bytes\).* None .*, got "
 CONSTRUCTED = [
-    (lambda: PrefixCacheLocal(), "give max_cached_blocks or pool"),
     (lambda: PrefixCacheLocal(3, POOL), "give max_cached_blocks or pool"),
     (lambda: PrefixCacheLocal(0), "max_cached_blocks must be .*>= 1, got 0"),
-    (lambda: PrefixCacheLocal(3, block_size=0), "block_size must be .*>= 1, got 0"),
     (lambda: RadixCache(0), "page_size must be .*>= 1, got 0"),
     (lambda: RadixCache(num_pages=0), "num_pages must be .*, got 0"),
     (lambda: RadixCache(4, POOL, 4), "give num_pages or pool"),
-    (lambda: compute_block_hash(1, [2]), f"{HASH}1"),
     (lambda: compute_block_hash(b"x" * 31, [2]), f"{HASH}b'x"),
     (lambda: compute_block_hash(hash((0, 2)), [2]), HASH),
     (lambda: CachedKVCacheManager(POOL, 2, PrefixCacheLocal(4, block_size=2)), "block_size must"),

@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 
-from kv_memory import ComputedBlocks, NotReady
+from kv_memory import ComputedBlocks, NotReady, SharingRunnerState
 from kv_slots import BLOCK_SIZES, check_long_run, make_request
 from kv_world import OPERATIONS, KVChaos, World
-from request import RequestStatus
+from request import RequestStatus, SamplingParams
+from scheduler_interface import BlockTableUpdate, NewRequestData, SchedulerOutput
 
 
 @pytest.mark.net
@@ -70,3 +71,11 @@ def test_a_block_that_is_reallocated_is_no_longer_trusted(make_cache):
     world.serve("b", [2] * 6).status = RequestStatus.FINISHED_ERROR
     world.free("b")
     assert world.cache.num_cached_blocks == 0
+
+
+def test_a_table_update_replaces_one_entry_of_one_group():
+    state = SharingRunnerState(4, 8, num_groups=2)
+    new = NewRequestData("a", [1] * 5, SamplingParams(), block_ids=([2, 3], [12, 13]))
+    moves = [BlockTableUpdate("a", 1, 6, group=1)]
+    state.apply(SchedulerOutput(scheduled_new_reqs=[new], block_moves=moves))
+    assert [state.block_ids("a", group=group) for group in (0, 1)] == [[2, 3], [12, 6]]

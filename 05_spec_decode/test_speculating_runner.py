@@ -184,18 +184,6 @@ def test_no_token_changes(kind, cache, name):
         assert not getattr(world.proposer, "_histories" if name == "ngram" else "known")
 
 
-@pytest.mark.parametrize(
-    ("name", "accepted_length"), [("right", K + 1), *((f"until {i}", i + 1) for i in range(K))]
-)
-def test_accepted_drafts_save_passes(name, accepted_length):
-    world = World(make_memory(None, 60, 4), Scheduler, PROPOSERS[name])
-    world.take(Request.from_tokens("a", [1, 2, 3], 1 + 10 * accepted_length))
-    world.run()
-    seen = world.runner.stats
-    assert seen.num_passes == 1 + 10
-    assert seen.mean_accepted_length == pytest.approx(accepted_length, abs=0.05)
-
-
 class Recorder(DraftLength):
     """`num_drafts` for every request, or what it says of its id. Writes down what it is told."""
 

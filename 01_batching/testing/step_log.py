@@ -1,16 +1,9 @@
 """Step logs: what a scheduler must decide, step by step, in a text file that is written by hand.
 
-A case is a title and an indented script. The script begins with options of the scheduler, if there
-are any; after that, `;` separates actions:
-
-    a free place in the batch is used in the next step
-      max_num_seqs=2; +a2/1 +b2/5 +c3/5; a2 b2; c3 b1; end
-
-`+a6/3` adds request a with a prompt of 6 tokens that may generate 3 (8 if nothing is said); `~a`
-aborts it. `a1 b8` is a step that schedules 1 token of a and 8 of b, in this order, `-` one that
-schedules none; `3* a1` are three equal steps. `end` runs until every request has finished, and
-compares its tokens with those of the request alone. `+a9 refused: WORDS` expects a `ValueError`
-with these words. Logs of later chapters have more (`04_scheduler/plans.txt`).
+A case is a title and an indented script: options of the scheduler, if there are any, and actions
+with `;` between them. `fcfs_plans.txt` says how to read one; besides, `-` is a step that schedules
+nothing, and `+a9 refused: WORDS` expects a `ValueError` with these words. Logs of later chapters
+have more (`04_scheduler/plans.txt`).
 
 No command writes a log: write the case first, then the code."""
 

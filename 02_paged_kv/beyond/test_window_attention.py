@@ -13,7 +13,7 @@ import torch
 
 import paged_attention
 from batch_layout import Queries, compose_in_order
-from paged_attention import AttentionMetadata, TorchAttentionBackend
+from paged_attention import AttentionMetadata, PagedKVCache, TorchAttentionBackend
 from tensor_attention import TensorAttentionBackend
 from test_batch_layout import CPU, Query, in_columns, make_state
 from test_compiled_attention import Compiled
@@ -166,5 +166,7 @@ def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     for row, n in enumerate(shifted.seq_lens.tolist()):
         used = slice(-(-n // block_size))
         assert torch.equal(shifted.block_tables[row, used], host.block_tables[row, used])
+    with pytest.raises(ValueError, match=r"seq_lens \(4 .*query_starts \(0 .*contradict"):
+        TorchAttentionBackend().plan(shifted, 4, PagedKVCache(1, 1, block_size, 2, 8).key_cache[0])
     idle = replace(whole, seq_lens=torch.zeros_like(whole.seq_lens))
     assert not window_of_decodes(idle, window, block_size).seq_lens.any()

@@ -252,20 +252,3 @@ def test_a_block_evicted_while_it_is_sent_arrives_all_the_same():
         assert [block.kv_data for block in sent.result().blocks] == [kv_of(0), kv_of(1)]
         assert list(read) == [kv_of(0), kv_of(1)], "so it is for an engine's load"
         assert pool.query(HASHES[:2]) == (5, ["b", "b"])
-
-
-def test_of_two_concurrent_publishes_of_a_block_one_returns_that_it_is_new():
-    """Trap 2: both have seen that it is missing; one copy is kept."""
-    barrier = threading.Barrier(2)
-
-    class Meeting:
-        """Bytes that are only handed over when two threads ask for them at once."""
-
-        def __bytes__(self) -> bytes:
-            barrier.wait(WAIT_S)
-            return kv_of(0)
-
-    with closing(GlobalKVPool()) as pool, ThreadPoolExecutor(2) as threads:
-        block = HASHES[0], "a", LINKS[0][1], Meeting()
-        assert sorted(threads.map(lambda _: pool.publish(*block), range(2))) == [False, True]
-        assert pool.total_cached_blocks == 1

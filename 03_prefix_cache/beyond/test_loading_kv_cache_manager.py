@@ -230,6 +230,16 @@ def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make
     world.drain()
 
 
+def test_a_load_that_gets_no_blocks_holds_nothing(make_cache):
+    world = LoadingWorld(make_cache, 4, 2)
+    world.serve("x", [1] * 5)
+    world.free("x")
+    world.serve("y", [2] * 3)
+    assert isinstance(world.query("z", [1] * 9, 4), ComputedBlocks)
+    world.check()
+    world.drain()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache, fails, caplog):
     """But for those with which a request has sampled a token before. A connector that fails costs

@@ -3,7 +3,6 @@ interpreter (`conftest.py` switches it on). The cases of the PyTorch version run
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -95,8 +94,8 @@ def apart(arguments: Sequence, device: torch.device) -> list:
 @pytest.mark.parametrize(
     ("vocab_size", "formats", "ids"),
     [
-        *((n, (F32, F32), torch.int64) for n in (2, 31, TILE - 2, TILE - 1, TILE, 2 * TILE + 7)),
-        *((n, (F64, F64), torch.int64) for n in (2, 2 * TILE + 7)),
+        *((n, (F32, F32), torch.int64) for n in (2, TILE - 2, TILE - 1, TILE, 2 * TILE + 7)),
+        (2 * TILE + 7, (F64, F64), torch.int64),
         (200, (F32, F64), torch.int32),
         (200, (F64, F32), torch.int32),
     ],
@@ -145,26 +144,6 @@ def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, d
     )
     runs = check(requests.arguments(), device)
     assert [run[0] for run in runs] == [token for token in BORDERS for _ in range(2)]
-
-
-def test_every_number_of_the_result_is_written_and_none_beside_it(device, rules, monkeypatch):
-    """Eight drafts have a row of nine."""
-    empty, buffers = torch.empty, []
-
-    def guarded(*size: int, **kind) -> torch.Tensor:
-        buffers.append(empty(math.prod(size) + 64, **kind).fill_(77))
-        return buffers[-1][32:-32].view(size)
-
-    monkeypatch.setattr(torch, "empty", guarded)
-    for num_extra, lengths in enumerate(([1, 0, 3], [2], [8, 0])):
-        arguments = random_requests(3, lengths, 40).arguments(num_extra)
-        check(arguments, device)
-        sampled = arguments[1].new_ones(len(arguments[0]))
-        given = sampled, sampled, *arguments[3:5]
-        pairs = zip(rules.match(*given), rejection_sampling_batched(*given), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
-    assert len(buffers) == 12
-    assert all((x[:32] == 77).all() and (x[-32:] == 77).all() for x in buffers)
 
 
 # -- the host
