@@ -245,7 +245,7 @@ GENERATION: dict[str, list[Any]] = {
 ONLY_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": [
         *("", [], [[]], [-1], [True], ["x", ""], ["a", 5], None, {"a": 1}, "\ud800"),
-        *(["x"] * (MAX_PROMPTS + 1), [None] * 300_000, [2**40], [[2**70]], [HUGE], [5] * 65),
+        *(["x"] * (MAX_PROMPTS + 1), [None] * 300_000, [2**40], [[2**70]], [HUGE], [5] * 64),
         *("x " * 5000, nested(900)),
     ],
     "logprobs": [-1, MAX_LOGPROBS + 1, True],
