@@ -84,6 +84,7 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}, "text": "x"}
 NO_TEXT = "messages[0].content must have parts of the types text"
+FAILING = "\n{% macro f(m) %}{{ 'a' + m.why }}{% endmacro %}\n{{ f(messages[0]) }}"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ NO_TEXT = "messages[0].content must have parts of the types text"
     [
         *((EITHER, [part], NO_TEXT) for part in (IMAGE, 5, None)),
         # the variable of the template
-        (LOOP + "\n{{ 'a' + m.why }}" + END, "x", "line 2 of the chat template needs m.why, which"),
+        (FAILING, "x", "line 2 of the chat template needs m.why, which"),
         ("{{ 'a' + messages[0]['name'] }}", "x", "chat template needs messages[0]['name'], which"),
         ("{{ raise_exception('no, please') }}", "x", "messages: no, please"),
         ("{{ x", "x", "unexpected end of template"),

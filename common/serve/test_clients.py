@@ -114,17 +114,16 @@ def test_a_full_disk_is_said_at_the_start_and_never_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """All of a tier's file is reserved: a page that has no place would end the process."""
-    flag = json.dumps({"host_blocks": 2, "disk_blocks": 30, "disk_path": str(tmp_path / "kv")})
-    reserved: list[int] = []
+    place = tmp_path / "kv"
+    flag = json.dumps({"host_blocks": 2, "disk_blocks": 30, "disk_path": str(place)})
 
     def full(_: int, begin: int, num_bytes: int) -> None:
-        reserved.append(num_bytes - begin)
+        assert (begin, num_bytes) == (0, place.stat().st_size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert command(["--port", "0", "--num-blocks", "20", "--kv-tiers", flag]) == 2
+    assert command(["--port=0", "--num-blocks=20", "--kv-tiers", flag]) == 2
     assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
-    assert reserved == [(tmp_path / "kv").stat().st_size]
 
 
 def test_adapters_are_models(server: Running, short: Running) -> None:

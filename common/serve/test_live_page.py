@@ -217,29 +217,28 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     headers: dict[str, dict[str, str]] = {"mine": MINE, "yours": YOURS, "": {}}
     prompts = {name: f"{STACK}    # the words of {name or 'none'}:" for name in headers}
     ids = {name: tight.llm.tokenizer.encode(prompt) for name, prompt in prompts.items()}
-    look_all = lambda: {name: look(**headers[name]) for name in headers}  # noqa: E731
+    look_all = lambda: [(name, look(**headers[name])) for name in headers]  # noqa: E731
     first = look_all()
     with tight.slowed(), ThreadPoolExecutor(3) as pool:  # they run when the next ones come to look
         for name, prompt in prompts.items():
             body = EIGHT | {"prompt": [prompt, prompt], "n": 2, "max_tokens": 20}
             pool.submit(tight.post, "/v1/completions", body, **headers[name])
-        wait_for(lambda: sum(line.count('"prompt":') for line in first["mine"].lines) == 12)
+        wait_for(lambda: "".join(first[0][1].lines).count('"prompt":') == 12)
         late = look_all()
     after = look_all()
-    assert '"prompt":' in late["mine"].lines[1], "it came too late"
+    assert '"prompt":' in late[0][1].lines[1], "it came too late"
     free = lambda viewer: (viewer.state() or {})["free"]  # noqa: E731
-    for viewers in (first, late, after):
-        for name, viewer in viewers.items():
-            wait_for(lambda viewer=viewer: free(viewer) == free(after[""]))
-            received, film, num_mine = "\n".join(viewer.lines), viewer.film(), 0
-            for other in headers.keys() - {name}:
-                assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
-            for row in film.requests().values():
-                is_mine = name != "" and row["prompt"] == ids[name]
-                assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
-                assert ("".join(row["prompt_pieces"]) == prompts.get(name)) == is_mine
-                num_mine += is_mine
-            assert viewers is not first or num_mine == (4 if name else 0)
+    for name, viewer in first + late + after:
+        wait_for(lambda viewer=viewer: free(viewer) == free(after[-1][1]))
+        received, num_mine = "\n".join(viewer.lines), 0
+        for other in headers.keys() - {name}:
+            assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
+        for row in viewer.film().requests().values():
+            is_mine = name != "" and row["prompt"] == ids[name]
+            assert is_mine or set(row["prompt"] + row["outputs"]) == {HIDDEN}
+            assert ("".join(row["prompt_pieces"]) == prompts.get(name)) == is_mine
+            num_mine += is_mine
+        assert (name, viewer) not in first or num_mine == (4 if name else 0)
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -427,16 +426,12 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     page.fill(".schema", "{")
     page.press("textarea >> nth=0", "Control+Enter")
     expect(page.locator(".problem")).to_contain_text("no JSON")
-    page.fill(".schema", '{"type": "array", "items": {"const": 7}, "minItems": 2, "maxItems": 2}')
-    page.fill("[name=temperature]", "0,5")
-    page.press("textarea >> nth=0", "Control+Enter")
-    page.wait_for_selector(".problem:has-text('must be a number, got “0,5”')")
+    page.fill(".schema", '{"const": 7}')
     page.fill("[name=temperature]", "0")
     page.reload()
     page.wait_for_selector(".model option", state="attached")
     page.press("textarea >> nth=0", "Control+Enter")
-    expect(page.locator(".answers .chip")).to_contain_text("ended: ")
-    expect(page.locator(".answers .text")).to_have_text(re.compile(r"^\s*\[\s*7\s*,\s*7\s*\]\s*$"))
+    expect(page.locator(".answers .text")).to_have_text("7")
     tight.call(fail_next, ZeroDivisionError())
     page.click(".run")
     page.wait_for_selector(".problem:has-text('ZeroDivisionError')")
@@ -454,7 +449,7 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
 
 def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., Page]) -> None:
     """With little memory, of the small engine beside a large one, sharing and preemption are seen
-    in the first try. A chat and a tool call have the API's answers."""
+    in the first try. A tool call has the API's answer."""
     config = ServeConfig(MODEL, chat_template=TEMPLATE)
     with running(config, has_little=True, num_blocks=5000) as server:
         page, room = open_tab(server), "4,999 blocks of 16 tokens: room for 79,984 tokens"
@@ -475,14 +470,6 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
         assert server.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
         page.uncheck("[name=little]")
         page.fill("[name=max_tokens]", "90")
-        page.click("[data-example=chat]")
-        run_all(page)
-        user = {"role": "user", "content": page.evaluate("Watch.examples.chat")[0]}
-        sent = {"max_tokens": 90, "temperature": 0, "messages": [user]}
-        _, answer = server.post("/v1/chat/completions", sent)
-        expected = answer["choices"][0]["message"]["content"]
-        expect(page.locator(".answers .text").first).to_have_text(expected)
-        page.wait_for_selector(".answers .chip:not([disabled])")
         page.click("[data-example=tool]")
         run_all(page)
         called = re.compile(r'^get_weather \{\s*"city"\s*:\s*"(Oslo|Lima|Nairobi)"')

@@ -151,7 +151,7 @@ TRANSCRIPTIONS = "POST /v1/audio/transcriptions is not served here.*"
         (COMPLETIONS, {"response_format": FORM, "max_tokens": 60}, {TEXT: FORMED}),
         (COMPLETIONS, SALTED | {"cache_salt": "a"}, {CACHED: 0}),
         (COMPLETIONS, SALTED | {"cache_salt": "b"}, {CACHED: 0}),
-        (COMPLETIONS, SALTED | {"cache_salt": "a"}, {CACHED: 32}),
+        (COMPLETIONS, {"prompt": [[7] * 40, [8] * 9], "cache_salt": "a"}, {CACHED: 32}),
         (COMPLETIONS, {"request_id": "a"}, {"id": "cmpl-a", "object": "text_completion"}),
         (CHATS, CHAT | {"request_id": "a"}, {"id": "chatcmpl-a"}),
         (f"GET /v1/models/{MODEL}", None, {"id": MODEL, "max_model_len": 2048}),
