@@ -34,16 +34,18 @@ except ModuleNotFoundError as error:
 SLOW_TIMEOUT_S = 3600  # of a test marked slow; the others': `timeout` in pyproject.toml
 # `make check`: the rules, the texts, the chapters' roots and the engine's parts. A test that starts
 # another process, a compiler, a browser or a rank is skipped when it does so. Of the whole engine
-# some rows of the equivalence matrix, which are marked there, and what is refused.
+# what is refused, and what is marked: twenty rows of the equivalence matrix.
 CHECKED = ("[0-9][0-9]_*/test_*.py", "common/test_*.py")
 CHECKED += tuple(f"common/{name}/*" for name in ("models", "requests", "sampling", "runner"))
 CHECKED += tuple(
-    f"common/tests/test_{name}.py" for name in ("house", "texts", "translation", "sampling_fields")
+    f"common/tests/test_{name}.py" for name in ("house", "texts", "translation", "engine_errors")
 )
-PARTLY_CHECKED = ("common/tests/test_equivalence_matrix.py",)
+PARTLY_CHECKED = tuple(
+    f"common/tests/test_{name}.py" for name in ("equivalence_matrix", "sampling_fields")
+)
 # Kernels in the interpreter, ranks, instruction sets and the program are left to `make test`.
 UNCHECKED = ("launch_configurations", "processor", "ranks", "sampler_kernel", "warm_up")
-UNCHECKED += ("demo",)
+UNCHECKED += ("demo", "llm", "thread_count")
 # `make test-book`: what is made of the code, and the machine that makes it. All others are of
 # `make test`: the engine, the chapters, the server and the page. Of a file that is not named here,
 # `@pytest.mark.book` marks a test.

@@ -2,10 +2,9 @@
 
 `serve_combination` serves a small batch with one setting of every axis (`equivalence_axes.py`), in
 float64, over memory full of NaN. Requests arrive over some steps, with rules, grammars, samples,
-stop tokens and salts; one may be aborted. Every token is compared, what the settings promise of a
-step is checked in each, and in the end nothing is held. Which are run:
+stop tokens and salts; one may be aborted. Which are run:
 
-    every pair      `covering_array`: some 50 runs in which every two settings meet that can meet
+    every pair      `covering_array`: some 40 runs in which every two settings meet that can meet
     as many as fit  `run_matrix`: the full product in shuffled order, until the time is up
     one             `make matrix ARGS="model=random scheduler=two_phase ..."`
 

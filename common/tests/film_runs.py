@@ -79,117 +79,19 @@ def without(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in names}
 
 
-def serve(
-    path: Path,
-    loaded,
-    tokenizer,
-    prompts: list[list[int]],
-    run_seed: int,
-    draft=None,
-    first_step: int = 0,
-    **config,
-) -> RecordedRun:
-    """Requests of all kinds come, go, and are aborted between steps and in the middle of them; now
-    and then a step fails. The film begins before `first_step`."""
-    rng, recorded = random.Random(run_seed), RecordedRun(path)
-    settings = EngineConfig(events=None if first_step else path, check_invariants=True, **config)
-    engine = LLMEngine(settings, loaded=loaded, tokenizer=tokenizer, draft=draft)
-    runner, num_requests = paged_runner(engine), 0
-    forward, fails = runner.forward, rng.random() < 0.3
-    luck = random.Random(run_seed)  # its own: an overlapped engine computes in another thread
-
-    def failing_forward(batch):
-        if luck.random() < 0.05:
-            raise RuntimeError("no memory")
-        return forward(batch)
-
-    if fails:
-        runner.forward = failing_forward
-
-    def on_step(record) -> None:
-        if rng.random() < 0.05 and engine._groups:
-            engine.abort_request(rng.choice(sorted(engine._groups)))
-        if rng.random() < 0.05:
-            add_one()
-
-    def add_one() -> None:
-        nonlocal num_requests
-        params = SamplingParams(
-            n=rng.choice([1, 1, 1, 2]),
-            temperature=rng.choice([0.0, 1.0]),
-            seed=rng.randrange(100),
-            max_tokens=rng.randint(1, MAX_TOKENS),
-            stop=rng.choice([(), (), ("E", "v2"), ("z",)]) if tokenizer else (),
-            stop_token_ids=rng.choice([(), (), (1, 5, 9, 14, 20, 30, 40)]),
-        )
-        name = rng.choice("abcdefgh") if rng.random() < 0.3 else f"r{num_requests}"
-        num_requests += 1
-        if name in engine._groups:
-            return
-        salt = rng.choice([None, None, "mine"])
-        prompt, priority = rng.choice(prompts), rng.randint(0, 3)
-        try:
-            engine.add_request(name, prompt, params, priority=priority, cache_salt=salt)
-        except ValueError:
-            assert name not in engine._groups  # it would never have fitted
-
-    engine.on_step = on_step
-    num_coming = rng.randint(3, 12)
-    for step in range(400):
-        if 0 < step == first_step:
-            recorded = RecordedRun(path, is_late=True)
-            engine.watch(path)
-            recorded.look(engine)
-        if num_requests < num_coming and rng.random() < 0.5:
-            add_one()
-        if rng.random() < 0.03 and engine._groups:
-            output = engine.abort_request(rng.choice(sorted(engine._groups)))
-            recorded.end(output)
-        if rng.random() < 0.02:
-            engine.reset_prefix_cache()
-        if num_requests >= num_coming and not engine.has_unfinished_requests():
-            break
-        try:
-            outputs = engine.step()
-        except RuntimeError:
-            recorded.num_errors += 1
-            outputs = []
-        if step >= first_step:
-            recorded.look(engine)
-        for output in outputs:
-            recorded.end(output)
-    else:
-        raise AssertionError(f"seed {run_seed}: it does not end")
-    runner.forward = forward
-    try:
-        engine.close()
-    except RuntimeError:  # a step that was under way, and of nobody
-        recorded.num_errors += 1
-    else:
-        recorded.look(engine)
-    return recorded
-
-
 def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     """Of all that the engine can be, with little memory."""
     draw = rng.choice
     scheduler, size = draw(["two_phase", "two_phase", "prefill_first", "fcfs"]), draw([1, 3, 4, 16])
-    needed, cache = (
-        -(-(longest + MAX_TOKENS) // size),
-        draw(["hash", "radix", "hash", "radix", None]),
-    )
-    config: dict[str, Any] = {
-        "scheduler": scheduler,
-        "block_size": size,
-        "num_blocks": 1 + needed + draw([0, 2, needed // 2, 3 * needed]),
-        "prefix_cache": cache,
-        "max_num_seqs": draw([1, 2, 4, 64]),
-        "max_num_batched_tokens": draw([longest + MAX_TOKENS, 150, 2048]),
-        "overlap_scheduling": rng.random() < 0.3,
-        "shuffle_batch": rng.random() < 0.5,
-        "seed": rng.randrange(5),
-        "chunked_prefill": False,
-    }
+    needed = -(-(longest + MAX_TOKENS) // size)
+    cache = draw(["hash", "radix", "hash", "radix", None])
+    config: dict[str, Any] = {"scheduler": scheduler, "block_size": size, "prefix_cache": cache}
+    config["num_blocks"] = 1 + needed + draw([0, 2, needed // 2, 3 * needed])
+    config["max_num_seqs"] = draw([1, 2, 4, 64])
+    config["max_num_batched_tokens"] = draw([longest + MAX_TOKENS, 150, 2048])
+    config["overlap_scheduling"] = rng.random() < 0.3
+    config["shuffle_batch"] = rng.random() < 0.5
+    config["seed"], config["chunked_prefill"] = rng.randrange(5), False
     if scheduler != "fcfs":
         config["policy"] = draw(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
         config["chunked_prefill"] = draw([True, False, 5, 16])
@@ -224,15 +126,90 @@ class Workshop:
     num_runs: int = 0
 
     def run(self, seed: int, first_step: int = 0, **config: Any) -> RecordedRun:
-        """With random settings, if none are given."""
+        """With random settings, if none are given. Requests of all kinds come, go, and are aborted
+        between steps and in the middle of them; now and then a step fails. The film begins before
+        `first_step`."""
         rng = random.Random(seed)
         config = config or random_config(rng, max(map(len, self.prompts)))
         tokenizer = self.tokenizer if rng.random() < 0.8 else None
         self.num_runs += 1
         path = self.folder / f"{self.num_runs}.jsonl"
-        work = (tokenizer, self.prompts, seed, self.draft, first_step)
-        recorded = serve(path, self.loaded, *work, **config)
-        recorded.settings = f"seed {seed}: {config}"
+        rng, recorded = random.Random(seed), RecordedRun(path, settings=f"seed {seed}: {config}")
+        config |= {"events": None if first_step else path, "check_invariants": True}
+        models = dict(loaded=self.loaded, draft=self.draft)
+        engine = LLMEngine(EngineConfig(**config), tokenizer=tokenizer, **models)
+        runner, num_requests = paged_runner(engine), 0
+        forward, fails = runner.forward, rng.random() < 0.3
+        luck = random.Random(seed)  # its own: an overlapped engine computes in another thread
+
+        def failing_forward(batch):
+            if luck.random() < 0.05:
+                raise RuntimeError("no memory")
+            return forward(batch)
+
+        if fails:
+            runner.forward = failing_forward
+
+        def on_step(record) -> None:
+            if rng.random() < 0.05 and engine._groups:
+                engine.abort_request(rng.choice(sorted(engine._groups)))
+            if rng.random() < 0.05:
+                add_one()
+
+        def add_one() -> None:
+            nonlocal num_requests
+            params = SamplingParams(
+                n=rng.choice([1, 1, 1, 2]),
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randrange(100),
+                max_tokens=rng.randint(1, MAX_TOKENS),
+                stop=rng.choice([(), (), ("E", "v2"), ("z",)]) if tokenizer else (),
+                stop_token_ids=rng.choice([(), (), (1, 5, 9, 14, 20, 30, 40)]),
+            )
+            name = rng.choice("abcdefgh") if rng.random() < 0.3 else f"r{num_requests}"
+            num_requests += 1
+            if name in engine._groups:
+                return
+            salt, prompt = rng.choice([None, None, "mine"]), rng.choice(self.prompts)
+            try:
+                how = {"priority": rng.randint(0, 3), "cache_salt": salt}
+                engine.add_request(name, prompt, params, **how)
+            except ValueError:
+                assert name not in engine._groups  # it would never have fitted
+
+        engine.on_step = on_step
+        num_coming = rng.randint(3, 12)
+        for step in range(400):
+            if 0 < step == first_step:
+                recorded = RecordedRun(path, settings=recorded.settings, is_late=True)
+                engine.watch(path)
+                recorded.look(engine)
+            if num_requests < num_coming and rng.random() < 0.5:
+                add_one()
+            if rng.random() < 0.03 and engine._groups:
+                recorded.end(engine.abort_request(rng.choice(sorted(engine._groups))))
+            if rng.random() < 0.02:
+                engine.reset_prefix_cache()
+            if num_requests >= num_coming and not engine.has_unfinished_requests():
+                break
+            try:
+                outputs = engine.step()
+            except RuntimeError:
+                recorded.num_errors += 1
+                outputs = []
+            if step >= first_step:
+                recorded.look(engine)
+            for output in outputs:
+                recorded.end(output)
+        else:
+            raise AssertionError(f"{recorded.settings}: it does not end")
+        runner.forward = forward
+        try:
+            engine.close()
+        except RuntimeError:  # a step that was under way, and of nobody
+            recorded.num_errors += 1
+        else:
+            recorded.look(engine)
         return recorded
 
 

@@ -29,10 +29,11 @@ DTYPES = [
     for dtype in (torch.float32, torch.bfloat16)
     for reason in [reason_not_packed(dtype, CPU)]
 ]
-# One process. In the normal run prompts are not computed token by token, which takes long.
+# One process. In the normal run nothing is computed token by token or again, which takes long.
 ROWS = [row for row in covering_array() if row.as_dict()["pipeline_parallel_size"] == 1]
-SAMPLE = [row for row in ROWS if str(row.as_dict()["chunked_prefill"]) not in ("1", "3")][::9]
-# The longest ones fill a span of keys, and leave it with their outputs. One is another's beginning.
+SAMPLE = [row for row in ROWS if not {"chunked_prefill=1", "preempt_every=1"} & {*row.arguments}]
+SAMPLE = SAMPLE[::3]
+# The longest ones fill a span of keys, and leave it with their outputs.
 PROMPT_LENGTHS = (1, 5, 16, 33, 70, 112, 127, 128)
 NUM_OUTPUTS = 10
 Seen = list[tuple[int, float, dict[int, float]]]  # token, its log-probability, the likeliest ones
@@ -165,30 +166,25 @@ def test_threads_do_not_matter(dtype):
 # -- where it is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"pack_weights": False}, "pack_weights must .*batch_invariant.*, got False"),
-        ({"compile": True}, "compile must .*batch_invariant.*, got True"),
-        ({"attention_backend": "triton"}, "attention_backend must .*batch_invar.*, got 'triton'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must .*batch_invariant.*, got 2"),
-        ({"batch_invariant": 1}, "batch_invariant must .*False, True, got 1"),
-    ],
-)
-def test_settings_that_contradict_it_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        EngineConfig(**{"batch_invariant": True, **options})
-    EngineConfig(**{**options, "batch_invariant": False})
+REFUSED = [
+    ({"pack_weights": False}, "pack_weights must .*batch_invariant.*, got False"),
+    ({"compile": True}, "compile must .*batch_invariant.*, got True"),
+    ({"attention_backend": "triton"}, "attention_backend must .*batch_invar.*, got 'triton'"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size must .*batch_invariant.*, got 2"),
+    ({"batch_invariant": 1}, "batch_invariant must .*False, True, got 1"),
+]
 
 
-@pytest.mark.parametrize("reason", ["the dtype is torch.float64", "the device is cuda"])
-def test_where_nothing_is_packed_it_is_refused(reason, monkeypatch):
-    dtype = torch.float64 if "float64" in reason else torch.float32
-    loaded = load_model(SHIPPED_CHECKPOINT, dtype, CPU)
-    if dtype == torch.float32:
-        monkeypatch.setattr("common.assembly.assembly.reason_not_packed", lambda *where: reason)
-    with pytest.raises(ValueError, match=f"batch_invariant must .*{reason}"):
-        LLMEngine(EngineConfig(num_blocks=20, batch_invariant=True), loaded=loaded)
+def test_where_it_can_not_be_had_it_is_refused():
+    for options, sentence in REFUSED:
+        with pytest.raises(ValueError, match=sentence):
+            EngineConfig(**{"batch_invariant": True, **options})
+        EngineConfig(**{**options, "batch_invariant": False})
+    loaded, before = load_model(SHIPPED_DRAFT, torch.float64, CPU), torch.get_num_threads()
+    config = EngineConfig(num_blocks=20, batch_invariant=True, num_threads=before + 1)
+    with pytest.raises(ValueError, match=r"batch_invariant must .*the dtype is torch\.float64"):
+        LLMEngine(config, loaded=loaded)
+    assert torch.get_num_threads() == before
 
 
 def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_path):

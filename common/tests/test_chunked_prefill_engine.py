@@ -75,3 +75,17 @@ def test_those_who_decode_go_on_beside_chunks(scheduler, options, longest_pause,
     assert max(b - a for a, b in itertools.pairwise(got)) == longest_pause
     if options:  # of the chunk, those who decode have their share
         assert max(sum(r.num_scheduled_tokens.values()) for r in records[6:]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_admitted"),
+    [({}, 4), ({"watermark": 0.5}, 2), ({"max_long_partial_prefills": 1, "chunked_prefill": 4}, 1)],
+    ids=str,
+)
+def test_settings_of_the_scheduler_reach_it(settings, num_admitted, loaded):
+    """Four prompts fill the memory."""
+    engine, records = watch(loaded, num_blocks=1 + 16, prefix_cache=None, **settings)
+    for i in range(4):
+        engine.add_request(str(i), [i] * 16, greedy_params(1))
+    engine.step()
+    assert len(records[0].num_scheduled_tokens) == num_admitted

@@ -356,13 +356,14 @@ def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
-def test_refused_batch_draws_no_seed(random_loaded) -> None:
+def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> None:
     params, samples = SamplingParams(max_tokens=8, ignore_eos=True), []
     for bad in (None, ("b", [1000], params), 5):
         engine = checked_engine(random_loaded, num_blocks=80)
         if bad is not None:
             with pytest.raises((ValueError, TypeError)):
                 engine.add_requests([("a", [1, 2], params), bad])
+            engine.generate_batch([[1]], replace(params, seed=3))
         (output,) = engine.generate_batch([[1, 2, 3]], params).values()
         samples.append(output.outputs[0].token_ids)
     assert samples == [samples[0]] * 3

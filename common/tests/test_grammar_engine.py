@@ -14,23 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from bounded_loops import as_long_as
-from common.engine import EngineConfig, LLMEngine
+from common.engine import LLMEngine
 from common.features.grammars import grammar_compiler
 from common.features.grammars.lark_text import TOO_MANY_WAYS
+from common.requests.output_processor import RequestOutput
 from common.requests.tokenizer import Tokenizer
 from common.tests.engine_oracle import checked_engine
 from common.tests.every_kind import must_be_drawn_from
-from common.tests.grammar_cases import (
-    CASES,
-    EOS,
-    LIMITS,
-    may_follow,
-    small_tokenizer,
-    texts_of,
-)
+from common.tests.grammar_cases import CASES, EOS, LIMITS, may_follow, small_tokenizer, texts_of
+from common.tests.model_cases import by_transformers
 from common.tests.small_models import subject
 from grammars import Choice, Ebnf, Json, Regex
 from request import SamplingParams
@@ -79,17 +73,16 @@ def test_each_token_is_the_highest_of_those_that_may_follow(prompts) -> None:
 def test_the_law_is_that_of_the_model_among_what_may_follow(draft, family_oracle, prompts) -> None:
     """Exactly: each text's probability is a product over its tokens. Guesses are accepted and
     refused by chance, and change nothing; impossible ones are cut before they are verified."""
-    prompt, texts = prompts[1], texts_of("choice")
-    model = Qwen3ForCausalLM.from_pretrained(family_oracle.path, dtype=torch.float64).eval()
+    model = by_transformers(family_oracle.path, torch.float64)
     law: dict[tuple[int, ...], float] = {}
 
+    @torch.inference_mode()
     def spread(outputs: list[int], share: float) -> None:
         if outputs and outputs[-1] == EOS:
             law[tuple(outputs)] = share
             return
-        allowed = may_follow(TOKENIZER, texts, outputs)
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + outputs])).logits[0, -1]
+        allowed = may_follow(TOKENIZER, texts_of("choice"), outputs)
+        logits = model(torch.tensor([prompts[1] + outputs])).logits[0, -1]
         for token, p in zip(allowed, (logits[allowed] / 3).softmax(0).tolist(), strict=True):
             if share * p > 1e-4:
                 spread([*outputs, token], share * p)
@@ -100,25 +93,24 @@ def test_the_law_is_that_of_the_model_among_what_may_follow(draft, family_oracle
         engine = make_engine(draft, speculative=how, check_invariants=False)
         if not cuts:
             engine.speculation.proposer = engine.speculation.proposer.proposer
-        params = params_of("choice", temperature=3.0, n=500)
-        (output,) = engine.generate_batch([prompt], params).values()
+        params = params_of("choice", temperature=3.0, n=400)
+        (output,) = engine.generate_batch([prompts[1]], params).values()
         found = Counter(tuple(completion.token_ids) for completion in output.outputs)
         must_be_drawn_from(law, found)
         stats = engine.stats()
         assert (stats.num_accepted_tokens > 0) == (how is not None)
         assert (stats.num_accepted_tokens < stats.num_drafted_tokens) == (not cuts)
-        engine.close()
 
 
-@pytest.mark.parametrize("shape", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
-def test_what_shapes_the_law_sees_what_the_grammar_has_left(shape, draft, prompts) -> None:
+def test_what_shapes_the_law_sees_what_the_grammar_has_left(draft, prompts) -> None:
     """Else the one token that is kept would be forbidden: guesses or not, that is an error."""
+    shapes = dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)
     for how in (None, DRAFTS):
         engine = make_engine(draft, speculative=how)
-        params = [params_of(name, temperature=1.0, **shape) for name in CASES]
-        outputs = engine.generate_batch(prompts, params).values()
+        params = [params_of(n, temperature=1.0, **shape) for shape in shapes for n in CASES]
+        outputs = engine.generate_batch(prompts * len(shapes), params).values()
         found = [output.outputs[0].token_ids for output in outputs]
-        assert found == [right(name, i) for i, name in enumerate(CASES)]
+        assert found == [right(name, i) for i, name in enumerate(CASES)] * len(shapes)
         engine.close()
 
 
@@ -126,42 +118,30 @@ def test_json_fits_its_schema_and_has_few_blanks(prompts) -> None:
     """Trap 66."""
     import jsonschema  # not above: it takes seconds, and every process collects this file
 
-    schema = {
-        "type": "object",
-        "properties": {
-            "a": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
-            "b": {"enum": ["x", "yes", 7]},
-            "c": {"type": "string", "maxLength": 9},
-        },
-        "required": ["a", "b", "c"],
-        "additionalProperties": False,
-    }
-    engine, num_whole = make_engine(), 0
-    for seed, grammar in enumerate([Json(schema), Json(json.dumps(schema)), {"json": schema}] * 4):
-        params = SamplingParams(temperature=2, max_tokens=150, seed=seed, grammar=grammar)
-        (output,) = engine.generate_batch([prompts[seed % 4]], params).values()
-        completion = output.outputs[0]
-        assert completion.finish_reason in ("stop", "length")
+    integers = {"type": "array", "items": {"type": "integer"}, "maxItems": 3}
+    kinds = {"a": integers, "b": {"enum": ["x", "yes", 7]}, "c": {"type": "string", "maxLength": 9}}
+    schema = dict(type="object", properties=kinds, required=[*kinds], additionalProperties=False)
+    grammars = [Json(schema), Json(json.dumps(schema)), {"json": schema}] * 4
+    how = dict(temperature=2, max_tokens=150)
+    params = [SamplingParams(seed=i, grammar=g, **how) for i, g in enumerate(grammars)]
+    num_whole = 0
+    for output in make_engine().generate_batch(prompts * 3, params).values():
+        (completion,) = output.outputs
         assert not re.search(r"\s{3}", completion.text)
         if completion.finish_reason == "stop":
             jsonschema.validate(json.loads(completion.text), schema)
             num_whole += 1
     assert num_whole >= 8
-    engine.close()
 
 
 # -- what goes wrong
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{}, dict(overlap_scheduling=True), dict(speculative=DRAFTS, block_size=3)],
-    ids=["as it is", "ahead", "draft"],
-)
+@pytest.mark.parametrize("how", [dict(overlap_scheduling=True), dict(speculative=DRAFTS)], ids=str)
 def test_who_is_wrong_or_can_say_nothing_more_ends_alone_with_the_reason(
-    config, draft, prompts
+    how, draft, prompts
 ) -> None:
-    engine = make_engine(draft, **config)
+    engine = make_engine(draft, **how)
     q, x, y = (TOKENIZER.encode(letter)[0] for letter in "qxy")
     heavy, why = "(" * 16 + "a" + "{1,99})" * 16, ": no token may come next"
     rules = dict(grammar=Regex("ab*"), allowed_token_ids=[x], bad_words=[[q]])
@@ -184,46 +164,41 @@ def test_who_is_wrong_or_can_say_nothing_more_ends_alone_with_the_reason(
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        (dict(ignore_eos=True), "ignore_eos must"),
-        (dict(grammar="a+"), "grammar must"),
-        (dict(grammar=Regex("")), "grammar must"),
-        (dict(grammar=Choice([])), "choice must"),
-        (dict(grammar=Choice("yes")), "choice must"),
-        (dict(grammar=Choice(["\ud800"])), "unpaired surrogates"),
-        (dict(grammar=Json("{")), "schema must"),
-        (dict(grammar=Json([1])), "schema must"),
-        (dict(grammar=Json({}, max_whitespace=-1)), "max_whitespace"),
-        (dict(grammar={"structural_tag": "x"}), "grammar must"),
-        (dict(grammar={"json": {}, "regex": "a"}), "grammar must"),
-        (dict(grammar={}), "grammar must"),
-    ],
-)
-def test_what_can_not_be_meant_is_refused(how, why) -> None:
+UNMEANT: list[tuple[dict, str]] = [
+    (dict(grammar=Regex("a"), ignore_eos=True), "ignore_eos must"),
+    *((dict(grammar=g), "grammar must") for g in ("a+", Regex(""), {}, {"structural_tag": "x"})),
+    (dict(grammar={"json": {}, "regex": "a"}), "grammar must"),
+    *((dict(grammar=Choice(wrong)), "choice must") for wrong in ([], "yes")),
+    (dict(grammar=Choice(["\ud800"])), "unpaired surrogates"),
+    *((dict(grammar=Json(wrong)), "schema must") for wrong in ("{", [1])),
+    (dict(grammar=Json({}, max_whitespace=-1)), "max_whitespace"),
+]
+
+
+def test_what_can_not_be_meant_is_refused() -> None:
     engine = make_engine()
-    with pytest.raises(ValueError, match=why):
-        engine.add_request("a", [5], SamplingParams(**{"grammar": Regex("a"), **how}))
+    for how, why in UNMEANT:
+        with pytest.raises(ValueError, match=why):
+            engine.add_request("a", [5], SamplingParams(**how))
     assert not engine.has_unfinished_requests()
 
 
 def test_without_what_it_needs_it_is_refused(monkeypatch) -> None:
-    params, config = SamplingParams(grammar=Regex("a"), max_tokens=9), EngineConfig(num_blocks=9)
-    loaded = subject("family").ending
+    params, loaded = SamplingParams(grammar=Regex("a"), max_tokens=9), subject("family").ending
     listed = replace(loaded, generation_eos_token_ids=())
-    endless = LLMEngine(config, loaded=listed, tokenizer=Tokenizer(TOKENIZER.backend))
-    bare = LLMEngine(config, loaded=loaded)
-    for engine, why in ((bare, "without a tokenizer"), (endless, "no EOS token")):
+    endless = checked_engine(listed, tokenizer=Tokenizer(TOKENIZER.backend), num_blocks=9)
+    bare, lacking = checked_engine(loaded, num_blocks=9), make_engine()
+    package = r"pip install 'vllm-from-scratch\[grammar\]'"
+    for engine, why in ((bare, "a tokenizer"), (endless, "no EOS token"), (lacking, package)):
+        if engine is lacking:
+            monkeypatch.setattr("common.requests.input_processor.find_spec", lambda name: None)
         with pytest.raises(ValueError, match=why):
             engine.add_request("a", [5], params)
-    monkeypatch.setattr("common.requests.input_processor.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'vllm-from-scratch\[grammar\]'"):
-        make_engine().add_request("a", [5], params)
 
 
-def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(prompts, monkeypatch) -> None:
-    """And who waits for one may go at any time, and so may the engine."""
+def test_what_would_take_for_ever_ends_in_an_error_soon(prompts, monkeypatch) -> None:
+    """The library counts what it does: no clock decides, and no process has to be ended. Meanwhile
+    nobody is held up, and who waits may go, and so may the engine."""
     engine, goes_on = make_engine(), threading.Event()
     compile_source = grammar_compiler.compile_source
 
@@ -232,41 +207,33 @@ def test_a_grammar_that_is_slow_to_compile_holds_up_nobody(prompts, monkeypatch)
         return compile_source(source, tokenizer)
 
     monkeypatch.setattr(grammar_compiler, "compile_source", compile)
-    for name in ("regex", "choice", None):
-        engine.add_request(name or "free", prompts[0], params_of(name))
-    done: dict[str, list[int]] = {}
-
-    def step_while(is_to_go_on) -> None:
-        for _ in as_long_as(is_to_go_on, max_rounds=1000):
-            done.update({o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished})
-
-    step_while(lambda: "free" not in done)
+    rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
+    endless = {
+        "regex": Regex("(" * 30 + "a" + "{1,99})" * 30),
+        "choices": Regex("(a|b)*a(a|b){900}c"),
+        "ebnf": Ebnf("root ::= " + "(" * 12 + "[ab]*" + ")*" * 12 + ' "c"'),
+    }
+    for name, grammar in endless.items():
+        engine.add_request(name, prompts[0], SamplingParams(temperature=0, grammar=grammar))
+    ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
+    engine.add_request("ambiguous", prompts[0], ways)
+    engine.add_request("aborted", prompts[0], params_of("choice"))
+    engine.add_request("free", prompts[0], params_of(None))
+    outputs: dict[str, RequestOutput] = {}
+    for _ in as_long_as(lambda: "free" not in outputs, max_rounds=1000):
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
     engine.step()  # nobody can do anything, and that is no fault
-    engine.abort_request("choice")
+    assert outputs.keys() == {"free"}
+    engine.abort_request("aborted")
     goes_on.set()
-    step_while(engine.has_unfinished_requests)
-    assert done == {"choice": []} | {n or "free": right(n, 0) for n in ("regex", None)}
+    for _ in as_long_as(engine.has_unfinished_requests, max_rounds=10**9):
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    assert outputs["free"].outputs[0].token_ids == right(None, 0)
+    ambiguous = outputs["ambiguous"]
+    assert set(ambiguous.outputs[0].token_ids) == set(a)
+    assert f"grammar ({TOO_MANY_WAYS})" in str(ambiguous.metrics.finish_detail)
+    assert outputs["regex"].outputs[0].finish_reason == "error" and outputs.keys() >= {*endless}
     goes_on.clear()
     engine.add_request("late", prompts[0], params_of("nested"))
     engine.close()
     goes_on.set()
-
-
-def test_what_would_take_for_ever_ends_in_an_error_soon(prompts) -> None:
-    """The library counts what it does: no clock decides, and no process has to be ended."""
-    endless = [
-        Regex("(" * 30 + "a" + "{1,99})" * 30),
-        Regex("(a|b)*a(a|b){900}c"),
-        Ebnf("root ::= " + "(" * 12 + "[ab]*" + ")*" * 12 + ' "c"'),
-    ]
-    params = [SamplingParams(temperature=0, grammar=g) for g in endless]
-    rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
-    ways = SamplingParams(temperature=0, max_tokens=1000, grammar=rules, allowed_token_ids=a)
-    engine = make_engine()
-    outputs = engine.generate_batch([prompts[0]] * 5, [*params, ways, params_of(None)]).values()
-    *bad, ambiguous, free = outputs
-    assert free.outputs[0].token_ids == right(None, 0)
-    assert set(ambiguous.outputs[0].token_ids) == set(a)
-    assert f"grammar ({TOO_MANY_WAYS})" in str(ambiguous.metrics.finish_detail)
-    assert bad[0].outputs[0].finish_reason == "error", bad[0].metrics
-    engine.close()

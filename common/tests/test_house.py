@@ -1,5 +1,5 @@
-"""The rules about the repository hold, by a tool where there is one, and each rule of ours can be
-broken. What starts make, pytest or a build is in `test_commands.py`."""
+"""The rules about the repository hold, by a tool where there is one. What starts make, pytest or a
+build is in `test_commands.py`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ RULES: list[Rule] = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds_in_this_repository(rule: Rule) -> None:
     broken = rule(HOUSE)
+    assert len(HOUSE.imports) > 300 and len(HOUSE.files) > 600
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
 
 
@@ -48,48 +49,6 @@ def test_the_layers_hold() -> None:
     """`[tool.tach]`: common imports its own layer and lower ones; `tach check` says the same."""
     found = tach.check(ROOT, parse_project_config(ROOT), dependencies=True, interfaces=False)
     assert not found, tach.format_diagnostics(found)
-
-
-SOUND = {
-    "pyproject.toml": """
-[project]
-dependencies = ["torch>=2.11"]
-optional-dependencies = {}
-[tool.tach]
-source_roots = [".", "01_a", "02_b", "02_b/beyond"]
-ignore_type_checking_imports = false
-modules = []
-""",
-    "01_a/low.py": "class Low:\n    pass\n",
-    "02_b/high.py": "from low import Low\n\nclass High(Low):\n    pass\n",
-    "02_b/beyond/far.py": "from high import High\n",
-    "02_b/test_high.py": "from common.engine import Whole\n",
-    "common/engine.py": "from high import High\n\nclass Whole:\n    pass\n",
-}
-BREACHES: list[tuple[Rule, str, str, str]] = [  # a rule, a file, its new text, what is said
-    (
-        rules.rule_of_floors,
-        "01_a/low.py",
-        "def f():\n    import far\n",
-        "imports 02_b/beyond",
-    ),
-    (rules.rule_of_floors, "02_b/high.py", "import far\n", "high.py imports 02_b/beyond/far.py"),
-    (rules.rule_of_circles, "01_a/low.py", "def f():\n    import high\n", "a circle of files: "),
-    (rules.rule_of_names, "common/torch.py", "", "`torch` is taken: common/torch.py"),
-    (rules.rule_of_names, "common/low.py", "", "01_a/low.py, common/low.py"),
-    (rules.rule_of_one_definition, "02_b/test_high.py", "class _Low:\n    x = 1\n", "class Low is"),
-    (rules.rule_of_no_machine, "a.txt", f"b\nat {'/ro'}ot/x\n", "a.txt has"),
-]
-
-
-@pytest.mark.parametrize(("rule", "name", "text", "said"), BREACHES)
-def test_breach_is_found(rule: Rule, name: str, text: str, said: str, tmp_path: Path) -> None:
-    for files, expected in ((SOUND, ""), ({name: text}, said)):
-        for file, content in files.items():
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / file).write_text(content, encoding="utf-8")
-        broken = rule(House(tmp_path))
-        assert bool(broken) == bool(expected) and expected in "".join(broken)
 
 
 # -- what is imported

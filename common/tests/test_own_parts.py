@@ -7,16 +7,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from block_pool import BlockPool
 from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, paged_runner, serve
+from common.tests.test_speculation_engine import ScriptedProposer, wrong_at
 from mixed_attention import MixedAttentionBackend
 from policies import FCFSPolicy, SchedulePolicy
 from prefix_cache_local import PrefixCacheLocal
-from proposers import ProposerInput
 from radix_cache import RadixCache
 from request import Request
 from scheduler import Scheduler
@@ -49,26 +48,6 @@ class FiveAtATime(ChunkToBudget):
         self.num_observed += 1
 
 
-class SayItAgain:
-    """Guesses that the last token comes again and again."""
-
-    num_spec_tokens = 3
-    num_lookahead_tokens = 0
-
-    def propose(
-        self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
-    ) -> dict[str, list[int]]:
-        requests = [f.request for f in inputs]
-        lasts = [r.tokens(r.num_tokens - 1, r.num_tokens) for r in requests]
-        return {r.req_id: last * n for r, last, n in zip(requests, lasts, num_drafts)}
-
-    def draft_probs(self, request_id: str) -> torch.Tensor | None:
-        return None
-
-    def remove_request(self, request_id: str) -> None:
-        pass
-
-
 class OwnBackend(MixedAttentionBackend):
     pass
 
@@ -84,12 +63,16 @@ class OwnScheduler(Scheduler):
         return cls(*parts.limits, policy=parts.policy, **parts.options)
 
 
-OWN = {
-    "policy": ShortestFirst(),
-    "chunked_prefill": FiveAtATime(),
-    "speculative": SayItAgain(),
-    "attention_backend": OwnBackend(),
-}
+def own(oracle: Any = None) -> dict[str, Any]:
+    return {
+        "policy": ShortestFirst(),
+        "chunked_prefill": FiveAtATime(),
+        "speculative": ScriptedProposer(oracle, wrong_at(2)),
+        "attention_backend": OwnBackend(),
+    }
+
+
+OWN = own()
 MAKERS = {"prefix_cache": OwnCache, "scheduler": OwnScheduler.of}
 
 
@@ -99,7 +82,7 @@ def engine_with(loaded, **parts: Any) -> LLMEngine:
 
 def test_all_roles_at_once(oracle, loaded) -> None:
     """What a function makes is another one in each engine; a proposer may stand in the dict."""
-    parts = {field: type(part)() for field, part in OWN.items()}
+    parts = own(oracle)
     how = dict(preempt_every=3, overlap_scheduling=True, **MAKERS)
     engine = engine_with(loaded, **parts, **how)
     chunks, order = [], list[str]()
@@ -109,10 +92,12 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     assert engine.stats().num_preemptions > 0 and engine.stats().num_drafted_tokens > 0
     assert paged_runner(engine).backend is parts["attention_backend"]
     how |= dict(attention_backend=parts["attention_backend"], policy=f"{__name__}:ShortestFirst")
-    how |= dict(speculative={"method": SayItAgain()}, max_num_seqs=1, preempt_every=None)
+    how |= dict(speculative={"method": ScriptedProposer(oracle, wrong_at(0), 3)})
+    how |= dict(max_num_seqs=1, preempt_every=None)
     other = engine_with(loaded, **how)
     other.on_step = lambda record: order.extend(record.num_scheduled_tokens)
     serve(other, oracle, EVERYONE, MAX_TOKENS)
+    assert other.config.num_rows_per_request == 1 + 3
     lengths = [len(oracle.prompts[EVERYONE[int(name.split("-")[1])]]) for name in order]
     assert lengths == sorted(lengths) and len(set(lengths)) > 3
     serve(engine, oracle, EVERYONE, MAX_TOKENS)
@@ -126,7 +111,9 @@ def test_all_roles_at_once(oracle, loaded) -> None:
 
 @pytest.mark.parametrize("field", ["policy", "chunked_prefill", "speculative"])
 def test_a_part_with_state_is_one_engines(field, loaded) -> None:
-    part = {field: type(OWN[field])()}
+    part = {field: own()[field]}
+    with pytest.raises(ValueError, match="scheduler must"):
+        engine_with(loaded, **part, scheduler=lambda parts: None)
     engine = engine_with(loaded, **part)
     with pytest.raises(ValueError, match=f"^{field} must belong to this engine.*; make one"):
         engine_with(loaded, **part)
@@ -154,7 +141,7 @@ def test_a_maker_that_gives_what_is_not_this_engines_is_refused(field, make, sai
         ({"policy": "request:Request"}, "policy must be .*, got 'request:Request'"),
         ({"policy": SchedulePolicy()}, "policy must .*define key, or set is_cache_aware"),
         ({"scheduler": 5}, "scheduler must be .*two_phase.*, got 5"),
-        ({"attention_backend": SayItAgain()}, "attention_backend must be .*torch.*, got"),
+        ({"attention_backend": FiveAtATime()}, "attention_backend must be .*torch.*, got"),
         ({"chunked_prefill": FiveAtATime}, "chunked_prefill must be .*True.*, got"),
         ({"speculative": {"method": "magic"}}, "method must be .*ngram.*, got 'magic'"),
         ({"speculative": {"method": FiveAtATime()}}, "method must be .*, got"),

@@ -172,6 +172,7 @@ def test_only_who_has_the_same_salt_finds_a_prefix(
 # -- what is refused
 
 
+@pytest.mark.check
 @WAYS
 def test_what_is_no_such_option_is_refused_in_a_sentence(way, one_by_one: LLM, oracle) -> None:
     wrong: dict[str, tuple] = {
@@ -213,6 +214,7 @@ AT_ODDS = [
 ]
 
 
+@pytest.mark.check
 def test_what_is_no_such_field_or_contradicts_another_is_refused_in_a_sentence(loaded) -> None:
     engine = checked_engine(loaded, num_blocks=200, max_model_len=40)
     for field, values in WRONG.items():

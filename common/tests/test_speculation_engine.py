@@ -1,20 +1,17 @@
 """Chapter 5 in the engine: whatever is drafted, and however much of it is right, the tokens are
-those of `transformers` in float64; with a seed, those of plain decoding; without one, their law.
-Random runs are the array's (`equivalence.py`)."""
+those of `transformers` in float64; with a seed, those of plain decoding. Their law is in
+`test_grammar_engine.py`, random runs are the array's (`equivalence.py`)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, serve
-from common.tests.every_kind import must_be_drawn_from, must_say_the_same
-from common.tests.model_cases import by_transformers
+from common.tests.every_kind import must_say_the_same
 from proposers import ProposerInput
 from request import SamplingParams
 
@@ -55,10 +52,7 @@ def wrong_at(*places: int) -> Callable[[list[int], int], list[int]]:
 SCRIPTS = {
     "right": wrong_at(),
     "wrong": wrong_at(0, 1, 2, 3),
-    "wrong at 0": wrong_at(0),
     "wrong at 2": wrong_at(2),
-    "wrong at 3": wrong_at(3),
-    "only one": lambda truth, k: truth[: min(k, 1)],
     "none": lambda truth, k: [],
     "shifted": lambda truth, k: truth[1 : 1 + k],
     "too many": lambda truth, k: [*truth, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 3,
@@ -66,12 +60,10 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("scheduler", ["two_phase", "prefill_first"])
-def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, oracle, loaded):
+def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, oracle, loaded):
     """Traps 36, 38, 39: verified at its own position, and no more than there may be. Scheduled are
     prompts, outputs but the last, and rejected guesses."""
-    how = dict(num_blocks=200, scheduler=scheduler, prefix_cache=None)
-    engine = checked_engine(loaded, speculative=BY_SCRIPT, **how)
+    engine = checked_engine(loaded, speculative=BY_SCRIPT, num_blocks=200, prefix_cache=None)
     engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS[script])
     indices = [0, 3, 5, 6, 7]
     outputs = serve(engine, oracle, indices, MAX_TOKENS)
@@ -87,9 +79,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, scheduler, ora
     assert stats.scheduled_tokens == num_fed + drafted - accepted
     assert stats.num_passes + accepted == stats.output_tokens
     assert sum(stats.accepted_by_position) == accepted
-    latencies = [output.metrics.inter_token_latencies for output in outputs]
-    assert {len(each) for each in latencies} == {MAX_TOKENS - 1}
-    assert sum(each.count(0.0) for each in latencies) == accepted
+    assert {len(o.metrics.inter_token_latencies) for o in outputs} == {MAX_TOKENS - 1}
 
 
 @pytest.mark.parametrize(("k", "cache"), [(1, "hash"), (3, None), (6, "radix")])
@@ -145,7 +135,7 @@ def test_with_a_seed_every_constraint_gives_the_tokens_of_plain_decoding(
         assert engine.stats().num_accepted_tokens > 0.6 * engine.stats().num_drafted_tokens
 
 
-@pytest.mark.parametrize("end", [0, 3, 5, 8])  # a run is of six tokens
+@pytest.mark.parametrize("end", [0, 3, 8])  # a run is of six tokens
 def test_an_end_inside_an_accepted_run_cuts_everything_alike(
     end, shipped_oracle, shipped_loaded, shipped_tokenizer
 ):
@@ -156,7 +146,6 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
     ends = (
         dict(max_tokens=end + 1, ignore_eos=True),
         dict(stop_token_ids=(truth[end],)),
-        dict(stop=(text[-2:],)),
         dict(stop=(text[-3:-1], "\n\n")),
     )
     for params in (SamplingParams(temperature=0, **{"max_tokens": 24} | each) for each in ends):
@@ -176,44 +165,8 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
         assert results[1].metrics.finish_detail == results[0].metrics.finish_detail
 
 
-# -- without a seed: the law
-
-
-def test_without_a_seed_the_law_is_the_targets(oracle, loaded, draft):
-    """Rejection sampling in the engine: the frequencies of three-token outputs against the exact
-    probabilities of `transformers`, with draft probabilities, a temperature and top-k."""
-    params, prompt = SamplingParams(temperature=1.1, top_k=3, max_tokens=3), oracle.prompts[3]
-    how = {"method": "draft", "num_spec_tokens": 2, "adaptive": False}
-    config = EngineConfig(num_blocks=3000, max_num_seqs=256, speculative=how)
-    engine = LLMEngine(config, loaded=loaded, draft=draft)
-    outputs = engine.generate_batch([prompt] * 3000, params)
-    seen = Counter(tuple(output.outputs[0].token_ids) for output in outputs.values())
-    stats, law = engine.stats(), {(): 1.0}
-    model = by_transformers(oracle.path, torch.float64)
-    for _ in range(3):
-        shorter, law = law, {}
-        for tokens, p in shorter.items():
-            with torch.inference_mode():
-                highest = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].topk(3)
-            shares = p * (highest.values / 1.1).softmax(-1)
-            law |= {(*tokens, t): q for t, q in zip(highest.indices.tolist(), shares.tolist())}
-    assert seen.keys() <= law.keys()
-    assert 0.3 < stats.num_accepted_tokens / stats.num_drafted_tokens < 0.95
-    must_be_drawn_from(law, seen)
-
-
 def test_a_draft_model_that_is_not_there_or_says_other_tokens_is_refused(loaded):
     with pytest.raises(FileNotFoundError):
         checked_engine(loaded, speculative={"method": "draft", "model": "no/where/x"})
     with pytest.raises(ValueError, match="vocabulary"):
         checked_engine(loaded, num_blocks=50, speculative={"method": "draft"})
-
-
-def test_the_pool_is_sized_for_both_models(loaded, draft, monkeypatch):
-    monkeypatch.setattr("common.runner.kv_sizing.free_memory_bytes", lambda: 20 << 20)
-
-    def num_blocks(method: str) -> int:
-        how = dict(speculative={"method": method}, max_num_seqs=1000)
-        return checked_engine(loaded, draft, **how).kv_cache.num_blocks
-
-    assert num_blocks("draft") == num_blocks("ngram") // 2

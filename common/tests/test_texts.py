@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 from common.tests.house import House
 from workshop.book.translation import sections_of
-from workshop.book.words import hits, vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = House(ROOT)
@@ -85,10 +85,18 @@ def test_the_readme_is_short_and_its_program_runs_as_typed(
     assert f"```python\n{program}```" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
 
 
-def test_private_words_are_found_in_text_and_not_in_code() -> None:
-    for row in vocabulary():
-        assert row.instead in {instead for _, _, instead in hits("a.md", f"{row.example}\n")}
-    source = '"""A seat\never."""\n\nx = "anew"  # nobody, but `seats` and nobody.name\n'
-    assert [(n, word) for n, word, _ in hits("a.py", source)] == [(1, "seat"), (4, "nobody")]
-    page = "# A page\n\n```\nguess\n```\n* [a](anew.md) `rung`\n\nanew\n"
-    assert [(n, word) for n, word, _ in hits("a.md", page)] == [(8, "anew")]
+@pytest.mark.parametrize("chapter", sorted(ROOT.glob("[0-9][0-9]_*")), ids=lambda p: p.name)
+def test_a_small_file_agrees_with_its_chapter_and_prints_what_the_text_shows(
+    chapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = chapter.glob("small_*.py")
+    runpy.run_path(str(path))
+    printed = capsys.readouterr().out
+    assert printed.endswith(".py says the same\n"), "its last lines compare it with the chapter"
+    for page in ("README.md", "README.zh.md"):
+        text = (chapter / page).read_text(encoding="utf-8")
+        assert f"```\n{printed}```\n" in text, f"what it prints is not in {page}"
+    idea = re.split(r"\n# (Compare with|The same by)", path.read_text(encoding="utf-8"))[0]
+    _, says, code = idea.split('"""', 2)
+    num_lines = sum(bool(line) and not line.lstrip().startswith("#") for line in code.splitlines())
+    assert f" in {num_lines} lines: " in says and 25 <= num_lines <= 45
