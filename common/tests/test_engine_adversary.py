@@ -356,18 +356,14 @@ def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
-def test_an_abort_that_waits_for_a_step_ends_nobody_who_has_the_name_then(
-    engine, random_oracle
-) -> None:
-    def on_step(_record: object) -> None:
-        engine.on_step = None
-        elsewhere(lambda: engine.abort_request("a"))
-        engine.abort_request("a")
-        engine.add_request("a", random_oracle.prompts[1], GREEDY)
-
-    engine.on_step = on_step
-    engine.add_request("a", random_oracle.prompts[0], GREEDY)
-    assert finish(engine)["a"].outputs[0].token_ids == random_oracle.expected(1, 8)
+def test_a_sample_that_had_ended_is_not_aborted_with_the_others(random_loaded) -> None:
+    engine = checked_engine(random_loaded, num_blocks=80, max_num_seqs=1, overlap_scheduling=False)
+    engine.add_request("a", [1, 2], replace(THREE, n=2))
+    for _ in range(4):
+        engine.step()
+    output = engine.abort_request("a")
+    assert output is not None
+    assert [sample.finish_reason for sample in output.outputs] == ["length", "abort"]
 
 
 def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> None:
