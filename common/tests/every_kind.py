@@ -38,10 +38,8 @@ NUM_REQUESTS = 2 * len(EVERY_KIND)
 DRAWN = {str(i) for i in range(NUM_REQUESTS) if EVERY_KIND[i % len(EVERY_KIND)] == EVERY_KIND[-1]}
 
 
-def everything_said(
-    engine: LLMEngine, seed: int = 0, abort: str | None = None
-) -> dict[str, RequestOutput]:
-    """Requests of every kind, arriving over some steps; one of them may be aborted."""
+def everything_said(engine: LLMEngine, seed: int = 0) -> dict[str, RequestOutput]:
+    """Requests of every kind, arriving over some steps."""
     rng, outputs = random.Random(seed), {}
     coming = [(rng.randrange(6), i) for i in range(NUM_REQUESTS)]
     for step in range(400):
@@ -51,8 +49,6 @@ def everything_said(
             if when == step:
                 prompt, params = PROMPTS[i % len(PROMPTS)], EVERY_KIND[i % len(EVERY_KIND)]
                 engine.add_request(str(i), prompt, params, priority=i % 3)
-        if abort is not None and step == 4:
-            engine.abort_request(abort)
         outputs |= {o.request_id: o for o in engine.step() if o.finished}
     assert not engine.has_unfinished_requests() and engine.stats().kv_blocks_in_use == 0
     return outputs

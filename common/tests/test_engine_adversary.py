@@ -356,6 +356,16 @@ def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     assert finish(engine)["open"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
+def test_a_sample_that_had_ended_is_not_aborted_with_the_others(random_loaded) -> None:
+    engine = checked_engine(random_loaded, num_blocks=80, max_num_seqs=1, overlap_scheduling=False)
+    engine.add_request("a", [1, 2], replace(THREE, n=2))
+    for _ in range(4):
+        engine.step()
+    output = engine.abort_request("a")
+    assert output is not None
+    assert [sample.finish_reason for sample in output.outputs] == ["length", "abort"]
+
+
 def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> None:
     params, samples = SamplingParams(max_tokens=8, ignore_eos=True), []
     for bad in (None, ("b", [1000], params), 5):
