@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from workshop.practice import patches
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, read_bugs
-from workshop.practice.patches import main, problem_of
+from workshop.practice.patches import problem_of
 from workshop.practice.renames import renamed
 from workshop.practice.source_patch import Patch, PatchError, definitions, regions
 from workshop.practice.tasks.course import task_numbered
@@ -125,20 +124,3 @@ def test_a_patch_is_of_code_and_one_that_does_not_apply_names_its_search_text(
         with pytest.raises(PatchError) as caught:
             Patch("block_pool", symbol, old, "").apply()
         assert all(word in str(caught.value) for word in (f"block_pool {symbol}", old, words))
-
-
-def test_the_command_lists_patches_that_do_not_apply_and_applies_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = replace(NOTICED, task="")
-    bugs = [good, replace(good, old="nothing of ours"), replace(good, named_tests=("test_x::y",))]
-    bugs += [replace(good, named_tests=("test_block_pool::test_y",)), replace(good, new="(")]
-    monkeypatch.setattr(patches, "all_bugs", lambda: bugs)
-    assert main([]) == 1
-    shown = capsys.readouterr().out
-    assert "nothing of ours" in shown and "no module test_x" in shown and "is no Python" in shown
-    assert "no test 02_paged_kv/test_block_pool.py::test_y" in shown
-    assert shown.endswith("4 of 5 do not apply\n")
-    monkeypatch.setattr(patches, "all_bugs", lambda: [good])
-    assert main(["--check", "--jobs", "1"]) == 0
-    assert capsys.readouterr().out.endswith(f"{good.name}\n0 of 1 are not noticed\n")

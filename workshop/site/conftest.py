@@ -2,8 +2,8 @@
 
 import pytest
 
-from workshop.watch.conftest import browser_for_tests, complaints, open_page, tabs
+from workshop.watch.conftest import browser_for_tests, open_page, tab
 
 browser = pytest.fixture(scope="package")(browser_for_tests)
 
-__all__ = ["browser", "complaints", "open_page", "tabs"]
+__all__ = ["browser", "open_page", "tab"]

@@ -4,9 +4,8 @@ exception, a look at the network) fails the test in which it happened."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from workshop.watch.films import BEYOND, FILMS, Shot, shoot
 from workshop.watch.page_maker import Reel, make_page
 from workshop.watch.replay.film import Film
 from workshop.watch.tests.scene_runs import Pages
-from workshop.watch.workloads import DEFAULT, Cast, load_cast, perform
+from workshop.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, LocatorAssertions, Page
@@ -87,12 +86,6 @@ class RunPage:
         """Of what the page shows: "step", "request", "block"."""
         return self.ask("(names) => names.map((name) => Watch.store[name])", names)
 
-    @property
-    def hash(self) -> str:
-        """The address, when what was shown last had the time to be written there."""
-        self.ask("() => new Promise((done) => setTimeout(done, 450))")
-        return self.ask("() => location.hash")
-
 
 def browser_for_tests() -> Iterator[Browser]:
     """While the browser is open, this thread cannot use asyncio."""
@@ -104,95 +97,61 @@ def browser_for_tests() -> Iterator[Browser]:
 browser = pytest.fixture(scope="package")(browser_for_tests)  # one for the tests of this folder
 
 
-@pytest.fixture
-def complaints() -> list[str]:
-    """Errors of the page so far. A test that expects one clears the list."""
-    return []
-
-
 @pytest.fixture(scope="package")
-def tabs(browser: Browser) -> Iterator[dict[tuple[str, str], Page]]:
-    """A tab for each language and colour scheme, reused: opening another takes longer."""
-    found: dict[tuple[str, str], Page] = {}
-    yield found
-    for page in found.values():
-        page.context.close()
+def tab(browser: Browser) -> tuple[Page, list[str]]:
+    """A page for all tests, since opening another takes longer; and its errors so far."""
+    context = browser.new_context(locale=LOCALES["en"], reduced_motion="reduce", offline=True)
+    context.set_default_timeout(LIMIT_MS)
+    page, found = context.new_page(), list[str]()
+    page.on("console", lambda message: _note_console(message, found))
+    page.on("pageerror", lambda error: found.append(f"exception: {error}"))
+    page.on("request", lambda request: _note_request(request.url, found))
+    return page, found
 
 
 @pytest.fixture
-def open_page(
-    browser: Browser, tabs: dict[tuple[str, str], Page], complaints: list[str]
-) -> Iterator[OpenPage]:
+def open_page(tab: tuple[Page, list[str]]) -> Iterator[OpenPage]:
     """`open_page(path, at="step=3")`: the page of an HTML file, replacing the one before."""
-    shown: list[Path] = []
-    listeners: dict[str, Callable[[Any], None]] = {
-        "console": lambda message: _note_console(message, complaints),
-        "pageerror": lambda error: complaints.append(f"exception: {error}"),
-        "request": lambda request: _note_request(request.url, shown[-1], complaints),
-    }
-    used: dict[tuple[str, str], Page] = {}
+    page, complaints = tab
 
     def _open(
-        path: Path,
-        width: int = 1280,
-        height: int = 800,
-        *,
-        at: str = "",
-        language: str = "en",
-        colours: Literal["light", "dark"] = "light",
+        path: Path, width: int = 1280, height: int = 800, at: str = "", colours: Any = "light"
     ) -> Page:
-        key = language, colours
-        if key not in tabs:
-            context = browser.new_context(
-                locale=LOCALES[language],
-                color_scheme=colours,
-                reduced_motion="reduce",
-                offline=True,
-            )
-            context.set_default_timeout(LIMIT_MS)
-            tabs[key] = context.new_page()
-        page = tabs[key]
-        if key not in used:
-            used[key] = page
-            for event, listener in listeners.items():
-                page.on(event, listener)  # pyright: ignore[reportCallIssue, reportArgumentType]
         page.goto("about:blank")
         page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=colours)
         page.mouse.move(0, 0)
-        shown.append(path)
         page.goto(f"{path.resolve().as_uri()}#{at}" if at else path.resolve().as_uri())
         return page
 
     yield _open
-    for page in used.values():
-        page.goto("about:blank")  # what still runs there may complain
-        for event, listener in listeners.items():
-            page.remove_listener(event, listener)
-    assert complaints == []
+    page.goto("about:blank")  # what still runs there may complain
+    found = [*complaints]
+    complaints.clear()
+    assert found == []
 
 
 @pytest.fixture
 def open_run(open_page: OpenPage, tmp_path: Path) -> OpenRun:
     """`open_run(text, other)`: the page of one run or of two, each the text of a file of events."""
-    numbers = count()
 
-    def _open(*texts: str, settings: dict[str, Any] | None = None, **how: Any) -> RunPage:
+    def _open(*texts: str, **how: Any) -> RunPage:
         reels = [Reel(label, text) for label, text in zip(("this run", "the other"), texts)]
-        path = tmp_path / f"{next(numbers)}.html"
-        path.write_text(make_page(reels, **settings or {}), encoding="utf-8", newline="\n")
+        path = tmp_path / "run.html"
+        path.write_text(make_page(reels), encoding="utf-8", newline="\n")
         return RunPage(open_page(path, **how))
 
     return _open
 
 
 def _note_console(message: Any, complaints: list[str]) -> None:
-    if message.type in ("error", "warning"):
+    # As a file, a frame has another origin, and may not take the focus.
+    if message.type in ("error", "warning") and "Blocked autofocusing" not in message.text:
         complaints.append(f"console, {message.type}: {message.text}")
 
 
-def _note_request(url: str, path: Path, complaints: list[str]) -> None:
-    own = path.resolve().as_uri()
-    if not (url.partition("#")[0] == own or url.startswith(("data:", "blob:"))):
+def _note_request(url: str, complaints: list[str]) -> None:
+    if not url.startswith(("file:", "data:", "blob:")):
         complaints.append(f"request: {url}")
 
 
@@ -203,30 +162,20 @@ def cast() -> Cast:
 
 
 @pytest.fixture(scope="session")
-def default_run_path(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Path:
+def default_film(shown: Pages) -> Film:
     """The small run that `make watch` shows: a real engine, and a little of everything."""
-    path = tmp_path_factory.mktemp("default") / "run.jsonl"
-    perform(DEFAULT, path, cast)
-    return path
+    return shown["everything"].film
 
 
 @pytest.fixture(scope="session")
-def default_run_text(default_run_path: Path) -> str:
-    return default_run_path.read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
-def default_film(default_run_path: Path) -> Film:
-    return Film.read(default_run_path)
+def default_run_text(shown: Pages) -> str:
+    return shown["everything"].page.with_suffix(".jsonl").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def shown(tmp_path_factory: pytest.TempPathFactory, cast: Cast) -> Pages:
     """The pages of `scene_runs.py`."""
     return Pages(tmp_path_factory.mktemp("shown"), cast)
-
-
-# -- the chapters' films
 
 
 @pytest.fixture(scope="session")

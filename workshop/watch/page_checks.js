@@ -172,55 +172,65 @@ focused: () => {
   return [Number(e.dataset.control ?? -1), hasRing, isInSight];
 },
 
-// What the panels say, as texts: a list a panel.
+// What the panels say, as texts: a list a panel. Blocks are "1-3 7", in the page's order.
 panels: () => {
-  const all = (selector, read = (one) => one.innerText) =>
-    [...document.querySelectorAll(selector)].map(read);
-  const {films: [film], step} = Watch.store;
-  const folded = {};
-  for (const cell of document.querySelectorAll(".pool-cell")) {
-    const [state, change] = [/is-(null|free|held|idle|loading)/, /was-\w+/]
-      .map((pattern) => cell.className.match(pattern)?.at(-1) ?? "");
-    const mark = cell.classList.contains("is-published") ? "published" : "";
+  const {films: [film], step, request} = Watch.store;
+  const line = (one) => one.innerText.replaceAll(/key [^·]*· |\S+\.py:\d+/g, "")
+    .replaceAll(/\s+/g, " ").trim();
+  const all = (selector, read = line) => [...document.querySelectorAll(selector)].map(read);
+  const ranges = (blocks) => {
+    const runs = [];
+    for (const block of blocks.map(Number)) {
+      if (runs.at(-1)?.[1] === block - 1) runs.at(-1)[1] = block;
+      else runs.push([block, block]);
+    }
+    return runs.map((run) => [...new Set(run)].join("-")).join(" ");
+  };
+  const fold = (rows, show) => {
+    const found = Object.groupBy(rows, ([words]) => words);
+    return Object.entries(found).map(([words, of]) => `${words}: ${show(of.map(([, one]) => one))}`);
+  };
+  const cells = all(".pool-cell", (cell) => {
     const texts = ["label", "refs"].map((name) => cell.querySelector(`.pool-${name}`).textContent);
-    const words = [state, change, mark, ...texts].filter(Boolean).join(" ");
-    (folded[words] ??= []).push(Number(cell.dataset.block));
-  }
+    const flags = [/is-(null|free|held|idle|loading)/, /was-\w+/, /is-(published)/]
+      .map((pattern) => cell.className.match(pattern)?.at(-1));
+    return [[...flags, ...texts].filter(Boolean).join(" "), cell.dataset.block];
+  });
   const flags = ["used", "match", "new", "split", "gone"];
-  const boxes = all(".cache-box", (box) => [box.dataset.blocks,
-    ...flags.filter((flag) => box.classList.contains(`is-${flag}`)),
-    box.matches(".is-new, .is-split") ? box.querySelector(".cache-text").textContent : "",
-  ].filter(Boolean).join(" "));
+  const boxes = all(".cache-box", (box) => {
+    const text = box.matches(".is-new, .is-split") && box.querySelector(".cache-text").textContent;
+    const is = flags.filter((flag) => box.classList.contains(`is-${flag}`));
+    return [[...is, text && text.slice(0, 20)].filter(Boolean).join(" "), box.dataset.blocks];
+  });
+  const areNodes = boxes.some(([, blocks]) => blocks.includes(" "));
   const sentence = (group) => (item) => {
     const sources = [...item.querySelectorAll(".source-link")].map((link) => link.dataset.sentence);
-    return `${group.dataset.group}: ${item.innerText.replaceAll(/\S+\.py:\d+/g, "").trim()} ${sources}`;
+    return `${group.dataset.group}: ${line(item)} ${sources}`;
   };
+  const marks = {"is-prompt": "p", "is-now": "!", "is-accepted": "+", "is-rejected": "x"};
   return {
-    grid: film.requests.map(({id}) => Watch.cellWords(film, id, step)),
-    queue: [...all(".bar-sum, .bar-key, .stop, .queue-list h3"), ...all(".queue-list button", (one) =>
-      `${one.innerText}${one.title.replace(one.dataset.request, "")}`.replace(/key [^·]*· /, ""))],
-    pool: [...all(".pool-counts"), ...all("[data-order]", (one) => one.innerText), folded],
-    cache: [...all(".cache-about, .cache-match, .cache-did"), ...boxes.sort()],
+    grid: film.requests.map(({id}) => Watch.cellWords(film, id, step))
+      .filter((words) => !/has (ended|not arrived)$/.test(words)),
+    queue: all(".bar-sum, .bar-key, .stop, .queue-list h3, .queue-list button"),
+    pool: [...all(".pool-counts, [data-order]"), ...fold(cells, ranges)],
+    cache: [...all(".cache-about, .cache-match, .cache-did").filter(Boolean), ...fold(boxes, (blocks) => (areNodes
+      ? blocks.map((each) => ranges(each.split(" "))).sort().join(", ")
+      : ranges(blocks.sort((a, b) => a - b))))],
     words: all(".words-group", (one) => one).flatMap((group) =>
       [...(group.querySelector("ul")?.children ?? [group])].map(sentence(group))),
+    // Of the chosen request: its blocks, in the order of its table, and its last tokens.
+    chosen: [
+      ranges(all(".pool-cell.is-lit", (cell) => [Number(cell.querySelector(".pool-label").textContent),
+        cell.dataset.block]).sort(([a], [b]) => a - b).map(([, block]) => block)),
+      all(".cache-box.is-lit", (box) => ranges(box.dataset.blocks.split(" "))).sort().join(", "),
+      all(`.tokens-row[data-request="${request}"] .token`, (one) => one.textContent
+        + Object.keys(marks).filter((name) => one.classList.contains(name)).map((name) => marks[name])
+          .join("")).slice(-7).join(" "),
+    ].filter(Boolean),
+    // Of the block that is pointed at.
+    pointed: [...new Set(all(".pool-details, .cache-details"))]
+      .filter((words) => words && !words.includes("‖")), // the panel's legend
   };
 },
-// What follows a chosen request: its blocks, in the order of its table, and its tokens.
-chosen: () => {
-  const all = (selector, read) => [...document.querySelectorAll(selector)].map(read);
-  const marks = {"is-prompt": "p", "is-now": "!", "is-accepted": "+", "is-rejected": "x"};
-  return [
-    ...all(".pool-table tr", (row) => row.innerText),
-    all(".pool-cell.is-lit", (cell) => [Number(cell.querySelector(".pool-label").textContent),
-      Number(cell.dataset.block)]).sort(([a], [b]) => a - b).map(([, block]) => block),
-    all(".cache-box.is-lit", (box) => box.dataset.blocks),
-    all(`.tokens-row[data-request="${Watch.store.request}"] .token`, (one) => one.textContent
-      + Object.keys(marks).filter((name) => one.classList.contains(name)).map((name) => marks[name])
-        .join("")).join("|"),
-  ];
-},
-// What is said about what is pointed at.
-pointed: () => [...document.querySelectorAll(".pool-details, .cache-details")]
-  .map(({innerText}) => innerText),
 };
 })()

@@ -16,13 +16,7 @@ from common.events.conftest import draft, letters, workshop  # noqa: F401  (fixt
 from common.events.frames import cells, eviction_order, happened, nodes, prefix_of
 from common.tests.film_runs import Workshop
 from workshop.watch.conftest import OpenPage, RunPage
-from workshop.watch.film_scripts import (
-    CONSTRAINED,
-    GUESSING,
-    PREFIXES,
-    SCARCE,
-    WINDOWED,
-)
+from workshop.watch.film_scripts import CONSTRAINED, GUESSING, PREFIXES, SCARCE, WINDOWED
 from workshop.watch.replay.film import Film
 from workshop.watch.tests.scene_runs import shown_run
 from workshop.watch.workloads import Cast, Script, perform
@@ -64,19 +58,12 @@ def lines_in_python(film: Film) -> list[Any]:
     is_grouped, before, found = bool(getattr(film.run, "windows", ())), film.state_behind(0), []
     for position, line in enumerate(film.lines, 1):
         after = film.state_behind(position)
-        happening = None if line["at"] == "start" else happened(before, after)
-        plan = happening["plan"] if happening else None
+        what = None if line["at"] == "start" else happened(before, after)
+        facts = [after, what, list(cells(what["plan"], after)) if what and what["plan"] else []]
+        facts.append(eviction_order(after, is_grouped))
         blocks = [] if is_grouped else sorted(map(int, after["cached"]))
-        found.append(
-            [
-                after,
-                happening,
-                list(cells(plan, after)) if plan else [],
-                eviction_order(after, is_grouped),
-                [] if is_grouped else nodes(after),
-                [[block, prefix_of(after, block)] for block in blocks],
-            ]
-        )
+        facts += [[] if is_grouped else nodes(after), [[b, prefix_of(after, b)] for b in blocks]]
+        found.append(facts)
         before = after
     return json.loads(json.dumps(found))
 
@@ -89,7 +76,7 @@ def in_any_order(answer: list[Any]) -> list[Any]:
     return answer
 
 
-def compare(page: Page, run: Path, seed: int = 0) -> Film:
+def compare(page: Page, run: Path, seed: int = 0) -> None:
     """Every line; and every step, in a random order: a scrubber jumps."""
     film = Film.read(run)
     found = [json.loads(line) for line in page.evaluate(LINES)]
@@ -102,7 +89,6 @@ def compare(page: Page, run: Path, seed: int = 0) -> Film:
     for step, state in zip(order, page.evaluate(STATES, order), strict=True):
         assert json.loads(state) == film.state_after(step), f"after step {step}"
     assert page.evaluate("Watch.store.films[0].contradiction") is None
-    return film
 
 
 @pytest.mark.parametrize(
@@ -185,9 +171,8 @@ def test_both_read_and_refuse_the_same_lines(
         })""",
         texts,
     )
-    expected = [verdict_of_python(text) for text in texts]
-    assert verdicts == expected
-    assert len(set(map(type, expected))) == 2, "both cases occur"
+    assert verdicts == [verdict_of_python(text) for text in texts]
+    assert len(set(map(type, verdicts))) == 2, "both cases occur"
 
 
 def verdict_of_python(text: str) -> int | str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 
 from common.events.event_page import PAGE, SCRIPTS, STYLES
 from common.events.frames import REASONS, VERSION
-from workshop.watch import page_maker
 from workshop.watch.page_maker import START, Reel, make_page
 from workshop.watch.watch_command import main
 
@@ -39,13 +36,6 @@ def test_frames_are_in_the_page_unchanged_and_it_sends_no_request() -> None:
     assert "default-src 'none'" in page and settings and scripts
 
 
-def test_many_frames_are_packed_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_maker, "PACKED_FROM", 100)
-    _, (attributes, text), _ = SCRIPT.findall(make_page([Reel("run", RUN)]))
-    assert 'data-encoding="gzip"' in attributes
-    assert gzip.decompress(base64.b64decode(text)).decode() == RUN
-
-
 def test_arguments_are_in_the_page_and_every_file_of_it_once() -> None:
     page = make_page([], title=("Pieces", "切块"), start="step=3", film={"x": "</script>"})
     (attributes, text), _ = SCRIPT.findall(page)
@@ -55,9 +45,6 @@ def test_arguments_are_in_the_page_and_every_file_of_it_once() -> None:
     assert (settings["reasons"], settings["version"]) == (REASONS, VERSION)
     assert sorted(SCRIPTS) == sorted(path.name for path in PAGE.glob("*.js"))
     assert sorted(STYLES) == sorted(path.name for path in PAGE.glob("*.css"))
-
-
-# -- the command
 
 
 def test_the_command_writes_one_file_beside_its_runs(
@@ -79,8 +66,6 @@ def test_the_command_writes_one_file_beside_its_runs(
         assert main([str(path)]) == 2 and words in capsys.readouterr().err
     assert html.read_text("utf-8") == RUN and not (tmp_path / "bad.html").exists()
 
-
-# -- the words
 
 SAID = re.compile(r'"([\w.]+)":\s*\[\s*"((?:[^"\\]|\\.)*)",\s*"((?:[^"\\]|\\.)*)",?\s*\]')
 _BEFORE = r"\b(?:t\(\s*|(?:says|label|tip): )"  # a call, or an attribute of `h`

@@ -25,14 +25,12 @@ def test_a_little_of_everything_happens_and_the_tokens_are_right(
     stops = {plan["stop"][0] for _, plan in happened(film, "plan") if "stop" in plan}
     assert {"budget", "blocks", "seat"} <= stops
     assert len(list(happened(film, "evicted"))) > 20
-    verified = [v for _, r in happened(film, "result") for v in r.get("verified", {}).values()]
-    assert sum(a for a, _ in verified) > 20 and sum(r for _, r in verified) > 5
     assert requests["e"]["finish"]["stop_reason"] == "\n\n"
     assert requests["e"]["text"] == " self.items"
 
 
-def test_two_films_differ_in_times_only(default_run_path: Path, cast: Cast, tmp_path: Path) -> None:
+def test_two_films_differ_in_times_only(default_run_text: str, cast: Cast, tmp_path: Path) -> None:
     perform(DEFAULT, tmp_path / "again.jsonl", cast)
-    texts = [path.read_text() for path in (default_run_path, tmp_path / "again.jsonl")]
+    texts = [default_run_text, (tmp_path / "again.jsonl").read_text()]
     clock = re.compile(r'"((?:arrived_at|started_at|time|\w+_ms)"):[^,}]*')
     assert clock.sub("", texts[0]) == clock.sub("", texts[1]) and texts[0] != texts[1]

@@ -9,81 +9,26 @@
   };
   const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
-  // -- models: a few known ones, and config.json of the families that the engine serves
+  // -- models: layers, hidden size, MLP, heads, KV heads, size of a head, vocabulary
 
-  const SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size"];
-  const model = (family, sizes, others) => ({architectures: [`${family}ForCausalLM`],
-    ...Object.fromEntries(SIZES.map((name, i) => [name, sizes[i]])), ...others});
+  const model = ([layers, hidden, inner, heads, kvHeads, headDim, vocab], others) => ({layers, hidden,
+    inner, heads, kvHeads, headDim, vocab, gpus: 1, isTied: false, experts: null,
+    windows: Array(layers).fill(null), ...others});
   // Source: huggingface.co/OWNER/NAME/blob/main/config.json of Qwen/Qwen3-0.6B, -8B, -30B-A3B,
   // meta-llama/Llama-3.1-8B, -70B, mistralai/Mistral-7B-v0.1, Mixtral-8x7B-v0.1, google/gemma-3-1b-it
   const MODELS = {
-    "Qwen3-0.6B": model("Qwen3", [28, 1024, 3072, 16, 8, 128, 151936], {tie_word_embeddings: true}),
-    "Qwen3-8B": model("Qwen3", [36, 4096, 12288, 32, 8, 128, 151936]),
-    "Qwen3-30B-A3B": model("Qwen3Moe", [48, 2048, 6144, 32, 4, 128, 151936],
-      {num_experts: 128, num_experts_per_tok: 8, moe_intermediate_size: 768}),
-    "Llama 3.1 8B": model("Llama", [32, 4096, 14336, 32, 8, 128, 128256]),
-    "Llama 3.1 70B": model("Llama", [80, 8192, 28672, 64, 8, 128, 128256]),
-    "Mistral 7B v0.1": model("Mistral", [32, 4096, 14336, 32, 8, 128, 32000], {sliding_window: 4096}),
-    "Mixtral 8x7B": model("Mixtral", [32, 4096, 14336, 32, 8, 128, 32000],
-      {num_local_experts: 8, num_experts_per_tok: 2}),
-    "Gemma 3 1B": model("Gemma3", [26, 1152, 6912, 4, 1, 256, 262144], {sliding_window: 512}),
+    "Qwen3-0.6B": model([28, 1024, 3072, 16, 8, 128, 151936], {isTied: true}),
+    "Qwen3-8B": model([36, 4096, 12288, 32, 8, 128, 151936]),
+    "Qwen3-30B-A3B": model([48, 2048, 6144, 32, 4, 128, 151936],
+      {experts: {number: 128, active: 8, inner: 768, layers: 48}}),
+    "Llama 3.1 8B": model([32, 4096, 14336, 32, 8, 128, 128256]),
+    "Llama 3.1 70B": model([80, 8192, 28672, 64, 8, 128, 128256]),
+    "Mistral 7B v0.1": model([32, 4096, 14336, 32, 8, 128, 32000], {windows: Array(32).fill(4096)}),
+    "Mixtral 8x7B": model([32, 4096, 14336, 32, 8, 128, 32000],
+      {experts: {number: 8, active: 2, inner: 14336, layers: 32}}),
+    "Gemma 3 1B": model([26, 1152, 6912, 4, 1, 256, 262144],
+      {isTied: true, windows: Array.from({length: 26}, (_, i) => ((i + 1) % 6 > 0 ? 512 : null))}),
   };
-
-  // Defaults as in model_config.py; `fixed` are values of fields that the family does not read.
-  const FAMILIES = {
-    Qwen3ForCausalLM: {max_window_layers: 28, head_dim: 128},
-    Qwen2ForCausalLM: {max_window_layers: 28},
-    LlamaForCausalLM: {isMultiHead: true, fixed: {sliding_window: null}},
-    MistralForCausalLM: {num_key_value_heads: 8, fixed: {layer_types: null}},
-    Gemma3ForCausalLM: {sliding_window_pattern: 6, head_dim: 256, tie_word_embeddings: true},
-    Olmo3ForCausalLM: {isMultiHead: true, fixed: {sliding_window_pattern: 4}},
-    Qwen3MoeForCausalLM: {num_experts_per_tok: 8, moe_intermediate_size: 768,
-      fixed: {max_window_layers: 0}},
-    MixtralForCausalLM: {num_key_value_heads: 8, num_local_experts: 8, num_experts_per_tok: 2,
-      sliding_window: null, fixed: {layer_types: null}},
-  };
-
-  // The shape of a model. Throws an Error for the reader if the book's engine would not serve it.
-  function readConfig(config) {
-    const architecture = String(config?.architectures ?? "");
-    const known = Object.keys(FAMILIES).map((name) => name.replace("ForCausalLM", "")).join(", ");
-    check(Object.hasOwn(FAMILIES, architecture),
-      `This config.json names ${architecture || "no architecture"}. Known are ${known} (...ForCausalLM).`,
-      `这个 config.json 的 architectures：${architecture || "没有写"}。支持的有 ${known}（...ForCausalLM）。`);
-    const family = FAMILIES[architecture];
-    const fields = {sliding_window: 4096, ...family, ...config, ...family.fixed};
-    const whole = (name, absent) => {
-      const value = fields[name] ?? absent;
-      check(Number.isInteger(value) && value > 0,
-        `${name} in config.json must be a whole number > 0, got ${fields[name]}.`,
-        `config.json 的 ${name} 应为大于 0 的整数，实际是 ${fields[name]}。`);
-      return value;
-    };
-    const [layers, hidden, heads] = [SIZES[0], SIZES[1], SIZES[3]].map((name) => whole(name));
-    const kvHeads = whole("num_key_value_heads", family.isMultiHead && heads);
-    check(heads % kvHeads === 0, `num_key_value_heads in config.json must divide ${heads}, got ${kvHeads}.`,
-      `config.json 的 num_key_value_heads 应整除 ${heads}，实际是 ${kvHeads}。`);
-    const {max_window_layers: first, sliding_window_pattern: every, layer_types: types} = fields;
-    const isOff = fields.sliding_window == null || (first !== undefined && !fields.use_sliding_window);
-    const isWindowed = (i) => (types ? types[i] === "sliding_attention"
-      : first !== undefined ? i >= first : every === undefined || (i + 1) % every > 0);
-    const all = Array.from({length: layers}, (_, i) => i);
-    const isSparse = (i) => (i + 1) % (fields.decoder_sparse_step ?? 1) === 0
-      && !(fields.mlp_only_layers ?? []).includes(i);
-    return {
-      layers, hidden, heads, kvHeads, gpus: 1, headDim: whole("head_dim", Math.floor(hidden / heads)),
-      inner: whole("intermediate_size"), vocab: whole("vocab_size"),
-      isTied: Boolean(fields.tie_word_embeddings),
-      windows: all.map((i) => (!isOff && isWindowed(i) ? whole("sliding_window") : null)),
-      experts: family.num_experts_per_tok === undefined ? null : {
-        number: whole("num_experts", fields.num_local_experts ?? 128),
-        active: whole("num_experts_per_tok"),
-        inner: whole("moe_intermediate_size", fields.intermediate_size),
-        layers: all.filter(isSparse).length,
-      },
-    };
-  }
 
   // The weights in matrices: `every` step reads these, an `expert` has these in all layers, `all`.
   function countWeights({layers, hidden, heads, kvHeads, gpus, headDim, inner, vocab, isTied, experts}) {
@@ -155,7 +100,7 @@
   const expectedSpeedup = (acceptance, drafts, draftCost, verifyCost) =>
     expectedTokens(acceptance, drafts) / (verifyCost + drafts * draftCost);
 
-  globalThis.bookCalculators = {MODELS, readConfig, countWeights, onGPUs, numbersOfGPUs,
+  globalThis.bookCalculators = {MODELS, countWeights, onGPUs, numbersOfGPUs,
     dealLayers, bytesForKV, kvBytesPerToken, fitRequests, decodeFloor, expectedTokens, expectedSpeedup};
 
   // -- what is asked (`notes`: vLLM's name, a hint); sentences; lines of a name, a formula, an outcome
@@ -334,40 +279,21 @@
       form.append(h("p", {}, named, input, h("small", {}, hint)));
       return input;
     };
-    const known = Object.entries(MODELS).map(([name, config]) =>
-      h("option", {shape: readConfig(config), selected: name === "Qwen3-8B"}, name));
+    const known = Object.entries(MODELS).map(([name, shape]) =>
+      h("option", {shape, selected: name === "Qwen3-8B"}, name));
     const picker = hasModel && add(h("select", {}, ...known), say("Model", "模型"));
-    if (hasModel) {
-      const onchange = (event) => attempt(() => readFile(event.target));
-      const onclick = ({target}) => (target.value = ""); // so that the same file is read again
-      add(h("input", {type: "file", accept: ".json", onchange, onclick}),
-        say("or drop a config.json", "或拖入 config.json"));
-      div.ondragover = div.ondrop = (event) => {
-        event.preventDefault();
-        attempt(() => readFile(event.dataTransfer));
-      };
-    }
     const inputs = fields.map(({label, notes, value, min, max, choices, isWhole, isOptional}) =>
       add(choices ? h("select", {}, ...choices.map(([bytes, text]) => h("option", {value: bytes}, text)))
         : h("input", {type: "number", min, max, step: isWhole ? 1 : "any", value,
           required: !isOptional}), label, ...notes));
 
-    async function attempt(action) {
+    function attempt(action) {
       try {
-        await action();
-      } catch ({name, message}) {
-        const text = name === "SyntaxError" ? say("The file is not JSON.", "文件不是 JSON。") : message;
-        result.replaceChildren(h("span", {className: "calculator-error"}, text));
+        action();
+      } catch ({message}) {
+        result.replaceChildren(h("span", {className: "calculator-error"}, message));
         formulas.replaceChildren();
       }
-    }
-
-    async function readFile({files: [file]}) {
-      if (!file) return; // a selection that was cancelled, dropped text, or a file not dropped yet
-      const config = JSON.parse(await file.text());
-      picker.append(h("option", {shape: readConfig(config), selected: true},
-        `${file.name} (${config.num_hidden_layers} ${say("layers", "层")})`));
-      renew();
     }
 
     function renew() {

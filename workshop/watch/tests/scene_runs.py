@@ -1,19 +1,17 @@
 """Small runs for the browser tests of the pool, the prefix cache and the step in words, with every
-case that these must show. Also helpers that such a test uses on a page."""
+case that these must show."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.frames import Frame
-from kv_connector import KVConnector
+from kv_connector import ConnectorChain
 from request import Request, SamplingParams
 from workshop.watch.page_maker import make_page
-from workshop.watch.replay.film import Film, FilmStep
+from workshop.watch.replay.film import Film
 from workshop.watch.watch_command import read_reel
 from workshop.watch.workloads import DEFAULT, Cast, Script, Visit, perform
 
@@ -52,22 +50,9 @@ SCRIPTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A page, and its film as read in Python."""
-
+class Shown(NamedTuple):
     page: Path
-    film: Film
-
-    @property
-    def run(self) -> Any:
-        return self.film.run
-
-    def step(self, number: int) -> FilmStep:
-        return self.film.step(number)
-
-    def state(self, number: int) -> Frame:
-        return self.film.state_after(number)
+    film: Film  # as read in Python
 
 
 class Pages(dict[str, Shown]):
@@ -86,31 +71,19 @@ class Pages(dict[str, Shown]):
         return found
 
 
-class SlowStore(KVConnector):
+class SlowStore(ConnectorChain):
     """Has the first block of one request, which comes when it has been asked for twice."""
 
     num_calls = 0
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
         return (4, True) if request.request_id == "d" and num_computed_tokens == 0 else (0, False)
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: list[int], num_external_tokens: int
-    ) -> None: ...
+    def update_state_after_alloc(self, *_: object) -> None: ...
 
     def get_finished_load(self, request_id: str) -> int | None:
         self.num_calls += 1
         return 4 if self.num_calls > 2 else None
-
-    def cancel_load(self, request_id: str) -> None: ...
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> None: ...
-
-    def wait_for_load(self, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def make_urgent(events: Path, cast: Cast) -> None:
@@ -118,20 +91,16 @@ def make_urgent(events: Path, cast: Cast) -> None:
     which has KV elsewhere. (A `Visit` has no priorities.)"""
     settings = {"block_size": 4, "num_blocks": 30, "max_num_seqs": 2, "policy": "priority"}
     config = EngineConfig(
-        **settings, device="cpu", dtype="float64", events=events, kv_connector=SlowStore()
+        **settings, device="cpu", dtype="float64", events=events, kv_connector=SlowStore(())
     )
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
-
-    def come(name: str, prompt: str, priority: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=8)
-        engine.add_request(name, prompt, params, priority=priority)
-
-    come("a", CODE, 2)
-    come("b", "Hello there", 3)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    engine.add_request("a", CODE, params, priority=2)
+    engine.add_request("b", "Hello there", params, priority=3)
     for _ in range(3):
         engine.step()
-    come("c", "The answer", 0)
-    come("d", "Once upon a time", 1)
+    engine.add_request("c", "The answer", params, priority=0)
+    engine.add_request("d", "Once upon a time", params, priority=1)
     while engine.has_unfinished_requests():
         engine.step()
     engine.close()
