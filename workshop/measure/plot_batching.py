@@ -113,7 +113,7 @@ def compare(model: PreTrainedModel, lengths: Lengths, num_slots: int) -> dict[st
         + len(batch.req_ids) * (batch.num_steps - 1)
         for batch in report.batches
     )
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "static": {"steps": report.num_steps, "computed": padded},
         "continuous": {
             "steps": len(records),

@@ -130,7 +130,7 @@ def summarise(run: Simulation, scheduler: PreemptiveScheduler) -> dict:
 def run_with(
     requests: list[SimulatedRequest], cost_model: CostModel, **options: Any
 ) -> tuple[Simulation, dict]:
-    scheduler = Scheduler(**LIMITS | {"kv_memory": make_kv_memory(NUM_BLOCKS)} | options)
+    scheduler = Scheduler(kv_memory=make_kv_memory(NUM_BLOCKS), **LIMITS | options)
     run = simulate(scheduler, requests, cost_model)
     return run, summarise(run, scheduler)
 

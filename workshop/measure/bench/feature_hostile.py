@@ -101,7 +101,7 @@ async def measure_body(name: str, flags: list[str]) -> list[str]:
             reader, _ = await open_request(port, COMPLETIONS, few)
             await reader.read()
         stream = COMPLETIONS, json.dumps(STREAM).encode()
-        others = [("/health", None), stream, stream]
+        others: list[tuple[str, bytes | None]] = [("/health", None), stream, stream]
         waits = [asyncio.create_task(longest_wait(port, *other, over)) for other in others]
         await asyncio.sleep(1.0)
         reader, writer = await open_request(port, path, body)

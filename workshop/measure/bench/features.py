@@ -113,8 +113,8 @@ def plain_and_overlapped(
         )
         engine = engines[kind] = LLMEngine(config, loaded=loaded)
         if device_ms:
-            core: Any = engine.core
-            core.runner = QueuedDevice(core.runner, device_ms / 1e3)
+            part: Any = engine.core
+            part.runner = QueuedDevice(part.runner, device_ms / 1e3)
     speed = partial(decode_speed, number=number, params=params)
     runs = run_in_turn(engines, lambda kind: speed(engines[kind]), 1 if tiny else 5)
     for engine in engines.values():
@@ -152,7 +152,11 @@ async def seconds_of_async(llm: AsyncLLM, number: int, params: SamplingParams) -
 
 
 def serve(tiny: bool) -> str:
-    limits = {"max_num_seqs": 256, "num_blocks": 2000, "num_threads": torch.get_num_threads()}
+    limits: dict[str, Any] = {
+        "max_num_seqs": 256,
+        "num_blocks": 2000,
+        "num_threads": torch.get_num_threads(),
+    }
     flags = [word for name, n in limits.items() for word in (f"--{name.replace('_', '-')}", f"{n}")]
     engine, llm = LLMEngine(EngineConfig(**limits)), AsyncLLM(**limits)
     loop, num_tokens, rows = asyncio.new_event_loop(), 2 if tiny else 64, []

@@ -181,7 +181,8 @@ def attend(lab: Lab, num_seqs: int, context: int) -> dict[str, float]:
         max_query_len=1,
         max_seq_len=max(context, lab.sizes.engine["max_model_len"]),
     )
-    right = paged_attention(query.double(), *(c.double() for c in caches), metadata, scale)
+    keys, values = (cache.double() for cache in caches)
+    right = paged_attention(query.double(), keys, values, metadata, scale)
     made = MixedTritonAttentionBackend().plan(metadata, num_heads, caches[0])
     error = (made.attend(query, *caches, scale) - right).abs().max() / right.abs().max()
     if not error <= ATTENTION_TOLERANCE:
