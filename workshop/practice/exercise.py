@@ -29,7 +29,6 @@ from importlib import import_module
 from pathlib import Path
 
 from workshop.book.text_rows import TextRow, is_chinese, read_rows
-from workshop.practice.renames import renamed_in_words
 
 # The words of a row that have texts, and so a translation.
 TEXTS = ("title", "symptom", "cause", "lesson", "watch", "nothing", "write", "hint", "mistake")
@@ -47,11 +46,7 @@ class Exercise:
     @property
     def words(self) -> TextRow:
         """The texts in the terminal's language."""
-        return renamed_row(self.chinese if is_chinese() else self.english, self.names_now())
-
-    def names_now(self) -> dict[str, str]:
-        """Return the names of its function that changed since its texts were written."""
-        return {}
+        return self.chinese if is_chinese() else self.english
 
     @property
     def digest(self) -> str:
@@ -63,14 +58,6 @@ class Exercise:
     def example(self) -> Callable[[], Iterator[str]]:
         module, _, function = self.english.text("example").partition(" ")
         return getattr(import_module(f"workshop.practice.examples.{module}"), function)
-
-
-def renamed_row(row: TextRow, names: dict[str, str]) -> TextRow:
-    """Return the texts with the new names in backticks, and where a whole text is code."""
-    if not names:
-        return row
-    said = {word: [renamed_in_words(x, names) for x in texts] for word, texts in row.said.items()}
-    return TextRow(row.head, defaultdict(list, said))
 
 
 def read_exercises(table: Path, words: str) -> Iterator[tuple[TextRow, TextRow]]:

@@ -20,7 +20,6 @@ from workshop.book.text_rows import TextRow, read_rows
 from workshop.practice.apart import apart
 from workshop.practice.named_tests import TestRun, run_tests
 from workshop.practice.patch_table import Bug
-from workshop.practice.renames import renamed
 from workshop.practice.tasks.course import EVENINGS, TASKS, Task, blank_of, task_numbered
 from workshop.practice.trial import say, swapped
 
@@ -43,11 +42,11 @@ class GivenAnswer:
         """The source of the whole module."""
         if not self.row.said["|"]:
             old, new, task = self.row.text("-"), self.row.text("+"), self.task
-            return Bug(task.module, task.place, old, new, parameters=task.parameters).apply()
+            return Bug(task.module, task.place, old, new).apply()
         blank = blank_of(self.task)
         last = blank.stub.splitlines()[-1]
         margin = last[: len(last) - len(last.lstrip())]
-        said = renamed(self.row.text("|"), self.task.names_now()).split("\n")
+        said = self.row.text("|").split("\n")
         body = "".join(f"{margin}{line}".rstrip() + "\n" for line in said)
         return blank.before + body + blank.after
 
