@@ -4,7 +4,7 @@
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md
     tables            from records, if their script or their records changed
-    notebooks         executed where the script is not what the notebook holds
+    notebooks         made of their scripts, without outputs
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
     Chinese pages     code, numbers in tables, and what a script writes around them, as in the
                       English page of the same name
@@ -85,6 +85,8 @@ def renew_pages() -> Iterator[str]:
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models_page.PAGE, models_page.render())
+    for script in notebooks.demo_scripts():
+        _write(script.with_suffix(".ipynb"), notebooks.notebook_text(script))
     for page in reading.PAGES:
         _write(page, reading.counted(page.read_text(encoding="utf-8")))
     words = figure_words.Words()
@@ -276,10 +278,6 @@ def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
     for command in commands_for(changed_since(commit), is_all):
         print(f"  {' '.join(command)}", flush=True)
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-    for script in notebooks.demo_scripts():
-        if notebooks.notebook_problems(script):
-            print(f"  {script.relative_to(ROOT)}", flush=True)
-            notebooks.write_twin(script)
     for page, old in before.items():
         english = english_of(page).read_text(encoding="utf-8")
         for text in filter(None, (text_at(commit, english_of(page)), old)):

@@ -17,7 +17,11 @@ commit = os.environ["BOOK_COMMIT"]
 project = html_title = "vllm-from-scratch"
 language = "zh_CN" if is_chinese else "en"
 extensions = ["myst_nb"]
-nb_execution_mode = "off"
+nb_execution_mode = "cache"
+nb_execution_cache_path = os.path.join(os.environ["BOOK_NOTEBOOKS"], language)
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_execution_show_tb = True
 highlight_language = "none"
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 6
