@@ -1,8 +1,7 @@
 """Still pictures of the films, for the chapters' texts: the scenes of a decisive step, cut out of
 the page as the browser draws it.
 
-    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions; and the
-                                        server's page (`live_still.py`)
+    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions
 
 A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts,
 and in its notebook's script, is written with the picture, from the same film (`film_captions.py`).
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.film_captions import write_captions
 from workshop.watch.films import BEYOND, FILMS, ChapterFilm, Shot, page_of, shoot
-from workshop.watch.live_still import take_lives
 from workshop.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
@@ -156,7 +154,5 @@ def make_stills(cast: Cast | None = None) -> None:
                     still.save(target, optimize=True)
                     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
                 write_captions(shot, ROOT)
-            for path in take_lives(browser, LANGUAGES):
-                print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
         raise ValueError(f"stills are drawn by a browser: {error}") from None

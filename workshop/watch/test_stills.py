@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from workshop.measure.bench.bench_record import replace_between_markers
-from workshop.watch import films, live_still, page_maker
+from workshop.watch import films, page_maker
 from workshop.watch.film_captions import (
     MARKER,
     cell_caption,
@@ -68,13 +68,6 @@ def test_a_picture_equals_the_browsers_drawing(
     different = ImageChops.difference(*small).histogram()
     mean = sum(value * number for value, number in enumerate(different)) / (90 * 60)
     assert film.columns or mean < 1.5, "draw it again: python -m workshop.watch --stills"
-
-
-def test_the_servers_page_has_its_picture() -> None:
-    for ending in LANGUAGES.values():
-        assert (live_still.FOLDER / f"live{ending}").stat().st_size < 150_000
-        page = ROOT / "common" / "serve" / f"README{ending.removesuffix('.png')}.md"
-        assert f"](figures/live{ending})" in page.read_text(encoding="utf-8")
 
 
 # -- commands
