@@ -35,43 +35,35 @@ def vocabulary() -> list[Row]:
     return [Row(re.compile(cell[1], flag), *cell[2:]) for cell, flag in zip(cells, flags)]
 
 
-def prose_of(name: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yield offset and text of each docstring and comment, and of each paragraph of a page."""
-    if not name.endswith(".py"):
-        blank = CODE.sub(lambda match: re.sub("[^\n]", "`", match[0]), source)
-        yield from (
-            (match.start(), match[0]) for match in re.finditer(r"\S.*?(?:\n\n|\Z)", blank, re.S)
-        )
-        return
-    for match in STRING_OR_COMMENT.finditer(source):
-        mark = 3 if match[0].startswith('"""') else 1
-        if mark == 3 or match[0][0] == "#":
-            text = match[0][mark:].removesuffix('"""')
-            yield match.start() + mark, CODE.sub(lambda code: "`" * len(code[0]), text)
+def prose_of(name: str, source: str) -> str:
+    """Return a page, or a module's docstrings and comments, in one line: the rest is zeros."""
+    parts, end = [], 0
+    for match in STRING_OR_COMMENT.finditer(source) if name.endswith(".py") else ():
+        if match[0].startswith(("#", '"""')):
+            parts += ["\0" * (match.start() - end), match[0]]
+            end = match.end()
+    prose = "".join(parts) if name.endswith(".py") else source
+    return CODE.sub(lambda code: "`" * len(code[0]), prose).replace("\n", " ")
 
 
-def hits(name: str, source: str) -> list[tuple[int, str, str]]:
-    """Return line, expression and replacement of each."""
-    found = []
-    for offset, text in prose_of(name, source):
-        line = source.count("\n", 0, offset) + 1
-        for row in vocabulary():
-            for hit in row.pattern.finditer(text.replace("\n", " ")):
-                around = text[max(0, hit.start() - AROUND) : hit.end() + AROUND]
-                if not (row.allowed and re.search(row.allowed, around)):
-                    at = line + text.count("\n", 0, hit.start())
-                    found.append((at, hit[0].strip(), row.instead))
-    return sorted(found)
+def hits(name: str, source: str) -> Iterator[str]:
+    """Yield place, expression and replacement of each."""
+    prose = prose_of(name, source)
+    for row in vocabulary():
+        for hit in row.pattern.finditer(prose):
+            around = prose[max(0, hit.start() - AROUND) : hit.end() + AROUND]
+            if not (row.allowed and re.search(row.allowed, around)):
+                line = source.count("\n", 0, hit.start()) + 1
+                yield f"{name}:{line}: {hit[0].strip()!r} -> {row.instead}"
 
 
 def main(paths: Sequence[str]) -> None:
     house, number = House(ROOT), 0
     for path in (p for p in house.files if p.suffix in (".py", ".md", ".txt")):
-        name = house.name(path)
-        found = hits(name, path.read_text(encoding="utf-8"))
+        found = list(hits(house.name(path), path.read_text(encoding="utf-8")))
         number += len(found)
-        if any(f"{name}/".startswith(f"{asked.rstrip('/')}/") for asked in paths):
-            print("\n".join(f"{name}:{line}: {word!r} -> {new}" for line, word, new in found))
+        if house.name(path).startswith(tuple(paths)):
+            print("\n".join(found))
     if not paths:
         print(f"{number} private words; python -m workshop.words PATH lists them")
 

@@ -1,7 +1,7 @@
 """Bugs that were planted by hand, and which of a folder's tests notices each.
 
 python -m workshop.practice.planted_bugs 04_scheduler             those of planted/04_scheduler.diff
-python -m workshop.practice.planted_bugs 04_scheduler -- -m net   by the nets alone
+python -m workshop.practice.planted_bugs 04_scheduler --pytest "-m net"   by the nets alone
 python -m workshop.practice.planted_bugs patches                  those of patches.txt, by the tests
                                 of their folders without those that the table names
 
@@ -16,15 +16,15 @@ import difflib
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tqdm import tqdm
 
 from workshop.practice.patch_table import all_bugs
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("planted")
-LIMIT_S = 60.0  # for the tests of one bug: a run that hangs is noticed, too
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -50,7 +50,7 @@ def apply(diff: str, *options: str) -> None:
     subprocess.run(command, input=diff.encode(), cwd=ROOT, check=True)
 
 
-def noticed_by(diff: str, folder: str, options: Sequence[str], limit_s: float = LIMIT_S) -> str:
+def noticed_by(diff: str, folder: str, options: Sequence[str], limit_s: float) -> str:
     """Plant the bug, run the folder's tests until one fails, and return its name. "": none does."""
     command = [sys.executable, "-m", "pytest", folder, "-x", "-q", "--tb=no", "--color=no"]
     command += ["-p", "no:cacheprovider", *options]
@@ -61,34 +61,27 @@ def noticed_by(diff: str, folder: str, options: Sequence[str], limit_s: float = 
         return f"does not end in {limit_s:.0f} s"
     finally:
         apply(diff, "--reverse")
-    if run.returncode == 0:
-        return ""
     found = FAILED.search(run.stdout)
-    return found[1] if found else f"pytest ended with {run.returncode}"
+    return found[1] if found else f"pytest ended with {run.returncode}" * bool(run.returncode)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workshop.practice.planted_bugs")
     parser.add_argument("folder", help="whose tests are run: of planted/FOLDER.diff; or: patches")
+    parser.add_argument("--pytest", default="", help="options of pytest")
     parser.add_argument("--words", default="", help="only bugs with these words in their titles")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a bug (60)")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
-    options, of_pytest = parser.parse_args(words[:end]), words[end + 1 :]
-    if options.folder == "patches":
-        bugs = list(bugs_of_patches())
-    else:
-        file = BUGS / f"{options.folder.replace('/', '-')}.diff"
-        found = read_bugs(file.read_text(encoding="utf-8"))
-        bugs = [(title, diff, options.folder, []) for title, diff in found.items()]
-    chosen = [bug for bug in bugs if options.words in bug[0]]
+    parser.add_argument("--limit", type=float, default=60, help="seconds for a bug (60)")
+    given = parser.parse_args()
+    bugs = list(bugs_of_patches())
+    if given.folder != "patches":
+        text = (BUGS / f"{given.folder.replace('/', '-')}.diff").read_text(encoding="utf-8")
+        bugs = [(title, diff, given.folder, []) for title, diff in read_bugs(text).items()]
+    chosen = [bug for bug in bugs if given.words in bug[0]]
     survivors = 0
-    for title, diff, folder, more in chosen:
-        begun = time.perf_counter()
-        test = noticed_by(diff, folder, of_pytest + more, options.limit)
+    for title, diff, folder, more in tqdm(chosen, unit="bug"):
+        test = noticed_by(diff, folder, [*given.pytest.split(), *more], given.limit)
         survivors += not test
-        said = test.rpartition("/")[2] or "SURVIVED"
-        print(f"{time.perf_counter() - begun:5.1f} s  {title}: {said}", flush=True)
+        tqdm.write(f"{title}: {test.rpartition('/')[2] or 'SURVIVED'}")
     print(f"{len(chosen) - survivors} of {len(chosen)} are noticed")
     return 1 if survivors else 0
 

@@ -67,7 +67,7 @@ def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, max
 def test_recorded_loss_and_agreement_are_those_of_the_shipped_weights(
     files: tuple[dict[str, str], dict[str, str]],
 ) -> None:
-    """On one file; `python -m workshop.training.train_tiny evaluate` repeats them all."""
+    """On one file."""
     record = json.loads((DRAFT / "evaluation.json").read_text())
     one = record["target_on_one_file"]
     text = {one["file"]: files[1][one["file"]]}

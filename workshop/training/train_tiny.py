@@ -1,7 +1,6 @@
 """Train a checkpoint like the one that ships with the repository, from scratch, offline.
 
-    python -m workshop.training.train_tiny target --out build/tiny     hours of a CPU
-    python -m workshop.training.train_tiny evaluate                    the shipped ones
+    python -m workshop.training.train_tiny --out build/tiny     hours of a CPU
 
 It learns next tokens of the standard library. Matrices are updated with Muon (momentum, then the
 nearest semi-orthogonal matrix; K. Jordan, 2024), everything else with AdamW. The learning rate
@@ -43,7 +42,7 @@ from workshop.training.tiny_data import (
     token_stream,
     train_tokenizer,
 )
-from workshop.training.tiny_eval import evaluate, flops_per_token, load, report
+from workshop.training.tiny_eval import evaluate, flops_per_token
 
 MAX_POSITIONS = 2048
 SHAPE: dict[str, Any] = {
@@ -148,7 +147,7 @@ def train(config: TrainConfig, out: Path, note_every: int, device: torch.device)
                 }
             )
             window = []
-    export(model, tokenizer, config, curve, held_out, out)
+    export(model, tokenizer, config, curve, out)
 
 
 def export(
@@ -156,11 +155,9 @@ def export(
     tokenizer: Tokenizer,
     config: TrainConfig,
     curve: list[dict],
-    held_out: dict[str, str],
     out: Path,
 ) -> None:
     model = model.cpu()
-    before = evaluate(model, tokenizer, held_out, torch.device("cpu"))
     model.bfloat16().save_pretrained(out)
     GenerationConfig(eos_token_id=0, pad_token_id=1, do_sample=False).save_pretrained(out)
     PreTrainedTokenizerFast(
@@ -172,12 +169,9 @@ def export(
     ).save_pretrained(out)
     record = {
         "config": asdict(config),
-        "parameters": sum(p.numel() for p in model.parameters()),
         "flops_per_token": flops_per_token(model),
         "corpus": {"python": platform.python_version(), "held_out": list(HELD_OUT)},
         "torch": torch.__version__,
-        "held_out_float32": before,
-        "held_out_bfloat16": evaluate(load(out), tokenizer, held_out, torch.device("cpu")),
         "curve": curve,
     }
     (out / "training_record.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -185,13 +179,10 @@ def export(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("role", choices=["target", "evaluate"])
     parser.add_argument("--tokens", type=int, default=13_200_000)
     parser.add_argument("--out", type=Path, default=Path("build") / "tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    if args.role == "evaluate":
-        return report()
     train(TrainConfig(args.tokens), args.out, 100, torch.device(args.device))
 
 
