@@ -37,13 +37,18 @@ def vocabulary() -> list[Row]:
 
 def prose_of(name: str, source: str) -> str:
     """Return a page, or a module's docstrings and comments, in one line: the rest is zeros."""
+    if not name.endswith(".py"):
+        return _without_code(source)
     parts, end = [], 0
-    for match in STRING_OR_COMMENT.finditer(source) if name.endswith(".py") else ():
+    for match in STRING_OR_COMMENT.finditer(source):
         if match[0].startswith(("#", '"""')):
-            parts += ["\0" * (match.start() - end), match[0]]
+            parts += ["\0" * (match.start() - end), _without_code(match[0])]
             end = match.end()
-    prose = "".join(parts) if name.endswith(".py") else source
-    return CODE.sub(lambda code: "`" * len(code[0]), prose).replace("\n", " ")
+    return "".join(parts)
+
+
+def _without_code(text: str) -> str:
+    return CODE.sub(lambda code: "`" * len(code[0]), text).replace("\n", " ")
 
 
 def hits(name: str, source: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, TITLES, Exhibit
-from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
+from workshop.practice.museum.watched_run import Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
 
@@ -149,19 +149,14 @@ def scenes_of(where: Parting | None) -> list[str]:
     return _PANELS.get(where.key if where else "", _OF_CACHE).split()
 
 
-def moments_of(
-    where: Parting | None, broken: Contradiction | None, wrong: RunOnFilm
-) -> list[dict[str, Any]]:
-    """Where to look: at the first difference, at a contradiction, at the end by an error."""
-    found: list[tuple[int, str, tuple[str, str]]] = []
-    if where is not None:
-        found.append((where.step, where.request, ("the two differ from here on", "两边从这里分开")))
-    if broken is not None:
-        found.append((broken.step, "", ("left: this is impossible", "左边：这不可能发生")))
+def moments_of(where: Parting | None, wrong: RunOnFilm) -> list[dict[str, Any]]:
+    """Where to look: at the first difference, and at the end by an error."""
+    found: dict[int, tuple[str, tuple[str, str]]] = {}
     if wrong.error:
         last = max(wrong.num_steps - 1, 0)
-        found.append((last, "", ("left: the run ends in an error", "左边：运行因错误而终止")))
-    steps = {step: (step, name, words) for step, name, words in reversed(found)}
+        found[last] = "", ("left: the run ends in an error", "左边：运行因错误而终止")
+    if where is not None:
+        found[where.step] = where.request, ("the two differ from here on", "两边从这里分开")
     return [
         {
             "address": f"step={step}" + (f"&request={name}" if name else ""),
@@ -169,5 +164,5 @@ def moments_of(
             "request": name or None,
             "words": words,
         }
-        for step, name, words in (steps[at] for at in dict.fromkeys(step for step, *_ in found))
+        for step, (name, words) in sorted(found.items())
     ]
