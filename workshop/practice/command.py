@@ -44,6 +44,11 @@ def _say(text: str) -> None:
     print(f"{text}\n", flush=True)
 
 
+def _wait(doing: str) -> None:
+    """A sign of life, which is no part of the output."""
+    print(f"({doing}: some seconds)", file=sys.stderr, flush=True)
+
+
 def _wrapped(text: str, indent: str = "") -> str:
     """Wrap the text between words. Chinese is unchanged: a terminal can break it anywhere."""
     return text if is_chinese() else textwrap.fill(text, WIDTH, subsequent_indent=indent)
@@ -134,6 +139,7 @@ def watch(
         reason = "" if is_hidden else words.text("nothing")
         _say(f"{number}. There is nothing to watch. {reason}")
         return
+    _wait("recording the engine with the bug and without")
     with broken_copy(exhibit.patch) as swap:
         page, difference = page_of_films(number, exhibit, swap, is_hidden)
     if not is_hidden:
@@ -175,6 +181,7 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
     """Return where the two films differ, and the changes in each there."""
     if exhibit.watch is None:
         return [], []
+    _wait("recording the engine with the bug and without")
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
     requests = ", ".join(request.name for request in exhibit.watch.requests)
@@ -196,6 +203,7 @@ def _is_asked_for() -> bool:
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
     """Return the first test that fails and the first line of its message."""
+    _wait("running its tests")
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s)
     if run.first is None:
         return run.report.strip()

@@ -33,6 +33,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from workshop.book.text_rows import TextRow, read_rows
 from workshop.watch import film_facts, film_scripts
 from workshop.watch.page_maker import Reel, make_page
@@ -120,12 +122,12 @@ def shoot(
     last = film.scripts[-1]
     names = "ab" if len(film.scripts) > 1 else ("",)
     paths = tuple(folder / f"film_{film.name}{name}.jsonl" for name in names)
-    for script, path in zip(film.scripts, paths):
+    others = [last.but(**changes) for _, changes in film.knob if has_knob]
+    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(others)))
+    runs = list(zip((*film.scripts, *others), (*paths, *turned), strict=True))
+    title = f"recording film {film.name}"
+    for script, path in tqdm(runs, title, unit="run", leave=False, disable=None):
         perform(script, path, cast)
-    settings = [changes for _, changes in film.knob] if has_knob else []
-    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
-    for changes, path in zip(settings, turned):
-        perform(last.but(**changes), path, cast)
     film_facts.check(list(map(Film.read, paths)), film.shows)
     return Shot(film, paths, turned)
 

@@ -81,10 +81,14 @@ def _make_films(args: argparse.Namespace, mine: tuple[int, int] | None) -> None:
         films.renew_facts()
     else:
         film = films.BEYOND.get(args.film) or films.FILMS[int(args.film)]
-        print(f"recording film {film.name}: some seconds", file=sys.stderr, flush=True)
+        _wait()
         ((shot, page),) = films.film_pages([film], mine)
         print(shot.caption[0])
         write_page(args.out or FOLDER / f"film_{args.film}.html", page, args.open)
+
+
+def _wait() -> None:
+    print("(recording the engine: some seconds)", file=sys.stderr, flush=True)
 
 
 def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int]]:
@@ -119,6 +123,7 @@ def _make_two(out: Path, mine: tuple[int, int] | None, is_opened: bool) -> None:
     from workshop.watch import films  # torch: not needed to show a run that is there
 
     beside = out.with_name(f"{out.stem}_everything{out.suffix}")
+    _wait()
     cast = films.load_cast()
     with tempfile.TemporaryDirectory() as folder:
         every = films.shoot(films.EVERYTHING, Path(folder), cast)

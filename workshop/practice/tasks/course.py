@@ -10,8 +10,7 @@
     engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module, if any do
 
 Common wrong answers, each with the lesson in it, are in `patches.txt`; `zh_mistake` is the lesson
-in Chinese. If a reader's answer fails the tests, and the example's output is that of a typical
-mistake, the lesson is shown."""
+in Chinese. If a reader's answer fails the tests as a typical mistake does, the lesson is shown."""
 
 from __future__ import annotations
 

@@ -39,14 +39,13 @@ def main() -> int:
     swap.install()
     try:
         swap.check()
-        if task.engine is None:
-            print(f"The engine does not run {task.place}. A small example, with your lines:\n")
-        else:
+        if task.example is not None:
             print(f"A small example, with your {task.place}:\n")
-        print(textwrap.indent("\n".join(task.example()), "    "))
+            print(textwrap.indent("\n".join(task.example()), "    "))
         if task.engine is None:
+            print(f"\nThe engine does not run {task.place}.")
             return 0
-        print("\nThe engine, with the same lines:")
+        print("\nThe engine, with your lines:")
         llm, run = engine_on(task.engine)
     except Exception as error:
         places = [

@@ -6,7 +6,7 @@ The checks go from fast to slow, and the first failure ends the grading:
     the import    the module can be imported, within a time limit
     the tests     the named ones, the simplest first, with the reader's module for every import of
                   it; the first failure is reported
-    the example   only after a failed test: whether its output is that of a typical mistake
+    the mistakes  only after a failed test: which of them fails the same test in the same words
 
 The reader's code runs in a separate process. Nothing in the checkout is written to.
 """
@@ -21,7 +21,7 @@ import re
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,12 @@ from workshop.book.text_rows import is_chinese
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
-from workshop.practice.patch_table import Bug, log_row
+from workshop.practice.patch_table import log_row
 from workshop.practice.source_patch import ROOT, definitions
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
 from workshop.practice.tasks.course import Task, blank_of
-from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
+from workshop.practice.trial import said_by, swapped, try_tests
 
 LIMIT_S = 10.0  # for a test, an import, an example
 NUM_LINES = 12  # shown of the output of a test or of the reader's code
@@ -44,7 +44,6 @@ NUM_LINES = 12  # shown of the output of a test or of the reader's code
 class Verdict:
     is_right: bool
     text: str
-    mistake: Bug | None = None  # the typical one that it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
     if not run.failed:
         cases = f", in {run.num_passed} cases" if run.num_passed > num_tests else ""
         return Verdict(True, f"Right. {_counted(num_tests, 'test')} passed{cases}.")
-    tell("One fails. Looking for a small example ...")
+    tell("One fails. Comparing it with common mistakes ...")
     return _explained(trial, run)
 
 
@@ -179,10 +178,11 @@ def _import(swap: ModuleSwap) -> tuple[str, int | None]:
     return "", None
 
 
-def example_with(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
-    """Return the example's output with a module of that text."""
+def first_failure(task: Task, text: str, limit_s: float) -> tuple[str, str] | None:
+    """Return the first failed test with a module of that text, and its message."""
     with swapped(task.path, text) as swap:
-        return said_by(task.example, swap, limit_s)
+        run = try_tests(task.test_ids, swap, first_only=True, limit_s=limit_s)
+    return None if run.first is None else (run.first.test, run.first.message)
 
 
 def _tested(trial: _Trial) -> TestRun | str:
@@ -200,36 +200,30 @@ def _tested(trial: _Trial) -> TestRun | str:
 
 
 def _explained(trial: _Trial, run: TestRun) -> Verdict:
-    task, limit_s = trial.task, trial.limit_s
-    assert run.first is not None
-    parts = [_told(run.first, trial)]
-    said = said_by(task.example, trial.swap, limit_s)
-    ours = example_with(task, task.source())
-    mistake = None
-    if said != ours:
-        # If the example does not end: running it with the mistakes could take as long each time.
-        others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
-        others = [example_with(task, m.apply(), others_s) for m in task.mistakes]
-        mistake = recognised(task, said, others)
-        if said not in run.first.message:  # else an exception, and it is told
+    task, first = trial.task, run.first
+    assert first is not None
+    parts = [_told(first, trial)]
+    if task.example is not None:
+        said = said_by(task.example, trial.swap, trial.limit_s)
+        with swapped(task.path, task.source()) as swap:
+            ours = said_by(task.example, swap)
+        if said != ours and said not in first.message:  # else an exception, and it is told
             yours = f"With your lines it says:\n\n{_shown(said)}"
             parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
-    if mistake is not None:
-        told = task.words.said["mistake"][task.mistakes.index(mistake)]
-        told = f"This looks like a common mistake. {told}"
+    lessons = [
+        lesson
+        for mistake, lesson in zip(task.mistakes, task.words.said["mistake"], strict=True)
+        if first_failure(task, mistake.apply(), trial.limit_s) == (first.test, first.message)
+    ]
+    if lessons:
+        told = f"This looks like a common mistake. {' Or: '.join(lessons)}"
         parts.append(told if is_chinese() else textwrap.fill(told, 96))
     elif not _is_ours_elsewhere(trial):
         parts.append(
             f"Outside of {task.place}, {trial.name} is not as {task.file} is now. That may "
             f"be what is wrong. (make task N={task.number} ARGS=--again begins with a new copy.)"
         )
-    return Verdict(False, "\n\n".join(parts), mistake)
-
-
-def recognised(task: Task, said: str, others: Sequence[str]) -> Bug | None:
-    """Return the typical mistake with the example output `said`; `others` has that of each."""
-    found = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
-    return found[0] if len(found) == 1 else None
+    return Verdict(False, "\n\n".join(parts))
 
 
 def _is_ours_elsewhere(trial: _Trial) -> bool:
