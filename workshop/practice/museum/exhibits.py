@@ -35,7 +35,7 @@ _WORDS = """trap symptom cause lesson room limit_s watch parts request config sc
 nothing"""
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
 SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
-_WORDS = """and are all add|but bytes base block|can class call code|data default does doc|error end
+_TEXT = """and are all add|but bytes base block|can class call code|data default does doc|error end
 event exec|for file from first|get given getattr group|has have header handle|import index into
 item|line list last log|method module must may|not name new number|object other out one|path prefix
 process package|return read result run|self string set size|the that this time|used use using
@@ -46,7 +46,7 @@ _PROMPTS = {"SONG": SONG, "CODE": CODE}
 def blocks(letters: str, then: str = "") -> str:
     """A prompt of the shipped model: for each letter a block of four tokens, words that begin with
     it; then the text `then`."""
-    by_letter = {words[0]: " " + " ".join(words.split()) for words in _WORDS.split("|")}
+    by_letter = {words[0]: " " + " ".join(words.split()) for words in _TEXT.split("|")}
     return "".join(by_letter[letter] for letter in letters) + then
 
 
