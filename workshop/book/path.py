@@ -4,7 +4,6 @@
     loaded   the modules of ours that `LLM()` imports, with its default configuration
     run      the lines of ours that `LLM()` and a default `generate` of one prompt run: each line
              once, however often; and the total length of the functions that contain them
-    roots    the modules and lines of each chapter's root: the code that its text explains
 
 Empty modules, tests and demos are not counted. The first two are measured in a separate process, so
 that no module is loaded before `LLM`."""
@@ -67,12 +66,6 @@ print(json.dumps({"loaded": sorted(loaded), "counts": [num_made, len(ran), num_l
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    num_modules: int
-    num_lines: int
-
-
-@dataclass(frozen=True, slots=True)
 class DefaultPath:
     """The modules that a default `LLM()` loads, and the lines that `LLM()` and `generate` run."""
 
@@ -118,27 +111,12 @@ def modules_in(folder: Path) -> list[Path]:
     ]
 
 
-def size_of(paths: list[Path]) -> Size:
-    lines = [n for n in map(count_lines, paths) if n]
-    return Size(len(lines), sum(lines))
-
-
-def chapter_roots(root: Path = ROOT) -> dict[str, Size]:
-    return {
-        folder.name: size_of(modules_in(folder))
-        for folder in sorted(root.glob("[0-9][0-9]_*"))
-        if folder.is_dir()
-    }
-
-
 def main() -> None:
     default = measure_default()
     print(f"LLM() loads        {len(default.loaded)} modules, {default.num_lines:,} lines")
     print(f"LLM() runs         {default.num_lines_made:,} lines")
     print(f"generate() runs    {default.num_lines_run:,} lines", end="")
-    print(f" of functions with {default.num_lines_of_functions:,}\n")
-    for name, size in chapter_roots().items():
-        print(f"{name:<19}{size.num_modules} modules, {size.num_lines:,} lines")
+    print(f" of functions with {default.num_lines_of_functions:,}")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from common.engine_config import EngineConfig
 from common.tests.film_answers import Answers
 from workshop.practice.tasks import mine
 from workshop.watch import films, watch_command
-from workshop.watch.film_facts import NotShown, cells, check, fact, renewed
+from workshop.watch.film_facts import NotShown, check, fact, renewed
 from workshop.watch.films import BEYOND, FILMS, Shot, page_of
 from workshop.watch.replay.film import Film
+from workshop.watch.tests.film_cells import cells
 from workshop.watch.workloads import Cast
 
 ALL = FILMS | BEYOND

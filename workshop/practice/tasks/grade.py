@@ -14,7 +14,6 @@ The reader's code runs in a separate process. Nothing in the checkout is written
 from __future__ import annotations
 
 import ast
-import difflib
 import linecache
 import os
 import re
@@ -30,7 +29,7 @@ from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
 from workshop.practice.patch_table import log_row
-from workshop.practice.source_patch import ROOT, definitions
+from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
 from workshop.practice.tasks.course import Task, blank_of
@@ -112,15 +111,10 @@ def _in_the_text(task: Task, file: Path) -> str:
         line = (error.text or "").strip()
         at = f"line {error.lineno} of {_name(file)}"
         return f"Python cannot read {at}: {error.msg}.\n\n    {line}"
-    source = ast.parse(task.source())
-    ours, yours = function_at(source, task.place), function_at(tree, task.place)
+    ours, yours = (function_at(each, task.place) for each in (ast.parse(task.source()), tree))
     assert ours is not None
     if yours is None:
-        there = f" There is `{found}`." if (found := _like(tree, source, task.place)) else ""
-        return (
-            f"{_name(file)} has no {task.place} any more, and that is what others call."
-            f"{there} Give it its name back."
-        )
+        return f"{_name(file)} has no {task.place} any more: others call it. Give it its name back."
     if signature(yours) != signature(ours):
         return (
             f"{task.place} takes {signature(yours)} now, and others call it with "
@@ -134,19 +128,6 @@ def _in_the_text(task: Task, file: Path) -> str:
         line = lines.index(stub) + 1
         return f"Line {line} of {_name(file)} still raises NotImplementedError. Take it out."
     return ""
-
-
-def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
-    """Return the possible new name of a renamed function: one next to it that is not ours."""
-    parent, _, name = place.rpartition(".")
-    new = sorted(_names_beside(yours, parent) - _names_beside(ours, parent))
-    return next(iter(difflib.get_close_matches(name, new, 1)), "")
-
-
-def _names_beside(tree: ast.Module, parent: str) -> set[str]:
-    functions = (name for name, n in definitions(tree) if isinstance(n, ast.FunctionDef))
-    split = (name.rpartition(".") for name in functions)
-    return {name for above, _, name in split if above == parent}
 
 
 # -- in another process

@@ -264,15 +264,3 @@ def test_sources_are_at_the_address_of_the_repository_if_it_has_one(
     others = ["../../films/film_4.html#lang=zh", "../../en/common/index.html#x"]
     assert found == (sources if repository else []) + others
     assert page.astext().split() == ["words"] * 4
-
-
-def test_a_term_of_the_glossary_says_its_meaning(
-    address: str, open_page: Callable[..., Page]
-) -> None:
-    for language, term, meaning in (
-        ("en", "admission", "waiting to running"),
-        ("zh", "准入", "变为运行"),
-    ):
-        page = open_page(f"{address}{language}/04_scheduler/index.html")
-        title = page.locator("abbr", has_text=term).first.get_attribute("title")
-        assert title is not None and meaning in title
