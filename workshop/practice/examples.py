@@ -91,21 +91,17 @@ def cuts() -> Lines:
     node = tree.append(root, [10, 11, 20, 21, 30, 31], blocks, lock_ref=1)
     node.last_access = 5
     upper = tree.split_node(node, 1)
+    names = {id(upper): "upper", id(node): "lower", id(root): "root"}
     yield "three pages of 2 tokens, one user; cut behind the first"
     for name, part in (("upper", upper), ("lower", node)):
         ids = [block.block_id for block in part.blocks]
+        below = [names[id(child)] for child in part.children.values()]
         yield (
             f"{name}: tokens {part.key}, blocks {ids}, pages {part.start} to {part.end - 1}, "
-            f"{part.lock_ref} users, last used {part.last_access}"
+            f"{part.lock_ref} users, last used {part.last_access}, below {names[id(part.parent)]}, "
+            f"above {below}"
         )
-    names = {id(upper): "upper", id(node): "lower", id(root): "root"}
     yield f"blocks are in {[names[id(tree.node_of[n])] for n in (1, 2, 3)]}"
-    yield f"below the root: {[names[id(child)] for child in root.children.values()]}"
-    yield f"below the upper: {[names[id(child)] for child in upper.children.values()]}"
-    yield f"the parent of the lower: {names[id(node.parent)]}"
-    yield f"a cut at its end: {names[id(tree.split_node(node, 3))]}"
-    part = tree.split_node(node, 2)
-    yield f"the lower, cut after page 2: {part.key} and {node.key}"
 
 
 def longest_hits() -> Lines:
@@ -204,9 +200,7 @@ def judged_rows() -> Lines:
         yield f"drafts {drafts}: {num_accepted} accepted, tokens {tokens}"
 
 
-def _sampled(
-    p: list[list[float]], drafts: list[int], q: Any, accept: list[float], u: float, starts: Any = ()
-) -> str:
+def _sampled(p: list[list[float]], drafts: list[int], q: Any, accept: list[float], u: float) -> str:
     import torch
 
     from rejection_sampler import rejection_sample
@@ -215,13 +209,13 @@ def _sampled(
         torch.tensor(p, dtype=torch.float64),
         torch.tensor(drafts),
         None if q is None else torch.tensor(q, dtype=torch.float64),
-        torch.tensor(starts or [0, len(drafts) + 1]),
+        torch.tensor([0, len(drafts) + 1]),
         len(drafts),
         torch.tensor(accept, dtype=torch.float64),
         torch.full((len(p),), u, dtype=torch.float64),
     )
-    rows = zip(verified.token_ids.tolist(), verified.num_sampled.tolist())
-    return "; ".join(f"{number - 1} accepted, tokens {tokens[:number]}" for tokens, number in rows)
+    (tokens,), (number,) = verified.token_ids.tolist(), verified.num_sampled.tolist()
+    return f"{number - 1} accepted, tokens {tokens[:number]}"
 
 
 def accepted() -> Lines:
@@ -229,24 +223,17 @@ def accepted() -> Lines:
     q = [[0.8, 0.1, 0.1], [0.3, 0.3, 0.4]]
     yield f"p (of the target) {p}"
     yield f"q (of the draft) {q}"
-    for drafts, u in (([0, 1], 0.7), ([0, 1], 0.8), ([1, 1], 0.99), ([2, 1], 0.0), ([0, 3], 0.0)):
+    for drafts, u in (([0, 1], 0.7), ([0, 1], 0.8), ([1, 1], 0.99), ([2, 1], 0.0)):
         shown = _sampled(p, drafts, q, [u, u], 0.9)
         yield f"drafts {drafts}, random number {u}: {shown}"
-    shown = _sampled(p, [1, 0], q, [0.2, 0.9], 0.9)
-    yield f"drafts [1, 0], random numbers 0.2 and 0.9: {shown}"
 
 
 def residuals() -> Lines:
-    p, q = [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]], [[0.8, 0.1, 0.1]]
-    yield "p [0.5, 0.3, 0.2], q [0.8, 0.1, 0.1], draft 0 is rejected"
-    yield from (f"random number {u}: {_sampled(p, [0], q, [0.99], u)}" for u in (0.0, 0.6, 0.82))
-    yield "a draft that was certain (no q)"
-    yield from (f"random number {u}: {_sampled(p, [0], None, [0.99], u)}" for u in (0.0, 0.5, 0.7))
-    four = [p[0], p[1], [0.2, 0.5, 0.3], p[1]]
-    both = _sampled(four, [0, 1], None, [0.99, 0.99], 0.5, [0, 2, 4])
-    yield f"two requests with one such draft token each, 0 and 1: {both}"
-    p, q = [p[0], [0.1, 0.5, 0.4], p[1]], [[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]]
-    yield f"two drafts, of which the second is rejected: {_sampled(p, [0, 0], q, [0.9] * 2, 0.6)}"
+    p = [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]
+    yield "p [0.5, 0.3, 0.2], draft 0 is rejected"
+    for name, q in (("q [0.8, 0.1, 0.1]", [[0.8, 0.1, 0.1]]), ("a draft that was certain", None)):
+        for u in (0.0, 0.6, 0.82):
+            yield f"{name}, random number {u}: {_sampled(p, [0], q, [0.99], u)}"
 
 
 def sizes() -> Lines:
