@@ -46,8 +46,6 @@ CHINESE = """# 书
         ("<!-- en: x -->", "", "section '书' (A.md, 'A book') has no digest"),
         ("的 3 个", "的 5 个", "other code blocks"),
         ("2,048", "2,049", "other numbers in tables: '2,048' in English"),
-        ("p.svg", "q.svg", "other pictures"),
-        ("::name", "::other", "other names of code"),
         ("B.zh.md#乙一", "B.md#b-one", "links to B.md, though B.zh.md is there"),
     ],
 )

@@ -16,10 +16,9 @@ the sections. `make sync` does where only code and numbers changed.
 
 A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
 `<!-- /table:x -->`; but the numbers and the code of that text must be in the Chinese section too.
-Headings, code, numbers in tables, pictures and names of code can be compared without knowing a
-language, so they are compared directly. Of code outside Python, lines and numbers are. A link from
-a Chinese page goes to a Chinese page; a link to a page that exists only in English is marked:
-（英文）.
+Headings, code and numbers in tables can be compared without knowing a language, so they are. Of
+code outside Python, lines and numbers are. A link from a Chinese page goes to a Chinese page; a
+link to a page that exists only in English is marked: （英文）.
 
 A Chinese page that renders no English one has the digest `none` under its title: the English page
 of its name only says what it holds, and only the links of the Chinese one are compared."""
@@ -44,11 +43,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = ".zh.md"
 GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
-NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 ASIDE = re.compile(r"^\|[^\n]*$|^```.*?^```$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`[^`\n]+`")
-IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 LINK = re.compile(r"(?<!\[English)(?<!\[英文)\]\(([^)#\s]+)[^)]*\)(（英文）)?")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
@@ -79,15 +76,6 @@ class Section:
     def code(self) -> list[tuple[str, str]]:
         return [(t.info, t.content) for t in self.tokens if t.type in ("fence", "code_block")]
 
-    def pictures(self) -> list[str]:
-        images = [str(t.attrs["src"]) for t in self._inline() if t.type == "image"]
-        return images + [src for t in self._html() for src in IMAGE_TAG.findall(t.content)]
-
-    def names(self) -> list[str]:
-        """The names of files, functions and tests in backticks."""
-        codes = (t.content for t in self._inline() if t.type == "code_inline")
-        return sorted(code for code in codes if NAME.search(code))
-
     def tables(self) -> list[str]:
         """The numbers of each cell, in order of size, and what begins tables and rows."""
         found: list[str] = []
@@ -101,13 +89,6 @@ class Section:
     def figures(self) -> list[str]:
         """The code in backticks, and then the numbers, that a script wrote outside tables."""
         return figures_of("\n".join(match[0] for match in GENERATED.finditer(self.source)))
-
-    def _inline(self) -> Iterator[Token]:
-        return (child for token in self.tokens for child in token.children or ())
-
-    def _html(self) -> Iterator[Token]:
-        yield from (token for token in self.tokens if token.type == "html_block")
-        yield from (token for token in self._inline() if token.type == "html_inline")
 
 
 def figures_of(source: str) -> list[str]:
@@ -202,8 +183,6 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
         for what, a, b in (
             ("code blocks", *(list(map(_comparable, s.code())) for s in (en, zh))),
             ("numbers in tables", en.tables(), zh.tables()),
-            ("pictures", _pictures(en, english), zh.pictures()),
-            ("names of code", en.names(), zh.names()),
         ):
             if a != b:
                 found.append(f"{where} has other {what}: {_first_difference(a, b)}")
@@ -251,14 +230,6 @@ def _english_pages(section: Section, page: Path) -> Iterator[str]:
             yield f"links to {path}, though {target.stem}{SUFFIX} is there"
         elif not mark:
             yield f"links to {path}, which is in English: write （英文） behind the link"
-
-
-def _pictures(section: Section, page: Path) -> list[str]:
-    """The pictures that the Chinese page must show: `NAME.zh.svg` for `NAME.svg` if it exists."""
-    chinese = (
-        (src, str(Path(src).with_suffix(f".zh{Path(src).suffix}"))) for src in section.pictures()
-    )
-    return [zh if (page.parent / zh).is_file() else src for src, zh in chinese]
 
 
 def _first_difference(a: list, b: list) -> str:

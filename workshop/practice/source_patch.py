@@ -23,7 +23,7 @@ _TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})
 
 
 class PatchError(ValueError):
-    """A patch does not apply. The message has the patch, the code it searches, and near matches."""
+    """A patch does not apply. The message has the patch and the code it searches."""
 
 
 @cache
@@ -114,7 +114,10 @@ class Patch:
         within = regions(text, self.symbol)
         places = [place for region in within for place in places_of(text, self.old, *region)]
         if len(places) != 1:
-            raise PatchError(self._complaint(text, len(places)))
+            where = (
+                f"{self.name} ({self.file}) does not apply. It looks for, {len(places)} times there"
+            )
+            raise PatchError(f"{where}:\n{self.old}")
         ((start, end),) = places
         if self.old.lstrip().startswith("#"):
             lines = text[:start].splitlines(keepends=True)
@@ -125,22 +128,6 @@ class Patch:
         if "#" in _tail(self.old):
             end += len(text[end:].partition("\n")[0])
         return start, end
-
-    def _complaint(self, text: str, num_places: int) -> str:
-        names = dict.fromkeys(name for name, _, _ in _spans(text))
-        said = f"{self.name} ({self.file}) does not apply. "
-        if self.symbol and self.symbol not in names:
-            near = ", ".join(difflib.get_close_matches(self.symbol, names)) or "nothing like it"
-            said += f"There is no {self.symbol} any more; there is {near}. "
-        said += f"It looks for, {num_places} times there:\n{_indented(self.old)}"
-        elsewhere = list(places_of(text, self.old, 0, len(text)))
-        if not num_places and elsewhere:
-            line = text[: elsewhere[0][0]].count("\n") + 1
-            held = [n for n, first, last in _spans(text) if first <= line <= last]
-            return f"{said}\nIt stands in {held[-1] if held else 'the top level'} now."
-        if num_places:
-            return f"{said}\nSay more of it, so that it is one place."
-        return said
 
     def diff(self) -> str:
         """Return the removed ("- ") and added ("+ ") whole lines, dedented together."""
@@ -199,10 +186,6 @@ def _spans(text: str) -> list[tuple[str, int, int]]:
         for name, node in definitions(ast.parse(text))
         for decorators in [getattr(node, "decorator_list", [])]
     ]
-
-
-def _indented(code: str) -> str:
-    return "\n".join(f"    {line}" for line in code.splitlines())
 
 
 def names_in(path: Path) -> set[str]:

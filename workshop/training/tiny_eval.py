@@ -19,12 +19,6 @@ from workshop.training.tiny_data import END_OF_TEXT
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "common" / "checkpoints"
 
 
-def flops_per_token(model: torch.nn.Module) -> int:
-    """Return multiply-adds times two, without attention's share that grows with length; the tied
-    output layer counts."""
-    return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
-
-
 def held_out_windows(
     tokenizer: Tokenizer, held_out: dict[str, str], seq_len: int
 ) -> list[torch.Tensor]:

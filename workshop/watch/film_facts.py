@@ -2,12 +2,11 @@
 
     shows 0 4 running ["a", "b", "c"]      recording, step, a part of the state after it, its value
 
-`make watch ARGS=--facts` writes what the films show today; then read the captions again."""
+If a film shows another value today, write it, and read the captions again."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,14 +38,3 @@ def check(films: Sequence[Film], rows: Sequence[str]) -> None:
     first, *others = ({name: r["outputs"] for name, r in f.requests().items()} for f in films)
     if any(answers != first for answers in others):
         raise NotShown("the film does not show the same tokens in both runs")
-
-
-def renewed(text: str, shown: Sequence[tuple[Sequence[Film], Sequence[str]]]) -> str:
-    """Return the table with the values of today. `shown`: each film's recordings and rows."""
-    values = iter([fact(films, row) for films, rows in shown for row in rows])
-
-    def write(_: re.Match[str]) -> str:
-        where, value = next(values)
-        return f"shows {where} {json.dumps(value)}"
-
-    return re.sub(r"^shows .*$", write, text, flags=re.MULTILINE)

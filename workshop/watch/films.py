@@ -179,18 +179,6 @@ def film_pages(
             yield shot, page_of(shot, mine)
 
 
-def renew_facts() -> None:
-    """Write what each film shows today into the table."""
-    shown, text = [], TABLE.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        for film in (EVERYTHING, *_OTHERS):
-            paths = [Path(folder, str(i)) for i in range(len(film.scripts))]
-            for script, path in zip(film.scripts, paths):
-                perform(script, path, load_cast())
-            shown.append((list(map(Film.read, paths)), film.shows))
-    TABLE.write_text(film_facts.renewed(text, shown), encoding="utf-8")
-
-
 # -- the table
 
 

@@ -42,13 +42,12 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
         "--film", choices=NAMES, metavar="1-6", help="of a chapter, or adapters, grammars, windows"
     )
     films.add_argument("--stills", action="store_true", help="pictures of them, into the chapters")
-    films.add_argument("--facts", action="store_true", help="what they show, into films.txt")
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside needs a run to show it next to")
     if args.run is not None and args.run.name in NAMES:
         parser.error(f"run must be a file; the film of {args.run} is: --film {args.run}")
-    is_about_films = args.film is not None or args.stills or args.facts
+    is_about_films = args.film is not None or args.stills
     if args.run is not None and is_about_films:
         parser.error("--film records a new run; give no run")
     if args.run is not None and args.mine:
@@ -77,8 +76,6 @@ def _make_films(args: argparse.Namespace, mine: tuple[int, int] | None) -> None:
         from workshop.watch.stills import make_stills
 
         make_stills()
-    elif args.facts:
-        films.renew_facts()
     else:
         film = films.BEYOND.get(args.film) or films.FILMS[int(args.film)]
         _wait()
