@@ -1,8 +1,7 @@
-"""How much of a chapter's code its text quotes, and the text of the quotations.
+"""Quotations of code in the pages, and links to symbols.
 
-Lines with code are counted, not docstrings, comments or blank lines. A line is quoted if a block
-"```python file=NAME.py" of the chapter's README.md has it. Such a block is, line by line, part of
-that file (a test checks it); docstrings can be left out.
+A block "```python file=NAME.py" of a page is, line by line, part of that file (a test checks it);
+docstrings can be left out.
 
 A block can name its source: "```python file=NAME.py symbol=Class.method". `make sync` writes the
 body of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a
@@ -17,11 +16,10 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from workshop.book.path import ROOT, modules_in
+from workshop.book.path import ROOT
 from workshop.practice.source_patch import definitions, module_files
 
 BLOCK = re.compile(
@@ -38,21 +36,6 @@ STRING_OR_COMMENT = re.compile(
     re.DOTALL,
 )
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A file's or a chapter's number of code lines, and how many of them are quoted."""
-
-    num_lines: int
-    num_quoted: int
-
-    def __add__(self, other: Share) -> Share:
-        return Share(self.num_lines + other.num_lines, self.num_quoted + other.num_quoted)
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.num_quoted / self.num_lines if self.num_lines else 0.0
 
 
 @cache
@@ -107,23 +90,6 @@ def find_quote(source: str, block: str) -> set[int] | None:
 def _dedented(lines: list[str]) -> list[str]:
     margin = min((len(x) - len(x.lstrip(" ")) for x in lines if x), default=0)
     return [line[margin:] for line in lines]
-
-
-def share_of(path: Path, text: str) -> Share:
-    """Return the share of a module that a page quotes."""
-    source = path.read_text(encoding="utf-8")
-    quoted: set[int] = set()
-    for match in BLOCK.finditer(text):
-        if match["file"].rpartition("/")[2] == path.name:
-            quoted |= find_quote(source, match["code"]) or set()
-    lines = code_lines(source)
-    return Share(len(lines), len(lines & quoted))
-
-
-def shares(chapter: Path) -> dict[str, Share]:
-    """Return the share of each module of a chapter's root that its README.md quotes."""
-    text = (chapter / "README.md").read_text(encoding="utf-8")
-    return {path.name: share_of(path, text) for path in modules_in(chapter)}
 
 
 @cache

@@ -1,7 +1,8 @@
 """Bugs that were planted by hand, and which of a folder's tests notices each.
 
-python -m workshop.practice.planted_bugs 04_scheduler             those of planted/04_scheduler.diff
-python -m workshop.practice.planted_bugs 04_scheduler --pytest "-m net"   by the nets alone
+python -m workshop.practice.planted_bugs 04_scheduler                    planted/04_scheduler.diff
+python -m workshop.practice.planted_bugs 04_scheduler "WORDS" -m net     those with these words in
+                                                          their titles, with options of pytest
 
 A bug is a unified diff against the commit that the file names, below a line `# what is wrong`. It
 is applied to this checkout and taken back.
@@ -9,7 +10,6 @@ is applied to this checkout and taken back.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("planted")
+LIMIT_S = 60  # for the tests of one bug: a run that hangs is noticed, too
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -34,33 +35,27 @@ def apply(diff: str, *options: str) -> None:
     subprocess.run(command, input=diff.encode(), cwd=ROOT, check=True)
 
 
-def noticed_by(diff: str, folder: str, options: Sequence[str], limit_s: float) -> str:
+def noticed_by(diff: str, folder: str, options: Sequence[str]) -> str:
     """Plant the bug, run the folder's tests until one fails, and return its name. "": none does."""
     command = [sys.executable, "-m", "pytest", folder, "-x", "-q", "--tb=no", "--color=no"]
     command += ["-p", "no:cacheprovider", *options]
     apply(diff)
     try:
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"does not end in {limit_s:.0f} s"
+        return f"does not end in {LIMIT_S} s"
     finally:
         apply(diff, "--reverse")
     found = FAILED.search(run.stdout)
     return found[1] if found else f"pytest ended with {run.returncode}" * bool(run.returncode)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m workshop.practice.planted_bugs")
-    parser.add_argument("folder", help="whose tests are run: of planted/FOLDER.diff")
-    parser.add_argument("--pytest", default="", help="options of pytest")
-    parser.add_argument("--words", default="", help="only bugs with these words in their titles")
-    parser.add_argument("--limit", type=float, default=60, help="seconds for a bug (60)")
-    given = parser.parse_args()
-    text = (BUGS / f"{given.folder.replace('/', '-')}.diff").read_text(encoding="utf-8")
-    chosen = [bug for bug in read_bugs(text).items() if given.words in bug[0]]
+def main(folder: str, words: str = "", *options: str) -> int:
+    text = (BUGS / f"{folder.replace('/', '-')}.diff").read_text(encoding="utf-8")
+    chosen = [bug for bug in read_bugs(text).items() if words in bug[0]]
     survivors = 0
     for title, diff in tqdm(chosen, unit="bug"):
-        test = noticed_by(diff, given.folder, given.pytest.split(), given.limit)
+        test = noticed_by(diff, folder, options)
         survivors += not test
         tqdm.write(f"{title}: {test.rpartition('/')[2] or 'SURVIVED'}")
     print(f"{len(chosen) - survivors} of {len(chosen)} are noticed")
@@ -68,4 +63,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -12,11 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.engine_config import SHIPPED_ADAPTER
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
-from workshop.training import tiny_eval
-from workshop.training.tiny_data import (
-    HELD_OUT,
-    corpus,
-)
+from workshop.training.tests import tiny_eval
+from workshop.training.tiny_data import HELD_OUT, corpus
 
 TINY, DRAFT = tiny_eval.CHECKPOINTS / "tiny", tiny_eval.CHECKPOINTS / "tiny-draft"
 

@@ -3,8 +3,8 @@ the page as the browser draws it.
 
     python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions
 
-A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts,
-and in its notebook's script, is written with the picture, from the same film (`film_captions.py`).
+A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts
+is written with the picture, from the same film (`film_captions.py`).
 Only film 6's picture varies from run to run: its columns are as wide as the steps took."""
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-import re
 import tempfile
 import textwrap
 import traceback
@@ -246,19 +245,9 @@ def _told(failure: Failure, trial: _Trial) -> str:
 
 # How a run of pytest is told to repeat itself. (A reader runs the task again.)
 _FOR_PYTEST = ("Use -v to get more", "@reproduce_failure", "You can reproduce this example")
-# A block's hash; not the text behind a key, as in {'b': 7}.
-_BYTES = re.compile(r"""(?<![\w'"])b(['"])(?:\\x[0-9a-f]{2}|\\[^x]|(?!\1)[^\\]){8,}\1""")
-
-
-def _shown_hash(found: re.Match[str]) -> str:
-    try:
-        return f"hash {ast.literal_eval(found[0]).hex()[:8]}"
-    except (SyntaxError, ValueError):  # what pytest has shortened
-        return found[0]
 
 
 def _shown(text: str) -> str:
-    text = _BYTES.sub(_shown_hash, text)
     lines = [x for x in text.strip().splitlines() if x.strip()]
     lines = [x for x in lines if not any(part in x for part in _FOR_PYTEST)]
     if len(lines) > NUM_LINES:

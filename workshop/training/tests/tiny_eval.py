@@ -16,7 +16,7 @@ from transformers import Qwen3ForCausalLM
 
 from workshop.training.tiny_data import END_OF_TEXT
 
-CHECKPOINTS = Path(__file__).resolve().parents[2] / "common" / "checkpoints"
+CHECKPOINTS = Path(__file__).resolve().parents[3] / "common" / "checkpoints"
 
 
 def held_out_windows(
