@@ -204,10 +204,8 @@ def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s)
     if run.first is None:
         return run.report.strip()
-    message, *more = run.first.message.strip().splitlines() or [""]
-    if ", ...]" in message:  # the elided part of two lists can be their only difference
-        message += next((f" ({line.strip()})" for line in more if "At index" in line), "")
-    return f"Caught by {run.first.test}\n    {textwrap.shorten(message, 160)}"
+    message = textwrap.shorten(run.first.message.partition("Use -v")[0], 240)
+    return f"Caught by {run.first.test}\n    {message}"
 
 
 def _revealed(exhibit: Exhibit) -> str:

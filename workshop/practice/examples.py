@@ -37,29 +37,6 @@ def slots() -> Lines:
         yield f"positions [{start}, {stop}): {shown}"
 
 
-def layout() -> Lines:
-    import numpy as np
-    import torch
-
-    from batch_layout import Queries, compose_in_order
-    from block_delta import PagedRunnerState
-    from request import SamplingParams
-    from scheduler_interface import NewRequestData
-
-    state = PagedRunnerState(4, 12)
-    for name, tokens, table in (("x", [1], [8]), ("a", [10, 11, 12, 13], [3, 6]), ("b", [20], [5])):
-        state.admit(NewRequestData(name, tokens, SamplingParams(), 0, (table,)))
-    rows = np.array([state.row_of["a"], state.row_of["b"]])
-    columns = rows, np.array([1, 0]), np.array([3, 1]), np.array([1, 1])
-    batch = compose_in_order(state, Queries(*columns), 2).on(torch.device("cpu"))
-    yield (
-        "blocks of 2; a computes 1 to 3, table [3, 6]; b computes 0, table [5]\n"
-        f"positions {batch.positions.tolist()}\n"
-        f"tokens {batch.input_ids.tolist()}\n"
-        f"slots {batch.attention[0].slot_mapping.tolist()}"
-    )
-
-
 def chains() -> Lines:
     from prefix_cache_local import compute_block_hash, compute_hash_chain
 
@@ -166,25 +143,6 @@ def allowed_tokens() -> Lines:
             kept = bool((changed[row, left] == given[row, left]).all())
             yield f"{vocab_size} tokens, row {row}: left {shown}, as they were: {kept}"
         yield f"the logits that were given are as they were: {torch.equal(logits, given)}"
-
-
-def look_ups() -> Lines:
-    from input_batch import RunnerRequest
-    from proposers import NgramProposer, ProposerInput
-    from request import SamplingParams
-
-    proposer = NgramProposer(num_spec_tokens=2, max_ngram=4, min_ngram=2)
-    for number, tokens in enumerate(
-        (
-            [2, 3, 5, 1, 2, 3, 4, 9, 1, 2, 3],
-            [2, 3, 4, 8, 1, 2, 3, 4, 9, 1, 2, 3, 4],
-            [7, 8, 5, 1, 7, 8],
-            [5, 6, 7],
-        )
-    ):
-        known = RunnerRequest(str(number), SamplingParams(), tokens, [])
-        drafts = proposer.propose([ProposerInput(known, 0, len(tokens) - 1)], [2])
-        yield f"after {tokens}: {drafts.get(str(number), 'nothing')}"
 
 
 def judged_rows() -> Lines:

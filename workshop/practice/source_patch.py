@@ -53,10 +53,10 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
     def within(node: ast.AST, prefix: str, is_function: bool) -> Iterator[tuple[str, ast.stmt]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = prefix + child.name
                 yield name, child
-                yield from within(child, f"{name}.", isinstance(child, ast.FunctionDef))
+                yield from within(child, f"{name}.", not isinstance(child, ast.ClassDef))
             elif isinstance(child, ast.Assign | ast.AnnAssign) and not is_function:
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
                 yield from ((prefix + t.id, child) for t in targets if isinstance(t, ast.Name))
@@ -190,7 +190,8 @@ def _spans(text: str) -> list[tuple[str, int, int]]:
 
 def names_in(path: Path) -> set[str]:
     """Return the names of a file's top-level functions and classes."""
-    return _names_in(path.read_text(encoding="utf-8"))
+    names = (name for name, _, _ in _spans(path.read_text(encoding="utf-8")))
+    return {name for name in names if "." not in name}
 
 
 def titles_in(log: Path) -> set[str]:
@@ -203,13 +204,3 @@ def logs_of(test_file: Path) -> list[Path]:
     """Return the step logs that a file of tests reads: they lie beside it."""
     names = re.findall(r'"(\w+\.txt)"', test_file.read_text(encoding="utf-8"))
     return [log for name in names if (log := test_file.with_name(name)).exists()]
-
-
-@cache
-def _names_in(text: str) -> set[str]:
-    tree = ast.parse(text)
-    return {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }

@@ -12,9 +12,8 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.film_captions import write_captions
@@ -68,8 +67,7 @@ _TITLE = """() => {
 }"""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """An address in a page, and the scenes to show there, each with its height in pixels."""
 
     address: str

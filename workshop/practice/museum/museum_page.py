@@ -129,24 +129,18 @@ def side_by_side(wrong: str, right: str) -> str:
 # -- the page of two runs
 
 
-# By the key of the first difference: the panels to show.
+# The panels to show, by the key of the first difference.
 _PANELS = {
-    "in_flight": "grid queue words pool",
-    "result": "grid words pool",
-    "outputs": "grid words pool",
-    "tables": "grid pool words cache",
-    "computed": "grid words pool",
-    "requests": "grid queue words pool",
-    "waiting": "grid queue words pool",
-    "running": "grid queue words pool",
-    "refs": "grid pool words cache",
-    "free": "grid pool words cache",
+    "grid queue words pool": "in_flight requests waiting running",
+    "grid words pool": "result outputs computed",
+    "grid pool words cache": "tables refs free",
 }
-_OF_CACHE = "grid cache words pool"
 
 
 def scenes_of(where: Parting | None) -> list[str]:
-    return _PANELS.get(where.key if where else "", _OF_CACHE).split()
+    key = where.key if where else ""
+    panels = (panels for panels, keys in _PANELS.items() if key in keys.split())
+    return next(panels, "grid cache words pool").split()
 
 
 def moments_of(where: Parting | None, wrong: RunOnFilm) -> list[dict[str, Any]]:
