@@ -90,7 +90,7 @@ def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
         return Verdict(False, run)
     if not run.failed:
         cases = f", in {run.num_passed} cases" if run.num_passed > num_tests else ""
-        return Verdict(True, f"Right. {_counted(num_tests, 'test')} passed{cases}.")
+        return Verdict(True, f"Right. {num_tests} test{'s' * (num_tests > 1)} passed{cases}.")
     tell("One fails. Comparing it with common mistakes ...")
     return _explained(trial, run)
 
@@ -258,7 +258,3 @@ def _shown(text: str) -> str:
 def _name(file: Path) -> str:
     """Return a file's name as a reader of the repository knows it."""
     return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
