@@ -78,7 +78,7 @@ def worked_table() -> str:
         run(path)
         lines = [HEAD, *rows_of(path)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (" " * 2).join("{:%d}" % width for width in widths)  # noqa: UP031
+    padded = "  ".join("{:%d}" % width for width in widths)  # noqa: UP031
     return "\n".join(padded.format(*line).rstrip() for line in lines)
 
 
