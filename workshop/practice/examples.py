@@ -103,29 +103,6 @@ def longest_hits() -> Lines:
         )
 
 
-def turns() -> Lines:
-    from block_pool import BlockPool
-    from kv_memory import KeyedRequest, UncachedKVCacheManager
-    from own_policy import TakeTurns
-    from request import SamplingParams
-    from scheduler import Scheduler
-    from scheduler_interface import StepOutput
-
-    memory = UncachedKVCacheManager(BlockPool(21), 4)
-    scheduler = Scheduler(
-        kv_memory=memory, watermark=0.0, max_num_seqs=1, policy=TakeTurns(), max_overtakes=None
-    )
-    params = SamplingParams(temperature=0, max_tokens=1)
-    for name, num_tokens in (("zoe 1", 5), ("zoe 2", 2), ("zoe 3", 3), ("amy 1", 4)):
-        salt = [("salt", name.partition(" ")[0])]
-        scheduler.add_request(KeyedRequest(name, [1] * num_tokens, params, extra_keys=salt))
-    served: list[str] = []
-    while scheduler.has_unfinished_requests() and len(served) < 9:
-        served += (plan := scheduler.schedule()).num_scheduled_tokens
-        scheduler.update_from_output(plan, StepOutput({served[-1]: [7]}))
-    yield f"three of the tenant zoe arrive, then one of amy; served: {', '.join(served)}"
-
-
 def allowed_tokens() -> Lines:
     import torch
 
@@ -192,18 +169,6 @@ def residuals() -> Lines:
     for name, q in (("q [0.8, 0.1, 0.1]", [[0.8, 0.1, 0.1]]), ("a draft that was certain", None)):
         for u in (0.0, 0.6, 0.82):
             yield f"{name}, random number {u}: {_sampled(p, [0], q, [0.99], u)}"
-
-
-def sizes() -> Lines:
-    from chunk_policy import ChunkedPrefill
-    from request import Request
-
-    one = Request.from_tokens("r", [1] * 500, 4)
-    for threshold in (None, 100):
-        policy = ChunkedPrefill(threshold)
-        for num, budget in ((500, 2048), (500, 300), (80, 2048), (500, 60)):
-            given = policy.num_tokens_to_schedule(one, num, budget, max_step_tokens=2048)
-            yield f"threshold {threshold}, {num} uncomputed, {budget} left: {given}"
 
 
 def masks() -> Lines:
