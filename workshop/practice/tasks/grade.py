@@ -20,6 +20,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,9 +161,10 @@ def _import(swap: ModuleSwap) -> tuple[str, int | None]:
 
 def first_failure(task: Task, text: str, limit_s: float) -> tuple[str, str] | None:
     """Return the first failed test with a module of that text, and its message."""
-    with swapped(task.path, text) as swap:
+    with suppress(RuntimeError), swapped(task.path, text) as swap:
         run = try_tests(task.test_ids, swap, first_only=True, limit_s=limit_s)
-    return None if run.first is None else (run.first.test, run.first.message)
+        return None if run.first is None else (run.first.test, run.first.message)
+    return None
 
 
 def _tested(trial: _Trial) -> TestRun | str:
