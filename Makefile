@@ -59,7 +59,7 @@ WHAT_task := list the tasks of COURSE.md; EVENING=3 writes its files, N=3.2 begi
 WHAT_watch := write a page that steps through a run of the engine; with ARGS='--film 3', of chapter 3
 WHAT_lint := check the code and its layout with ruff, and its types; nothing is changed
 WHAT_format := lay out the code and repair what ruff can repair
-WHAT_notebooks := execute every NN_*/*_demo.py and write its .ipynb
+WHAT_notebooks := write the .ipynb of every NN_*/*_demo.py, without outputs
 WHAT_figures := redraw every measured figure from its committed record
 WHAT_bench := measure, write a record and print a table
 WHAT_ladder := measure the engine with one chapter more at a time, and print the README's first table
@@ -144,8 +144,7 @@ format: say-format $(WORK)
 	  { echo "make format: what is listed above has to be repaired by hand."; exit 1; }
 
 notebooks: say-notebooks $(WORK)
-	@$(PY) -m workshop.notebooks $(ARGS) || \
-	  { echo "make notebooks: failed. Run the script named above with $(PY) to see why."; exit 1; }
+	@$(PY) -m workshop.notebooks
 
 figures: say-figures $(WORK)
 	@for script in workshop/*/plot_*.py; do \

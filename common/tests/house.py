@@ -232,7 +232,7 @@ def rule_of_lists(house: House) -> list[str]:
 
 
 def rule_of_notebooks(house: House) -> list[str]:
-    """Each demo script has its notebook: same cells, every code cell executed, no stored error."""
+    """Each demo script has its notebook, with the same cells."""
     from workshop.book.notebooks import notebook_problems
 
     pairs = [(house.name(path), notebook_problems(path)) for path in house.demo_scripts()]

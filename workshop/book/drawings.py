@@ -11,7 +11,7 @@ Its first tag has the class `drawing`. Classes replace colours and fonts:
     data                  a group in the units of what it shows, scaled by its `transform`
 
 `make sync` derives two things: the rules between `<style>` and `</style>`, for the classes that the
-drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.txt`, if a
+drawing uses, in light and dark mode; and `NAME.zh.svg`, with the words of `figures.zh.tsv`, if a
 Chinese page shows it.
 `test_drawings.py` checks each in a browser; for six, `test_drawn_states.py` checks that the
 code's classes behave as drawn.

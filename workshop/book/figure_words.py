@@ -1,8 +1,7 @@
-"""The Chinese texts of all figures. `figures.zh.txt` has each English text and under it, indented,
-the Chinese one.
+"""The Chinese texts of all figures. `figures.zh.tsv` has each English text, a tab, and the Chinese
+one.
 
-    step {} computed {}
-        第 {} 步算了 {} 个
+    step {} computed {}	第 {} 步算了 {} 个
 
 `{}` matches a number or a name; the Chinese text has them in the same order, or numbered. `\\n`
 ends a line. Names of code and texts without words need no Chinese.
@@ -17,7 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape, unescape
 
 LANGUAGE = "zh-CN"
-TABLE = Path(__file__).with_name("figures.zh.txt")
+TABLE = Path(__file__).with_name("figures.zh.tsv")
 # A word that is neither part of a name of code (`num_tokens`, `EngineCore`, `wait()`) nor a letter.
 WORD = re.compile(r"(?<![\w.(/])[A-Za-z][a-z]+(?![\w.(/])")
 _TEXTS = re.compile(r"(<(text|title|desc)\b[^>]*>)(.*?)(?=</\2>)", re.S)
@@ -30,14 +29,13 @@ class Words:
 
     @cached_property
     def pairs(self) -> dict[str, str]:
-        lines = [x for x in self.path.read_text(encoding="utf-8").splitlines() if x[:1] not in "#"]
         pairs: dict[str, str] = {}
-        for english, chinese in zip(lines[::2], lines[1::2], strict=True):
-            if english.startswith(" ") or not chinese.startswith("    "):
-                raise ValueError(f"{self.path.name}: {english!r} and {chinese!r} must be a pair")
-            if english in pairs:
-                raise ValueError(f"{self.path.name} has {english!r} twice")
-            pairs[english.replace("\\n", "\n")] = chinese.strip().replace("\\n", "\n")
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            if line[:1] not in "#":
+                english, chinese = line.replace("\\n", "\n").split("\t")
+                if english in pairs:
+                    raise ValueError(f"{self.path.name} has {english!r} twice")
+                pairs[english] = chinese
         return pairs
 
     @cached_property

@@ -15,7 +15,6 @@ from workshop.measure.bench import random_weights
 from workshop.measure.bench.bench_record import markdown_table, replace_between_markers
 
 PAGE = Path(__file__).parents[2] / "common" / "models" / "MODELS.md"
-ORACLE = "test_whole_prompts_in_one_step_give_the_logits_of_transformers"  # of test_model.py
 
 
 def rows() -> list[list[str]]:

@@ -1,29 +1,26 @@
-"""How much of a chapter's code its text quotes: `python -m workshop.quoted [--fill]`.
+"""Quotations of code in the pages, and links to symbols.
 
-Lines with code are counted, not docstrings, comments or blank lines. A line is quoted if a block
-"```python file=NAME.py" of the chapter's README.md has it. Such a block is, line by line, part of
-that file (a test checks it); docstrings can be left out.
+A block "```python file=NAME.py" of a page is, line by line, part of that file (a test checks it);
+docstrings can be left out.
 
-A block can name its source: "```python file=NAME.py symbol=Class.method". `--fill` writes the body
-of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a part
-of a function follows its source too, as long as its first and last lines are there.
+A block can name its source: "```python file=NAME.py symbol=Class.method". `make sync` writes the
+body of these blocks, without docstrings, so that no code is copied by hand. A block that quotes a
+part of a function follows its source too, as long as its first and last lines are there.
 
 A link "[`::Class.method`](folder/NAME.py)" leads to a symbol, or to a test by its name, that is in
 that file. The book's site leads to its line."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from workshop.book.path import ROOT, modules_in
-from workshop.practice.source_patch import module_files
+from workshop.book.path import ROOT
+from workshop.practice.source_patch import definitions, module_files
 
 BLOCK = re.compile(
     r"^(?P<fence>`{3,}|~{3,})python[ ]+file=(?P<file>\S+)(?:[ ]+symbol=(?P<symbol>\S+))?[^\n]*\n"
@@ -39,21 +36,6 @@ STRING_OR_COMMENT = re.compile(
     re.DOTALL,
 )
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A file's or a chapter's number of code lines, and how many of them are quoted."""
-
-    num_lines: int
-    num_quoted: int
-
-    def __add__(self, other: Share) -> Share:
-        return Share(self.num_lines + other.num_lines, self.num_quoted + other.num_quoted)
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.num_quoted / self.num_lines if self.num_lines else 0.0
 
 
 @cache
@@ -110,28 +92,6 @@ def _dedented(lines: list[str]) -> list[str]:
     return [line[margin:] for line in lines]
 
 
-def share_of(path: Path, text: str) -> Share:
-    """Return the share of a module that a page quotes."""
-    source = path.read_text(encoding="utf-8")
-    quoted: set[int] = set()
-    for match in BLOCK.finditer(text):
-        if match["file"].rpartition("/")[2] == path.name:
-            quoted |= find_quote(source, match["code"]) or set()
-    lines = code_lines(source)
-    return Share(len(lines), len(lines & quoted))
-
-
-def shares(chapter: Path) -> dict[str, Share]:
-    """Return the share of each module of a chapter's root that its README.md quotes."""
-    text = (chapter / "README.md").read_text(encoding="utf-8")
-    return {path.name: share_of(path, text) for path in modules_in(chapter)}
-
-
-@cache
-def _parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 @cache
 def symbol_source(source: str, symbol: str) -> str:
     """Return the source of a function, class, method ("Class.method") or assigned name, without
@@ -146,22 +106,10 @@ def symbol_source(source: str, symbol: str) -> str:
 
 @cache
 def _statement(source: str, symbol: str) -> ast.stmt:
-    body: list[ast.stmt] = _parsed(source).body
-    node: ast.stmt | None = None
-    for name in symbol.split("."):
-        node = next((node for node in body if name in _names(node)), None)
-        if node is None:
-            raise KeyError(symbol)
-        body = getattr(node, "body", [])
-    assert node is not None
-    return node
-
-
-def _names(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        yield node.name
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    yield from (target.id for target in targets if isinstance(target, ast.Name))
+    for name, node in definitions(ast.parse(source)):
+        if name == symbol:
+            return node
+    raise KeyError(symbol)
 
 
 def filled(text: str, folder: Path) -> str:
@@ -243,31 +191,3 @@ def find_file(name: str, folder: Path) -> Path:
     if (path := module_files().get(name.removesuffix(".py"))) is None:
         raise KeyError(f"no file is named {name}")
     return path
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m workshop.quoted", description=__doc__)
-    parser.add_argument("pages", nargs="*", type=Path, help="with --fill: which; none: chapters'")
-    parser.add_argument("--fill", action="store_true", help="write the blocks that name a symbol")
-    parser.add_argument("--modules", action="store_true", help="a line for each module too")
-    options = parser.parse_args(arguments)
-    chapters = sorted(path for path in ROOT.glob("[0-9][0-9]_*") if path.is_dir())
-    if options.fill:
-        both = [page for chapter in chapters for page in sorted(chapter.glob("README*.md"))]
-        for page in options.pages or both:
-            text = page.read_text(encoding="utf-8")
-            page.write_text(filled(text, page.resolve().parent), encoding="utf-8")
-        return
-    for chapter in chapters:
-        found = shares(chapter)
-        total = sum(found.values(), Share(0, 0))
-        print(
-            f"{chapter.name:20} {total.num_quoted:5} of {total.num_lines:5}  {total.percent:3.0f}%"
-        )
-        if options.modules:
-            for name, share in found.items():
-                print(f"    {name:24} {share.num_quoted:4} of {share.num_lines:4}")
-
-
-if __name__ == "__main__":
-    main()

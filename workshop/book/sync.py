@@ -4,7 +4,7 @@
     pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
                       COURSE.md
     tables            from records, if their script or their records changed
-    notebooks         executed where the script is not what the notebook holds
+    notebooks         made of their scripts, without outputs
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
     Chinese pages     code, numbers in tables, and what a script writes around them, as in the
                       English page of the same name
@@ -12,10 +12,10 @@
 git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
 all plots and the stills of the films again, which takes minutes and a browser.
 
-A Chinese section that was in step, and whose English section changed since COMMIT only in code,
-numbers in tables, or names in backticks that both languages have, stays in step: they are carried
-over, and its digest is updated. Sections and exercises that are older than the English are listed
-before the last lines of the output, which name what has to be mended."""
+A Chinese section that was in step, and whose English section changed since COMMIT only in code or
+numbers in tables, stays in step: they are carried over, and its digest is updated. Sections and
+exercises that are older than the English are listed before the last lines of the output, which name
+what has to be mended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from workshop.book.translation import (
     CHINESE,
     DIGEST,
     GENERATED,
-    INLINE,
     NUMBER,
     Section,
     chinese_pages,
@@ -52,7 +51,6 @@ from workshop.practice.tasks import reading
 from workshop.practice.tasks.course import TASKS
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
-FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 _CELL = re.compile(r"(?<!\\)\|")
 # Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
 _TABLES = {
@@ -85,6 +83,8 @@ def renew_pages() -> Iterator[str]:
     _write(museum_page.PAGE, museum_page.render())
     _write(museum_page.PAGE.with_suffix(".zh.md"), museum_page.render(is_chinese=True))
     _write(models_page.PAGE, models_page.render())
+    for script in notebooks.demo_scripts():
+        _write(script.with_suffix(".ipynb"), notebooks.notebook_text(script))
     for page in reading.PAGES:
         _write(page, reading.counted(page.read_text(encoding="utf-8")))
     words = figure_words.Words()
@@ -151,22 +151,21 @@ def in_step(before: str, after: str, chinese: str) -> str:
     for was, now, theirs in zip(old, new, zh):
         text = _with_numbers(now.source, _with_code(now, theirs))
         text = _with_figures(was.figures(), now.figures(), text)
-        text, has_all = _with_inline(was.source, now.source, text)
-        if has_all and theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
+        if theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
             text = DIGEST.sub(f"<!-- en: {now.digest} -->", text, count=1)
         parts.append(text)
     return "\n".join(parts) + ("\n" if chinese.endswith("\n") else "")
 
 
 def _words(section: Section) -> list[str]:
-    """Return everything in a section except code, names in backticks, numbers in tables, and what a
-    script writes."""
+    """Return everything in a section except blocks of code, numbers in tables, and what a script
+    writes."""
     words, depth = [], 0
     (written,) = sections(GENERATED.sub("", section.source))
     for token in written.tokens:
         depth += (token.type == "table_open") - (token.type == "table_close")
         if token.type not in ("fence", "code_block"):
-            prose = INLINE.sub("``", " ".join(token.content.split()))
+            prose = " ".join(token.content.split())
             words.append(NUMBER.sub("0", prose) if depth else prose)
     return words
 
@@ -193,27 +192,6 @@ def _with_code(english: Section, chinese: Section) -> str:
                 their.markup,
             ]
     return "\n".join(lines)
-
-
-def _with_inline(before: str, after: str, chinese: str) -> tuple[str, bool]:
-    """Return the Chinese section with the names in backticks that changed in the English one, and
-    whether it has them all."""
-    pairs = list(zip(_inline(before), _inline(after)))
-    changed = {old: new for old, new in pairs if old != new}
-    has_all = set(changed) <= set(_inline(chinese)) and len(_inline(before)) == len(_inline(after))
-    if changed and has_all:
-        parts = FENCED.split(chinese)
-        parts[::2] = [INLINE.sub(lambda m: changed.get(m[0], m[0]), part) for part in parts[::2]]
-        chinese = "".join(parts)
-    return chinese, has_all
-
-
-def _inline(source: str) -> list[str]:
-    return [
-        code
-        for part in FENCED.split(GENERATED.sub("", source))[::2]
-        for code in INLINE.findall(part)
-    ]
 
 
 def _with_numbers(english: str, chinese: str) -> str:
@@ -276,10 +254,6 @@ def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
     for command in commands_for(changed_since(commit), is_all):
         print(f"  {' '.join(command)}", flush=True)
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-    for script in notebooks.demo_scripts():
-        if notebooks.notebook_problems(script):
-            print(f"  {script.relative_to(ROOT)}", flush=True)
-            notebooks.write_twin(script)
     for page, old in before.items():
         english = english_of(page).read_text(encoding="utf-8")
         for text in filter(None, (text_at(commit, english_of(page)), old)):

@@ -13,7 +13,7 @@ from workshop.book.figure_file import save
 from workshop.book.figure_words import Words
 from workshop.book.palette import INK, in_the_dark
 
-WORDS = "# plot\nmuch longer than\n    短\nit\n    它\nstep {} of {}\n    {1} 步里的第 {0} 步\n"
+WORDS = "# plot\nmuch longer than\t短\nit\t它\nstep {} of {}\t{1} 步里的第 {0} 步\n"
 
 
 def draw() -> Figure:

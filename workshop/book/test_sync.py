@@ -80,7 +80,3 @@ def test_what_wants_a_reader_is_left_to_one() -> None:
     words = BEFORE.replace("Words.", "Other words.").replace("x = 1", "x = 2")
     assert in_step(BEFORE, words, page) == page.replace("x = 1", "x = 2")  # the digest is as it was
     assert in_step(BEFORE, f"{BEFORE}\n## More\n", page) == page
-    before, after = (BEFORE.replace("Words.", f"Words of `{name}`.") for name in ("old", "new"))
-    assert in_step(before, after, chinese(before)) == chinese(before)
-    named = chinese(before).replace("文字", "`old` 的文字")  # both have the name
-    assert in_step(before, after, named) == chinese(after).replace("文字", "`new` 的文字")

@@ -1,7 +1,6 @@
 """Keep pages in two languages in step: `NAME.md`, and next to it `NAME.zh.md` in Chinese.
 
     python -m workshop.translation                      list sections that differ, or are older
-    python -m workshop.translation NAME.md "A heading"  the digest of a section
 
 A section extends from a heading to the next heading of any level. Directly under each heading, the
 Chinese page names the English section that it renders, by a digest of that section's text:
@@ -10,18 +9,16 @@ Chinese page names the English section that it renders, by a digest of that sect
     <!-- en: 3f0c91a2b7de -->
 
 When the English section changes, its digest changes, and the Chinese one is older: it is listed
-here and by `make sync`, the site says under its heading that the English is newer, and no test
-fails. After comparing both sections and correcting the Chinese one, the translator writes the new
-digest. The command prints one section's digest at a time and never writes it to the page: a digest
-means that a person has compared the sections. `make sync` does where only code and numbers changed,
-or names in backticks that both languages have.
+here with the new digest, and by `make sync`, the site says under its heading that the English is
+newer, and no test fails. After comparing both sections and correcting the Chinese one, the
+translator writes the new digest. The command never does: a digest means that a person has compared
+the sections. `make sync` does where only code and numbers changed.
 
 A digest ignores line breaks, and text that a script writes between `<!-- table:x -->` and
 `<!-- /table:x -->`; but the numbers and the code of that text must be in the Chinese section too.
-Headings, code, numbers in tables, pictures, links and names of code can be compared without knowing
-a language, so they are compared directly. Outside Python, a Chinese block can have Chinese words in
-the last column, or after a `#`. A link from a Chinese page goes to a Chinese page; a link to a page
-that exists only in English is marked: （英文）.
+Headings, code and numbers in tables can be compared without knowing a language, so they are. Of
+code outside Python, lines and numbers are. A link from a Chinese page goes to a Chinese page; a
+link to a page that exists only in English is marked: （英文）.
 
 A Chinese page that renders no English one has the digest `none` under its title: the English page
 of its name only says what it holds, and only the links of the Chinese one are compared."""
@@ -35,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -45,18 +43,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = ".zh.md"
 GENERATED = re.compile(r"<!-- ((?:table|output):\w+) -->.*?<!-- /\1 -->", re.DOTALL)
 DIGEST = re.compile(r"<!-- en: (\S*) -->")
-NAME = re.compile(r"::|\.py$|^test_")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 ASIDE = re.compile(r"^\|[^\n]*$|^```.*?^```$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`[^`\n]+`")
-IMAGE_TAG = re.compile(r'<img[^>]*\ssrc="([^"]+)"')
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
-COLUMN = re.compile("  |# ")  # what begins one
 LINK = re.compile(r"(?<!\[English)(?<!\[英文)\]\(([^)#\s]+)[^)]*\)(（英文）)?")
-OWN_OTHER = "the same page in the other language"
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-
-Cells = list[list[list[str]]]  # of a table: rows, cells, the numbers in a cell in order of size
 
 
 @dataclass(slots=True)
@@ -84,39 +76,19 @@ class Section:
     def code(self) -> list[tuple[str, str]]:
         return [(t.info, t.content) for t in self.tokens if t.type in ("fence", "code_block")]
 
-    def pictures(self) -> list[str]:
-        images = [str(t.attrs["src"]) for t in self._inline() if t.type == "image"]
-        return images + [src for t in self._html() for src in IMAGE_TAG.findall(t.content)]
-
-    def links(self) -> list[str]:
-        return [unquote(str(t.attrs["href"])) for t in self._inline() if t.type == "link_open"]
-
-    def names(self) -> list[str]:
-        """The names of files, functions and tests in backticks."""
-        codes = (t.content for t in self._inline() if t.type == "code_inline")
-        return sorted(code for code in codes if NAME.search(code))
-
-    def tables(self) -> list[Cells]:
-        found: list[Cells] = []
+    def tables(self) -> list[str]:
+        """The numbers of each cell, in order of size, and what begins tables and rows."""
+        found: list[str] = []
         for i, token in enumerate(self.tokens):
-            if token.type == "table_open":
-                found.append([])
-            elif token.type == "tr_open":
-                found[-1].append([])
+            if token.type in ("table_open", "tr_open"):
+                found.append(token.type)
             elif token.type in ("th_open", "td_open"):
-                found[-1][-1].append(sorted(NUMBER.findall(_text(self.tokens[i + 1]))))
+                found.append(" ".join(sorted(NUMBER.findall(_text(self.tokens[i + 1])))))
         return found
 
     def figures(self) -> list[str]:
         """The code in backticks, and then the numbers, that a script wrote outside tables."""
         return figures_of("\n".join(match[0] for match in GENERATED.finditer(self.source)))
-
-    def _inline(self) -> Iterator[Token]:
-        return (child for token in self.tokens for child in token.children or ())
-
-    def _html(self) -> Iterator[Token]:
-        yield from (token for token in self.tokens if token.type == "html_block")
-        yield from (token for token in self._inline() if token.type == "html_inline")
 
 
 def figures_of(source: str) -> list[str]:
@@ -209,11 +181,8 @@ def differences(chinese: Path, root: Path = ROOT) -> list[str]:
         if not zh.rendered:
             found.append(f"{where} has no digest under its heading: <!-- en: {en.digest} -->")
         for what, a, b in (
-            ("code blocks", en.code(), _in_english(zh.code(), en.code())),
+            ("code blocks", *(list(map(_comparable, s.code())) for s in (en, zh))),
             ("numbers in tables", en.tables(), zh.tables()),
-            ("pictures", _pictures(en, english), zh.pictures()),
-            ("links", sorted(_links(en, english, chinese)), sorted(_links(zh, chinese, english))),
-            ("names of code", en.names(), zh.names()),
         ):
             if a != b:
                 found.append(f"{where} has other {what}: {_first_difference(a, b)}")
@@ -243,26 +212,11 @@ def older(chinese: Path, root: Path = ROOT) -> list[str]:
     ]
 
 
-def _in_english(chinese: list[tuple[str, str]], english: list[tuple[str, str]]) -> list:
-    """Return the Chinese blocks, with the English line for each line that differs only in its last
-    words."""
-    found = []
-    for i, (info, code) in enumerate(chinese):
-        lines = code.splitlines(keepends=True)
-        theirs = english[i][1].splitlines(keepends=True) if i < len(english) else []
-        if len(lines) == len(theirs) and not info.startswith("python"):
-            code = "".join(map(_line_in_english, lines, theirs))
-        found.append((info, code))
-    return found
-
-
-def _line_in_english(chinese: str, english: str) -> str:
-    """Return the English line if both lines match. Two spaces separate columns. The columns before
-    the words, and all numbers, must agree."""
-    before = CHINESE.split(chinese)[0]
-    kept = before.removesuffix(COLUMN.split(before)[-1])
-    agrees = sorted(NUMBER.findall(chinese)) == sorted(NUMBER.findall(english))
-    return english if before != chinese and agrees and english.startswith(kept) else chinese
+def _comparable(block: tuple[str, str]) -> tuple[str, str]:
+    """Return what a block must have in both languages: Python all of it, others their numbers."""
+    info, code = block
+    numbers = (" ".join(sorted(NUMBER.findall(line))) for line in code.splitlines())
+    return info, code if info.startswith("python") else "\n".join(numbers)
 
 
 def _english_pages(section: Section, page: Path) -> Iterator[str]:
@@ -278,57 +232,13 @@ def _english_pages(section: Section, page: Path) -> Iterator[str]:
             yield f"links to {path}, which is in English: write （英文） behind the link"
 
 
-def _pictures(section: Section, page: Path) -> list[str]:
-    """The pictures that the Chinese page must show: `NAME.zh.svg` for `NAME.svg` if it exists."""
-    chinese = (
-        (src, str(Path(src).with_suffix(f".zh{Path(src).suffix}"))) for src in section.pictures()
-    )
-    return [zh if (page.parent / zh).is_file() else src for src, zh in chinese]
-
-
-def _links(section: Section, page: Path, other: Path) -> list[str]:
-    """The links as the English page would write them: the English target for a Chinese one, and an
-    anchor as the index of its heading in the page."""
-    normal = []
-    for href in section.links():
-        path, _, anchor = href.partition("#")
-        if "://" in href:
-            normal.append(href)
-            continue
-        target = (page.parent / path).resolve() if path else page
-        if target == other:
-            normal.append(OWN_OTHER)
-            continue
-        if anchor and target.suffix == ".md" and target.is_file():
-            anchors = [s.anchor for s in sections_of(target)]
-            anchor = str(anchors.index(anchor)) if anchor in anchors else f"no {anchor}"
-        name = path.replace(SUFFIX, ".md") if path else ""
-        normal.append(f"{name}#{anchor}" if anchor else name)
-    return normal
-
-
 def _first_difference(a: list, b: list) -> str:
-    for left, right in zip(a, b, strict=False):
-        if left != right:
-            if isinstance(left, list) and isinstance(right, list):
-                return _first_difference(left, right)
-            return f"{left!r} in English, {right!r} in Chinese"
-    more = a[len(b) :] or b[len(a) :]
-    return f"{len(a)} in English, {len(b)} in Chinese, the first one more is {more[0]!r}"
+    pairs = zip_longest(a, b)
+    left, right = next((left, right) for left, right in pairs if left != right)
+    return f"{left!r} in English, {right!r} in Chinese"
 
 
 def main() -> int:
-    if len(sys.argv) == 3:
-        page, title = Path(sys.argv[1]), sys.argv[2].lstrip("# ")
-        titled = [s for s in sections_of(page) if s.title == title]
-        for section in titled:
-            print(f"<!-- en: {section.digest} -->")
-        if not titled:
-            print(f"{page} has no section {title!r}", file=sys.stderr)
-        return 0 if titled else 1
-    if len(sys.argv) != 1:
-        print(__doc__)
-        return 2
     found = [line for page in chinese_pages() for line in differences(page)]
     aged = [line for page in chinese_pages() for line in older(page)]
     print("\n".join([*aged, *found]) or "every Chinese page is in step with the English one")

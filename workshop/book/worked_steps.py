@@ -9,7 +9,6 @@ in the table is read from the frames of the run (`common/events`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,21 +22,6 @@ BLOCK_SIZE = 4
 PROMPTS = [range(1, 10), range(10, 13), range(13, 18), range(20, 32)]
 MAX_TOKENS = [3, 2, 3, 3]
 HEAD = ["step", "request", "positions", "block table", "slots", "token", "known, computed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    step: int  # from 1
-    request_id: str
-    positions: range  # that the step computes
-    block_table: list[int]
-    token: int  # that comes out
-    num_known: int  # after the step
-
-    @property
-    def slots(self) -> list[int]:
-        table, size = self.block_table, BLOCK_SIZE
-        return [table[pos // size] * size + pos % size for pos in self.positions]
 
 
 def run(path: str | Path) -> None:
@@ -61,34 +45,20 @@ def run(path: str | Path) -> None:
     engine.close()
 
 
-def rows_of(path: str | Path) -> Iterator[Row]:
+def rows_of(path: str | Path) -> Iterator[list[str]]:
+    """Yield the cells of `HEAD` for each request of each step."""
     film = Film.read(path)
     for step in range(NUM_STEPS):
         (_, _, planned), (_, _, ended) = film.step(step).frames[-2:]
         plan = planned["in_flight"][str(step)]
         for name, start, num in zip(plan["requests"], plan["starts"], plan["num_tokens"]):
-            outputs = ended["outputs"][name]
-            yield Row(
-                step=step + 1,
-                request_id=name,
-                positions=range(start, start + num),
-                block_table=planned["tables"][name]["0"],
-                token=outputs[-1],
-                num_known=len(ended["requests"][name]["prompt"]) + len(outputs),
-            )
-
-
-def table(rows: list[Row]) -> str:
-    lines = [HEAD]
-    for row in rows:
-        counters = f"{row.num_known}, {row.positions.stop}"
-        cells = (row.step, row.request_id, stretch(row.positions), row.block_table)
-        lines.append([*map(str, cells), stretch(row.slots), str(row.token), counters])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+            outputs, table = ended["outputs"][name], planned["tables"][name]["0"]
+            positions = range(start, start + num)
+            slots = [table[pos // BLOCK_SIZE] * BLOCK_SIZE + pos % BLOCK_SIZE for pos in positions]
+            known = len(ended["requests"][name]["prompt"]) + len(outputs)
+            counters = f"{known}, {start + num}"
+            cells = [str(step + 1), name, stretch(positions), str(table)]
+            yield [*cells, stretch(slots), str(outputs[-1]), counters]
 
 
 def stretch(numbers: range | list[int]) -> str:
@@ -106,7 +76,10 @@ def worked_table() -> str:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         run(path)
-        return table(list(rows_of(path)))
+        lines = [HEAD, *rows_of(path)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = "  ".join("{:%d}" % width for width in widths)  # noqa: UP031
+    return "\n".join(padded.format(*line).rstrip() for line in lines)
 
 
 if __name__ == "__main__":

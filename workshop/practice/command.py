@@ -18,7 +18,6 @@ from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, LABELS, 
 from workshop.practice.museum.museum_page import side_by_side
 from workshop.practice.museum.two_films import compared, films, page_of_films
 from workshop.practice.museum.watched_run import line_of, parting
-from workshop.practice.tasks.answer import answer_to
 from workshop.practice.tasks.blank import filled
 from workshop.practice.tasks.course import (
     EVENINGS,
@@ -32,16 +31,20 @@ from workshop.practice.tasks.course import (
 from workshop.practice.tasks.grade import grade
 from workshop.practice.tasks.tickets import tickets_of_evening
 from workshop.practice.tasks.workbench import Workbench
-from workshop.practice.trial import broken_copy, swapped, try_tests
+from workshop.practice.trial import broken_copy, try_tests
 from workshop.watch.page_maker import write_page
 
 WIDTH = 96
 DEMO_S = 120  # it takes a few; ten times as long on a busy machine
-STOPPED = 130  # the shell's exit status for Ctrl-C
 
 
 def _say(text: str) -> None:
     print(f"{text}\n", flush=True)
+
+
+def _wait(doing: str) -> None:
+    """A sign of life, which is no part of the output."""
+    print(f"({doing}: some seconds)", file=sys.stderr, flush=True)
 
 
 def _wrapped(text: str, indent: str = "") -> str:
@@ -72,14 +75,13 @@ def museum(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--open", action="store_true", help="with --watch: open it in the browser")
     options = parser.parse_args(arguments)
+    asked = [name for name, value in vars(options).items() if value and name != "bug"]
     if options.reveal and not options.find:
         parser.error("--reveal needs --find; otherwise nothing is hidden")
-    if options.find and options.bug is None:
-        parser.error("--find needs a bug: a number of the list")
-    if options.watch and options.bug is None:
-        parser.error("--watch needs a bug: a number of the list")
     if (options.out or options.open) and not options.watch:
         parser.error("--out and --open need --watch, which writes a page")
+    if asked and options.bug is None:
+        parser.error(f"--{asked[0]} needs a bug: a number of the list")
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):
         parser.error(f"bug must be in [1, {len(EXHIBITS)}], got {options.bug}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny
@@ -134,6 +136,7 @@ def watch(
         reason = "" if is_hidden else words.text("nothing")
         _say(f"{number}. There is nothing to watch. {reason}")
         return
+    _wait("recording the engine with the bug and without")
     with broken_copy(exhibit.patch) as swap:
         page, difference = page_of_films(number, exhibit, swap, is_hidden)
     if not is_hidden:
@@ -175,6 +178,7 @@ def _effects(exhibit: Exhibit, swap: ModuleSwap) -> tuple[list[str], list[str]]:
     """Return where the two films differ, and the changes in each there."""
     if exhibit.watch is None:
         return [], []
+    _wait("recording the engine with the bug and without")
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
     requests = ", ".join(request.name for request in exhibit.watch.requests)
@@ -196,13 +200,12 @@ def _is_asked_for() -> bool:
 
 def _first_failure(exhibit: Exhibit, swap: ModuleSwap) -> str:
     """Return the first test that fails and the first line of its message."""
+    _wait("running its tests")
     run = try_tests(exhibit.tests, swap, first_only=True, limit_s=exhibit.limit_s)
     if run.first is None:
         return run.report.strip()
-    message, *more = run.first.message.strip().splitlines() or [""]
-    if ", ...]" in message:  # the elided part of two lists can be their only difference
-        message += next((f" ({line.strip()})" for line in more if "At index" in line), "")
-    return f"Caught by {run.first.test}\n    {textwrap.shorten(message, 160)}"
+    message = textwrap.shorten(run.first.message.partition("Use -v")[0], 240)
+    return f"Caught by {run.first.test}\n    {message}"
 
 
 def _revealed(exhibit: Exhibit) -> str:
@@ -221,7 +224,7 @@ def _labelled(words: TextRow, *parts: str) -> str:
 
 
 def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None) -> int:
-    """Return 0: success, 1: the answer is not right yet, 2: invalid arguments, 130: Ctrl-C."""
+    """Return 0: success, 1: the answer is not right yet, 2: invalid arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m workshop.tasks", description="Write parts of the engine yourself."
     )
@@ -376,22 +379,12 @@ def _solution(task: Task, bench: Workbench) -> int:
 
 def _demo(task: Task, bench: Workbench) -> int:
     """Run the demo in a separate process: nothing is imported before the reader's module."""
-    text = bench.text(task)
-    if text is None or bench.is_blank(task):
+    if bench.text(task) is None or bench.is_blank(task):
         _say(f"There is no answer to run yet. Begin: make task N={task.number}")
         return 1
+    demo = [sys.executable, "-m", "workshop.tasks.demo_on_yours", task.number, str(bench.folder)]
     try:
-        answer = answer_to(text, [task], task.module)
-    except (SyntaxError, ValueError) as error:
-        _say(f"Python cannot read {bench.name(bench.file(task))}: {error}")
-        return 1
-    demo = [sys.executable, "-m", "workshop.tasks.demo_on_yours", task.number]
-    try:
-        with swapped(task.path, answer.text) as swap:
-            return subprocess.run([*demo, str(swap.file)], timeout=DEMO_S).returncode
+        return subprocess.run(demo, timeout=DEMO_S).returncode
     except subprocess.TimeoutExpired:
         _say(f"Stopped: it did not end within {DEMO_S} seconds. Does a loop never stop?")
         return 1
-    except KeyboardInterrupt:
-        _say("The demo was stopped.")
-        return STOPPED

@@ -1,18 +1,17 @@
 """Exercises: exhibits of the museum and tasks of the course, from one format.
 
     1.1 The title                                a task's number, and the title; see `exhibits.py`
-    example examples_batching endings            a module of `examples/`, and a function in it
+    example rectangles                           a function of `examples.py`; or none
     zh 50a411deedc2 ...                          the digest of the English texts when they were
     zh_symptom ...                               translated, the title, and the others in Chinese
 
-The example is a small function that uses our module as a caller would and yields the result in a
-few lines of text. It imports everything when it is called, so that it gets the swapped module.
-Each task has one. A recorded run shows most exhibits, and a failing test the others.
+An example imports everything when it is called, so that it gets the swapped module. A recorded run
+shows most exhibits, and a failing test the others.
 
-                                 the module    the example      the named tests
-    unchanged                    ours          one text         pass
-    a bug or typical mistake     a copy        another text     fail
-    a task's blank               a copy                         fail
+                                 the module    the named tests
+    unchanged                    ours          pass
+    a bug or typical mistake     a copy        fail
+    a task's blank               a copy        fail
 
 `test_exercises.py` checks all of this. The Chinese texts are shown if the terminal's language is
 Chinese (`LANGUAGE=zh` sets that anywhere). `text_rows.py` reads such tables.
@@ -25,11 +24,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 
 from workshop.book.text_rows import TextRow, is_chinese, read_rows
-from workshop.practice.renames import renamed_in_words
+from workshop.practice import examples
 
 # The words of a row that have texts, and so a translation.
 TEXTS = ("title", "symptom", "cause", "lesson", "watch", "nothing", "write", "hint", "mistake")
@@ -47,11 +45,7 @@ class Exercise:
     @property
     def words(self) -> TextRow:
         """The texts in the terminal's language."""
-        return renamed_row(self.chinese if is_chinese() else self.english, self.names_now())
-
-    def names_now(self) -> dict[str, str]:
-        """Return the names of its function that changed since its texts were written."""
-        return {}
+        return self.chinese if is_chinese() else self.english
 
     @property
     def digest(self) -> str:
@@ -60,17 +54,8 @@ class Exercise:
         return sha256(repr(said).encode()).hexdigest()[:12]
 
     @property
-    def example(self) -> Callable[[], Iterator[str]]:
-        module, _, function = self.english.text("example").partition(" ")
-        return getattr(import_module(f"workshop.practice.examples.{module}"), function)
-
-
-def renamed_row(row: TextRow, names: dict[str, str]) -> TextRow:
-    """Return the texts with the new names in backticks, and where a whole text is code."""
-    if not names:
-        return row
-    said = {word: [renamed_in_words(x, names) for x in texts] for word, texts in row.said.items()}
-    return TextRow(row.head, defaultdict(list, said))
+    def example(self) -> Callable[[], Iterator[str]] | None:
+        return getattr(examples, self.english.text("example") or "-", None)
 
 
 def read_exercises(table: Path, words: str) -> Iterator[tuple[TextRow, TextRow]]:

@@ -1,9 +1,8 @@
 """`python -m workshop.patches`: the bugs of `patches.txt`.
 
-python -m workshop.patches                  those that do not apply any more, and why
-python -m workshop.patches --check          plant each and run its tests; those not noticed
-python -m workshop.patches --check WORDS    of those that have the words in their names
-python -m workshop.patches --only 7         show line 7 of those in MUSEUM.md, break it, test it
+python -m workshop.patches             those that do not apply any more, and why
+python -m workshop.patches --only 7    show line 7 of those in MUSEUM.md, break it, test it
+pytest workshop/practice/test_exercises.py -m "" -k noticed    plant each and run its tests
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from workshop.practice.patch_table import Bug, all_bugs, broken_lines, log_row
 from workshop.practice.source_patch import ROOT, logs_of, names_in
 from workshop.practice.tasks.course import task_numbered
-from workshop.practice.trial import try_all
+from workshop.practice.trial import broken_copy, try_tests
 
 
 def problem_of(bug: Bug) -> str:
@@ -52,39 +51,27 @@ def trials(bugs: Iterable[Bug]) -> list[tuple[Bug, tuple[str, ...], bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m workshop.patches", description=__doc__, formatter_class=_Formatter
-    )
-    parser.add_argument("--check", action="store_true", help="run the tests that are to notice")
-    parser.add_argument("words", nargs="*", help="only bugs with these words in their names")
+    parser = argparse.ArgumentParser(prog="python -m workshop.patches", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", type=int, metavar="N", help="this line alone, from 1; runs it")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     options = parser.parse_args(arguments)
     lines = broken_lines()
     if options.only is not None and not 1 <= options.only <= len(lines):
         parser.error(f"--only must be in [1, {len(lines)}], got {options.only}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = all_bugs() if options.only is None else [lines[options.only - 1]]
-    chosen = [bug for bug in chosen if all(word in bug.name for word in options.words)]
     problems = [problem for bug in chosen if (problem := problem_of(bug))]
-    for problem in problems:
-        print(f"{problem}\n")
+    print("".join(f"{problem}\n\n" for problem in problems), end="")
     print(f"{len(problems)} of {len(chosen)} do not apply")
-    if options.only is not None and not problems:
-        print(f"{chosen[0].file}:\n{chosen[0].diff()}")
-    if not (options.check or options.only):
+    if problems or options.only is None:
         return 1 if problems else 0
-    survivors = 0
-    cases = trials(bug for bug in chosen if not problem_of(bug))
-    for bug, complaint, seconds in try_all(cases, options.jobs):
-        survivors += bool(complaint)
-        print(f"{seconds:5.1f} s  {complaint and 'SURVIVED  '}{complaint or bug.name}", flush=True)
-    print(f"{survivors} of {len(cases)} are not noticed")
-    return 1 if problems or survivors else 0
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description unchanged."""
+    (bug,) = chosen
+    print(f"{bug.file}:\n{bug.diff()}\n\n(running its tests: some seconds)", flush=True)
+    ((_, tests, first_only),) = trials(chosen)
+    with broken_copy(bug) as swap:
+        run = try_tests(tests, swap, first_only=first_only)
+    print("\n".join(f"caught by {test}" for test in run.failed) or "no test fails")
+    return 0 if run.failed else 1
 
 
 if __name__ == "__main__":

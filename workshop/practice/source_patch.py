@@ -4,8 +4,7 @@
 
 `module` is the last part of a module's name. Names are flat and unique, so a patch survives a move
 to another folder. `old` is searched in the symbol, token by token, so line breaks, indentation,
-comments and code elsewhere do not matter. It must occur exactly once. If it does not occur, but
-code that differs from it in names alone, then those names replace the ones in `new`: `renames.py`.
+comments, trailing commas and code elsewhere do not matter. It must occur exactly once.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from workshop.practice.renames import changed, exact_places, renamed, renamed_places, tokens
-
 ROOT = Path(__file__).resolve().parents[2]
+_STRING = r'"""(?:\\.|.)*?"""|' r"'''(?:\\.|.)*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'"
+_TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})|\w+|.", re.DOTALL)
 
 
 class PatchError(ValueError):
-    """A patch does not apply. The message has the patch, the code it searches, and near matches."""
+    """A patch does not apply. The message has the patch and the code it searches."""
 
 
 @cache
@@ -54,10 +53,10 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
     def within(node: ast.AST, prefix: str, is_function: bool) -> Iterator[tuple[str, ast.stmt]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = prefix + child.name
                 yield name, child
-                yield from within(child, f"{name}.", isinstance(child, ast.FunctionDef))
+                yield from within(child, f"{name}.", not isinstance(child, ast.ClassDef))
             elif isinstance(child, ast.Assign | ast.AnnAssign) and not is_function:
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
                 yield from ((prefix + t.id, child) for t in targets if isinstance(t, ast.Name))
@@ -96,19 +95,11 @@ class Patch:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
-    def known_names(self) -> dict[str, str]:
-        """Return the names that changed in the symbol, as other patches there tell."""
-        return {}
-
-    def changed_names(self) -> dict[str, str]:
-        """Return the names of the patch that have changed, old -> new. Raises as `apply` does."""
-        return changed(self._place(self.text())[2])
-
     def apply(self) -> str:
         """Return the file's text with the change. Raises `PatchError` unless `old` occurs once."""
         text = self.text()
-        start, end, names = self._place(text)
-        new = renamed(self.new, {**self.known_names(), **names})
+        start, end = self._place(text)
+        new = self.new
         begin = text.rfind("\n", 0, start) + 1
         if text[begin:start].strip():  # in the middle of a line
             return text[:start] + new + text[end:]
@@ -118,21 +109,16 @@ class Patch:
         lines = [_moved(line, shift) for line in new.split("\n")]
         return text[:begin] + "\n".join(lines) + text[end:]
 
-    def _place(self, text: str) -> tuple[int, int, dict[str, str]]:
-        """Return start and end of `old`, with comments around it if `old` itself has some, and its
-        names as they are now."""
+    def _place(self, text: str) -> tuple[int, int]:
+        """Return start and end of `old`, with comments around it if `old` itself has some."""
         within = regions(text, self.symbol)
-        places = [
-            (*place, {}) for region in within for place in exact_places(text, self.old, *region)
-        ]
-        if not places:
-            places = [p for region in within for p in renamed_places(text, self.old, *region)]
-        if len(places) > 1:
-            known = self.known_names()
-            places = [p for p in places if changed(p[2]).items() <= known.items()] or places
+        places = [place for region in within for place in places_of(text, self.old, *region)]
         if len(places) != 1:
-            raise PatchError(self._complaint(text, len(places)))
-        ((start, end, names),) = places
+            where = (
+                f"{self.name} ({self.file}) does not apply. It looks for, {len(places)} times there"
+            )
+            raise PatchError(f"{where}:\n{self.old}")
+        ((start, end),) = places
         if self.old.lstrip().startswith("#"):
             lines = text[:start].splitlines(keepends=True)
             margin = lines.pop() if lines and not lines[-1].endswith("\n") else ""
@@ -141,23 +127,7 @@ class Patch:
             start = len("".join(lines)) + len(margin) - len(margin.lstrip(" "))
         if "#" in _tail(self.old):
             end += len(text[end:].partition("\n")[0])
-        return start, end, names
-
-    def _complaint(self, text: str, num_places: int) -> str:
-        names = dict.fromkeys(name for name, _, _ in _spans(text))
-        said = f"{self.name} ({self.file}) does not apply. "
-        if self.symbol and self.symbol not in names:
-            near = ", ".join(difflib.get_close_matches(self.symbol, names)) or "nothing like it"
-            said += f"There is no {self.symbol} any more; there is {near}. "
-        said += f"It looks for, {num_places} times there:\n{_indented(self.old)}"
-        elsewhere = list(exact_places(text, self.old, 0, len(text)))
-        if not num_places and elsewhere:
-            line = text[: elsewhere[0][0]].count("\n") + 1
-            held = [n for n, first, last in _spans(text) if first <= line <= last]
-            return f"{said}\nIt stands in {held[-1] if held else 'the top level'} now."
-        if num_places:
-            return f"{said}\nSay more of it, so that it is one place."
-        return said
+        return start, end
 
     def diff(self) -> str:
         """Return the removed ("- ") and added ("+ ") whole lines, dedented together."""
@@ -168,6 +138,24 @@ class Patch:
             (len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0
         )
         return "\n".join(line[:2] + line[2 + margin :] for line in changed)
+
+
+@cache
+def tokens(text: str) -> tuple[re.Match[str], ...]:
+    """Return the tokens without white space, comments, and a formatter's trailing commas."""
+    found = [match for match in _TOKEN.finditer(text) if match["aside"] is None]
+    following = [*(match[0] for match in found[1:]), ""]
+    return tuple(m for m, then in zip(found, following) if m[0] != "," or then not in set(")]}"))
+
+
+def places_of(text: str, old: str, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each occurrence of `old` in `text[first:last]`."""
+    wanted = [match[0] for match in tokens(old)]
+    source = [match for match in tokens(text) if first <= match.start() and match.end() <= last]
+    texts = [match[0] for match in source]
+    for i in range(len(source) - len(wanted) + 1 if wanted else 0):
+        if texts[i] == wanted[0] and texts[i : i + len(wanted)] == wanted:
+            yield source[i].start(), source[i + len(wanted) - 1].end()
 
 
 def regions(text: str, symbol: str) -> list[tuple[int, int]]:
@@ -183,21 +171,11 @@ def regions(text: str, symbol: str) -> list[tuple[int, int]]:
 def _tail(text: str) -> str:
     """Return the text after the last token."""
     found = tokens(text)
-    return text[found[-1].end :] if found else text
+    return text[found[-1].end() :] if found else text
 
 
 def _moved(line: str, shift: int) -> str:
     return line[-shift:] if shift < 0 else f"{' ' * shift}{line}" if line else line
-
-
-def parameters_of(text: str, symbol: str) -> list[str]:
-    """Return the names of a function's parameters, without `self`. Empty for anything else."""
-    nodes = [node for name, node in definitions(ast.parse(text)) if name == symbol]
-    if not nodes or not isinstance(nodes[0], ast.FunctionDef):
-        return []
-    given = nodes[0].args
-    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return names[names[:1] == ["self"] :]
 
 
 @cache  # a file has many bugs
@@ -210,13 +188,10 @@ def _spans(text: str) -> list[tuple[str, int, int]]:
     ]
 
 
-def _indented(code: str) -> str:
-    return "\n".join(f"    {line}" for line in code.splitlines())
-
-
 def names_in(path: Path) -> set[str]:
     """Return the names of a file's top-level functions and classes."""
-    return _names_in(path.read_text(encoding="utf-8"))
+    names = (name for name, _, _ in _spans(path.read_text(encoding="utf-8")))
+    return {name for name in names if "." not in name}
 
 
 def titles_in(log: Path) -> set[str]:
@@ -229,13 +204,3 @@ def logs_of(test_file: Path) -> list[Path]:
     """Return the step logs that a file of tests reads: they lie beside it."""
     names = re.findall(r'"(\w+\.txt)"', test_file.read_text(encoding="utf-8"))
     return [log for name in names if (log := test_file.with_name(name)).exists()]
-
-
-@cache
-def _names_in(text: str) -> set[str]:
-    tree = ast.parse(text)
-    return {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }

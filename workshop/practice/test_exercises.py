@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import pytest
 
@@ -13,7 +12,6 @@ from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.patch_table import Bug, all_bugs
 from workshop.practice.patches import trials
 from workshop.practice.tasks.course import TASKS, Task, blank_of
-from workshop.practice.tasks.grade import example_with
 from workshop.practice.trial import broken_copy, swapped, try_tests
 
 MAX_CPU_S = 10  # for the tests that notice a bug
@@ -49,11 +47,7 @@ limits = {exhibit.title: exhibit.limit_s for exhibit in EXHIBITS}
 
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.number)
-def test_the_blank_fails_and_no_two_mistakes_look_alike(task: Task) -> None:
+def test_the_blank_fails(task: Task) -> None:
     blank = blank_of(task).text
     with swapped(task.path, blank) as swap:
         assert try_tests(task.test_ids, swap, first_only=True).first is not None
-    not_written = f"NotImplementedError: task {task.number}: not written yet"
-    assert example_with(task, blank) == not_written
-    texts = [task.source(), *(mistake.apply() for mistake in task.mistakes)]
-    assert set(Counter(example_with(task, text) for text in texts).values()) == {1}

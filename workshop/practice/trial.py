@@ -11,12 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap, name_of
@@ -25,9 +22,6 @@ from workshop.practice.source_patch import Patch
 
 LIMIT_S = 60.0  # for a function, and for a test
 NEVER_ENDS = "(the run does not end; stopped from outside)"
-# Python 3.11's `ast.parse` takes two threads for one that recurses, and raises SystemError
-# (python/cpython issue 106905).
-_PARSING = Lock()
 _FOLDER = "other-"
 _IN_THE_FOLDER = re.compile(rf"[^\s\"']*{_FOLDER}\w+/")
 
@@ -42,9 +36,7 @@ def swapped(path: Path, text: str) -> Iterator[ModuleSwap]:
 
 
 def broken_copy(patch: Patch) -> contextlib.AbstractContextManager[ModuleSwap]:
-    with _PARSING:
-        text = patch.apply()
-    return swapped(patch.path, text)
+    return swapped(patch.path, patch.apply())
 
 
 def said_by(
@@ -98,31 +90,3 @@ def _run(
 def without_folder(text: str) -> str:
     """Return the text with file names as a reader knows them, without the temporary folder."""
     return _IN_THE_FOLDER.sub("(with the bug) ", text)
-
-
-# -- many patches
-
-
-def unnoticed(patch: Patch, tests: tuple[str, ...], first_only: bool) -> str:
-    """Return why not every test (`first_only`: no test) notices the patch. "": noticed."""
-    try:
-        with broken_copy(patch) as swap:
-            run = try_tests(tests, swap, first_only=first_only)
-    except (RuntimeError, ValueError, LookupError) as error:
-        return f"{patch.name}: {error}"
-    passed = () if first_only and run.failed else [t for t in tests if t not in run.failed]
-    return f"{patch.name}: not noticed by {', '.join(passed)}" if passed else ""
-
-
-def try_all(
-    patches: Iterable[tuple[Patch, tuple[str, ...], bool]], jobs: int
-) -> Iterator[tuple[Patch, str, float]]:
-    """Yield each patch, the reason why it is not noticed (or ""), and the duration. `patches` has
-    the tests of each and whether the first failure is enough. Runs `jobs` at a time, in order."""
-
-    def tried(case: tuple[Patch, tuple[str, ...], bool]) -> tuple[Patch, str, float]:
-        begun = time.perf_counter()
-        return case[0], unnoticed(*case), time.perf_counter() - begun
-
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(tried, patches)

@@ -19,7 +19,11 @@ commit = os.environ["BOOK_COMMIT"]
 project = html_title = "vllm-from-scratch"
 language = "zh_CN" if is_chinese else "en"
 extensions = ["myst_nb"]
-nb_execution_mode = "off"
+nb_execution_mode = "cache"
+nb_execution_cache_path = os.path.join(os.environ.get("BOOK_NOTEBOOKS", ""), language)
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_execution_show_tb = True
 highlight_language = "none"
 myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 6
@@ -51,11 +55,6 @@ THEME_WORDS = {
     "Back to top": "回到顶部",
     "Skip to content": "跳到正文",
 }
-EVERYDAY = {  # words that mostly mean something else
-    *("load", "request", "step", "position", "running", "waiting", "priority"),
-    *("请求", "步", "块", "位置", "发布", "专家", "直写", "加载"),
-}
-TERM = re.compile(r"^\| (?P<terms>\*\*.*?) \| (?P<meaning>.*?) \|", re.MULTILINE)
 
 
 def resolve(app, doctree, docname):
@@ -74,41 +73,6 @@ def resolve(app, doctree, docname):
             node["refuri"] = f"{up}films/film_{path}.html#{'lang=zh' if is_chinese else ''}"
         elif scheme == "other":
             node["refuri"] = f"{up}{'en' if is_chinese else 'zh'}/{path}.html{anchor}"
-
-
-def glossary(folder):
-    """Return the meaning of each term of the staged glossary, with its form in a page's text."""
-    found = {}
-    for match in TERM.finditer(Path(folder, "GLOSSARY.md").read_text(encoding="utf-8")):
-        meaning = re.sub(r"[*`]", "", match["meaning"])
-        for term in re.findall(r"\*\*([^*`]+)\*\*", match["terms"]):
-            found[term] = meaning
-        if is_chinese:
-            found |= dict.fromkeys(re.findall(r"（([一-鿿]+)）", match["terms"]), meaning)
-    return {term: meaning for term, meaning in found.items() if term not in EVERYDAY}
-
-
-def explain(app, doctree, docname):
-    """Give the first occurrence of each term of the glossary its meaning, shown on hover."""
-    if docname == "GLOSSARY":
-        return
-    if not hasattr(app, "book_terms"):
-        terms = glossary(app.srcdir)
-        longest = "|".join(map(re.escape, sorted(terms, key=len, reverse=True)))
-        app.book_terms = terms, re.compile(f"(?<![A-Za-z])(?:{longest})s?(?![A-Za-z])")
-    left, pattern = dict(app.book_terms[0]), app.book_terms[1]
-    for text in list(doctree.findall(nodes.Text)):
-        if not isinstance(text.parent, nodes.paragraph | nodes.emphasis | nodes.strong):
-            continue
-        parts, end, words = [], 0, text.astext()
-        for match in pattern.finditer(words):
-            term = match[0] if match[0] in left else match[0].removesuffix("s")
-            if (meaning := left.pop(term, None)) is not None:
-                parts += [nodes.Text(words[end : match.start()])]
-                parts += [nodes.abbreviation(match[0], match[0], explanation=meaning)]
-                end = match.end()
-        if parts:
-            text.parent.replace(text, [*parts, nodes.Text(words[end:])])
 
 
 def date(app, docname, source):
@@ -133,7 +97,6 @@ def translate(app):
 def setup(app):
     app.connect("source-read", date)
     app.connect("doctree-resolved", resolve)
-    app.connect("doctree-resolved", explain)
     app.connect("html-page-context", finish)
     app.connect("builder-inited", translate)
     app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))

@@ -2,6 +2,7 @@
 
     build/book/en/, build/book/zh/      the pages, built by Sphinx, each language with its search
     build/book/films/                   the recorded runs that the pages show
+    build/site_films/, build/notebooks/     films and outputs of notebooks, until the code changes
 
 `--no-films` shows the films' stills instead. `--check` opens the site in a browser afterwards and
 tests it (`tests/check_book.py`). The site makes no request to another host, and apart from its
@@ -34,18 +35,24 @@ from workshop.site.page_tree import LANGUAGES, git
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "book"
 FILMS = ROOT / "build" / "site_films"  # a folder for each digest of what the films are made of
+NOTEBOOKS = ROOT / "build" / "notebooks"  # likewise
 MADE_OF = ("0*/*.py", "0*/beyond/*.py", "common", "workshop/watch", "workshop/book/text_rows.py")
 
 
-def film_folder() -> Path:
-    """Return a folder with all films, recorded now if one of the files they are made of is new."""
+def digest_of_code() -> str:
+    """Return the digest of the files that films and outputs of notebooks are made of."""
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *MADE_OF)
     digest = hashlib.sha256()
     for name in sorted(set(listed.split("\0"))):
         if name.endswith((".md", ".ipynb")) or "/test" in name or not (ROOT / name).is_file():
             continue
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
-    folder = FILMS / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
+
+
+def film_folder() -> Path:
+    """Return a folder with all films, recorded now if one of the files they are made of is new."""
+    folder = FILMS / digest_of_code()
     if not folder.exists():
         from workshop.watch import films  # torch, and all that computes
 
@@ -73,7 +80,8 @@ def build(has_films: bool) -> None:
         site.mkdir()
         if has_films:
             shutil.copytree(film_folder(), site / "films")
-        print("make book: Sphinx builds the pages of two languages (a minute)", flush=True)
+        told = "" if notebook_folder().exists() else ", and executes the notebooks"
+        print(f"make book: Sphinx builds the pages of two languages{told} (a minute)", flush=True)
         _build_pages(site, Path(place, "stage"), has_films)
         print("make book: Pagefind reads them, for the search", flush=True)
         for language in LANGUAGES:
@@ -82,6 +90,15 @@ def build(has_films: bool) -> None:
         shutil.rmtree(site / "jupyter_execute", ignore_errors=True)
         shutil.rmtree(OUT, ignore_errors=True)
         site.rename(OUT)
+
+
+def notebook_folder() -> Path:
+    """Return the folder of the notebooks' outputs. Removes those of other code."""
+    folder = NOTEBOOKS / digest_of_code()
+    for other in NOTEBOOKS.glob("*"):
+        if other != folder:
+            shutil.rmtree(other)
+    return folder
 
 
 def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
@@ -93,6 +110,7 @@ def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
         command += ["-c", str(HERE), "-d", str(folder / f"{language}.doctrees")]
         commands.append([*command, str(tree.folder), str(site / language)])
     settings = {**os.environ, "BOOK_REPOSITORY": repository, "BOOK_COMMIT": commit}
+    settings |= {"BOOK_NOTEBOOKS": str(notebook_folder()), "TQDM_DISABLE": "1"}
     runs = [
         subprocess.Popen(
             command, env={**settings, "BOOK_LANGUAGE": language}, stderr=subprocess.PIPE, text=True
@@ -130,8 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "make book: the site needs Python 3.11 or newer, and the extra [book]. With another "
             "Python: rm -rf .venv, then make book PYTHON=python3.12"
         )
-    if options.check and options.no_films:
-        parser.error("--check needs the films")
     start = time.monotonic()
     build(has_films=not options.no_films)
     num_pages = sum(1 for _ in OUT.glob("??/**/*.html"))

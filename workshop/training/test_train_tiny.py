@@ -1,4 +1,4 @@
-"""The trainer, on a model of a few thousand weights; and the checkpoints that are shipped."""
+"""The checkpoints that are shipped, and the text that they were trained on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.engine_config import SHIPPED_ADAPTER
 from common.features.adapters.adapter_files import CONFIG, WEIGHTS
-from workshop.training import tiny_eval, train_tiny
-from workshop.training.tiny_data import (
-    HELD_OUT,
-    corpus,
-)
+from workshop.training.tests import tiny_eval
+from workshop.training.tiny_data import HELD_OUT, corpus
 
 TINY, DRAFT = tiny_eval.CHECKPOINTS / "tiny", tiny_eval.CHECKPOINTS / "tiny-draft"
 
@@ -36,21 +33,6 @@ def test_held_out_files_are_not_trained_on(files: tuple[dict[str, str], dict[str
     assert not any(text in texts for text in held_out.values()), "a copy under another name"
 
 
-def test_a_run_writes_a_checkpoint_that_has_learnt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[dict[str, str], dict[str, str]]
-) -> None:
-    some = dict(list(files[0].items())[:4])
-    monkeypatch.setattr(train_tiny, "corpus", lambda: (some, {"held.py": "def f(x):\n    pass\n"}))
-    small = zip(train_tiny.SHAPE, (16, 24, 1, 2, 1, 8), strict=True)
-    monkeypatch.setattr(train_tiny, "SHAPE", dict(small))
-    config = train_tiny.TrainConfig(24 * 64, batch_tokens=64, seq_len=16, long_seq_len=32)
-    train_tiny.train(config, tmp_path, 8, torch.device("cpu"))
-    curve = json.loads((tmp_path / "training_record.json").read_text())["curve"]
-    assert [point["tokens"] for point in curve] == [512, 1024, 1536]
-    assert curve[-1]["train_loss"] < curve[0]["train_loss"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 16
-
-
 @pytest.mark.parametrize(("folder", "max_mb"), [(TINY, 12), (DRAFT, 2)])
 def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, max_mb: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -67,7 +49,7 @@ def test_shipped_checkpoint_loads_in_transformers_and_is_small(folder: Path, max
 def test_recorded_loss_and_agreement_are_those_of_the_shipped_weights(
     files: tuple[dict[str, str], dict[str, str]],
 ) -> None:
-    """On one file; `python -m workshop.training.train_tiny evaluate` repeats them all."""
+    """On one file."""
     record = json.loads((DRAFT / "evaluation.json").read_text())
     one = record["target_on_one_file"]
     text = {one["file"]: files[1][one["file"]]}

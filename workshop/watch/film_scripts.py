@@ -7,6 +7,13 @@ from grammars import Choice, Json
 from workshop.watch.workloads import DEFAULT, Script, Visit
 
 EVERYTHING = DEFAULT
+SMALL = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "num_blocks": 40,
+    "prefix_cache": None,
+}
 
 _PRIME = "def is_prime(n):\n    for"
 _MEAN = "def mean(values):\n    return"
@@ -28,12 +35,9 @@ CONTINUOUS = Script(
         Visit("e", 2, _MAIN, 8),
         Visit("f", 3, _LOOP, 5),
     ),
-    {
+    SMALL
+    | {
         "max_num_seqs": 3,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
-        "num_blocks": 40,
-        "prefix_cache": None,
         "chunked_prefill": False,
     },
 )
@@ -47,12 +51,10 @@ TABLES = Script(
         Visit("c", 4, _RUN_AS, 6),
         Visit("d", 12, _MEAN, 8),
     ),
-    {
-        "max_num_seqs": 4,
+    SMALL
+    | {
         "max_num_batched_tokens": 16,
-        "block_size": 4,
         "num_blocks": 15,
-        "prefix_cache": None,
         "scheduler": "fcfs",
         "chunked_prefill": False,
     },
@@ -67,10 +69,8 @@ PREFIXES = Script(
         Visit("d", 12, _MAIN, 14),
         Visit("e", 22, f"{_STACK}    def clear(self):", 8),
     ),
-    {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
+    SMALL
+    | {
         "num_blocks": 20,
         "prefix_cache": "hash",
         "watermark": 0,
@@ -85,12 +85,9 @@ SCARCE = Script(
         Visit("c", 2, _MAIN, 9),
         Visit("d", 3, _LINES, 12),
     ),
-    {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
+    SMALL
+    | {
         "num_blocks": 16,
-        "prefix_cache": None,
         "watermark": 0,
     },
 )
@@ -103,12 +100,10 @@ PLAIN = Script(
         Visit("c", 2, f"{_STACK}    def pop(self):\n        return", 20),
         Visit("d", 3, _LINES, 24),
     ),
-    {
-        "max_num_seqs": 4,
+    SMALL
+    | {
         "max_num_batched_tokens": 40,
-        "block_size": 4,
         "num_blocks": 49,
-        "prefix_cache": None,
     },
 )
 GUESSING = PLAIN.but(speculative={"method": "ngram", "num_spec_tokens": 3, "adaptive": False})
@@ -125,12 +120,11 @@ WHOLE = Script(
         Visit("c", 5, f"{_WINDOW}    def get_size(self):", 8),
         Visit("d", 7, _RUN_AS, 8),
     ),
-    {
+    SMALL
+    | {
         "block_size": 8,
         "num_blocks": 33,
-        "max_num_seqs": 4,
         "max_num_batched_tokens": 160,
-        "prefix_cache": None,
         "chunked_prefill": False,
     },
 )
@@ -147,11 +141,10 @@ ADAPTED = Script(
         Visit("e", 3, _QUEUE, 12),
         Visit("f", 7, _AREA, 6, adapter="tests"),
     ),
-    {
+    SMALL
+    | {
         "max_num_seqs": 3,
         "max_num_batched_tokens": 48,
-        "block_size": 4,
-        "num_blocks": 40,
         "prefix_cache": "hash",
         "max_loras": 1,
     },
@@ -167,11 +160,8 @@ WINDOWED = Script(
         Visit("d", 8, _MAIN, 10),
         Visit("e", 18, f"{_STACK}    def clear(self):", 6),
     ),
-    {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
-        "num_blocks": 40,
+    SMALL
+    | {
         "prefix_cache": "hash",
         "watermark": 0,
         "chunked_prefill": 8,
@@ -209,12 +199,12 @@ CONSTRAINED = Script(
         Visit("d", 2, 'answer = "', 6, grammar=Choice(["yes", "no", "none"])),
         Visit("e", 3, _JOIN, 30, grammar=_SIGNATURE),
     ),
-    {
+    SMALL
+    | {
         "max_num_seqs": 5,
         "max_num_batched_tokens": 128,
         "block_size": 8,
         "num_blocks": 48,
-        "prefix_cache": None,
     },
     compile_steps=3,
 )

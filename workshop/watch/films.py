@@ -33,6 +33,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from workshop.book.text_rows import TextRow, read_rows
 from workshop.watch import film_facts, film_scripts
 from workshop.watch.page_maker import Reel, make_page
@@ -120,12 +122,12 @@ def shoot(
     last = film.scripts[-1]
     names = "ab" if len(film.scripts) > 1 else ("",)
     paths = tuple(folder / f"film_{film.name}{name}.jsonl" for name in names)
-    for script, path in zip(film.scripts, paths):
+    others = [last.but(**changes) for _, changes in film.knob if has_knob]
+    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(others)))
+    runs = list(zip((*film.scripts, *others), (*paths, *turned), strict=True))
+    title = f"recording film {film.name}"
+    for script, path in tqdm(runs, title, unit="run", leave=False, disable=None):
         perform(script, path, cast)
-    settings = [changes for _, changes in film.knob] if has_knob else []
-    turned = tuple(folder / f"film_{film.name}_{i}.jsonl" for i in range(len(settings)))
-    for changes, path in zip(settings, turned):
-        perform(last.but(**changes), path, cast)
     film_facts.check(list(map(Film.read, paths)), film.shows)
     return Shot(film, paths, turned)
 
@@ -175,18 +177,6 @@ def film_pages(
         for film in films:
             shot = shoot(film, Path(folder), cast, has_knob=True)
             yield shot, page_of(shot, mine)
-
-
-def renew_facts() -> None:
-    """Write what each film shows today into the table."""
-    shown, text = [], TABLE.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        for film in (EVERYTHING, *_OTHERS):
-            paths = [Path(folder, str(i)) for i in range(len(film.scripts))]
-            for script, path in zip(film.scripts, paths):
-                perform(script, path, load_cast())
-            shown.append((list(map(Film.read, paths)), film.shows))
-    TABLE.write_text(film_facts.renewed(text, shown), encoding="utf-8")
 
 
 # -- the table

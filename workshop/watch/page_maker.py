@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.events.event_page import in_script, put_together
-from workshop.watch.source_lines import source_lines
-from workshop.watch.source_places import RULES
+from workshop.watch.source_lines import RULES, source_lines
 
 PACKED_FROM = 1_000_000  # bytes of events
 START = Path(__file__).parent / "start.js"  # the page's last script

@@ -1,11 +1,10 @@
 """Still pictures of the films, for the chapters' texts: the scenes of a decisive step, cut out of
 the page as the browser draws it.
 
-    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions; and the
-                                        server's page (`live_still.py`)
+    python -m workshop.watch --stills   all six: NN_*/figures/film.png, and the captions
 
-A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts,
-and in its notebook's script, is written with the picture, from the same film (`film_captions.py`).
+A film with a Chinese page has a Chinese still, too: NAME.zh.png. The caption in a chapter's texts
+is written with the picture, from the same film (`film_captions.py`).
 Only film 6's picture varies from run to run: its columns are as wide as the steps took."""
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workshop.watch.chromium import BrowserUnavailableError, started_browser
 from workshop.watch.film_captions import write_captions
 from workshop.watch.films import BEYOND, FILMS, ChapterFilm, Shot, page_of, shoot
-from workshop.watch.live_still import take_lives
 from workshop.watch.workloads import Cast, load_cast
 
 if TYPE_CHECKING:
@@ -70,8 +67,7 @@ _TITLE = """() => {
 }"""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """An address in a page, and the scenes to show there, each with its height in pixels."""
 
     address: str
@@ -156,7 +152,5 @@ def make_stills(cast: Cast | None = None) -> None:
                     still.save(target, optimize=True)
                     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e3:.0f} kB")
                 write_captions(shot, ROOT)
-            for path in take_lives(browser, LANGUAGES):
-                print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")
     except BrowserUnavailableError as error:
         raise ValueError(f"stills are drawn by a browser: {error}") from None

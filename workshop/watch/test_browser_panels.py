@@ -48,7 +48,7 @@ def test_the_panels_are_as_approved(
     run: str, opened: Callable[[str], RunPage], tmp_path: Path
 ) -> None:
     """Where the engine plans otherwise, compare each line that differs with
-    `python -m workshop.replay run.jsonl --step N` before you take it over."""
+    the run's frames (`Film.step`) before you take it over."""
     page, found, chinese = opened(run), dict[str, Any](), dict[str, Any]()
     for step in RUNS[run]:
         found |= panels(page, run, step)

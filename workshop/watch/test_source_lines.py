@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from workshop.watch.source_lines import ROOT, Rule, SourcePlace, find, source_lines
-from workshop.watch.source_places import RULES
+from workshop.watch.source_lines import ROOT, RULES, Rule, SourcePlace, find, source_lines
 
 
 def test_each_function_is_there_and_its_lines_are_those_of_the_file(tmp_path: Path) -> None:

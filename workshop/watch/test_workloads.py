@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from common.tests.film_answers import Answers
-from workshop.watch.film_facts import cells, happened
 from workshop.watch.replay.film import Film
+from workshop.watch.tests.film_cells import cells, happened
 from workshop.watch.workloads import DEFAULT, Cast, perform
 
 

@@ -3,7 +3,7 @@
 python -m workshop.watch                                 the film of chapter 4, made now
 python -m workshop.watch run.jsonl --open                what LLM(events=...) wrote: run.html
 python -m workshop.watch run.jsonl --beside other.jsonl  two runs on one axis of steps
-python -m workshop.watch --film 3 --open                 that of chapter 3; --films: all six
+python -m workshop.watch --film 3 --open                 that of chapter 3; or of adapters, ...
 python -m workshop.watch --mine                          made with the functions in my/
 """
 
@@ -16,9 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from workshop.practice.tasks.workbench import Workbench
-from workshop.watch.film_command import NAMES, add_films, is_about_films, make_films
 from workshop.watch.page_maker import Reel, make_page, write_page
 from workshop.watch.replay.film import Film
+
+FOLDER = Path("build/films")
+NAMES = (*"123456", "adapters", "grammars", "windows")
 
 
 def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
@@ -35,20 +37,25 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
     )
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     parser.add_argument("--mine", action="store_true", help="run with what you have written")
-    add_films(parser)
+    films = parser.add_argument_group("one film a chapter, performed now")
+    films.add_argument(
+        "--film", choices=NAMES, metavar="1-6", help="of a chapter, or adapters, grammars, windows"
+    )
+    films.add_argument("--stills", action="store_true", help="pictures of them, into the chapters")
     args = parser.parse_args(argv)
     if args.beside is not None and args.run is None:
         parser.error("--beside needs a run to show it next to")
     if args.run is not None and args.run.name in NAMES:
         parser.error(f"run must be a file; the film of {args.run} is: --film {args.run}")
-    if args.run is not None and is_about_films(args):
+    is_about_films = args.film is not None or args.stills
+    if args.run is not None and is_about_films:
         parser.error("--film records a new run; give no run")
     if args.run is not None and args.mine:
         parser.error("--mine runs your code; give no run")
     try:
         with _installed(bench) if args.mine else nullcontext() as mine:
-            if is_about_films(args):
-                make_films(args, mine)
+            if is_about_films:
+                _make_films(args, mine)
                 return 0
             if args.run is None:
                 _make_two(args.out or Path("watch.html"), mine, args.open)
@@ -59,6 +66,26 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _make_films(args: argparse.Namespace, mine: tuple[int, int] | None) -> None:
+    """Make the requested films. `mine` is as for `page_of`. Raises `ValueError` if that fails."""
+    from workshop.watch import films  # torch, and all
+
+    if args.stills:
+        from workshop.watch.stills import make_stills
+
+        make_stills()
+    else:
+        film = films.BEYOND.get(args.film) or films.FILMS[int(args.film)]
+        _wait()
+        ((shot, page),) = films.film_pages([film], mine)
+        print(shot.caption[0])
+        write_page(args.out or FOLDER / f"film_{args.film}.html", page, args.open)
+
+
+def _wait() -> None:
+    print("(recording the engine: some seconds)", file=sys.stderr, flush=True)
 
 
 def _installed(bench: Workbench | None) -> AbstractContextManager[tuple[int, int]]:
@@ -93,6 +120,7 @@ def _make_two(out: Path, mine: tuple[int, int] | None, is_opened: bool) -> None:
     from workshop.watch import films  # torch: not needed to show a run that is there
 
     beside = out.with_name(f"{out.stem}_everything{out.suffix}")
+    _wait()
     cast = films.load_cast()
     with tempfile.TemporaryDirectory() as folder:
         every = films.shoot(films.EVERYTHING, Path(folder), cast)

@@ -7,8 +7,7 @@
     limit_s 2                       if the symptom is that it does not end
     watch, parts                    the sentence that says what to look at; see `Workload`
     request a b:2 {"prompt": ...}   two equal ones, a at step 0 and b at step 2. The prompt: text,
-                                    SONG or CODE of `example_tools.py`, or the letters of `blocks`
-                                    and the text `then`
+                                    SONG or CODE, or the letters of `blocks` and the text `then`
     config {"num_blocks": 6, ...}   of the engine
     scheduler chapter 2             instead of the "fcfs" of `config`
 
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from workshop.book.text_rows import TextRow
-from workshop.practice.examples.example_tools import CODE, SONG, blocks
 from workshop.practice.exercise import Exercise, read_exercises
 from workshop.practice.patch_table import Bug, bug_of_exhibit
 from workshop.practice.trial import LIMIT_S
@@ -35,7 +33,21 @@ from workshop.practice.trial import LIMIT_S
 STORIES = Path(__file__).with_name("stories.txt")
 _WORDS = """trap symptom cause lesson room limit_s watch parts request config scheduler
 nothing"""
+CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+SONG = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = [1, 2,"
+_TEXT = """and are all add|but bytes base block|can class call code|data default does doc|error end
+event exec|for file from first|get given getattr group|has have header handle|import index into
+item|line list last log|method module must may|not name new number|object other out one|path prefix
+process package|return read result run|self string set size|the that this time|used use using
+user|value version values valid|with will which when"""
 _PROMPTS = {"SONG": SONG, "CODE": CODE}
+
+
+def blocks(letters: str, then: str = "") -> str:
+    """A prompt of the shipped model: for each letter a block of four tokens, words that begin with
+    it; then the text `then`."""
+    by_letter = {words[0]: " " + " ".join(words.split()) for words in _TEXT.split("|")}
+    return "".join(by_letter[letter] for letter in letters) + then
 
 
 @dataclass(frozen=True, slots=True)

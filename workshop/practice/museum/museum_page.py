@@ -10,7 +10,7 @@ from typing import Any
 
 from workshop.book.translation import sections
 from workshop.practice.museum.exhibits import CHINESE_TITLES, EXHIBITS, TITLES, Exhibit
-from workshop.practice.museum.watched_run import Contradiction, Parting, RunOnFilm
+from workshop.practice.museum.watched_run import Parting, RunOnFilm
 from workshop.practice.patch_table import Bug, broken_lines
 from workshop.practice.source_patch import ROOT
 
@@ -129,39 +129,28 @@ def side_by_side(wrong: str, right: str) -> str:
 # -- the page of two runs
 
 
-# By the key of the first difference: the panels to show.
+# The panels to show, by the key of the first difference.
 _PANELS = {
-    "in_flight": "grid queue words pool",
-    "result": "grid words pool",
-    "outputs": "grid words pool",
-    "tables": "grid pool words cache",
-    "computed": "grid words pool",
-    "requests": "grid queue words pool",
-    "waiting": "grid queue words pool",
-    "running": "grid queue words pool",
-    "refs": "grid pool words cache",
-    "free": "grid pool words cache",
+    "grid queue words pool": "in_flight requests waiting running",
+    "grid words pool": "result outputs computed",
+    "grid pool words cache": "tables refs free",
 }
-_OF_CACHE = "grid cache words pool"
 
 
 def scenes_of(where: Parting | None) -> list[str]:
-    return _PANELS.get(where.key if where else "", _OF_CACHE).split()
+    key = where.key if where else ""
+    panels = (panels for panels, keys in _PANELS.items() if key in keys.split())
+    return next(panels, "grid cache words pool").split()
 
 
-def moments_of(
-    where: Parting | None, broken: Contradiction | None, wrong: RunOnFilm
-) -> list[dict[str, Any]]:
-    """Where to look: at the first difference, at a contradiction, at the end by an error."""
-    found: list[tuple[int, str, tuple[str, str]]] = []
-    if where is not None:
-        found.append((where.step, where.request, ("the two differ from here on", "两边从这里分开")))
-    if broken is not None:
-        found.append((broken.step, "", ("left: this is impossible", "左边：这不可能发生")))
+def moments_of(where: Parting | None, wrong: RunOnFilm) -> list[dict[str, Any]]:
+    """Where to look: at the first difference, and at the end by an error."""
+    found: dict[int, tuple[str, tuple[str, str]]] = {}
     if wrong.error:
         last = max(wrong.num_steps - 1, 0)
-        found.append((last, "", ("left: the run ends in an error", "左边：运行因错误而终止")))
-    steps = {step: (step, name, words) for step, name, words in reversed(found)}
+        found[last] = "", ("left: the run ends in an error", "左边：运行因错误而终止")
+    if where is not None:
+        found[where.step] = where.request, ("the two differ from here on", "两边从这里分开")
     return [
         {
             "address": f"step={step}" + (f"&request={name}" if name else ""),
@@ -169,5 +158,5 @@ def moments_of(
             "request": name or None,
             "words": words,
         }
-        for step, name, words in (steps[at] for at in dict.fromkeys(step for step, *_ in found))
+        for step, (name, words) in sorted(found.items())
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum.exhibits import Exhibit
 from workshop.practice.museum.museum_page import moments_of, scenes_of
-from workshop.practice.museum.watched_run import RunOnFilm, contradiction, make_film, parting
+from workshop.practice.museum.watched_run import RunOnFilm, make_film, parting
 from workshop.watch.page_maker import Reel, make_page
 
 _REELS = ("wrong.jsonl", "right.jsonl")
@@ -33,8 +33,6 @@ def compared(wrong: RunOnFilm, right: RunOnFilm) -> str:
         lines.append(f"the first difference is {where.place}")
     if wrong.error:
         lines.append(f"the run with the bug ended with {wrong.error}")
-    if (broken := contradiction(wrong)) is not None:
-        lines.append(f"its step {broken.step} is impossible: {broken.sentence}")
     return "\n".join(lines)
 
 
@@ -46,12 +44,12 @@ def page_of_films(
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = films(exhibit, swap, Path(folder))
         texts = [(Path(folder) / name).read_text(encoding="utf-8") for name in _REELS]
-    where, broken = parting(right, wrong), contradiction(wrong)
+    where = parting(right, wrong)
     languages = exhibit.english, exhibit.chinese
     names = ["" if is_hidden else words.text("title") for words in languages]
     title = (f"Exhibit {number}. {names[0]}".strip(), f"展品 {number} {names[1]}".strip())
     caption = _HIDDEN if is_hidden else tuple(words.text("watch") for words in languages)
-    moments = moments_of(where, broken, wrong)
+    moments = moments_of(where, wrong)
     start = moments[0]["address"] if moments else ""
     reels = [Reel(label, text, zh) for (label, zh), text in zip(_LABELS, texts)]
     about = {"caption": caption, "note": ("", ""), "moments": moments, "scenes": scenes_of(where)}

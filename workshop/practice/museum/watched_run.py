@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.events.frames import Frame
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.museum.exhibits import Workload
@@ -164,53 +162,6 @@ def line_of(change: Any, most: int = 200) -> str:
     """Return what changed as JSON, cut to `most` characters."""
     line = "nothing" if change is None else json.dumps(change, ensure_ascii=False)
     return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """A step with a frame that cannot be."""
-
-    step: int
-    sentence: str
-
-
-def contradiction(made: RunOnFilm) -> Contradiction | None:
-    """Return a film's first contradiction; None if there is none."""
-    step, film = 0, made.film
-    for position, line in enumerate(film.lines):
-        before, after = film.state_behind(position), film.state_behind(position + 1)
-        sentence = _plan_fault(before, after) if line["at"] == "plan" else ""
-        if sentence := sentence or _memory_fault(after, bool(film.run.windows)):
-            return Contradiction(step, sentence)
-        step += line["at"] in ("result", "failed")
-    return None
-
-
-def _plan_fault(before: Frame, after: Frame) -> str:
-    plan = list(after["in_flight"].values())[-1]
-    cached = {name: num for name, num in plan.get("admitted", ())}
-    for name, start in zip(plan.get("requests", ()), plan.get("starts", ())):
-        computed = cached.get(name, before["computed"].get(name))
-        if name not in after["running"]:
-            return f"{name!r} is computed and does not run"
-        if start != computed:
-            return f"{name!r} continues at {start}, and {computed} tokens are computed"
-    return ""
-
-
-def _memory_fault(frame: Frame, has_windows: bool) -> str:
-    tables = [blocks for groups in frame["tables"].values() for blocks in groups.values()]
-    tables += [load["prefix"] + load["blocks"] for load in frame["loads"].values()]
-    holders = Counter(block for blocks in tables for block in blocks if block)
-    holders.update({int(block): 1 for block in frame["cached"] if not has_windows})
-    for block in map(int, {**frame["refs"], **dict.fromkeys(map(str, holders))}):
-        num = frame["refs"].get(str(block), 0)
-        if num != holders[block]:
-            return f"block {block} has {num} references and {holders[block]} holders"
-        if block in frame["free"]:
-            return f"block {block} is free and has a holder"
-    both = set(frame["waiting"]) & set(frame["running"])
-    return f"{min(both)!r} waits and runs" if both else ""
 
 
 # -- in a process of its own

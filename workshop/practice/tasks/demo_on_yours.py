@@ -1,15 +1,18 @@
 """Run a small engine on a reader's module, with settings that make it use task N's module:
-`python -m workshop.tasks.demo_on_yours N FILE`."""
+`python -m workshop.tasks.demo_on_yours N FOLDER`."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 import traceback
 from pathlib import Path
 from typing import Any
 
-from workshop.practice.module_swap import ModuleSwap, name_of
+from workshop.practice.tasks.course import task_numbered
+from workshop.practice.tasks.mine import install
+from workshop.practice.tasks.workbench import Workbench
 
 NUM_PROMPTS = 2
 MAX_TOKENS = 32
@@ -31,30 +34,26 @@ def engine_on(options: dict[str, Any]) -> Any:
 
 
 def main() -> int:
-    from workshop.practice.tasks.course import task_numbered
-
-    task = task_numbered(sys.argv[1])
+    task, bench = task_numbered(sys.argv[1]), Workbench(Path(sys.argv[2]))
     assert task is not None
-    swap = ModuleSwap(name_of(task.path), Path(sys.argv[2]))
-    swap.install()
-    try:
-        swap.check()
-        if task.engine is None:
-            print(f"The engine does not run {task.place}. A small example, with your lines:\n")
-        else:
-            print(f"A small example, with your {task.place}:\n")
-        print(textwrap.indent("\n".join(task.example()), "    "))
-        if task.engine is None:
-            return 0
-        print("\nThe engine, with the same lines:")
-        llm, run = engine_on(task.engine)
-    except Exception as error:
-        places = [
-            f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(swap.file)
-        ]
-        at = f", at your line: {places[-1].line}" if places else ""
-        print(f"It stopped with {type(error).__name__}: {error}{at}")
-        return 1
+    with tempfile.TemporaryDirectory(prefix="mine-") as folder:
+        try:
+            for swap in install([task], bench, Path(folder).resolve()):
+                swap.check()
+            if task.example is not None:
+                print(f"A small example, with your {task.place}:\n")
+                print(textwrap.indent("\n".join(task.example()), "    "))
+            if task.engine is None:
+                print(f"\nThe engine does not run {task.place}.")
+                return 0
+            print("\nThe engine, with your lines:")
+            llm, run = engine_on(task.engine)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            places = [f.line for f in frames if f.filename.startswith(folder)]
+            at = f", at your line: {places[-1]}" if places else ""
+            print(f"It stopped with {type(error).__name__}: {error}{at}")
+            return 1
     from common.demo import print_outputs, print_summary
 
     print_outputs(run.outputs)
@@ -63,7 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # the parent process reports it
-        sys.exit(130)
+    sys.exit(main())

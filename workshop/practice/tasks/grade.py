@@ -6,7 +6,7 @@ The checks go from fast to slow, and the first failure ends the grading:
     the import    the module can be imported, within a time limit
     the tests     the named ones, the simplest first, with the reader's module for every import of
                   it; the first failure is reported
-    the example   only after a failed test: whether its output is that of a typical mistake
+    the mistakes  only after a failed test: which of them fails the same test in the same words
 
 The reader's code runs in a separate process. Nothing in the checkout is written to.
 """
@@ -14,14 +14,13 @@ The reader's code runs in a separate process. Nothing in the checkout is written
 from __future__ import annotations
 
 import ast
-import difflib
 import linecache
 import os
-import re
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +28,12 @@ from workshop.book.text_rows import is_chinese
 from workshop.practice.apart import apart
 from workshop.practice.module_swap import ModuleSwap
 from workshop.practice.named_tests import Failure, TestRun, into
-from workshop.practice.patch_table import Bug, log_row
-from workshop.practice.source_patch import ROOT, definitions
+from workshop.practice.patch_table import log_row
+from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import Answer, answer_to, is_blank
 from workshop.practice.tasks.blank import function_at, signature
 from workshop.practice.tasks.course import Task, blank_of
-from workshop.practice.trial import NEVER_ENDS, said_by, swapped, try_tests
+from workshop.practice.trial import said_by, swapped, try_tests
 
 LIMIT_S = 10.0  # for a test, an import, an example
 NUM_LINES = 12  # shown of the output of a test or of the reader's code
@@ -44,7 +43,6 @@ NUM_LINES = 12  # shown of the output of a test or of the reader's code
 class Verdict:
     is_right: bool
     text: str
-    mistake: Bug | None = None  # the typical one that it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,8 @@ def _graded(trial: _Trial, tell: Callable[[str], None]) -> Verdict:
         return Verdict(False, run)
     if not run.failed:
         cases = f", in {run.num_passed} cases" if run.num_passed > num_tests else ""
-        return Verdict(True, f"Right. {_counted(num_tests, 'test')} passed{cases}.")
-    tell("One fails. Looking for a small example ...")
+        return Verdict(True, f"Right. {num_tests} test{'s' * (num_tests > 1)} passed{cases}.")
+    tell("One fails. Comparing it with common mistakes ...")
     return _explained(trial, run)
 
 
@@ -113,15 +111,10 @@ def _in_the_text(task: Task, file: Path) -> str:
         line = (error.text or "").strip()
         at = f"line {error.lineno} of {_name(file)}"
         return f"Python cannot read {at}: {error.msg}.\n\n    {line}"
-    source = ast.parse(task.source())
-    ours, yours = function_at(source, task.place), function_at(tree, task.place)
+    ours, yours = (function_at(each, task.place) for each in (ast.parse(task.source()), tree))
     assert ours is not None
     if yours is None:
-        there = f" There is `{found}`." if (found := _like(tree, source, task.place)) else ""
-        return (
-            f"{_name(file)} has no {task.place} any more, and that is what others call."
-            f"{there} Give it its name back."
-        )
+        return f"{_name(file)} has no {task.place} any more: others call it. Give it its name back."
     if signature(yours) != signature(ours):
         return (
             f"{task.place} takes {signature(yours)} now, and others call it with "
@@ -135,19 +128,6 @@ def _in_the_text(task: Task, file: Path) -> str:
         line = lines.index(stub) + 1
         return f"Line {line} of {_name(file)} still raises NotImplementedError. Take it out."
     return ""
-
-
-def _like(yours: ast.Module, ours: ast.Module, place: str) -> str:
-    """Return the possible new name of a renamed function: one next to it that is not ours."""
-    parent, _, name = place.rpartition(".")
-    new = sorted(_names_beside(yours, parent) - _names_beside(ours, parent))
-    return next(iter(difflib.get_close_matches(name, new, 1)), "")
-
-
-def _names_beside(tree: ast.Module, parent: str) -> set[str]:
-    functions = (name for name, n in definitions(tree) if isinstance(n, ast.FunctionDef))
-    split = (name.rpartition(".") for name in functions)
-    return {name for above, _, name in split if above == parent}
 
 
 # -- in another process
@@ -179,10 +159,12 @@ def _import(swap: ModuleSwap) -> tuple[str, int | None]:
     return "", None
 
 
-def example_with(task: Task, text: str, limit_s: float = LIMIT_S) -> str:
-    """Return the example's output with a module of that text."""
-    with swapped(task.path, text) as swap:
-        return said_by(task.example, swap, limit_s)
+def first_failure(task: Task, text: str, limit_s: float) -> tuple[str, str] | None:
+    """Return the first failed test with a module of that text, and its message."""
+    with suppress(RuntimeError), swapped(task.path, text) as swap:
+        run = try_tests(task.test_ids, swap, first_only=True, limit_s=limit_s)
+        return None if run.first is None else (run.first.test, run.first.message)
+    return None
 
 
 def _tested(trial: _Trial) -> TestRun | str:
@@ -200,36 +182,30 @@ def _tested(trial: _Trial) -> TestRun | str:
 
 
 def _explained(trial: _Trial, run: TestRun) -> Verdict:
-    task, limit_s = trial.task, trial.limit_s
-    assert run.first is not None
-    parts = [_told(run.first, trial)]
-    said = said_by(task.example, trial.swap, limit_s)
-    ours = example_with(task, task.source())
-    mistake = None
-    if said != ours:
-        # If the example does not end: running it with the mistakes could take as long each time.
-        others_s = min(limit_s, 2.0) if said == NEVER_ENDS else limit_s
-        others = [example_with(task, m.apply(), others_s) for m in task.mistakes]
-        mistake = recognised(task, said, others)
-        if said not in run.first.message:  # else an exception, and it is told
+    task, first = trial.task, run.first
+    assert first is not None
+    parts = [_told(first, trial)]
+    if task.example is not None:
+        said = said_by(task.example, trial.swap, trial.limit_s)
+        with swapped(task.path, task.source()) as swap:
+            ours = said_by(task.example, swap)
+        if said != ours and said not in first.message:  # else an exception, and it is told
             yours = f"With your lines it says:\n\n{_shown(said)}"
             parts.append(f"A small example, as it should be:\n\n{_shown(ours)}\n\n{yours}")
-    if mistake is not None:
-        told = task.words.said["mistake"][task.mistakes.index(mistake)]
-        told = f"This looks like a common mistake. {told}"
+    lessons = [
+        lesson
+        for mistake, lesson in zip(task.mistakes, task.words.said["mistake"], strict=True)
+        if first_failure(task, mistake.apply(), trial.limit_s) == (first.test, first.message)
+    ]
+    if lessons:
+        told = f"This looks like a common mistake. {' Or: '.join(lessons)}"
         parts.append(told if is_chinese() else textwrap.fill(told, 96))
     elif not _is_ours_elsewhere(trial):
         parts.append(
             f"Outside of {task.place}, {trial.name} is not as {task.file} is now. That may "
             f"be what is wrong. (make task N={task.number} ARGS=--again begins with a new copy.)"
         )
-    return Verdict(False, "\n\n".join(parts), mistake)
-
-
-def recognised(task: Task, said: str, others: Sequence[str]) -> Bug | None:
-    """Return the typical mistake with the example output `said`; `others` has that of each."""
-    found = [m for m, other in zip(task.mistakes, others, strict=True) if other == said]
-    return found[0] if len(found) == 1 else None
+    return Verdict(False, "\n\n".join(parts))
 
 
 def _is_ours_elsewhere(trial: _Trial) -> bool:
@@ -271,19 +247,9 @@ def _told(failure: Failure, trial: _Trial) -> str:
 
 # How a run of pytest is told to repeat itself. (A reader runs the task again.)
 _FOR_PYTEST = ("Use -v to get more", "@reproduce_failure", "You can reproduce this example")
-# A block's hash; not the text behind a key, as in {'b': 7}.
-_BYTES = re.compile(r"""(?<![\w'"])b(['"])(?:\\x[0-9a-f]{2}|\\[^x]|(?!\1)[^\\]){8,}\1""")
-
-
-def _shown_hash(found: re.Match[str]) -> str:
-    try:
-        return f"hash {ast.literal_eval(found[0]).hex()[:8]}"
-    except (SyntaxError, ValueError):  # what pytest has shortened
-        return found[0]
 
 
 def _shown(text: str) -> str:
-    text = _BYTES.sub(_shown_hash, text)
     lines = [x for x in text.strip().splitlines() if x.strip()]
     lines = [x for x in lines if not any(part in x for part in _FOR_PYTEST)]
     if len(lines) > NUM_LINES:
@@ -294,7 +260,3 @@ def _shown(text: str) -> str:
 def _name(file: Path) -> str:
     """Return a file's name as a reader of the repository knows it."""
     return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

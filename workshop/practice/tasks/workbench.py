@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -37,9 +37,8 @@ class Workbench:
         self.progress = Progress()
         if self._path.is_file():
             try:
-                said = json.loads(self._path.read_text(encoding="utf-8"))
-                self.progress = Progress(**{f.name: dict(said[f.name]) for f in fields(Progress)})
-            except (ValueError, TypeError, KeyError) as error:
+                self.progress = Progress(**json.loads(self._path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"cannot read {self.name(self._path)}: {error}") from None
 
     def save(self) -> None:

@@ -194,15 +194,3 @@ def test_dark_mode_reaches_the_page_and_its_figures(
 def _is_light(page: Page) -> bool:
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(int, colour.strip("rgba()").split(",")[:3])) > 3 * 128
-
-
-def test_a_term_of_the_glossary_says_its_meaning(
-    address: str, open_page: Callable[..., Page]
-) -> None:
-    for language, term, meaning in (
-        ("en", "admission", "waiting to running"),
-        ("zh", "准入", "变为运行"),
-    ):
-        page = open_page(f"{address}{language}/04_scheduler/index.html")
-        title = page.locator("abbr", has_text=term).first.get_attribute("title")
-        assert title is not None and meaning in title

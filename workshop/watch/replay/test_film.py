@@ -1,4 +1,4 @@
-"""Reading a recorded run: what is refused, with its line; a file that a crash has cut; the command.
+"""Reading a recorded run: what is refused, with its line; a file that a crash has cut.
 That the frames are the engine after each step is tested where they are made (`test_frames.py`)."""
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from common.events.frames import VERSION
-from common.tests.film_runs import Workshop
-from workshop.watch.replay.__main__ import main
 from workshop.watch.replay.film import Film
 
 RUN = json.dumps({"kind": "run", "version": VERSION, "num_blocks": 9}) + "\n"
@@ -46,17 +44,3 @@ def test_a_last_line_that_is_cut_anywhere_is_left_out(tmp_path: Path) -> None:
         assert len(Film.read(path).lines) == 1, end
     path.write_bytes(whole)
     assert Film.read(path).last_state()["waiting"] == ["é", "é"]
-
-
-def test_the_command_describes_and_refuses(workshop: Workshop, tmp_path: Path, capsys) -> None:
-    path = workshop.run(9, num_blocks=40, block_size=3, max_num_seqs=2).path
-    assert main([str(path)]) == 0
-    film = Film.read(path)
-    for step in range(film.num_steps):
-        assert main([str(path), "--step", str(step)]) == 0
-    out = capsys.readouterr().out
-    for words in ("steps", "prompt", "decode", "waits: every batch slot is taken"):
-        assert words in out
-    assert main([str(path), "--step", str(film.num_steps)]) == 2
-    assert f"step must be from 0 to {film.num_steps - 1}" in capsys.readouterr().err
-    assert main([str(tmp_path / "none.jsonl")]) == 2

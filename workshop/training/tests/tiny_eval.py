@@ -6,9 +6,7 @@ token most likely: chapter 5's speculation depends on it."""
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 from pathlib import Path
 
 import torch
@@ -16,16 +14,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from workshop.training.tiny_data import END_OF_TEXT, corpus
+from workshop.training.tiny_data import END_OF_TEXT
 
-CHECKPOINTS = Path(__file__).resolve().parents[2] / "common" / "checkpoints"
-ONE_FILE = "bisect.py"  # short enough for a test to repeat its figure
-
-
-def flops_per_token(model: torch.nn.Module) -> int:
-    """Return multiply-adds times two, without attention's share that grows with length; the tied
-    output layer counts."""
-    return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
+CHECKPOINTS = Path(__file__).resolve().parents[3] / "common" / "checkpoints"
 
 
 def held_out_windows(
@@ -83,25 +74,3 @@ def greedy_agreement(
 
 def load(path: Path) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def report() -> None:
-    """Write to `tiny-draft/evaluation.json` the losses of both shipped checkpoints, in all and on
-    one short file, and how often they agree."""
-    _, held_out = corpus()
-    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "tiny" / "tokenizer.json"))
-    target, draft = load(CHECKPOINTS / "tiny"), load(CHECKPOINTS / "tiny-draft")
-    result = {
-        "command": "python -m workshop.training.train_tiny evaluate",
-        "python": platform.python_version(),
-        "target": evaluate(target, tokenizer, held_out, torch.device("cpu")),
-        "draft": evaluate(draft, tokenizer, held_out, torch.device("cpu")),
-        "target_on_one_file": {
-            "file": ONE_FILE,
-            **evaluate(target, tokenizer, {ONE_FILE: held_out[ONE_FILE]}, torch.device("cpu")),
-        },
-        "flops_ratio": flops_per_token(target) / flops_per_token(draft),
-        "greedy_agreement": greedy_agreement(target, draft, tokenizer, held_out),
-    }
-    (CHECKPOINTS / "tiny-draft" / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
