@@ -28,6 +28,7 @@ from pathlib import Path
 
 from workshop.book.text_rows import TextRow, is_chinese, read_rows
 from workshop.practice import examples
+from workshop.practice.renames import renamed_in_words
 
 # The words of a row that have texts, and so a translation.
 TEXTS = ("title", "symptom", "cause", "lesson", "watch", "nothing", "write", "hint", "mistake")
@@ -45,7 +46,11 @@ class Exercise:
     @property
     def words(self) -> TextRow:
         """The texts in the terminal's language."""
-        return self.chinese if is_chinese() else self.english
+        return renamed_row(self.chinese if is_chinese() else self.english, self.names_now())
+
+    def names_now(self) -> dict[str, str]:
+        """Return the names of its function that changed since its texts were written."""
+        return {}
 
     @property
     def digest(self) -> str:
@@ -56,6 +61,14 @@ class Exercise:
     @property
     def example(self) -> Callable[[], Iterator[str]] | None:
         return getattr(examples, self.english.text("example") or "-", None)
+
+
+def renamed_row(row: TextRow, names: dict[str, str]) -> TextRow:
+    """Return the texts with the new names in backticks, and where a whole text is code."""
+    if not names:
+        return row
+    said = {word: [renamed_in_words(x, names) for x in texts] for word, texts in row.said.items()}
+    return TextRow(row.head, defaultdict(list, said))
 
 
 def read_exercises(table: Path, words: str) -> Iterator[tuple[TextRow, TextRow]]:

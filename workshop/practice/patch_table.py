@@ -11,21 +11,31 @@
     museum The title                                        the exhibit with that title
 
 `text_rows.py` reads such tables: without its first line, a row is of the symbol above. A mistake is
-noticed by the tests of its task."""
+noticed by the tests of its task.
+
+A function may be renamed inside as you like: names that changed are found by `renames.py`, for all
+rows of the function together. Where the new code needs a parameter that no old code has, the first
+line has the function's parameters, `Scheduler._choose_victim(running, exclude)`, which are compared
+with those of today by their positions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from workshop.book.text_rows import read_rows
+from workshop.practice.renames import moved_parameters
 from workshop.practice.source_patch import (
     ROOT,
     Patch,
+    PatchError,
     file_of,
     logs_of,
+    parameters_of,
     titles_in,
 )
 
@@ -40,6 +50,7 @@ class Bug(Patch):
     task: str = ""  # its number
     message: str = ""  # to the reader whose mistake this is
     exhibit: str = ""  # its title
+    parameters: tuple[str, ...] = ()  # of the function, when the row was written
 
     @property
     def name(self) -> str:
@@ -52,6 +63,27 @@ class Bug(Patch):
     def tests(self) -> tuple[str, ...]:
         """The tests that notice, as path::name. Raises `LookupError` for a missing file."""
         return tuple(path_of_test(test) for test in self.named_tests)
+
+    def known_names(self) -> dict[str, str]:
+        return names_changed_in(self.module, self.symbol, self.parameters)
+
+
+def names_changed_in(module: str, symbol: str, parameters: tuple[str, ...]) -> dict[str, str]:
+    """Return the names that changed in a symbol since its rows were written, old -> new."""
+    place = Patch(module, symbol, "", "")
+    names = moved_parameters(parameters, parameters_of(place.text(), symbol))
+    for bug in all_bugs():
+        if (bug.module, bug.symbol) == (module, symbol):
+            with suppress(PatchError):
+                names |= replace(place, old=bug.old).changed_names()
+    return names
+
+
+def read_place(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return module, symbol and parameters of `module Class.method(parameter, ...)`."""
+    module, _, symbol = text.partition(" ")
+    symbol, _, parameters = symbol.partition("(")
+    return module, symbol, tuple(re.findall(r"\w+", parameters))
 
 
 def path_of_test(test: str) -> str:
@@ -72,7 +104,7 @@ def log_row(test: str) -> tuple[str, str] | None:
 def read_bugs(text: str) -> Iterator[Bug]:
     """Yield the table's bugs. Raises `ValueError` for a row that is not a bug."""
     for row in read_rows(text, "- + test line zh task museum"):
-        module, _, symbol = row.head.partition(" ")
+        module, symbol, parameters = read_place(row.head)
         task, _, message = row.text("task", "").partition(" ")
         yield Bug(
             module,
@@ -85,6 +117,7 @@ def read_bugs(text: str) -> Iterator[Bug]:
             task=task,
             message=message,
             exhibit=row.text("museum", ""),
+            parameters=parameters,
         )
 
 

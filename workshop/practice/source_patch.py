@@ -4,7 +4,8 @@
 
 `module` is the last part of a module's name. Names are flat and unique, so a patch survives a move
 to another folder. `old` is searched in the symbol, token by token, so line breaks, indentation,
-comments, trailing commas and code elsewhere do not matter. It must occur exactly once.
+comments and code elsewhere do not matter. It must occur exactly once. If it does not occur, but
+code that differs from it in names alone, then those names replace the ones in `new`: `renames.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from workshop.practice.renames import changed, exact_places, renamed, renamed_places, tokens
+
 ROOT = Path(__file__).resolve().parents[2]
-_STRING = r'"""(?:\\.|.)*?"""|' r"'''(?:\\.|.)*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'(?:\\.|[^'\\\n])*'"
-_TOKEN = re.compile(rf"(?P<aside>[\s\\]+|#[^\n]*)|[rbfuRBFU]{{0,2}}(?:{_STRING})|\w+|.", re.DOTALL)
 
 
 class PatchError(ValueError):
@@ -95,11 +96,19 @@ class Patch:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
+    def known_names(self) -> dict[str, str]:
+        """Return the names that changed in the symbol, as other patches there tell."""
+        return {}
+
+    def changed_names(self) -> dict[str, str]:
+        """Return the names of the patch that have changed, old -> new. Raises as `apply` does."""
+        return changed(self._place(self.text())[2])
+
     def apply(self) -> str:
         """Return the file's text with the change. Raises `PatchError` unless `old` occurs once."""
         text = self.text()
-        start, end = self._place(text)
-        new = self.new
+        start, end, names = self._place(text)
+        new = renamed(self.new, {**self.known_names(), **names})
         begin = text.rfind("\n", 0, start) + 1
         if text[begin:start].strip():  # in the middle of a line
             return text[:start] + new + text[end:]
@@ -109,16 +118,24 @@ class Patch:
         lines = [_moved(line, shift) for line in new.split("\n")]
         return text[:begin] + "\n".join(lines) + text[end:]
 
-    def _place(self, text: str) -> tuple[int, int]:
-        """Return start and end of `old`, with comments around it if `old` itself has some."""
+    def _place(self, text: str) -> tuple[int, int, dict[str, str]]:
+        """Return start and end of `old`, with comments around it if `old` itself has some, and its
+        names as they are now."""
         within = regions(text, self.symbol)
-        places = [place for region in within for place in places_of(text, self.old, *region)]
+        places = [
+            (*place, {}) for region in within for place in exact_places(text, self.old, *region)
+        ]
+        if not places:
+            places = [p for region in within for p in renamed_places(text, self.old, *region)]
+        if len(places) > 1:
+            known = self.known_names()
+            places = [p for p in places if changed(p[2]).items() <= known.items()] or places
         if len(places) != 1:
             where = (
                 f"{self.name} ({self.file}) does not apply. It looks for, {len(places)} times there"
             )
             raise PatchError(f"{where}:\n{self.old}")
-        ((start, end),) = places
+        ((start, end, names),) = places
         if self.old.lstrip().startswith("#"):
             lines = text[:start].splitlines(keepends=True)
             margin = lines.pop() if lines and not lines[-1].endswith("\n") else ""
@@ -127,7 +144,7 @@ class Patch:
             start = len("".join(lines)) + len(margin) - len(margin.lstrip(" "))
         if "#" in _tail(self.old):
             end += len(text[end:].partition("\n")[0])
-        return start, end
+        return start, end, names
 
     def diff(self) -> str:
         """Return the removed ("- ") and added ("+ ") whole lines, dedented together."""
@@ -138,24 +155,6 @@ class Patch:
             (len(x) - len(x[2:].lstrip()) - 2 for x in changed if x[2:].strip()), default=0
         )
         return "\n".join(line[:2] + line[2 + margin :] for line in changed)
-
-
-@cache
-def tokens(text: str) -> tuple[re.Match[str], ...]:
-    """Return the tokens without white space, comments, and a formatter's trailing commas."""
-    found = [match for match in _TOKEN.finditer(text) if match["aside"] is None]
-    following = [*(match[0] for match in found[1:]), ""]
-    return tuple(m for m, then in zip(found, following) if m[0] != "," or then not in set(")]}"))
-
-
-def places_of(text: str, old: str, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each occurrence of `old` in `text[first:last]`."""
-    wanted = [match[0] for match in tokens(old)]
-    source = [match for match in tokens(text) if first <= match.start() and match.end() <= last]
-    texts = [match[0] for match in source]
-    for i in range(len(source) - len(wanted) + 1 if wanted else 0):
-        if texts[i] == wanted[0] and texts[i : i + len(wanted)] == wanted:
-            yield source[i].start(), source[i + len(wanted) - 1].end()
 
 
 def regions(text: str, symbol: str) -> list[tuple[int, int]]:
@@ -171,11 +170,21 @@ def regions(text: str, symbol: str) -> list[tuple[int, int]]:
 def _tail(text: str) -> str:
     """Return the text after the last token."""
     found = tokens(text)
-    return text[found[-1].end() :] if found else text
+    return text[found[-1].end :] if found else text
 
 
 def _moved(line: str, shift: int) -> str:
     return line[-shift:] if shift < 0 else f"{' ' * shift}{line}" if line else line
+
+
+def parameters_of(text: str, symbol: str) -> list[str]:
+    """Return the names of a function's parameters, without `self`. Empty for anything else."""
+    nodes = [node for name, node in definitions(ast.parse(text)) if name == symbol]
+    if not nodes or not isinstance(nodes[0], ast.FunctionDef):
+        return []
+    given = nodes[0].args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[names[:1] == ["self"] :]
 
 
 @cache  # a file has many bugs

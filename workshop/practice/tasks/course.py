@@ -2,7 +2,7 @@
 
     1.1 The title                    the first task of the first evening; see `exercise.py`
     minutes 10 easy                  and the difficulty
-    place block_pool BlockPool.free  the module, and the function in it
+    place block_pool BlockPool.free(blocks)    the module, and the function in it; see `read_place`
     write                            a paragraph of the instructions, or a line of a drawing
     hint                             from vague to precise
     test MODULE NAME NAME            the simplest first
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workshop.practice.exercise import Exercise, read_exercises
+from workshop.practice.exercise import Exercise, read_exercises, renamed_row
 from workshop.practice.patch_table import (
     Bug,
     mistakes_of_task,
+    names_changed_in,
     path_of_test,
+    read_place,
 )
 from workshop.practice.source_patch import ROOT, file_of
 from workshop.practice.tasks.blank import Blank, make_blank, with_holes
@@ -40,6 +42,7 @@ class Task(Exercise):
     difficulty: str  # "easy", "medium" or "hard"
     module: str  # of ours
     place: str  # the function in it: `BlockPool.free`
+    parameters: tuple[str, ...]  # of the function, when the task was written
     tests: tuple[str, ...]  # module::name; the simplest first
     mistakes: tuple[Bug, ...]
     # Not the whole body: the statements, one after the other, that bind these names.
@@ -68,6 +71,9 @@ class Task(Exercise):
     def test_ids(self) -> tuple[str, ...]:
         return tuple(map(path_of_test, self.tests))
 
+    def names_now(self) -> dict[str, str]:
+        return names_changed_in(self.module, self.place, self.parameters)
+
     def source(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
@@ -75,7 +81,7 @@ class Task(Exercise):
 def read_tasks(table: Path) -> Iterator[Task]:
     for row, chinese in read_exercises(table, _WORDS):
         minutes, difficulty = row.text("minutes").split()
-        module, place = row.text("place").split()
+        module, place, parameters = read_place(row.text("place"))
         # Names of tests, or of rows of a step log: `test_plans[a title]`.
         tests = (re.findall(r"[^\s\[]+(?:\[[^]]*\])?", line) for line in row.said["test"])
         mistakes = mistakes_of_task(row.head.partition(" ")[0])
@@ -87,6 +93,7 @@ def read_tasks(table: Path) -> Iterator[Task]:
             difficulty=difficulty,
             module=module,
             place=place,
+            parameters=parameters,
             tests=tuple(f"{file}::{name}" for file, *names in tests for name in names),
             mistakes=mistakes,
             names=tuple(row.text("names").split()),
@@ -110,8 +117,10 @@ def task_numbered(number: str) -> Task | None:
 
 
 def blank_of(task: Task) -> Blank:
-    write = task.english.text("write")
-    return make_blank(task.source(), task.place, task.names, task.title, write, task.number)
+    names = task.names_now()
+    write = renamed_row(task.english, names).text("write")
+    bound = [names.get(name, name) for name in task.names]
+    return make_blank(task.source(), task.place, bound, task.title, write, task.number)
 
 
 def tasks_of_evening(number: int) -> list[Task]:

@@ -18,6 +18,7 @@ from workshop.book.text_rows import TextRow, read_rows
 from workshop.practice.apart import apart
 from workshop.practice.named_tests import run_tests
 from workshop.practice.patch_table import Bug
+from workshop.practice.renames import renamed
 from workshop.practice.tasks.course import EVENINGS, TASKS, Task, blank_of, task_numbered
 from workshop.practice.trial import swapped
 
@@ -39,11 +40,11 @@ class GivenAnswer:
         """The source of the whole module."""
         if not self.row.said["|"]:
             old, new, task = self.row.text("-"), self.row.text("+"), self.task
-            return Bug(task.module, task.place, old, new).apply()
+            return Bug(task.module, task.place, old, new, parameters=task.parameters).apply()
         blank = blank_of(self.task)
         last = blank.stub.splitlines()[-1]
         margin = last[: len(last) - len(last.lstrip())]
-        said = self.row.text("|").split("\n")
+        said = renamed(self.row.text("|"), self.task.names_now()).split("\n")
         body = "".join(f"{margin}{line}".rstrip() + "\n" for line in said)
         return blank.before + body + blank.after
 
