@@ -387,6 +387,7 @@ def test_a_row_of_numbers_is_one_prompt_and_what_is_no_prompt_is_refused(random_
     for prompts in ((5, 6), array, [np.int64(5), np.int32(6)], torch.tensor([5, 6])):
         assert as_list_of_prompts(prompts) == [[5, 6]]
         (output,) = engine.generate_batch([prompts], GREEDY).values()
+        assert engine.step() == [], "it has been told of"
         assert {type(token) for token in output.prompt_token_ids} == {int}
     assert as_list_of_prompts(("a", [1, 2])) == ["a", [1, 2]]
     assert as_list_of_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
