@@ -66,7 +66,8 @@ def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> Non
 def test_a_tiny_run_leaves_the_chapter_and_what_cannot_be_measured_says_why(
     script: str, tmp_path: Path
 ) -> None:
+    before = sorted((tmp_path / "01_a").rglob("*"))
     run_lab(script, "01_a", PARTS, ["--record", "first", "--tiny"])
-    assert not list(tmp_path.rglob("figures")) and not Path(script).parent.exists()
+    assert sorted((tmp_path / "01_a").rglob("*")) == before and not Path(script).parent.exists()
     with pytest.raises(SystemExit, match="--record second: record first, first"):
         run_lab(script, "01_a", PARTS, ["--record", "second"])
