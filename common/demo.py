@@ -235,9 +235,10 @@ def print_beside(outputs: list) -> None:
     """Print each prompt's two texts side by side: without the adapter, and with it."""
     for plain, adapted in zip(outputs[::2], outputs[1::2]):
         print(f"\n--- {plain.prompt}")
-        texts = [output.outputs[0].text.strip("\n") for output in (plain, adapted)]
+        without = plain.outputs[0].text.strip("\n").splitlines()
+        with_adapter = adapted.outputs[0].text.strip("\n").splitlines()
         print(f"\n{'without':58}| with the adapter")
-        for left, right in zip_longest(*(text.splitlines() for text in texts), fillvalue=""):
+        for left, right in zip_longest(without, with_adapter, fillvalue=""):
             print(f"{left[:57]:58}| {right[:57]}".rstrip())
 
 

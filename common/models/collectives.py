@@ -56,7 +56,7 @@ class Communication:
 
     def __sub__(self, earlier: Communication) -> Communication:
         names = [field.name for field in fields(self)]
-        return Communication(*(getattr(self, n) - getattr(earlier, n) for n in names))
+        return Communication(**{n: getattr(self, n) - getattr(earlier, n) for n in names})
 
 
 class Collectives(Protocol):

@@ -56,7 +56,7 @@ class UploadBuffer:
         return lambda: self.tensors[index]
 
     def send(self) -> None:
-        self.tensors = all_to_device(self.device, *self.arrays)
+        self.tensors = all_to_device(self.device, self.arrays)
 
 
 class HasTokens(Protocol):
