@@ -224,11 +224,10 @@ def print_outputs(outputs: list) -> None:
         completion = output.outputs[0]
         print(f"\n--- {output.request_id}: {len(output.prompt_token_ids)} prompt tokens, ", end="")
         print(f"{len(completion.token_ids)} output tokens, finished by {completion.finish_reason}")
-        print(
-            f"{output.prompt}\033[32m{completion.text}\033[0m"
-            if sys.stdout.isatty()
-            else f"{output.prompt}{completion.text}"
-        )
+        text = completion.text
+        if sys.stdout.isatty():
+            text = f"\033[32m{text}\033[0m"
+        print(f"{output.prompt}{text}")
 
 
 def print_beside(outputs: list) -> None:

@@ -167,12 +167,13 @@ class ShardedModel(DecoderModel):
         """Every tensor of the whole checkpoint, and the part of each that this rank has."""
         whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory
         targets = self._targets()
-        return {
-            name: replace(tensor, target=target, part=self._part(name, target))
-            if (target := targets.get(name)) is not None
-            else replace(tensor, target=None)
-            for name, tensor in whole.items()
-        }
+        found = {}
+        for name, tensor in whole.items():
+            target = targets.get(name)
+            found[name] = replace(tensor, target=target)
+            if target is not None:
+                found[name] = replace(tensor, target=target, part=self._part(name, target))
+        return found
 
     def _targets(self) -> dict[str, torch.Tensor | None]:
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"

@@ -206,7 +206,8 @@ class RunnerPlugins:
         if not terminate_all(names):
             return None
         for name in rules:
-            if terminate_all(others := [n for n in names if n != name]):
+            others = [n for n in names if n != name]
+            if terminate_all(others):
                 names = others
         return f"{' and '.join(names)}: {NO_TOKEN}"
 
