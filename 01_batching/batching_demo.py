@@ -232,7 +232,7 @@ while engine.has_unfinished_requests():
     copied, new = runner.num_bytes_copied - copied, runner.num_bytes_new - new
     times = f"{copied / new:.0f} times"
     lines.append(f"step {len(lines) + 1:2}: {new:6,} bytes of new KV, {copied:7,} written, {times}")
-print(*(lines[step - 1] for step in (1, 2, 16, 32, 64)), sep="\n")
+print("\n".join(lines[step - 1] for step in (1, 2, 16, 32, 64)))
 
 # %% [markdown]
 # ## Watch it run

@@ -30,8 +30,14 @@ class FCFSScheduler(BaseScheduler):
         delta: DeltaEncoder | None = None,
         plugins: Sequence[SchedulerPlugin] = (),
     ) -> None:
-        limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(create_request_queue("fcfs"), delta or DeltaEncoder(), *limits, plugins)
+        super().__init__(
+            waiting=create_request_queue("fcfs"),
+            delta=delta or DeltaEncoder(),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            plugins=plugins,
+        )
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: new requests first, then one token for each request that was already

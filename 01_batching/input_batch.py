@@ -77,8 +77,9 @@ class RunnerState:
 
     def append(self, changes: CachedRequestData) -> None:
         """Append the new tokens of known requests."""
-        columns = changes.req_ids, changes.new_token_ids, changes.num_output_tokens
-        for req_id, new, num_outputs in zip(*columns, strict=True):
+        for req_id, new, num_outputs in zip(
+            changes.req_ids, changes.new_token_ids, changes.num_output_tokens, strict=True
+        ):
             outputs = self.requests[req_id].output_token_ids
             first = num_outputs - len(new)  # index of the first new token among the outputs
             # Chapter 4 sends tokens again, from an earlier one on; below 0, from within the prompt.

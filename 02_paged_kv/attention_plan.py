@@ -130,6 +130,5 @@ class DecodeGroup:
         # Query heads that share a KV head become query rows of that head, so keys are read once.
         rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         rows = rows.permute(0, 2, 3, 1, 4)
-        seen = rows.flatten(2, 3), keys, values
-        output = attend(*seen, attn_mask=self.mask, scale=scale)
+        output = attend(rows.flatten(2, 3), keys, values, attn_mask=self.mask, scale=scale)
         return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)

@@ -67,10 +67,10 @@ class StepLayout(NamedTuple):
 
     order: np.ndarray  # [num_queries] the given queries, in the order of the batch
     arrays: Sequence[np.ndarray]
-    compose: Callable[..., ComposedBatch]  # takes a tensor for each array
+    compose: Callable[[Sequence[torch.Tensor]], ComposedBatch]  # takes a tensor for each array
 
     def on(self, device: torch.device) -> ComposedBatch:
-        return self.compose(*all_to_device(device, *self.arrays))
+        return self.compose(all_to_device(device, self.arrays))
 
 
 def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int) -> StepLayout:
@@ -96,9 +96,8 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
         arrays.append(group.block_tables[row, : -(-max_seq_len // block_size)])
         arrays.append(block_ids * block_size + positions % block_size)
 
-    def compose(
-        input_ids, positions, logit_indices, starts, seq_lens, *group_tensors
-    ) -> ComposedBatch:
+    def compose(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
+        input_ids, positions, logit_indices, starts, seq_lens, *group_tensors = tensors
         sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         attention = tuple(
             AttentionMetadata(starts, seq_lens, tables, slots, **sizes)
@@ -116,7 +115,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def all_to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+def all_to_device(device: torch.device, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Copy several arrays to the device at once, concatenated. Each starts at a multiple of 16
     bytes, the alignment that GPU kernels prefer."""
     if device.type != "cuda":

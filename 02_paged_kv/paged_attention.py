@@ -73,11 +73,11 @@ def reserve_zeros(
     """Allocate zeros. On a CPU the system commits each page of memory when it is first written, so
     KV memory costs only the slots that were used, not its capacity."""
     if torch.device(device).type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)  # torch.zeros would write every byte
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(*shape)
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,8 +194,18 @@ class PagedPlan:
     def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
         """Group the sequences `short`, whose lengths are consistent."""
         groups = group_short_queries(short, self.query_lens, self.seq_lens, self.max_slots)
-        step = self.starts, self.seq_lens, self.metadata.block_tables, self.num_heads, key_cache
-        return [DecodeGroup(rows, *step, self.window) for rows in groups]
+        return [
+            DecodeGroup(
+                rows=rows,
+                starts=self.starts,
+                seq_lens=self.seq_lens,
+                block_tables=self.metadata.block_tables,
+                num_heads=self.num_heads,
+                key_cache=key_cache,
+                window=self.window,
+            )
+            for rows in groups
+        ]
 
     def split(self, row: int, block_size: int) -> Iterator[LongQuery]:
         """Yield a sequence's long query whole. With a window: in tiles, each of which begins with
@@ -231,8 +241,11 @@ class PagedPlan:
         num_kv_heads = key_cache.shape[2]
         gather = partial(self.gather, key_cache, value_cache)
         for group in self.groups:
-            seen = query[group.tokens], *gather(group.block_ids)
-            output[group.tokens] = group.attend(*seen, scale, self.backend.attend_group)
+            keys, values = gather(group.block_ids)
+            attended = group.attend(
+                query[group.tokens], keys, values, scale, self.backend.attend_group
+            )
+            output[group.tokens] = attended
         for long in self.long_queries:
             queries = by_kv_head(query[long.rows], num_kv_heads)
             attended = self.backend.attend_long(self, queries, long, gather, scale)
@@ -333,7 +346,12 @@ class TorchAttentionBackend:
         for start in range(0, query_len, QUERY_TILE):
             stop = min(start + QUERY_TILE, query_len)
             num_keys = long.seq_len - query_len + stop
-            seen = query[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys]
-            mask = plan.causal_mask[start - stop :, -num_keys:]
-            tiles.append(self.attend_group(*seen, attn_mask=mask, scale=scale))
+            tile = self.attend_group(
+                query[:, :, start:stop],
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=plan.causal_mask[start - stop :, -num_keys:],
+                scale=scale,
+            )
+            tiles.append(tile)
         return torch.cat(tiles, dim=2)

@@ -126,8 +126,7 @@ slots = [
     for position in range(seq_len)
 ]
 print("slots:", slots)
-shape = (sum(seq_lens), num_kv_heads, head_dim)
-keys, values = torch.randn(2, *shape, dtype=torch.float64)
+keys, values = torch.randn(2, sum(seq_lens), num_kv_heads, head_dim, dtype=torch.float64)
 write_kv(keys, values, key_cache, value_cache, torch.tensor(slots))
 
 # %% [markdown]

@@ -61,7 +61,8 @@ class RadixCache(PrefixCache):
         """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
         ends, so that its front gets a last use separate from its end."""
         node = self.tree.resume(prefix.cursor.state, self.tree.root(prefix.keys), end)
-        node = self.tree.split(*self.tree.descend(node, prefix.token_ids, end))
+        node, num_pages = self.tree.descend(node, prefix.token_ids, end)
+        node = self.tree.split(node, num_pages)
         prefix.cursor.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 

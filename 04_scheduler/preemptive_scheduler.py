@@ -143,8 +143,14 @@ class PreemptiveScheduler(BaseScheduler):
             waiting = ShuffledQueue(policy, max_overtakes, seed)
         kv_memory = kv_memory or make_kv_memory(num_gpu_blocks, block_size)
         self.delta: PreemptionDeltaEncoder
-        limits = (max_num_seqs, max_num_batched_tokens, max_model_len)
-        super().__init__(waiting, PreemptionDeltaEncoder(kv_memory), *limits, plugins)
+        super().__init__(
+            waiting=waiting,
+            delta=PreemptionDeltaEncoder(kv_memory),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            plugins=plugins,
+        )
         self.waiting: PolicyQueue = waiting
         self.max_preemptions = max_preemptions
         self.defer_on_shared_prefix = defer_on_shared_prefix

@@ -55,7 +55,8 @@ class SpecDecodeStats:
             return [a + b for a, b in zip_longest(value, other_value, fillvalue=0)]
 
         names = [field.name for field in fields(self)]
-        return SpecDecodeStats(*(add(getattr(self, name), getattr(other, name)) for name in names))
+        sums = {name: add(getattr(self, name), getattr(other, name)) for name in names}
+        return SpecDecodeStats(**sums)
 
     def __getitem__(self, name: str) -> float:
         return getattr(self, _POST_NAMES[name])

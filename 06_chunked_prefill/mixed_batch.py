@@ -24,6 +24,7 @@ See 06_chunked_prefill/README.md#decodes-first-chunks-after"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -53,15 +54,17 @@ def compose(
     """Lay out a step of at least one query, each of at least one token. The batch's `attention`
     holds `MixedMetadata`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
-    queries = Queries(*(column[order] for column in queries))
+    queries = Queries._make(column[order] for column in queries)
     layout = compose_in_order(state, queries, block_size)
 
-    def compose_mixed(*tensors: torch.Tensor) -> ComposedBatch:
-        batch = layout.compose(*tensors)
+    def compose_mixed(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
+        batch = layout.compose(tensors)
         query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
-        host = query_starts, (queries.starts + queries.num_tokens).tolist(), num_short
+        seq_lens = (queries.starts + queries.num_tokens).tolist()
+        host = {"query_starts": query_starts, "host_seq_lens": seq_lens, "num_short": num_short}
         names = [f.name for f in fields(AttentionMetadata)]
-        given = [[*(getattr(m, name) for name in names), *host] for m in batch.attention]
-        return replace(batch, attention=tuple(MixedMetadata(*values) for values in given))
+        given = [{name: getattr(m, name) for name in names} for m in batch.attention]
+        attention = tuple(MixedMetadata(**values, **host) for values in given)
+        return replace(batch, attention=attention)
 
     return StepLayout(order, layout.arrays, compose_mixed)

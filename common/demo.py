@@ -224,20 +224,20 @@ def print_outputs(outputs: list) -> None:
         completion = output.outputs[0]
         print(f"\n--- {output.request_id}: {len(output.prompt_token_ids)} prompt tokens, ", end="")
         print(f"{len(completion.token_ids)} output tokens, finished by {completion.finish_reason}")
-        print(
-            f"{output.prompt}\033[32m{completion.text}\033[0m"
-            if sys.stdout.isatty()
-            else f"{output.prompt}{completion.text}"
-        )
+        text = completion.text
+        if sys.stdout.isatty():
+            text = f"\033[32m{text}\033[0m"
+        print(f"{output.prompt}{text}")
 
 
 def print_beside(outputs: list) -> None:
     """Print each prompt's two texts side by side: without the adapter, and with it."""
     for plain, adapted in zip(outputs[::2], outputs[1::2]):
         print(f"\n--- {plain.prompt}")
-        texts = [output.outputs[0].text.strip("\n") for output in (plain, adapted)]
+        without = plain.outputs[0].text.strip("\n").splitlines()
+        with_adapter = adapted.outputs[0].text.strip("\n").splitlines()
         print(f"\n{'without':58}| with the adapter")
-        for left, right in zip_longest(*(text.splitlines() for text in texts), fillvalue=""):
+        for left, right in zip_longest(without, with_adapter, fillvalue=""):
             print(f"{left[:57]:58}| {right[:57]}".rstrip())
 
 

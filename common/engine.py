@@ -110,8 +110,9 @@ class LLMEngine:
         if self.config.has_workers:
             from common.parallel.remote import assemble_remote as make
 
-        arguments = self.config, loaded, draft, tokenizer, self._sequences
-        self.parts, self.tokenizer = parts, tokenizer = make(*arguments)
+        parts, tokenizer = make(self.config, loaded, draft, tokenizer, self._sequences)
+        self.parts = parts
+        self.tokenizer = tokenizer
         self.core = parts.core
         self.recorder = parts.recorder
         self.scheduler = parts.scheduler
@@ -126,9 +127,14 @@ class LLMEngine:
         self.device = model.device
         self.dtype = model.dtype
         self.num_parameters = model.num_parameters
-        tokens = model.config.vocab_size, handle.vocab_size, model.eos_token_ids
-        limits = handle.max_model_len, self.config.seed
-        self._input_processor = InputProcessor(tokenizer, *tokens, *limits)
+        self._input_processor = InputProcessor(
+            tokenizer=tokenizer,
+            num_embeddings=model.config.vocab_size,
+            vocab_size=handle.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=handle.max_model_len,
+            seed=self.config.seed,
+        )
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = None if handle.close is None else weakref.finalize(self, handle.close)
@@ -185,8 +191,12 @@ class LLMEngine:
         """Return the plugins, with those of features that no request has had before."""
         for name in LAZY_ENGINE_PLUGINS.keys() & request.features.keys() - self._plugins.keys():
             ranks = self.config.model or SHIPPED_CHECKPOINT if self.config.has_workers else None
-            sizes = self.vocab_size, self._input_processor.eos_token_ids
-            context = PluginContext(self.tokenizer, ranks, *sizes)
+            context = PluginContext(
+                tokenizer=self.tokenizer,
+                path=ranks,
+                vocab_size=self.vocab_size,
+                eos_token_ids=self._input_processor.eos_token_ids,
+            )
             self._plugins[name] = resolve_name(LAZY_ENGINE_PLUGINS[name])(context, self.scheduler)
         return self._plugins.values()
 
@@ -296,8 +306,7 @@ class LLMEngine:
             with self._mutating_state():
                 self._update_stats(self.recorder.plan, now - start_time)
                 touched = self._process_outputs(results, now)
-            totals = self._stats.prompt_tokens, self._stats.output_tokens
-            self._throughput.note(now, *totals)
+            self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
         except BaseException as error:
             self._recover(error)
             raise
@@ -600,8 +609,14 @@ class LLMEngine:
         self._recover()
         check_place(events)
         self.unwatch()
-        facts = self.config, self.parts, self._sequences, self.tokenizer
-        self._plugins["watch"] = recorder = FrameRecorder(events, *facts)
+        recorder = FrameRecorder(
+            events,
+            config=self.config,
+            parts=self.parts,
+            members=self._sequences,
+            tokenizer=self.tokenizer,
+        )
+        self._plugins["watch"] = recorder
         return recorder
 
     @exclusive

@@ -43,8 +43,15 @@ class HeadMajorKVCache(PagedKVCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = num_layers, num_blocks, block_size, num_kv_heads, head_dim
-        super().__init__(*sizes, dtype, device)
+        super().__init__(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
         self.key_cache = [_head_major(cache) for cache in self.key_cache]
         self.value_cache = [_head_major(cache) for cache in self.value_cache]
 

@@ -106,7 +106,8 @@ def attention_launch(shape: AttentionShape, is_short: bool) -> Launch:
     arguments = dict.fromkeys(("output", "query", "key_cache", "value_cache"), pointer)
     arguments |= {"query_start_loc": "*i64", "seq_lens": "*i64", "block_tables": "*i32"}
     arguments |= {"table_stride": "i32", "scale": "fp32"}
-    return Launch(_paged_attention_kernel, arguments, *tile_constants(shape, is_short))
+    constants, num_warps, num_stages = tile_constants(shape, is_short)
+    return Launch(_paged_attention_kernel, arguments, constants, num_warps, num_stages)
 
 
 @cache
@@ -391,9 +392,15 @@ class TritonAttentionBackend:
         self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
     ) -> TritonPlan:
         self.check(key_cache.dtype, key_cache.shape[3])
-        window = metadata.window or 0
-        options = self.float32_precision, self.is_interpreted, window, self.tuning
-        return self.plan_type(metadata, AttentionShape.of(num_heads, key_cache, *options))
+        shape = AttentionShape.of(
+            num_heads,
+            key_cache,
+            float32_precision=self.float32_precision,
+            is_interpreted=self.is_interpreted,
+            window=metadata.window or 0,
+            tuning=self.tuning,
+        )
+        return self.plan_type(metadata, shape)
 
 
 def with_heads_end_to_end(tensor: torch.Tensor) -> torch.Tensor:

@@ -514,8 +514,8 @@ class WorkItems:
             rows, metadata, tile_tokens, split_len, num_items
         )
         tile_rows = min(tile_tokens, rows.max_query_len) * shape.num_shared if is_split else 0
-        scratch = num_items if is_split else 0, shape.num_kv_heads, tile_rows
-        partial = first_item.new_empty(*scratch, shape.head_dim, dtype=torch.float32)
+        scratch = (num_items if is_split else 0, shape.num_kv_heads, tile_rows, shape.head_dim)
+        partial = first_item.new_empty(scratch, dtype=torch.float32)
         return cls(
             rows,
             launch,
@@ -616,10 +616,22 @@ def plan_items(
     first_item = starts.new_empty(rows.num_seqs + 1, dtype=torch.int32)
     item_seq = first_item.new_empty(num_items)
     token_seq = first_item.new_empty(rows.num_tokens)
-    planned = (first_item, item_seq, token_seq)
-    counts = (*rows[:4], tile_tokens, split_len)
-    plan_launch()((rows.num_seqs + 1,), *planned, starts, seq_lens, *counts)
-    return planned
+    launch = plan_launch()
+    launch(
+        (rows.num_seqs + 1,),
+        first_item,
+        item_seq,
+        token_seq,
+        starts,
+        seq_lens,
+        rows.first_seq,
+        rows.num_seqs,
+        rows.first_token,
+        rows.num_tokens,
+        tile_tokens,
+        split_len,
+    )
+    return first_item, item_seq, token_seq
 
 
 class SplitPlan(TritonPlan):
@@ -635,9 +647,15 @@ class SplitPlan(TritonPlan):
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
         """Return one launch for all sequences."""
-        longest = metadata.max_query_len, metadata.max_seq_len
-        num_tokens = len(metadata.slot_mapping)
-        return [SequenceRange(0, len(metadata.seq_lens), 0, num_tokens, *longest)]
+        every = SequenceRange(
+            first_seq=0,
+            num_seqs=len(metadata.seq_lens),
+            first_token=0,
+            num_tokens=len(metadata.slot_mapping),
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+        )
+        return [every]
 
     def launch(
         self,

@@ -76,8 +76,8 @@ def compose_windows(
             made.append((number, window, len(arrays), seq_lens.tolist(), skipped))
             arrays += [seq_lens, tables[rows[:, None], columns]]
 
-    def compose_both(*tensors: Tensor) -> ComposedBatch:
-        batch = layout.compose(*tensors[: len(layout.arrays)])
+    def compose_both(tensors: Sequence[Tensor]) -> ComposedBatch:
+        batch = layout.compose(tensors[: len(layout.arrays)])
         attention = list(batch.attention)
         for number, window, at, host_seq_lens, skipped in made:
             whole = attention[number]

@@ -217,7 +217,10 @@ class _StoreCalls:
         except ImportError as failure:
             return f"the library does not load: {failure}. {HOW_TO_INSTALL}", None, b""
         self._store = MooncakeDistributedStore()
-        code = self._store.setup(*arguments)
+        host, metadata, segment_nbytes, buffer_nbytes, protocol, devices, master = arguments
+        code = self._store.setup(
+            host, metadata, segment_nbytes, buffer_nbytes, protocol, devices, master
+        )
         self._placement = ReplicateConfig()
         self._placement.preferred_segment = self._store.get_hostname()
         return (f"the store's set-up failed with code {code}" if code else None), code, b""

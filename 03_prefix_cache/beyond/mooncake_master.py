@@ -70,7 +70,8 @@ class MooncakeMaster:
         program = _find_program()
         self._log = tempfile.TemporaryFile(prefix="mooncake_master_")  # noqa: SIM115
         for _ in range(3):  # another process may take a free port first
-            self.address = MooncakeAddress(*_free_addresses(3))
+            master, metadata, admin = _free_addresses(3)
+            self.address = MooncakeAddress(master=master, metadata=metadata, admin=admin)
             self.process = self._start(program, options)
             if self._is_ready(time.monotonic() + start_timeout_s):
                 return

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -271,9 +271,9 @@ class DraftModelProposer:
         self.state.widen(max(int((part.starts + part.num_tokens).max()) for part in parts))
         layouts = [compose_in_order(self.state, part, self.block_size) for part in parts]
         more = self.sampler.stage([[w.request for w in active] for active in rounds], self.device)
-        every = chain(*(layout.arrays for layout in layouts), more)
-        sent = iter(all_to_device(self.device, *every))
-        batches = [layout.compose(*islice(sent, len(layout.arrays))) for layout in layouts]
+        arrays = [array for layout in layouts for array in layout.arrays]
+        sent = iter(all_to_device(self.device, [*arrays, *more]))
+        batches = [layout.compose(list(islice(sent, len(layout.arrays)))) for layout in layouts]
         self.sampler.take(list(sent))
         return batches
 

@@ -29,7 +29,7 @@ See 06_chunked_prefill/beyond/BATCH_INVARIANCE.md"""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -121,22 +121,27 @@ def keeps_bits(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> boo
     assert tile is not None
     counts = (CHECKED_CALLS,) if matrix.one_tile_a_call else CHECKED_TILES
     x = _random(max(counts) * tile, matrix.shape[1]).to(dtype)
-    ways: list[tuple[Callable[..., Tensor], list[Tensor]]] = [(matrix, [x])]
-    if is_added:
-        residual = _random(len(x), matrix.shape[0]).to(dtype)
-        ways.append((lambda total, rows: matrix.add_to(total.clone(), rows), [residual, x]))
+    residual = _random(len(x), matrix.shape[0]).to(dtype)
+
+    def product(rows: Tensor, _: Tensor) -> Tensor:
+        return matrix(rows)
+
+    def total(rows: Tensor, onto: Tensor) -> Tensor:
+        return matrix.add_to(onto.clone(), rows)
+
     num_threads = torch.get_num_threads()
-    for product, rows in ways:
+    for compute in [product, total] if is_added else [product]:
         try:
             torch.set_num_threads(1)
-            calls = zip(*(each.split(tile) for each in rows), strict=True)
-            alone = torch.cat([product(*call) for call in calls])
+            tiles = zip(x.split(tile), residual.split(tile), strict=True)
+            alone = torch.cat([compute(rows, onto) for rows, onto in tiles])
         finally:
             torch.set_num_threads(num_threads)
         for n in counts:
-            if not torch.equal(product(*(each[: n * tile] for each in rows)), alone[: n * tile]):
+            num_rows = n * tile
+            if not torch.equal(compute(x[:num_rows], residual[:num_rows]), alone[:num_rows]):
                 return False
-        if not torch.equal(product(*(each.roll(5, 0) for each in rows)), alone.roll(5, 0)):
+        if not torch.equal(compute(x.roll(5, 0), residual.roll(5, 0)), alone.roll(5, 0)):
             return False
     return True
 

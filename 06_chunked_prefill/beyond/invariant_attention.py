@@ -153,17 +153,31 @@ class InvariantPlan(PagedPlan):
             skipped = metadata.skipped
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
-            lens = int(self.query_lens[row]), int(self.seq_lens[row]), skipped[row]
-            for chunk in split_query(row, int(self.starts[row]), *lens, num_shared, self.window):
+            pieces = split_query(
+                sequence=row,
+                first_token=int(self.starts[row]),
+                query_len=int(self.query_lens[row]),
+                seq_len=int(self.seq_lens[row]),
+                skipped=skipped[row],
+                num_shared=num_shared,
+                window=self.window,
+            )
+            for chunk in pieces:
                 num_rows = -(-chunk.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(chunk)
         for num_rows, chunks in by_rows.items():
             chunks.sort(key=lambda chunk: -chunk.num_spans)
             max_chunks = max(1, min(num_keys // KEY_TILE, CHUNK_ROWS // num_rows))
             for i in range(0, len(chunks), max_chunks):
-                group_chunks = chunks[i : i + max_chunks]
-                shared_args = num_rows, metadata.block_tables, num_shared, block_size, self.window
-                self.chunk_groups.append(Group(group_chunks, *shared_args))
+                group = Group(
+                    chunks[i : i + max_chunks],
+                    num_rows=num_rows,
+                    tables=metadata.block_tables,
+                    num_shared=num_shared,
+                    block_size=block_size,
+                    window=self.window,
+                )
+                self.chunk_groups.append(group)
         max_keys = max((len(g.spans[0].slots) for g in self.chunk_groups), default=0)
         self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
         self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
@@ -188,7 +202,7 @@ class InvariantPlan(PagedPlan):
         """[num_chunks, num_kv_heads, KEY_TILE, head_dim] of a cache [num_slots, num_kv_heads,
         head_dim], in `buffer`."""
         found = torch.index_select(cache, 0, span.slots, out=self.gathered[: len(span.slots)])
-        found = found.view(span.num_chunks, KEY_TILE, *cache.shape[1:]).transpose(1, 2)
+        found = found.unflatten(0, (span.num_chunks, KEY_TILE)).transpose(1, 2)
         return buffer[: found.numel()].view(found.shape).copy_(found)
 
 

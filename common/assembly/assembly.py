@@ -184,14 +184,20 @@ class LocalRunner:
         speculation = self.speculation
         weight = self.model.embed_weight
         limits = self.limits
-        sizes = weight.device, weight.dtype, self.model.num_parameters
+        model = ModelFacts(
+            config=self.loaded.config,
+            eos_token_ids=limits.eos_token_ids,
+            device=weight.device,
+            dtype=weight.dtype,
+            num_parameters=self.model.num_parameters,
+        )
         return RunnerHandle(
-            self.outermost,
-            ModelFacts(self.loaded.config, limits.eos_token_ids, *sizes),
-            self.kv_cache,
-            limits.max_model_len,
-            limits.vocab_size,
-            self.block_io,
+            runner=self.outermost,
+            model=model,
+            kv_cache=self.kv_cache,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            block_io=self.block_io,
             is_queued=self.paged.device.type != "cpu",  # by the device
             speculation=speculation,
             num_lookahead_tokens=speculation and speculation.proposer.num_lookahead_tokens,
@@ -309,11 +315,14 @@ def prepare_models(local: LocalRunner) -> None:
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
-        dtype = model.embed_weight.dtype
         numbers = local.loaded.config
-        mlps = [layer.mlp for layer in model.layers]
-        sizes = numbers.activation, dtype, numbers.head_dim
-        make_batch_invariant(linear_layers(model), mlps, *sizes)
+        make_batch_invariant(
+            linear_layers(model),
+            [layer.mlp for layer in model.layers],
+            activation=numbers.activation,
+            dtype=model.embed_weight.dtype,
+            head_dim=numbers.head_dim,
+        )
     if is_triton and device.type == "cuda":
         compile_kernels(config, model, draft, local.limits.vocab_size)
 
@@ -402,9 +411,14 @@ def make_graph_maker(local: LocalRunner) -> GraphMaker | None:
         return None
     from common.runner.graph_maker import GraphMaker
 
-    backend = attention.backend, attention.is_triton
-    parts = [] if local.adapters is None else [local.adapters]
-    return GraphMaker.of(config, model, *backend, local.limits.max_model_len, parts)
+    return GraphMaker.of(
+        config,
+        model,
+        backend=attention.backend,
+        is_triton=attention.is_triton,
+        max_model_len=local.limits.max_model_len,
+        parts=[] if local.adapters is None else [local.adapters],
+    )
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
@@ -501,26 +515,38 @@ def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> Batc
         return SpeculativeSampler(sampler, proposer.draft_probs)
     import rejection_sampler_triton as kernels
 
-    rules = kernels.rejection_sample_triton, kernels.rejection_sampling_batched_triton
-    return SpeculativeSampler(sampler, proposer.draft_probs, *rules)
+    return SpeculativeSampler(
+        sampler,
+        proposer.draft_probs,
+        reject=kernels.rejection_sample_triton,
+        match=kernels.rejection_sampling_batched_triton,
+    )
 
 
 def make_paged_runner(local: LocalRunner) -> PagedModelRunner:
     config = local.config
     attention = local.attention
-    model_parts = local.model, local.kv_cache, attention.backend
-    seed = config.seed if config.shuffle_batch else None
-    parts = *model_parts, local.state, local.sampler, attention.compose, seed
+    make = PagedModelRunner
+    graphs = None
     if config.pipeline_parallel_size > 1:
         from common.runner.stage import StageRunner
 
-        return StageRunner(*parts)
-    graphs = None if local.make_graphs is None else local.make_graphs(local.kv_cache)
-    if graphs is None:
-        return PagedModelRunner(*parts)
-    from common.runner.graphs import GraphRunner
+        make = StageRunner
+    elif local.make_graphs is not None:
+        graphs = local.make_graphs(local.kv_cache)
+    if graphs is not None:
+        from common.runner.graphs import GraphRunner
 
-    return GraphRunner(*parts, graphs=graphs)
+        make = partial(GraphRunner, graphs=graphs)
+    return make(
+        model=local.model,
+        kv_cache=local.kv_cache,
+        backend=attention.backend,
+        state=local.state,
+        sampler=local.sampler,
+        compose=attention.compose,
+        shuffle_seed=config.seed if config.shuffle_batch else None,
+    )
 
 
 def make_speculation(

@@ -294,14 +294,20 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
     if not config.cuts_prompts:
         return None
     threshold = None if config.scheduler == "prefill_first" else config.chunk_size
-    limits = (threshold, config.max_long_partial_prefills)
     if config.target_step_ms is None:
         from chunk_policy import ChunkedPrefill
 
-        return ChunkedPrefill(*limits)
+        return ChunkedPrefill(
+            long_prefill_token_threshold=threshold,
+            max_long_partial_prefills=config.max_long_partial_prefills,
+        )
     from adaptive_chunks import AdaptiveChunks
 
-    return AdaptiveChunks(config.target_step_ms, *limits)
+    return AdaptiveChunks(
+        target_step_ms=config.target_step_ms,
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+    )
 
 
 def make_plugins(parts: SchedulerParts) -> list[SchedulerPlugin]:
@@ -340,14 +346,21 @@ def make_scheduler(parts: SchedulerParts) -> SchedulerInterface:
             )
         return scheduler
     make = resolve_name(SCHEDULERS[kind])
-    limits = parts.limits
+    max_num_seqs, max_num_batched_tokens = parts.limits
+    make = partial(make, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     if kind == "fcfs":
-        return make(parts.kv_memory, *limits, parts.max_model_len, parts.plugins)
+        return make(
+            kv_memory=parts.kv_memory, max_model_len=parts.max_model_len, plugins=parts.plugins
+        )
     if kind == "two_phase":
-        return make(*limits, policy=parts.policy, watermark=config.watermark, **parts.options)
+        return make(policy=parts.policy, watermark=config.watermark, **parts.options)
     size = config.chunk_size or config.max_num_batched_tokens
-    chunked = {"chunked_prefill_size": size if config.cuts_prompts else None}
-    return make(*limits, policy=parts.policy, mixing=config.mixing, **chunked, **parts.options)
+    return make(
+        policy=parts.policy,
+        mixing=config.mixing,
+        chunked_prefill_size=size if config.cuts_prompts else None,
+        **parts.options,
+    )
 
 
 # -- what the loop does besides its steps

@@ -170,7 +170,9 @@ def cells(plan: dict[str, Any], frame: Frame) -> Iterator[tuple[str, str, int, i
     """Split a plan by kinds of tokens: `(request, kind, start, num_tokens)`, where kind is
     "recomputed" (lost by a preemption), "prompt", "decode", or "draft" (a draft token)."""
     drafts, recomputed = plan.get("drafts", {}), plan.get("recomputed", {})
-    for name, start, num in zip(*(plan.get(n, ()) for n in ("requests", "starts", "num_tokens"))):
+    names = plan.get("requests", ())
+    starts = plan.get("starts", ())
+    for name, start, num in zip(names, starts, plan.get("num_tokens", ())):
         num_drafts = len(drafts.get(name, ()))
         first = start
         end = start + num - num_drafts

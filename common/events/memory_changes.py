@@ -73,7 +73,12 @@ class MemoryChanges(LoadListener):
             self._shadow(cache, "publish", self._published)
             self._shadow(cache, "remove_blocks", lambda _, blocks: self._left(blocks))
             clear = grouped.clear
-            grouped.clear = lambda: (self._left([pool.blocks[b] for b in self._cached]), clear())
+
+            def noting_clear() -> None:
+                self._left([pool.blocks[b] for b in self._cached])
+                clear()
+
+            grouped.clear = noting_clear
             self._undo.append(lambda: delattr(grouped, "clear"))
             return
         self._shadow(cache, "match_prefix", self._matched)

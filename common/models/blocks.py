@@ -59,7 +59,8 @@ def linear(
     has_bias: bool,
     make: MakeLinear = Linear,
 ) -> Linear:
-    return make(empty(*shape), empty(shape[0]) if has_bias else None)
+    num_out, num_in = shape
+    return make(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
 
 def parts_of(
@@ -112,8 +113,9 @@ class AttentionBlock(nn.Module):
         self.input_norm_weight = norm(hidden)
         self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
         # One row a head: q_norm's weight for each query head, k_norm's for each key head.
-        heads = self.num_qk_heads, self.head_dim
-        self.qk_norm_weight = norm(*heads) if config.has_qk_norm else None
+        self.qk_norm_weight = None
+        if config.has_qk_norm:
+            self.qk_norm_weight = norm(self.num_qk_heads, self.head_dim)
         self.o = linear(empty, (hidden, q_size), config.o_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None
 
@@ -129,9 +131,15 @@ class AttentionBlock(nn.Module):
         plan = plans[self.group]
         qkv = self.project(hidden, regions)
         keys, values = kv_cache.key_cache[self.index], kv_cache.value_cache[self.index]
-        norm = self.qk_norm_weight, self.eps
-        rotary = rotaries[self.rotary]
-        query = regions.rotate_and_write(qkv, *norm, rotary, keys, values, plan)
+        query = regions.rotate_and_write(
+            qkv,
+            norm_weight=self.qk_norm_weight,
+            eps=self.eps,
+            rotary=rotaries[self.rotary],
+            key_cache=keys,
+            value_cache=values,
+            plan=plan,
+        )
         return plan.attend(query, keys, values, self.scale).reshape(num_tokens, -1)
 
     def project(

@@ -56,7 +56,7 @@ class Communication:
 
     def __sub__(self, earlier: Communication) -> Communication:
         names = [field.name for field in fields(self)]
-        return Communication(*(getattr(self, n) - getattr(earlier, n) for n in names))
+        return Communication(**{n: getattr(self, n) - getattr(earlier, n) for n in names})
 
 
 class Collectives(Protocol):
@@ -128,11 +128,9 @@ def connect(
 
     `timeout_s` applies to each operation. `host` is this machine's address for the other ranks; the
     default works if all ranks are on one machine. Raises `CollectiveError`."""
-    return (
-        SingleProcess()
-        if ranks.world_size == 1
-        else Connected(ranks, store, device, timeout_s, host)
-    )
+    if ranks.world_size == 1:
+        return SingleProcess()
+    return Connected(ranks, store, device, timeout_s, host)
 
 
 class Connected:

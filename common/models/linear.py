@@ -172,14 +172,15 @@ class Linear(nn.Module):
         tile = self.row_tile
         if tile is None and self.has_slow_rows and num_rows in SLOW_ROWS:
             tile = SLOW_ROWS.stop
-        if tile is None:
-            return product(*rows)
-        if num_missing := -num_rows % tile:
+        if tile is not None and num_rows % tile:
+            num_missing = -num_rows % tile
             rows = tuple(F.pad(each, (0, 0, 0, num_missing)) for each in rows)
-        if not self.one_tile_a_call:
-            return product(*rows)[:num_rows]
-        calls = zip(*(each.split(tile) for each in rows), strict=True)
-        return torch.cat([product(*call) for call in calls])[:num_rows]
+        if tile is None or not self.one_tile_a_call:
+            result = product(*rows)
+        else:
+            calls = zip(*(each.split(tile) for each in rows), strict=True)
+            result = torch.cat([product(*call) for call in calls])
+        return result if len(result) == num_rows else result[:num_rows]
 
     @torch.no_grad()
     def pack(self, keep_weight: bool = False, packing: Packing = ONEDNN) -> None:

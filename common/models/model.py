@@ -90,8 +90,14 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         # What one block adds and the other's norm of it: one kernel on a GPU.
-        norm = mlp.mlp_norm_weight, mlp.eps, attention.post_norm_weight
-        hidden, x = regions.add_and_norm(attention.o, hidden, attended, *norm)
+        hidden, x = regions.add_and_norm(
+            attention.o,
+            hidden,
+            attended,
+            weight=mlp.mlp_norm_weight,
+            eps=mlp.eps,
+            post_weight=attention.post_norm_weight,
+        )
         return mlp.add_to(hidden, x, regions)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
@@ -115,10 +121,11 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         empty = allocator(dtype, device)
-        vocab = (config.vocab_size, config.hidden_size)
-        self.embed_weight = empty(*vocab)
-        is_tied = config.tie_word_embeddings
-        self.lm_head = Linear(self.embed_weight if is_tied else empty(*vocab))
+        self.embed_weight = empty(config.vocab_size, config.hidden_size)
+        head_weight = self.embed_weight
+        if not config.tie_word_embeddings:
+            head_weight = empty(config.vocab_size, config.hidden_size)
+        self.lm_head = Linear(head_weight)
         self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         self.layer_range = range(config.num_hidden_layers)
         layers = [DecoderLayer(config, i, dtype, device) for i in self.layer_range]
@@ -138,8 +145,10 @@ class DecoderModel(nn.Module):
         scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
         self.register_buffer("embedding_scale", scale, persistent=False)
         for name, rope in (("", config.rope), ("window_", config.window_rope)):
-            sizes = config.head_dim, config.max_position_embeddings, dtype
-            table = None if rope is None else rotary_table(rope, *sizes).to(device)
+            table = None
+            if rope is not None:
+                table = rotary_table(rope, config.head_dim, config.max_position_embeddings, dtype)
+                table = table.to(device)
             self.register_buffer(f"{name}rotary_table", table, persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.rank_config = config  # the shapes that this process computes with
@@ -206,9 +215,9 @@ class DecoderModel(nn.Module):
         last = self.num_layers - 1
         tables = self.rotary_table, self.window_rotary_table
         rotaries = tuple(regions.rotary(t, batch.positions) for t in tables if t is not None)
-        step = rotaries, batch.plans, kv_cache, regions
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, *step, rows if i == last else None)
+            needed = rows if i == last else None
+            hidden = layer(hidden, rotaries, batch.plans, kv_cache, regions, needed)
         return hidden
 
     def to_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -145,6 +145,9 @@ class ModelConfig:
         if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
             lengthened = int(rope.original_max_position_embeddings * rope.factor)
             max_positions = max(max_positions, lengthened)
+        query_scalar = None
+        if "query_pre_attn_scalar" in family.extras:
+            query_scalar = positive_float(fields, "query_pre_attn_scalar")
         return cls(
             architecture=architecture,
             vocab_size=positive_int(fields, "vocab_size"),
@@ -168,9 +171,7 @@ class ModelConfig:
             blocks=family.blocks,
             experts=None if family.experts is None else resolve_name(family.experts)(fields),
             window_rope=window_rope,
-            query_pre_attn_scalar=positive_float(fields, "query_pre_attn_scalar")
-            if "query_pre_attn_scalar" in family.extras
-            else None,
+            query_pre_attn_scalar=query_scalar,
             embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
             activation=family.activation[1],
             norm_offset=family.norm_offset,

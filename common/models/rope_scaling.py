@@ -58,8 +58,10 @@ def read_scaling(
     if rope_type == "yarn":
         if rope.get("rope_theta", fields.get("rope_theta")) == 1:
             raise refused("rope_theta", 1, "be another number with yarn")
-        scales = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-        values.setdefault("attention_factor", _attention_factor(values["factor"], *scales))
+        factor = _attention_factor(
+            values["factor"], values.pop("mscale", None), values.pop("mscale_all_dim", None)
+        )
+        values.setdefault("attention_factor", factor)
     return values
 
 

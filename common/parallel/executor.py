@@ -123,7 +123,10 @@ class Executor:
             link.channel.put(content)
         left = self.links
         deadline = time.monotonic() + timeout_s
-        while left := [link for link in left if not self._send_some(link)]:
+        while True:
+            left = [link for link in left if not self._send_some(link)]
+            if not left:
+                return
             if time.monotonic() > deadline:
                 names = ", ".join(link.name for link in left)
                 self._fail(f"{names} did not take a message in {timeout_s:g} s")

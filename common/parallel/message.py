@@ -197,22 +197,30 @@ def plan_to_map(plan: RunnerInput) -> dict[str, Any]:
 def plan_from_map(found: Any) -> RunnerInput:
     """Rebuild a plan from a map. Raises `MessageError`."""
     of_new = {"sampling_params": _params_from_map, "block_ids": _tables}
+
+    def new_requests(news: Any) -> list[NewRequestData]:
+        return [_made(NewRequestData, "a new request", new, _NEW, **of_new) for new in news]
+
+    def new_block_ids(rows: Any) -> list[Any]:
+        return [() if tables == [] else _tables(tables) for tables in rows]
+
+    def changed_requests(cached: Any) -> CachedRequestData:
+        return _made(
+            CachedRequestData,
+            "changed requests",
+            cached,
+            _CACHED,
+            new_block_ids=new_block_ids,
+            resumed_req_ids=set,
+        )
+
     return _made(
         RunnerInput,
         "a plan",
         found,
         _PLAN,
-        scheduled_new_reqs=lambda news: [
-            _made(NewRequestData, "a new request", new, _NEW, **of_new) for new in news
-        ],
-        scheduled_cached_reqs=lambda cached: _made(
-            CachedRequestData,
-            "changed requests",
-            cached,
-            _CACHED,
-            new_block_ids=lambda rows: [() if found == [] else _tables(found) for found in rows],
-            resumed_req_ids=set,
-        ),
+        scheduled_new_reqs=new_requests,
+        scheduled_cached_reqs=changed_requests,
         finished_req_ids=set,
         block_moves=lambda moves: [BlockTableUpdate(*move) for move in moves],
     )

@@ -260,8 +260,10 @@ def assemble_remote(
     checkpoint = read_checkpoint(config.model or SHIPPED_CHECKPOINT)
     tokenizer = tokenizer or load_tokenizer(checkpoint.path)
     limits = find_limits(config, checkpoint, tokenizer)
-    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    all_ranks = [Ranks(*sizes, rank) for rank in range(config.num_ranks)]
+    all_ranks = [
+        Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, rank)
+        for rank in range(config.num_ranks)
+    ]
     for ranks in all_ranks:
         rank_config(checkpoint.config, ranks)  # raises if there is no such part
     device = config.resolve_device()
@@ -275,8 +277,15 @@ def assemble_remote(
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
-        sizes = limits, num_parameters
-        runner_handle = _make_runner_handle(config, checkpoint, executor, facts, *sizes, sequences)
+        runner_handle = _make_runner_handle(
+            config=config,
+            checkpoint=checkpoint,
+            executor=executor,
+            facts=facts,
+            limits=limits,
+            num_parameters=num_parameters,
+            sequences=sequences,
+        )
         return SchedulerParts(config, runner_handle), tokenizer
     except BaseException:
         executor.close()

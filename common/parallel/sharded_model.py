@@ -120,16 +120,18 @@ class ShardedModel(DecoderModel):
         self.layer_range = ranks.layers(config.num_hidden_layers)
         narrow = rank_config(config, ranks)
         empty = allocator(dtype, device)
-        vocab = (narrow.vocab_size, config.hidden_size)
         into_stream, make_head = Linear, Linear
         if ranks.tensor_parallel_size > 1:
             into_stream = partial(RowParallelLinear, collectives=collectives)
             make_head = partial(VocabParallelHead, config.vocab_size, collectives)
         self._first_id = _part_of_vocab(config, ranks).start
-        self.embed_weight = empty(*vocab) if ranks.is_first_stage else empty(0, vocab[1])
+        num_embedded = narrow.vocab_size if ranks.is_first_stage else 0
+        self.embed_weight = empty(num_embedded, config.hidden_size)
         if ranks.is_last_stage:
-            is_shared = config.tie_word_embeddings and ranks.is_first_stage
-            self.lm_head = make_head(self.embed_weight if is_shared else empty(*vocab))
+            head_weight = self.embed_weight
+            if not (config.tie_word_embeddings and ranks.is_first_stage):
+                head_weight = empty(narrow.vocab_size, config.hidden_size)
+            self.lm_head = make_head(head_weight)
             self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         layers = range(narrow.num_hidden_layers)
         made = [DecoderLayer(narrow, i, dtype, device, into_stream) for i in layers]
@@ -165,12 +167,13 @@ class ShardedModel(DecoderModel):
         """Every tensor of the whole checkpoint, and the part of each that this rank has."""
         whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory
         targets = self._targets()
-        return {
-            name: replace(tensor, target=target, part=self._part(name, target))
-            if (target := targets.get(name)) is not None
-            else replace(tensor, target=None)
-            for name, tensor in whole.items()
-        }
+        found = {}
+        for name, tensor in whole.items():
+            target = targets.get(name)
+            found[name] = replace(tensor, target=target)
+            if target is not None:
+                found[name] = replace(tensor, target=target, part=self._part(name, target))
+        return found
 
     def _targets(self) -> dict[str, torch.Tensor | None]:
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"

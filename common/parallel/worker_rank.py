@@ -23,6 +23,7 @@ from common.assembly.scheduler_assembly import Limits
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives, connect
 from common.models.loader import LoadedModel, checkpoint_digest, load_model
+from common.models.model import DecoderModel
 from common.models.ranks import Ranks
 from common.parallel import message
 from common.parallel.channel import START_TIMEOUT_S, Channel
@@ -231,12 +232,16 @@ class _Meeting:
 
 
 def _load(config: EngineConfig, device: torch.device, collectives: Collectives) -> LoadedModel:
-    load_args = config.model or SHIPPED_CHECKPOINT, config.dtype, device
-    packing = partial(packing_of, config, is_loading=True)
-    if collectives.ranks.world_size == 1:
-        return load_model(*load_args, packing_of=packing)
-    make = partial(ShardedModel, collectives=collectives)
-    return load_model(*load_args, make, packing)
+    make = DecoderModel
+    if collectives.ranks.world_size > 1:
+        make = partial(ShardedModel, collectives=collectives)
+    return load_model(
+        config.model or SHIPPED_CHECKPOINT,
+        dtype=config.dtype,
+        device=device,
+        make=make,
+        packing_of=partial(packing_of, config, is_loading=True),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,8 @@ def _only_these_slots(tensors: GraphTensors, num_rows: int) -> Iterator[None]:
     yield
     allowed = set(tensors.inputs["slot_mapping"][:, :num_rows].flatten().tolist())
     for cache, old in zip(tensors.caches, before, strict=True):
-        as_bytes = (tensor.contiguous().view(torch.uint8) for tensor in (cache, old))
-        is_other = torch.ne(*as_bytes).flatten(2).any(-1)
+        found = cache.contiguous().view(torch.uint8)
+        is_other = (found != old.contiguous().view(torch.uint8)).flatten(2).any(-1)
         is_other[0] = False
         slots = set(is_other.flatten().nonzero().flatten().tolist())
         if slots - allowed:

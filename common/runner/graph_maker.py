@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from common.engine_config import EngineConfig, is_instance_arg
 from common.models.model import DecoderModel
 from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphPart, Graphs
@@ -74,23 +76,37 @@ class GraphMaker:
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
         if not self.is_possible:
             return None
-        sizes = self.config.max_num_seqs, self.max_model_len
-        arguments = self.model, kv_cache, self.backend, *sizes
         short = self.unsplit_len // kv_cache.block_size * kv_cache.block_size
         try:
-            graphs = DecodeGraphs(self._make(), *arguments)
+            graphs = self._capture(kv_cache, self.max_model_len)
             if 0 < short < self.max_model_len:
-                same = (*arguments[:-1], short)
-                logits = graphs.logits
-                graphs.short = DecodeGraphs(self._make(), *same, logits=logits)
+                graphs.short = self._capture(kv_cache, short, logits=graphs.logits)
             graphs.beside = {
-                part.name: DecodeGraphs(self._make(), *arguments, part) for part in self.parts
+                part.name: self._capture(kv_cache, self.max_model_len, part) for part in self.parts
             }
             return graphs
         except CannotCapture as error:
             logger.warning("decode steps run without graphs: %s", error)
             self.is_possible = False
             return None
+
+    def _capture(
+        self,
+        kv_cache: PagedKVCache,
+        max_model_len: int,
+        part: GraphPart | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> DecodeGraphs:
+        return DecodeGraphs(
+            graphs=self._make(),
+            model=self.model,
+            kv_cache=kv_cache,
+            backend=self.backend,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=max_model_len,
+            part=part,
+            logits=logits,
+        )
 
     def _make(self) -> Graphs:
         if self.config.emulate_graphs:

@@ -329,11 +329,18 @@ class DecodeGraphs:
         """Return the metadata of a replay by group. Its integers are upper bounds, and the plan
         that a backend makes with the metadata is part of the graph."""
         x = self.inputs[bucket]
-        longest = {"max_query_len": 1, "max_seq_len": self.max_seq_len}
-        replayed = {"bucket": bucket, "graphs": self}
         return tuple(
-            ReplayMetadata(x.query_start_loc, x.seq_lens, *group, **longest, **replayed)
-            for group in zip(x.block_tables, x.slot_mapping, strict=True)
+            ReplayMetadata(
+                query_start_loc=x.query_start_loc,
+                seq_lens=x.seq_lens,
+                block_tables=block_tables,
+                slot_mapping=slot_mapping,
+                max_query_len=1,
+                max_seq_len=self.max_seq_len,
+                bucket=bucket,
+                graphs=self,
+            )
+            for block_tables, slot_mapping in zip(x.block_tables, x.slot_mapping, strict=True)
         )
 
     def tensors(self, bucket: int) -> GraphTensors:
@@ -356,24 +363,24 @@ class DecodeGraphs:
         queries: Queries,
         block_size: int,
         bucket: int,
-        *column: np.ndarray,  # [num_queries] int64: the part's, if there is one
+        column: np.ndarray | None = None,  # [num_queries] int64: the part's, if there is one
     ) -> StepLayout:
         """Lay the step out for the static inputs, in the order given."""
         x = self.inputs[bucket]
         n = len(queries.rows)
         num_logit_rows = np.count_nonzero(queries.num_logit_rows)
-        padded = [np.pad(values, (0, bucket - n)) for values in column]
+        arrays = list(pad_step(state, queries, block_size, bucket))
+        if column is not None:
+            arrays.append(np.pad(column, (0, bucket - n)))
 
-        def compose(
-            columns: torch.Tensor, block_tables: torch.Tensor, *part_column: torch.Tensor
-        ) -> ComposedBatch:
+        def compose(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
+            columns, block_tables, *part_column = tensors
             self.memory.fill(columns, block_tables)
             for values in part_column:
                 self.column[:bucket].copy_(values)
             rows = x.logit_indices[:num_logit_rows]
             return ComposedBatch(x.input_ids[:n], x.positions[:n], self.attention[bucket], rows)
 
-        arrays = *pad_step(state, queries, block_size, bucket), *padded
         return StepLayout(np.arange(n), arrays, compose)
 
     @torch.inference_mode()
@@ -410,8 +417,9 @@ class GraphRunner(PagedModelRunner):
         *,
         graphs: DecodeGraphs,
     ) -> None:
-        parts = model, kv_cache, backend, state, sampler
-        super().__init__(*parts, self._compose_for_replay, shuffle_seed)
+        super().__init__(
+            model, kv_cache, backend, state, sampler, self._compose_for_replay, shuffle_seed
+        )
         self.graphs = graphs
         self._compose_eager = compose
 
@@ -428,8 +436,8 @@ class GraphRunner(PagedModelRunner):
             graphs = short
         if bucket is None or graphs is None:
             return self._compose_eager(state, queries, block_size)
-        columns = [plugin.column(queries.rows) for plugin in concerned]
-        return ReplayLayout(*graphs.compose(state, queries, block_size, bucket, *columns))
+        column = concerned[0].column(queries.rows) if concerned else None
+        return ReplayLayout._make(graphs.compose(state, queries, block_size, bucket, column))
 
     def stage(
         self, layout: StepLayout, step: StepRows, upload: UploadBuffer

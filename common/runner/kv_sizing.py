@@ -87,9 +87,15 @@ def make_kv_cache(
     loaded = demand.loaded
     draft = demand.draft
     if config.num_blocks is not None:
-        sizes = config.num_blocks, config.block_size, demand.kind, peers.num_here
-        return allocate_kv_cache(loaded, *sizes)
-    if memory is None and (device := loaded.model.embed_weight.device).type == "cuda":
+        return allocate_kv_cache(
+            loaded,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            kind=demand.kind,
+            num_here=peers.num_here,
+        )
+    device = loaded.model.embed_weight.device
+    if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
     if memory is None:
         seq_lens = [min(_CPU_WARM_UP_TOKENS, demand.max_model_len)]
@@ -104,15 +110,24 @@ def make_kv_cache(
     if (groups := loaded.model.groups).have_windows:
         from grouped_kv_memory import max_blocks
 
-        max_in_flight_tokens = config.num_in_flight_tokens(loaded.model.embed_weight.device)
-        limits = config.block_size, groups.windows, max_in_flight_tokens
-        blocks_per_request = max_blocks(demand.max_model_len, *limits)
-    sizes = config.block_size, config.max_num_seqs, demand.max_model_len
-    budget = size_kv_cache(kv_bytes_per_block, *sizes, available, blocks_per_request)
+        blocks_per_request = max_blocks(
+            num_tokens=demand.max_model_len,
+            block_size=config.block_size,
+            windows=groups.windows,
+            max_step_tokens=config.num_in_flight_tokens(device),
+        )
+    budget = size_kv_cache(
+        kv_bytes_per_block=kv_bytes_per_block,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=demand.max_model_len,
+        available=available,
+        blocks_per_request=blocks_per_request,
+    )
     logger.info(budget.explanation)
     num_blocks = peers.min_across(budget.num_blocks)
     kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
-    if loaded.model.embed_weight.device.type == "cpu":
+    if device.type == "cpu":
         logger.info(
             "KV cache: up to %.2f GiB, used as blocks fill; this process uses %.2f GiB now",
             num_blocks * kv_cache.kv_bytes_per_block / 2**30,
@@ -189,10 +204,9 @@ def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
         probs_of = batch.make_draft_probs(weight, vocab_size).__getitem__
         sampler = SpeculativeSampler(sampler, probs_of)
         del probs_of
-    sizes = sum(seq_lens), num_rows
     staged: dict[str, object] = {}
     if demand.adapters is not None:
-        staged |= demand.adapters.of_largest_step(*sizes)
+        staged |= demand.adapters.of_largest_step(sum(seq_lens), num_rows)
     cut = _grammars_of_all(num_rows, vocab_size, device)
     for _ in range(2):
         staged[SCORED] = ScoredPrompts.of_many(sum(seq_lens), vocab_size, device)

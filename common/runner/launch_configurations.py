@@ -116,13 +116,20 @@ def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
         silu_and_multiply_launch,
     )
 
-    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    place = shape.block_size, shape.cache_strides, shape.dtype
     norm_dtype = model.norm_dtype(shape.dtype)
     sizes = sorted(model.mlp_sizes) if model.activation == "silu" else []
+    rotate = rotate_and_write_launch(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        cache_strides=shape.cache_strides,
+        dtype=shape.dtype,
+        norm_dtype=norm_dtype if model.has_qk_norm else None,
+    )
     return [
         add_rms_norm_launch(model.hidden_size, shape.dtype, norm_dtype),
-        rotate_and_write_launch(*heads, *place, norm_dtype if model.has_qk_norm else None),
+        rotate,
         *(silu_and_multiply_launch(size, shape.dtype) for size in sizes),
     ]
 
@@ -138,6 +145,14 @@ def verification_launches(
     launches = [matching_launch(num_drafts, is_fed=False)]
     if engine.speculation is not None and engine.speculation.method == "draft":
         single = dtype if dtype == torch.float64 else torch.float32
-        rows = single, single, vocab_size, vocab_size
-        launches.append(rejection_launch(vocab_size, num_drafts, *rows, is_one_hot=False))
+        rejection = rejection_launch(
+            vocab_size=vocab_size,
+            max_num_drafts=num_drafts,
+            target_dtype=single,
+            draft_dtype=single,
+            target_stride=vocab_size,
+            draft_stride=vocab_size,
+            is_one_hot=False,
+        )
+        launches.append(rejection)
     return launches

@@ -136,7 +136,7 @@ class PagedModelRunner:
             staged = self.stage(layout, step, upload)
         pending_output = self.sampler.stage(sampling, upload)
         upload.send()
-        batch = layout.compose(*upload.tensors[: len(layout.arrays)])
+        batch = layout.compose(upload.tensors[: len(layout.arrays)])
         return PagedBatch(
             self.state.fill_in(batch.input_ids),
             batch.positions,
@@ -158,7 +158,8 @@ class PagedModelRunner:
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
     ) -> StepRows:
         names = [req_ids[i] for i in order.tolist()]
-        return StepRows(self.state, names, Queries(*(column[order] for column in queries)), drafts)
+        ordered = Queries._make(column[order] for column in queries)
+        return StepRows(self.state, names, ordered, drafts)
 
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

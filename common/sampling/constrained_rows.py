@@ -7,7 +7,7 @@ See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -38,16 +38,16 @@ def stage_rules(
                 pending.append((row, word[-1], word[-2], int(outputs[-1])))
         bad.append(np.concatenate([rule.bad, np.array(ends, dtype=np.int64)]))
 
-    def flat(ids: list[np.ndarray], *values: np.ndarray) -> list[np.ndarray]:
+    def flat(ids: list[np.ndarray], values: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
         """Return `flat_index` of each rule's ids."""
         at = np.repeat(rows, list(map(len, ids)))
-        return flat_index(at, np.concatenate([none, *ids]), vocab_size, *values)
+        return flat_index(at, np.concatenate([none, *ids]), vocab_size, values)
 
     bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
     sent = [rows[closed], *flat([none if r.allowed is None else r.allowed for r in rules])]
-    sent += [*flat(bad), *flat([r.biased for r in rules], bias)]
+    sent += [*flat(bad), *flat([r.biased for r in rules], [bias])]
     at, ends, *history = np.array(pending, dtype=np.int64).reshape(-1, 4).T
-    sent.append(np.stack(flat_index(at, ends, vocab_size, *history)))
+    sent.append(np.stack(flat_index(at, ends, vocab_size, history)))
     closed_rows, allowed_at, bad_at, biased_at, biases, may_be_bad = map(upload.add, sent)
 
     def keep_to_them(logits: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,11 @@ _GROUPED = DRAWN | TOP_K | sum(BITS[rule.name] for rule in LIMITS)
 
 def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarray:
     """Return a uniform number [R] for each row."""
-    columns = sampling.columns.seed[sampling.rows], sampling.num_outputs, np.array(streams)
-    return uniforms(*map(torch.from_numpy, columns)).numpy()
+    return uniforms(
+        seeds=torch.from_numpy(sampling.columns.seed[sampling.rows]),
+        positions=torch.from_numpy(sampling.num_outputs),
+        stream=torch.from_numpy(np.array(streams)),
+    ).numpy()
 
 
 def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
@@ -137,9 +140,16 @@ class StagedRows:
             logits = flat.view_as(logits)
         if self.batch_needs & PENALTIES:
             at = self.penalised()
-            (is_known, counted) = self.count()
-            penalties = self.penalties().unbind()
-            changed = constraints.apply_penalties(_rows(logits, at), is_known, counted, *penalties)
+            is_known, counted = self.count()
+            repetition, presence, frequency = self.penalties().unbind()
+            changed = constraints.apply_penalties(
+                _rows(logits, at),
+                is_known=is_known,
+                output_counts=counted,
+                repetition_penalty=repetition,
+                presence_penalty=presence,
+                frequency_penalty=frequency,
+            )
             logits = changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
         return logits
 

@@ -56,7 +56,7 @@ class UploadBuffer:
         return lambda: self.tensors[index]
 
     def send(self) -> None:
-        self.tensors = all_to_device(self.device, *self.arrays)
+        self.tensors = all_to_device(self.device, self.arrays)
 
 
 class HasTokens(Protocol):
@@ -206,7 +206,8 @@ class RunnerPlugins:
         if not terminate_all(names):
             return None
         for name in rules:
-            if terminate_all(others := [n for n in names if n != name]):
+            others = [n for n in names if n != name]
+            if terminate_all(others):
                 names = others
         return f"{' and '.join(names)}: {NO_TOKEN}"
 

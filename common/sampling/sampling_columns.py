@@ -93,7 +93,7 @@ class SamplingColumns(RunnerPlugin):
 
 
 def flat_index(
-    rows: np.ndarray, token_ids: np.ndarray, vocab_size: int, *values: np.ndarray
+    rows: np.ndarray, token_ids: np.ndarray, vocab_size: int, values: Sequence[np.ndarray] = ()
 ) -> list[np.ndarray]:
     """Return `[index, *values]`: the indices of tokens [N] of `rows` [N] in a flattened table [R,
     vocab_size]. A token without a column is left out, with its values, because its index would be

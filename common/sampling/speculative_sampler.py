@@ -118,8 +118,10 @@ class SpeculativeSampler(BatchSampler):
 
         def rule(raw: torch.Tensor) -> VerifiedTokens:
             target = draw(raw)
-            found = self.match(target, part.drafts(), part.cu_num_logits(), part.max_drafts)
-            return VerifiedTokens(*found)
+            token_ids, num_sampled = self.match(
+                target, part.drafts(), part.cu_num_logits(), part.max_drafts
+            )
+            return VerifiedTokens(token_ids, num_sampled)
 
         return rule
 
@@ -196,8 +198,16 @@ class ConstrainedDrafts:
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
         num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows] + num_drafted
         streams = np.where(columns.is_seed_drawn[rows], DRAFT_STREAM, TOKEN_STREAM)
-        columns_and_rows = columns, [], rows, num_outputs, state, {}
-        sampling = SamplingBatch(*columns_and_rows, streams, are_counted=num_drafted > 0)
+        sampling = SamplingBatch(
+            columns=columns,
+            req_ids=[],
+            rows=rows,
+            num_outputs=num_outputs,
+            state=state,
+            drafts={},
+            streams=streams,
+            are_counted=num_drafted > 0,
+        )
         if sampling.batch_needs & DRAWN:
             return StagedRows(self.sampler, sampling, self._upload)
         return self.sampler.stage_draw(sampling, self._upload)

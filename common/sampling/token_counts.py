@@ -59,7 +59,7 @@ class TokenCounts:
             index = np.repeat(np.arange(len(rows)), lens)
             positions = np.arange(len(index)) + (start - np.cumsum(lens) + lens)[index]
             ids = state.token_ids[rows[index], positions].astype(np.int64)
-            return upload.add(*flat_index(into[index], ids, vocab_size))
+            return upload.add(flat_index(into[index], ids, vocab_size)[0])
 
         known = state.num_tokens[batch.rows]
         first_output = np.where(is_new, num_prompt, counted)

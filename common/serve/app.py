@@ -169,7 +169,7 @@ class Server:
                 stream_owns_requests = True
                 return EventStream(events, self.config.heartbeat_seconds, requests)
             totals = await gathered(first_deltas, requests)
-            num_bytes = sum(answer.num_bytes(*pair) for pair in enumerate(totals))
+            num_bytes = sum(answer.num_bytes(i, total) for i, total in enumerate(totals))
             is_large = num_bytes > LARGE
             whole = await run_in_thread(answer.whole, totals) if is_large else None
             return answered(whole or answer.whole(totals), num_bytes)
@@ -401,8 +401,8 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            more = [request] if "request" in hints else []
-            answer = self.endpoint(await read_body(request, hints["body"]), *more)
+            body = await read_body(request, hints["body"])
+            answer = self.endpoint(body, request) if "request" in hints else self.endpoint(body)
             return await unless_disconnected(request.receive, answer) or CLIENT_DISCONNECTED
 
         return handle

@@ -164,8 +164,8 @@ class AsyncLLM:
         words = params.bad_words
         if not isinstance(words, list | tuple) or not any(isinstance(w, str) for w in words):
             return params
-        made = words, self.tokenizer, self._vocab_size
-        return replace(params, bad_words=await asyncio.to_thread(without_texts, *made))
+        ids = await asyncio.to_thread(without_texts, words, self.tokenizer, self._vocab_size)
+        return replace(params, bad_words=ids)
 
     async def prompt_ids(
         self,

@@ -136,10 +136,14 @@ class EngineLoop:
         has_steps = not is_dead and self._engine.has_unfinished_requests()
         must_wait = not (self._new_requests or has_steps)
         while must_wait or not self._inbox.empty():
-            do, arguments = self._inbox.get()
-            do(*arguments)
+            self._run_command()
             must_wait = False
         self._add_some()
+
+    def _run_command(self) -> None:
+        """Run the next command in the inbox. Blocks until there is one."""
+        do, arguments = self._inbox.get()
+        do(*arguments)
 
     def _add_some(self) -> None:
         """Add new requests for at most `MAX_ADD_S`. If a thousand arrive together, the remaining
@@ -147,7 +151,8 @@ class EngineLoop:
         end = time.monotonic() + MAX_ADD_S
         while self._new_requests and time.monotonic() < end:
             request_id = next(iter(self._new_requests))
-            self._add(request_id, *self._new_requests.pop(request_id))
+            token_ids, params, options = self._new_requests.pop(request_id)
+            self._add(request_id, token_ids, params, options)
 
     def _gather(self) -> None:
         """Wait briefly for requests that arrive together, so that they start in the same step: a
@@ -161,8 +166,7 @@ class EngineLoop:
                 time.sleep(gap_s)
                 if self._inbox.empty():
                     break
-            do, arguments = self._inbox.get()
-            do(*arguments)
+            self._run_command()
         self._add_some()
 
     def _step(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -28,11 +29,12 @@ class FairThread:
         """Return `call(*arguments)`, run in the thread when it is the client's turn. None: a call
         without turns, for callers that wait for each call before the next."""
         loop = asyncio.get_running_loop()
+        work = partial(call, *arguments)
         if client is None:
-            return await loop.run_in_executor(self._executor, call, *arguments)
+            return await loop.run_in_executor(self._executor, work)
         turn = self._turns.setdefault((loop, client), asyncio.Lock())  # a lock belongs to a loop
         async with turn:
-            return await loop.run_in_executor(self._executor, call, *arguments)
+            return await loop.run_in_executor(self._executor, work)
 
 
 SHORT_TEXTS, LONG_TEXTS = FairThread("short texts"), FairThread("long texts")

@@ -93,8 +93,10 @@ async def encode_in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
     def some() -> bytes:
         found = bytearray()
-        while len(found) < BYTES_AT_ONCE and (part := next(parts, None)) is not None:
+        for part in parts:
             found += part
+            if len(found) >= BYTES_AT_ONCE:
+                break
         return bytes(found)
 
     while data := await run_in_thread(some):

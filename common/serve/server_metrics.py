@@ -106,7 +106,7 @@ class ServerMetrics:
             registry=self._registry,
         )
         for reason in _REASONS:
-            self._ended.labels(*self._labels, reason)
+            self._ended_by(reason)
         of_route = ("handler", "method")
         self._responses = Counter(
             "http_requests",
@@ -126,13 +126,13 @@ class ServerMetrics:
 
     def on_response(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count an HTTP response. `handler` is the path of a route, or "none"."""
-        labels = handler, method if method in _METHODS else "none"
-        self._responses.labels(*labels, f"{status // 100}xx").inc()
-        self._response_times.labels(*labels).observe(seconds)
+        known = method if method in _METHODS else "none"
+        self._responses.labels(handler, known, f"{status // 100}xx").inc()
+        self._response_times.labels(handler, known).observe(seconds)
 
     def count_abandoned(self) -> None:
         """Count a request whose client disconnected before the engine's part of it began."""
-        self._ended.labels(*self._labels, "abort").inc()
+        self._ended_by("abort").inc()
 
     async def counted(
         self,
@@ -174,7 +174,10 @@ class ServerMetrics:
         finally:
             await request.aclose()  # pyright: ignore[reportAttributeAccessIssue]
             if reason in _REASONS:
-                self._ended.labels(*self._labels, reason).inc()
+                self._ended_by(reason).inc()
+
+    def _ended_by(self, reason: str) -> Counter:
+        return self._ended.labels(*self._labels, reason)
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

@@ -36,7 +36,7 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
             raise asyncio.TimeoutError
         return await work
     finally:
-        await _end(work)
+        await _end([work])
 
 
 async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
@@ -48,7 +48,7 @@ async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | 
         await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
         return await work if work.done() else None
     finally:
-        await _end(watcher, work)
+        await _end([watcher, work])
 
 
 async def accepted(requests: Sequence[Deltas]) -> list[RequestDelta]:
@@ -76,12 +76,13 @@ async def gathered(
         return total
 
     tasks = [
-        asyncio.ensure_future(whole(*pair)) for pair in zip(first_deltas, requests, strict=True)
+        asyncio.ensure_future(whole(first, request))
+        for first, request in zip(first_deltas, requests, strict=True)
     ]
     try:
         return [await task for task in tasks]
     finally:
-        await _end(*tasks)
+        await _end(tasks)
 
 
 async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:
@@ -101,7 +102,7 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
         except Exception as error:  # only `_end` cancels; an interrupt stops the event loop itself
             await queue.put((i, error))
 
-    tasks = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]
+    tasks = [asyncio.ensure_future(pump(i, request)) for i, request in enumerate(requests)]
     num_unfinished = len(tasks)
     try:
         while num_unfinished:
@@ -113,10 +114,10 @@ async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, Request
             else:
                 yield i, delta
     finally:
-        await _end(*tasks)
+        await _end(tasks)
 
 
-async def _end(*tasks: asyncio.Future) -> None:
+async def _end(tasks: Sequence[asyncio.Future]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,5 +166,5 @@ class EventStream(Response):
             except StopAsyncIteration:
                 return
             finally:
-                await _end(coming)
+                await _end([coming])
             yield data

@@ -8,7 +8,7 @@ with tensors of both sides fails, as on a GPU."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -72,7 +72,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     """While it lasts, `all_to_device` copies to this device."""
     device = PretendDevice()
 
-    def all_to_device(_: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    def all_to_device(_: torch.device, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         device.uploads += any(array.size for array in arrays)
         return [device.put(torch.from_numpy(array)) for array in arrays]
 

@@ -172,8 +172,14 @@ class AdapterSlots:
             matrix: Linear = getattr(getattr(layer, block), name)
             sizes = [len(_target(parts[f"{name}.weight"])) for name in names]
             matrix.addition = MatrixPlace(adapted, len(self.additions), is_last and name != "qkv")
-            limits = self.num_slots, self.max_lora_rank
-            self.additions.append(Addition(matrix.plain_weight(), names, sizes, *limits))
+            addition = Addition(
+                weight=matrix.plain_weight(),
+                names=names,
+                sizes=sizes,
+                num_slots=self.num_slots,
+                max_rank=self.max_lora_rank,
+            )
+            self.additions.append(addition)
 
     def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> StepAdapters:
         """The adapters of a step in a graph, whose rows have the slots in `column`."""
@@ -183,11 +189,9 @@ class AdapterSlots:
     def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
         """The staged data of a step of this size in which every row has a highest-rank adapter."""
         device = self.additions[0].a.device
-        rows = (
-            Ordered(torch.arange(n, device=device), [(1, 0, n)])
-            for n in (num_tokens, num_logit_rows)
-        )
-        return {self.name: StepAdapters(self, *rows)}
+        tokens = Ordered(torch.arange(num_tokens, device=device), [(1, 0, num_tokens)])
+        sampled = Ordered(torch.arange(num_logit_rows, device=device), [(1, 0, num_logit_rows)])
+        return {self.name: StepAdapters(self, tokens, sampled)}
 
     # -- loading adapters
 

@@ -238,7 +238,6 @@ class Matched:
 def make(context: PluginContext) -> GrammarMasks:
     tokenizer = context.tokenizer
     path = context.path
-    sizes = context[2:]
     tokenizer = tokenizer or (None if path is None else load_tokenizer(path))
     assert tokenizer is not None, "a grammar needs a tokenizer"
-    return GrammarMasks(Vocabulary.of(tokenizer, *sizes))
+    return GrammarMasks(Vocabulary.of(tokenizer, context.vocab_size, context.eos_token_ids))

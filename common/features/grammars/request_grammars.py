@@ -25,12 +25,13 @@ class RequestGrammars(EnginePlugin):
     def __init__(self, context: PluginContext, scheduler: BaseScheduler) -> None:
         tokenizer = context.tokenizer
         path = context.path
-        sizes = context[2:]
+        vocab_size = context.vocab_size
+        eos_token_ids = context.eos_token_ids
         assert tokenizer is not None, "a grammar needs a tokenizer"
-        vocabulary = Vocabulary.of(tokenizer, *sizes)
+        vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if path is not None:
             rank_tokenizer = load_tokenizer(resolve_checkpoint(path))
-            if vocabulary != Vocabulary.of(rank_tokenizer, *sizes):
+            if vocabulary != Vocabulary.of(rank_tokenizer, vocab_size, eos_token_ids):
                 raise ValueError(
                     "grammar must be None over several ranks without the checkpoint's tokenizer"
                 )

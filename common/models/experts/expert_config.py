@@ -64,13 +64,16 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
         return None
     name = next(iter(numbers), "num_experts")
     names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+    num_experts, num_active, size = _integers(
+        fields,
+        **{name: None if numbers else 128},
+        num_experts_per_tok=None,
+        moe_intermediate_size=None,
+    )
     return _checked(
-        *_integers(
-            fields,
-            **{name: None if numbers else 128},
-            num_experts_per_tok=None,
-            moe_intermediate_size=None,
-        ),
+        num_experts,
+        num_active,
+        size,
         is_renormalised=bool(fields.get("norm_topk_prob")),
         is_rounded=True,
         layers=tuple(layers),
@@ -81,10 +84,13 @@ def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
 def mixtral(fields: dict[str, Any]) -> ExpertsConfig:
     """Read Mixtral's fields. Raises `ValueError`."""
     names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+    num_experts, num_active, size = _integers(
+        fields, num_local_experts=None, num_experts_per_tok=None, intermediate_size=None
+    )
     return _checked(
-        *_integers(
-            fields, num_local_experts=None, num_experts_per_tok=None, intermediate_size=None
-        ),
+        num_experts,
+        num_active,
+        size,
         is_renormalised=True,
         is_rounded=False,
         layers=tuple(range(fields["num_hidden_layers"])),

@@ -96,7 +96,7 @@ class ExpertsBlock(nn.Module):
             self.by_segment(x, chosen, products, regions)
         else:
             self.grouped(x, chosen, products, regions)
-        weighted = products.view(*chosen.shape, x.shape[1]) * weights[:, :, None]
+        weighted = products.unflatten(0, chosen.shape) * weights[:, :, None]
         return hidden.add_(self.down[0].summed(weighted.sum(1).to(x.dtype)))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,10 @@ class Renamed:
 
     def get_slice(self, _: str) -> Any:
         found = self.file.get_slice(self.name)
-        return found if self.of is None else Slice(found, *self.of)
+        if self.of is None:
+            return found
+        expert, first, num_rows = self.of
+        return Slice(fused=found, expert=expert, first=first, num_rows=num_rows)
 
 
 def per_expert(files: dict[str, Any], names: ExpertNames) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class CompiledPacking:
         out_features, depth = weight.shape
         num_panels = -(-out_features // self.num_columns)
         packed = torch.empty(num_panels, depth, self.num_columns, dtype=dtype)
-        pointers = weight.data_ptr(), packed.data_ptr()
-        self._pack[dtype](*pointers, out_features, depth, num_threads)
+        pack = self._pack[dtype]
+        pack(weight.data_ptr(), packed.data_ptr(), out_features, depth, num_threads)
         return packed
 
     def unpack(self, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -14,7 +14,7 @@ See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,21 @@ class CompiledRegions(FusedRegions):
         constants = dict(SCALAR=SCALARS[dtype], NORM=SCALARS[norm_dtype], HEAD_DIM=head_dim)
         library = load_library(Path(__file__).with_suffix(".cpp"), constants)
         end = c_int64, c_int64, c_int
-        self._norm = _function(library.rms_norm, c_void_p, c_void_p, c_double, c_void_p, *end)
-        self._silu = _function(library.silu_and_multiply, c_void_p, c_void_p, *end)
-        self._rotate = _function(
-            library.rotate_and_write, c_void_p, c_void_p, c_double, *[c_void_p] * 5,
-            *[c_int64] * 4, c_void_p, c_int64, *end,
-        )  # fmt: skip
+        norm = [c_void_p, c_void_p, c_double, c_void_p, *end]
+        rotate = [c_void_p, c_void_p, c_double, *[c_void_p] * 5, *[c_int64] * 4]
+        rotate += [c_void_p, c_int64, *end]
+        self._norm = _function(library.rms_norm, norm)
+        self._silu = _function(library.silu_and_multiply, [c_void_p, c_void_p, *end])
+        self._rotate = _function(library.rotate_and_write, rotate)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
         num_rows, size = x.shape
-        arguments = x.data_ptr(), weight.data_ptr(), eps, output.data_ptr()
-        self._norm(*arguments, num_rows, size, torch.get_num_threads())
+        num_threads = torch.get_num_threads()
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), eps, output.data_ptr(), num_rows, size, num_threads
+        )
         return output
 
     def rotate_and_write(
@@ -82,12 +84,12 @@ class CompiledRegions(FusedRegions):
         num_tokens = gate_up.shape[0]
         size = gate_up.shape[1] // 2
         output = gate_up.new_empty(num_tokens, size)
-        pointers = gate_up.data_ptr(), output.data_ptr()
-        self._silu(*pointers, num_tokens, size, torch.get_num_threads())
+        num_threads = torch.get_num_threads()
+        self._silu(gate_up.data_ptr(), output.data_ptr(), num_tokens, size, num_threads)
         return output
 
 
-def _function(function: Callable, *types: type) -> Callable[..., None]:
+def _function(function: Callable, types: Sequence[type]) -> Callable[..., None]:
     function.argtypes = types
     function.restype = None
     return function
@@ -96,7 +98,11 @@ def _function(function: Callable, *types: type) -> Callable[..., None]:
 def compile_regions(model: DecoderModel) -> Regions:
     """Return compiled regions for a model like this one. Without a C++ compiler: the plain
     functions, and a warning."""
-    dtypes = model.embed_weight.dtype, model.norm_weight.dtype
-    make = partial(CompiledRegions, *dtypes, model.layers[0].attention.head_dim)
+    make = partial(
+        CompiledRegions,
+        dtype=model.embed_weight.dtype,
+        norm_dtype=model.norm_weight.dtype,
+        head_dim=model.layers[0].attention.head_dim,
+    )
     operations = "norms and rotary embedding"
     return try_to_compile(make, operations, f"{operations} are not compiled") or Regions()

@@ -41,8 +41,17 @@ class KernelRegions(FusedRegions):
         plan: AttentionPlan,
     ) -> torch.Tensor:
         """Norm, rotate and write to the cache directly: `plan.write_kv` is not called."""
-        destination = key_cache, value_cache, plan.slot_mapping
-        return layer_kernels.rotate_and_write(qkv, norm_weight, *rotary, *destination, eps)
+        table, positions = rotary
+        return layer_kernels.rotate_and_write(
+            qkv,
+            norm_weight,
+            rotary_table=table,
+            positions=positions,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            slot_mapping=plan.slot_mapping,
+            eps=eps,
+        )
 
     def add_and_norm(
         self,
