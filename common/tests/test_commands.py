@@ -80,6 +80,43 @@ def test_one_that_hangs_fails_and_the_others_go_on(tmp_path: Path) -> None:
     assert "Timeout" in said and "1 failed, 1 passed" in said, said
 
 
+NEEDY = """
+import pytest
+
+@pytest.mark.needs("browser")
+def test_marked(): ...
+
+def test_broken(): import httpx
+
+@pytest.mark.sample(seed=2)
+@pytest.mark.parametrize("kind", "abc")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("low, high", [(1, 2), (3, 4)])
+def test_grid(kind, seed, low, high): print("case", kind, seed, low)
+"""
+
+
+@pytest.mark.parametrize("is_required", [False, True], ids=["a reader", "the CI"])
+def test_pytest_says_what_was_not_found(tmp_path: Path, is_required: bool) -> None:
+    """Only what the table of conftest.py names is optional, and a failure has its name at once. Of
+    a sample each value is tested once."""
+    (tmp_path / "test_a.py").write_text(NEEDY, encoding="utf-8")
+    (tmp_path / "test_b.py").write_text("import xgrammar\n", encoding="utf-8")
+    code = "import sys; sys.modules |= dict.fromkeys(('xgrammar', 'httpx'))\n"
+    code += "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-p", "conftest", "-c", str(ROOT / "pyproject.toml")]
+    command += ["-s", "--rootdir", str(tmp_path), "--continue-on-collection-errors", str(tmp_path)]
+    said = run(*command, PATH="", VLLM_FS_REQUIRE_ALL="1" * is_required).stdout
+    assert "\nfailed: test_a.py::test_broken\n" in said, said
+    missing = re.findall(r"^not tried: (.*)", said, re.MULTILINE)
+    assert missing == [] if is_required else "browser (apt" in missing[0] and "xgr" in missing[0]
+    outcome = "errors" if is_required else "skipped"
+    assert "1 failed, 3 passed" in said and f"2 {outcome}" in said, said
+    kept = re.findall(r"case (\w) (\d) (\d)", said)
+    assert [sorted(set(values)) for values in zip(*kept)] == [["a", "b", "c"], ["0", "1"], [*"13"]]
+    assert len(kept) == 3 and "45 deselected" in said
+
+
 # -- the wheel
 
 
