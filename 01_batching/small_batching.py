@@ -19,8 +19,7 @@ def model(tokens):  # stands for a model: returns the next token
     return (5 * tokens[-1] + len(tokens)) % 10
 
 
-waiting = deque(PROMPTS)
-running = []
+waiting, running = deque(PROMPTS), []
 tokens = {name: list(prompt) for name, prompt in PROMPTS.items()}  # known: prompt, then outputs
 num_computed = dict.fromkeys(PROMPTS, 0)  # how many of them the model has seen
 steps = []  # number of tokens computed per request

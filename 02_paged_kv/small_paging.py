@@ -47,8 +47,7 @@ for name, length in (("a", 8), ("c", 6)):  # each reads its own tokens through i
     assert [memory[slot(name, p)] for p in range(length)] == [f"{name}{p}" for p in range(length)]
 
 # Compare with the chapter's classes.
-manager = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE)
-requests = {}
+manager, requests = KVCacheManager(BlockPool(NUM_BLOCKS), BLOCK_SIZE), {}
 for name, start, stop in EVENTS:
     if stop is None:
         manager.free(requests.pop(name))

@@ -23,8 +23,7 @@ hits = {}  # cached blocks that each prompt found
 for name, tokens in PROMPTS.items():
     starts = range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE)  # the last token is always computed
     full = [tuple(tokens[i : i + BLOCK_SIZE]) for i in starts]  # the engine keeps a full last block
-    hashes = []
-    parent = None
+    hashes, parent = [], None
     for block in full:
         parent = hash((parent, block))  # equal hashes mean that all tokens up to here are equal
         hashes.append(parent)

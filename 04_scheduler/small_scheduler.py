@@ -10,16 +10,12 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 
-BLOCK_SIZE = 4  # 4 usable blocks: no null block here
-NUM_BLOCKS = 4
-BUDGET = 16
+BLOCK_SIZE, NUM_BLOCKS, BUDGET = 4, 4, 16  # 4 usable blocks: no null block here
 PROMPT_LENS = {"a": 7, "b": 7, "c": 2}
 NUM_OUTPUTS = {"a": 4, "b": 3, "c": 1}
 
-waiting = list(PROMPT_LENS)
-running = []
-known = dict(PROMPT_LENS)  # numbers of tokens
-computed = dict.fromkeys(PROMPT_LENS, 0)
+waiting, running = list(PROMPT_LENS), []
+known, computed = dict(PROMPT_LENS), dict.fromkeys(PROMPT_LENS, 0)  # numbers of tokens
 num_blocks = dict.fromkeys(PROMPT_LENS, 0)  # blocks that each request holds
 
 
@@ -34,9 +30,7 @@ def allocate_blocks(name, num_tokens):
 
 steps = []
 while waiting or running:
-    plan = {}
-    victims = []
-    budget = BUDGET
+    plan, victims, budget = {}, [], BUDGET
     for name in list(running):  # phase 1: running requests
         while name in running and not allocate_blocks(name, known[name] - computed[name]):
             victim = running.pop()  # the most recently admitted request loses its KV
