@@ -107,7 +107,13 @@ def attention_launch(shape: AttentionShape, is_short: bool) -> Launch:
     arguments |= {"query_start_loc": "*i64", "seq_lens": "*i64", "block_tables": "*i32"}
     arguments |= {"table_stride": "i32", "scale": "fp32"}
     constants, num_warps, num_stages = tile_constants(shape, is_short)
-    return Launch(_paged_attention_kernel, arguments, constants, num_warps, num_stages)
+    return Launch(
+        kernel=_paged_attention_kernel,
+        arguments=arguments,
+        constants=constants,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
 
 
 @cache

@@ -418,7 +418,13 @@ class GraphRunner(PagedModelRunner):
         graphs: DecodeGraphs,
     ) -> None:
         super().__init__(
-            model, kv_cache, backend, state, sampler, self._compose_for_replay, shuffle_seed
+            model=model,
+            kv_cache=kv_cache,
+            backend=backend,
+            state=state,
+            sampler=sampler,
+            compose=self._compose_for_replay,
+            shuffle_seed=shuffle_seed,
         )
         self.graphs = graphs
         self._compose_eager = compose

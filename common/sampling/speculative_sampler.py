@@ -121,7 +121,7 @@ class SpeculativeSampler(BatchSampler):
             token_ids, num_sampled = self.match(
                 target, part.drafts(), part.cu_num_logits(), part.max_drafts
             )
-            return VerifiedTokens(token_ids, num_sampled)
+            return VerifiedTokens(token_ids=token_ids, num_sampled=num_sampled)
 
         return rule
 

@@ -191,7 +191,7 @@ class AdapterSlots:
         device = self.additions[0].a.device
         tokens = Ordered(torch.arange(num_tokens, device=device), [(1, 0, num_tokens)])
         sampled = Ordered(torch.arange(num_logit_rows, device=device), [(1, 0, num_logit_rows)])
-        return {self.name: StepAdapters(self, tokens, sampled)}
+        return {self.name: StepAdapters(slots=self, tokens=tokens, sampled=sampled)}
 
     # -- loading adapters
 
