@@ -40,7 +40,7 @@ def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert counted(text) == text, "make sync"
     assert len(sums(text)) == 6
-    assert all(400 <= number <= 600 for number in sums(text)), "about 500 lines an evening"
+    assert all(400 <= number <= 620 for number in sums(text)), "about 500 lines an evening"
 
 
 @EVERY_EVENING
