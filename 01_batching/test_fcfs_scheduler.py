@@ -54,7 +54,8 @@ class MirrorRunner:
             assert new.req_id not in self.num_computed, "sent as new twice"
             self.num_computed[new.req_id] = new.num_computed_tokens
         assert not plan.scheduled_cached_reqs.resumed_req_ids, "chapter 1 does not preempt"
-        starts, counts = plan.starts(), plan.num_scheduled_tokens
+        starts = plan.starts()
+        counts = plan.num_scheduled_tokens
         assert list(starts) == list(counts) == [r.request_id for r in plan.scheduled_requests]
         assert list(starts.values()) == plan.start_positions
         assert starts.items() <= self.num_computed.items()
@@ -85,7 +86,8 @@ class MirrorRunner:
 
 
 def snapshot(scheduler: FCFSScheduler) -> str:
-    delta, known = scheduler.delta, scheduler.requests.values()
+    delta = scheduler.delta
+    known = scheduler.requests.values()
     state = [*scheduler.waiting], [*scheduler.running], delta._finished_req_ids, delta._num_sent
     return repr((state, [(request.max_tokens, request.all_token_ids) for request in known]))
 
@@ -217,7 +219,8 @@ class FCFSMachine(RuleBasedStateMachine):
         self.answer(output)
 
     def answer(self, output: StepOutput) -> None:
-        plan, self.plan = self.plan, None
+        plan = self.plan
+        self.plan = None
         scheduled = plan.scheduled_requests
         alive = [request for request in scheduled if not request.is_finished]
         frozen = {r.request_id: repr(r) for r in scheduled if r.is_finished}
@@ -243,7 +246,8 @@ class FCFSMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self):
         unfinished = {i for i, request in self.requests.items() if not request.is_finished}
-        scheduler, num_running = self.scheduler, len(unfinished - set(self.queue))
+        scheduler = self.scheduler
+        num_running = len(unfinished - set(self.queue))
         assert set(scheduler.requests) == unfinished
         assert scheduler.get_request_counts() == (num_running, len(self.queue))
         assert scheduler.get_num_unfinished_requests() == len(unfinished)
@@ -355,7 +359,8 @@ def test_max_model_len_lowers_max_tokens_and_it_is_said_when_the_request_ends(ma
 
 @pytest.mark.parametrize("num_outputs", [0, 1])  # that it has before the runner knows it
 def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
-    delta, request = DeltaEncoder(), make("a", 3, 9)
+    delta = DeltaEncoder()
+    request = make("a", 3, 9)
     request.num_computed_tokens = 2  # not what the runner knows
     for _ in range(num_outputs):
         request.append_output_token(6)
@@ -371,7 +376,8 @@ def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
 
 def test_what_a_lost_plan_said_is_said_again():
     """A request that has finished keeps its row in the runner if the plan that said so was lost."""
-    scheduler, runner = FCFSScheduler(max_num_seqs=1), RunnerState()
+    scheduler = FCFSScheduler(max_num_seqs=1)
+    runner = RunnerState()
     scheduler.add_request(make("ended", 3))
     runner.apply(scheduler.schedule())
     scheduler.abort_request("ended")

@@ -93,8 +93,10 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
     requests: list[Request] = []
     expected: list[list[int]] = []
     for i in range(9):
-        prompt, max_tokens = rng.choice(PROMPTS), rng.randint(1, 12)
-        tokens, eos = oracle(model, prompt, max_tokens), rng.sample(range(VOCAB_SIZE), 4)
+        prompt = rng.choice(PROMPTS)
+        max_tokens = rng.randint(1, 12)
+        tokens = oracle(model, prompt, max_tokens)
+        eos = rng.sample(range(VOCAB_SIZE), 4)
         ends = [k + 1 for k, token in enumerate(tokens) if token in eos]
         expected.append(tokens[: ends[0]] if ends else tokens)
         params = SamplingParams(temperature=0, max_tokens=max_tokens)

@@ -35,7 +35,8 @@ def test_the_worked_example():
     """Two requests that arrive and two that run, as a scheduler with a budget of 20 plans them.
     Trap 29: c knows 4 tokens, [9,10] and [11,12]. It feeds back the last one, at position 3; d
     knows 5 and feeds back position 4."""
-    scheduler, state = FCFSScheduler(max_num_batched_tokens=20), RunnerState()
+    scheduler = FCFSScheduler(max_num_batched_tokens=20)
+    state = RunnerState()
     for name, prompt, sampled in (
         ("c", [9, 10], {"c": [11]}),
         ("d", [13, 14, 15, 16], {"c": [12], "d": [17]}),

@@ -10,7 +10,8 @@ import pytest
 
 from request import Request, SamplingParams
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def make(prompt=(1, 2, 3), eos=(), **params) -> Request:

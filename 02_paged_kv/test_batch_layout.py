@@ -43,10 +43,8 @@ def steps(draw) -> tuple[int, list[Query]]:
 
 def make_state(num_rows: int, block_size: int, num_groups: int = 1) -> PagedRunnerState:
     """Rows in which every token and every block id is another one."""
-    state, rng = (
-        PagedRunnerState(num_rows, -(-50 // block_size), num_groups),
-        np.random.default_rng(0),
-    )
+    state = PagedRunnerState(num_rows, -(-50 // block_size), num_groups)
+    rng = np.random.default_rng(0)
     state.widen(50)
     for column in (state.token_ids, *(group.block_tables for group in state.groups)):
         column[:] = rng.permutation(column.size).reshape(column.shape) + 1
@@ -58,7 +56,13 @@ def check_layout(
 ) -> ComposedBatch:
     """Trap 29: positions. Trap 32: each request has its own. Trap 34: what was handed out is a
     copy."""
-    ids, positions, slots, rows_with_logits, starts, lens, tables = [], [], [], [], [0], [], []
+    ids = []
+    positions = []
+    slots = []
+    rows_with_logits = []
+    starts = [0]
+    lens = []
+    tables = []
     in_order = [queries[i] for i in layout.order]
     for row, start, num_tokens, num_logit_rows in in_order:
         stop = start + num_tokens

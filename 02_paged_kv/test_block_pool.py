@@ -92,7 +92,8 @@ def restored(state: tuple) -> tuple[BlockPool, NaivePool]:
         block.ref_cnt = count
     pool._free.clear()
     pool._free.update((block_id, pool.blocks[block_id]) for block_id in free_ids)
-    model.free_ids, model.ref_cnt = list(free_ids), list(ref_cnt)
+    model.free_ids = list(free_ids)
+    model.ref_cnt = list(ref_cnt)
     return pool, model
 
 
@@ -106,7 +107,8 @@ def test_every_reachable_state_of_a_small_pool():
     operations += [(name, ids) for name in ("free", "touch", "reclaim") for ids in arguments]
     start = ((1, 2, 3, 4), (0,) * 5)
     assert snapshot(BlockPool(5)) == (list(start[0]), list(start[1]))
-    seen, frontier = {start}, [start]
+    seen = {start}
+    frontier = [start]
     for _ in as_long_as(lambda: frontier, max_rounds=200_000):
         state = frontier.pop()
         for name, argument in operations:

@@ -71,7 +71,8 @@ REFUSALS = [  # of a table of three blocks of 4
 
 @pytest.mark.parametrize(("call", "match"), REFUSALS, ids=[words for _, words in REFUSALS])
 def test_what_is_refused_is_named_and_changes_nothing(call, match):
-    manager, request = make(4, block_size=4), make_request("a")
+    manager = make(4, block_size=4)
+    request = make_request("a")
     manager.allocate_slots(request, 11)
     before = snapshot(manager)
     with pytest.raises(ValueError, match=match):
@@ -95,8 +96,10 @@ class Pair:
         self.grown: set[str] = set()  # requests with blocks that the runner does not know
 
     def allocate(self, name: str, num_new: int, num_reserved: int = 0) -> None:
-        request, size = self.requests[name], self.manager.block_size
-        end, table = request.num_computed_tokens + num_new + num_reserved, self.tables.get(name, [])
+        request = self.requests[name]
+        size = self.manager.block_size
+        end = request.num_computed_tokens + num_new + num_reserved
+        table = self.tables.get(name, [])
         missing = [position for position in range(0, end, size) if position // size >= len(table)]
         fits = len(missing) <= len(self.free_ids)
         assert self.manager.allocate_slots(request, num_new, num_reserved) == fits
@@ -124,11 +127,13 @@ class Pair:
         self.__init__(self.manager.pool.num_usable_blocks, self.manager.block_size)
 
     def check(self) -> None:
-        manager, size = self.manager, self.manager.block_size
+        manager = self.manager
+        size = self.manager.block_size
         manager.check_invariants(self.requests.values())
         assert [block.block_id for block in manager.pool.free_order()] == self.free_ids
         assert manager.req_ids_with_new_blocks == self.grown
-        num_held, num_usable = sum(map(len, self.tables.values())), manager.pool.num_usable_blocks
+        num_held = sum(map(len, self.tables.values()))
+        num_usable = manager.pool.num_usable_blocks
         assert (manager.num_blocks_in_use, manager.usage) == (num_held, num_held / num_usable)
         assert manager.capacity == num_usable * size
         for name in self.requests:
@@ -155,7 +160,8 @@ OPERATIONS += [("allocate", name, *n) for name in "abc" for n in ((1,), (2,), (1
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(5, 2), (3, 3), (7, 1)])
 def test_every_interleaving_of_three_requests(num_blocks, block_size):
     """Breadth first over all states that five calls lead to."""
-    seen, frontier = set(), [Pair(num_blocks, block_size)]
+    seen = set()
+    frontier = [Pair(num_blocks, block_size)]
     for _ in range(5):
         reached = []
         for pair in frontier:

@@ -33,7 +33,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def naive_attention(query, keys, values, scale, window=None):
     """One query and one head at a time. query `[query_len, num_heads, head_dim]`, keys and values
     `[seq_len, num_kv_heads, head_dim]` of one sequence. Returns float64 on the CPU."""
-    query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
+    query = query.double().cpu()
+    keys = keys.double().cpu()
+    values = values.double().cpu()
     output = torch.empty_like(query)
     num_shared = query.shape[1] // keys.shape[1]
     for i in range(len(query)):
@@ -80,7 +82,8 @@ class Case:
         plan = self.plan(backend)
         self.check(self.attend(plan))
         self.key_cache.mul_(2), self.value_cache.neg_()
-        self.keys, self.values = [k * 2 for k in self.keys], [-v for v in self.values]
+        self.keys = [k * 2 for k in self.keys]
+        self.values = [-v for v in self.values]
         num_heads = self.query.shape[1]
         self.query = torch.cat([self.query, self.query * math.nan], 1)[:, :num_heads]
         self.check(self.attend(plan))
@@ -89,7 +92,8 @@ class Case:
     def check(self, output: torch.Tensor) -> None:
         assert output.dtype == self.query.dtype and output.shape == self.query.shape
         num_tokens = sum(self.query_lens)
-        found, atol = output[:num_tokens].double().cpu(), self.tolerance[output.dtype]
+        found = output[:num_tokens].double().cpu()
+        atol = self.tolerance[output.dtype]
         torch.testing.assert_close(found, self.expected(), atol=atol, rtol=0)
         assert not output[num_tokens:].any(), "rows of padding tokens are zero"
 
@@ -108,7 +112,8 @@ def make_case(
     scale: float | None = None,
 ) -> Case:
     """Blocks in random order, spare table entries that point anywhere, everything unused NaN."""
-    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
@@ -124,14 +129,17 @@ def make_case(
     spare = [0, *free_ids]
     num_columns = max(num_blocks, default=0) + 1
     tables = [[rng.choice(spare) for _ in range(num_columns)] for _ in num_blocks]
-    keys, values, slots = [], [], []
+    keys = []
+    values = []
+    slots = []
     for table, num, (query_len, seq_len) in zip(tables, num_blocks, lengths, strict=True):
         table[:num] = [free_ids.pop() for _ in range(num)]
         keys.append(normal(seq_len, num_kv_heads, head_dim))
         values.append(normal(seq_len, num_kv_heads, head_dim))
         blocks = [table[position // block_size] for position in range(seq_len)]
         offsets = [position % block_size for position in range(seq_len)]
-        key_cache[blocks, offsets], value_cache[blocks, offsets] = keys[-1], values[-1]
+        key_cache[blocks, offsets] = keys[-1]
+        value_cache[blocks, offsets] = values[-1]
         seq_slots = [b * block_size + o for b, o in zip(blocks, offsets, strict=True)]
         slots += seq_slots[seq_len - query_len :]
     query_lens = [query_len for query_len, _ in lengths]
@@ -234,8 +242,10 @@ def test_models_with_other_numbers_of_query_heads_share_metadata(num_shared, att
     target, draft = (attention.make_case(MIXED, 4, num_shared=n) for n in num_shared)
     backend = attention.make_backend(target)
     draft.metadata = target.metadata
-    draft.key_cache, draft.value_cache = target.key_cache, target.value_cache
-    draft.keys, draft.values = target.keys, target.values
+    draft.key_cache = target.key_cache
+    draft.value_cache = target.value_cache
+    draft.keys = target.keys
+    draft.values = target.values
     plans = {id(case): case.plan(backend) for case in (target, draft)}
     for case in (target, draft, draft, target):
         case.check(case.attend(plans[id(case)]))

@@ -116,7 +116,8 @@ def test_columns_hold_what_was_sent(seed):
             elif rng.random() < 0.6:
                 start = rng.randint(0, len(tokens[name]))  # of what is sent, no gap before it
                 sent = tokens[name][start:3] + numbers(4)  # a prompt is sent as it was
-                blocks, is_whole = numbers(3), rng.random() < 0.2
+                blocks = numbers(3)
+                is_whole = rng.random() < 0.2
                 if is_whole:
                     changes.resumed_req_ids.add(name)
                 tokens[name] = tokens[name][:start] + sent
@@ -128,7 +129,8 @@ def test_columns_hold_what_was_sent(seed):
                 changes.new_block_ids.append((blocks,) if blocks or is_whole else ())
         if len(tokens) < 7:
             name = str(rng.choice([i for i in range(9) if str(i) not in tokens]))
-            tokens[name], tables[name] = [number, 1, 2], numbers(2)
+            tokens[name] = [number, 1, 2]
+            tables[name] = numbers(2)
             params = make(name, 1).sampling_params
             new = NewRequestData(name, list(tokens[name]), params, 0, (list(tables[name]),))
             plan.scheduled_new_reqs.append(new)

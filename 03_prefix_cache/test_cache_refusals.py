@@ -49,7 +49,8 @@ def make_rig(make_cache) -> tuple[Rig, dict[str, Block]]:
     rig.cache.touch([a, b])
     q = rig.pool.blocks[rig.warm("Q")[0]]
     x, y = rig.pool.allocate(2) or []
-    free, null = next(iter(rig.pool.free_order())), rig.pool.blocks[0]
+    free = next(iter(rig.pool.free_order()))
+    null = rig.pool.blocks[0]
     return rig, {"a": a, "b": b, "q": q, "x": x, "y": y, "free": free, "null": null}
 
 
@@ -67,7 +68,8 @@ def test_blocks_that_cannot_be_inserted(make_cache, prefix, start, blocks, words
     rig, named = make_rig(make_cache)
     letters, *tags = prefix.split()
     tokens = rig.spell(letters.upper())[: -1 if letters[-1].islower() else None]
-    given, keys = [named[name] for name in blocks.split()], [(tag, "x") for tag in tags]
+    given = [named[name] for name in blocks.split()]
+    keys = [(tag, "x") for tag in tags]
     rig.refused(words, rig.cache.insert, tokens, given, keys, start=start)
 
 
@@ -115,8 +117,10 @@ def test_arguments_that_are_refused():
 
 def test_calls_that_a_manager_refuses():
     world = World(PREFIX_CACHES["hash"], 8, 2)
-    request, manager = world.serve("a", [1] * 5), world.manager
-    before, computed = world.snapshot(), manager._get_computed_blocks(request)
+    request = world.serve("a", [1] * 5)
+    manager = world.manager
+    before = world.snapshot()
+    computed = manager._get_computed_blocks(request)
     for words, call in (
         ("'a' already has a block table", lambda: manager.get_computed_blocks(request)),
         ("'a' already has a bl", lambda: manager.allocate_slots(request, 1, 0, computed)),

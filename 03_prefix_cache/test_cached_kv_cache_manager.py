@@ -24,7 +24,8 @@ def test_a_long_random_run(make_cache, seed, block_size):
 def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_cache):
     """Trap 13: positions beyond the known tokens are written for tokens that may be rejected."""
     world = World(make_cache, 20, 4)
-    request, manager = world.submit("a", [1, 1, 1]), world.manager
+    request = world.submit("a", [1, 1, 1])
+    manager = world.manager
     assert manager.allocate_slots(request, 5, computed=ComputedBlocks())
     assert not manager._in_flight
     manager.cache_blocks(request, 5)
@@ -41,7 +42,8 @@ def test_a_block_with_draft_tokens_is_neither_published_nor_waited_for(make_cach
 @pytest.mark.parametrize("first_has", ["left early", "sampled", "sampled, and lost its KV"])
 def test_an_error_withdraws_blocks_with_which_no_request_has_sampled(make_cache, first_has):
     """Others that hold them run on and publish nothing more: no request waits for them."""
-    world, has_sampled = World(make_cache, 20, 2, checks=False), first_has == "sampled"
+    world = World(make_cache, 20, 2, checks=False)
+    has_sampled = first_has == "sampled"
     first = world.submit("first", [1] * 7)
     assert world.admit("first", 7 if has_sampled else 6)
     world.step()

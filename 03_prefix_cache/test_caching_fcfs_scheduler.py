@@ -28,7 +28,8 @@ class CachingLoop(StepLoop):
         block_size: int = 4,
         **limits: Any,
     ) -> None:
-        self.runner, pool = Runner(block_size), BlockPool(num_blocks + 1)
+        self.runner = Runner(block_size)
+        pool = BlockPool(num_blocks + 1)
         if make_cache is None:
             self.manager = UncachedKVCacheManager(pool, block_size)
         else:

@@ -118,13 +118,17 @@ def test_every_interleaving_of_three_requests_on_five_blocks(make_cache, share):
     state is checked."""
     rng = random.Random(1)
     prompts = [[0, 0, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], [0, 0, 2, 2]]  # blocks P Q S, P Q R, P R
-    num_ends, num_refused, pending = 0, 0, [[]]
+    num_ends = 0
+    num_refused = 0
+    pending = [[]]
     for _ in as_long_as(lambda: pending, max_rounds=200_000):
-        order, taken = pending.pop(), []
+        order = pending.pop()
+        taken = []
         world = World(make_cache, 5, 2)
         tenants = [Tenant(prompt[:], (), MatchCursor()) for prompt in prompts]
         tenants[2].cursor = None
-        done, refused = [0, 0, 0], set()
+        done = [0, 0, 0]
+        refused = set()
         while choices := [i for i in range(3) if done[i] < 3 and i not in refused]:
             if len(taken) < len(order):
                 chosen = order[len(taken)]
@@ -200,7 +204,8 @@ def test_any_sequence_of_tokens_is_copied_and_compared_alike(make_cache):
 
 
 def test_an_index_reports_its_block_names_and_splits(make_cache):
-    rig, splits = Rig(make_cache, 12, 4), []
+    rig = Rig(make_cache, 12, 4)
+    splits = []
     rig.cache.on_split(splits.append)
     held = rig.hold("ABCD")
     rig.hits("AB")
@@ -225,8 +230,10 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
 
 def test_with_a_path_an_insertion_reads_only_the_new_blocks(make_cache):
     """A request of 2,000 tokens does not read them all again in every step: others are here."""
-    rig, cursor = Rig(make_cache, 600, 4), MatchCursor()
-    tokens, new = list(range(2000)), rig.pool.allocate(500)
+    rig = Rig(make_cache, 600, 4)
+    cursor = MatchCursor()
+    tokens = list(range(2000))
+    new = rig.pool.allocate(500)
     rig.cache.insert(tokens, new[:400], cursor=cursor)
     for index in range(400, 500):
         tokens[: 4 * index] = [-1] * (4 * index)

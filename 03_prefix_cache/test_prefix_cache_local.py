@@ -38,7 +38,9 @@ def test_the_hash_of_a_block_is_the_same_in_every_process_and_on_every_machine()
 @pytest.mark.parametrize("keys", [None, SALT])
 def test_a_chain_hashes_the_full_blocks_one_behind_the_other(block_size, keys):
     for num_tokens in range(12):
-        tokens, expected, parent_hash = [7, 1, 2, 7, 1, 0, 0, 0, 5, 5, 5][:num_tokens], [], None
+        tokens = [7, 1, 2, 7, 1, 0, 0, 0, 5, 5, 5][:num_tokens]
+        expected = []
+        parent_hash = None
         for start in range(0, len(tokens) - block_size + 1, block_size):
             block = tokens[start : start + block_size]
             parent_hash = compute_block_hash(parent_hash, block, None if start else keys)
@@ -50,7 +52,8 @@ def test_a_chain_hashes_the_full_blocks_one_behind_the_other(block_size, keys):
 
 
 def test_it_works_without_an_engine_as_a_reader_would_type_it():
-    cache, prompt = PrefixCacheLocal(max_cached_blocks=4), list(range(100))
+    cache = PrefixCacheLocal(max_cached_blocks=4)
+    prompt = list(range(100))
     assert cache.block_size == BLOCK_SIZE == 16 and cache.match_prefix(prompt) == ([], 0)
     blocks = cache.cache_computed_blocks(prompt)
     assert len(blocks) == 4 == cache.num_cached_blocks

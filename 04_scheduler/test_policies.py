@@ -90,9 +90,11 @@ class World:
     def num_cached(self) -> dict[str, int]:
         """Tokens of the longest cached prefix, short of the last token, by looking for each."""
         known = {(prefix.extra_keys, prefix.token_ids) for prefix in self.cache.cached_prefixes()}
-        size, result = self.cache.block_size, {}
+        size = self.cache.block_size
+        result = {}
         for request in self.waiting:
-            keys, tokens = keys_of(request), tuple(request.all_token_ids)
+            keys = keys_of(request)
+            tokens = tuple(request.all_token_ids)
             hits = [n for n in range(size, len(tokens), size) if (keys, tokens[:n]) in known]
             result[request.request_id] = max(hits, default=0)
         return result
@@ -133,7 +135,8 @@ def by_longest_prefix(world: World) -> list[Request]:
 
 
 def by_depth(world: World) -> list[Request]:
-    num_cached, size = world.num_cached(), world.cache.block_size
+    num_cached = world.num_cached()
+    size = world.cache.block_size
 
     def depth_first(requests: list[Request], depth: int) -> list[Request]:
         below: dict[tuple, list[Request]] = {}  # in order of arrival, as dicts are
@@ -153,7 +156,8 @@ def duplicates(
     world: World, ordered: list[Request], min_cached: int = 32, min_shared: int = 32
 ) -> set[str]:
     """Requests that wait a step for one that came before them."""
-    num_cached, size = world.num_cached(), world.cache.block_size
+    num_cached = world.num_cached()
+    size = world.cache.block_size
 
     def num_shared(request: Request, earlier: Request) -> int:
         """Uncached tokens, in whole blocks, that `request` could use of what `earlier` computes."""

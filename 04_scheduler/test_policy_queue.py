@@ -69,13 +69,15 @@ class NaiveQueue:
     """The rule itself: the next request, by looking at every one."""
 
     def __init__(self, policy: SchedulePolicy, max_overtakes: int | None) -> None:
-        self.policy, self.max_overtakes = policy, max_overtakes
+        self.policy = policy
+        self.max_overtakes = max_overtakes
         self.entries: list[Entry] = []
         self.num_dequeued = self.num_arrived = 0
 
     def enqueue(self, request: Request, is_preempted: bool) -> None:
         self.num_arrived += 1
-        n, front = self.num_arrived, is_preempted and self.policy.name != "priority"
+        n = self.num_arrived
+        front = is_preempted and self.policy.name != "priority"
         num_before = self.num_dequeued + len(self.entries)
         key = None if self.policy.is_cache_aware else self.policy.key(request)
         self.entries.append(Entry(request, key, n, -n if is_preempted else n, num_before, front))
@@ -102,7 +104,9 @@ class NaiveQueue:
         return min(found, key=lambda entry: (rank(entry.request.request_id, 0), entry.tie))
 
     def in_order(self) -> list[Request]:
-        entries, num_dequeued, result = list(self.entries), self.num_dequeued, []
+        entries = list(self.entries)
+        num_dequeued = self.num_dequeued
+        result = []
         by_arrival = ids(entry.request for entry in entries if not entry.is_in_front)
         limit = self.policy.max_requests_to_sort
         is_too_long = self.policy.sorts_all_or_none and len(entries) > limit
@@ -188,7 +192,8 @@ class QueueAgainstNaiveQueue(QueueMachine):
     @precondition(lambda self: self.waiting)
     @rule(is_removed=st.booleans(), is_preempted=st.booleans())
     def a_change_ends_an_iteration(self, is_removed, is_preempted):
-        iteration, request = iter(self.queue), self.waiting[-1]
+        iteration = iter(self.queue)
+        request = self.waiting[-1]
         next(iteration)
         if is_removed:
             self.queue.remove_request(request)
@@ -209,7 +214,8 @@ class QueueAgainstNaiveQueue(QueueMachine):
         """A later change does not move a request, and does not lose it."""
         request = data.draw(st.sampled_from(self.waiting))
         before = request.priority, request.max_tokens
-        request.priority, request.max_tokens = 99, 99
+        request.priority = 99
+        request.max_tokens = 99
         assert ids(self.queue) == self.order_before
         self.queue.check_invariants()
         request.priority, request.max_tokens = before
@@ -266,7 +272,8 @@ class CountingPolicy(SchedulePolicy):
 
 def lines_run(operation: Callable[..., object], *arguments: object) -> int:
     """Lines of Python that an operation runs, those of `sortedcontainers` included."""
-    num_lines, before = 0, sys.gettrace()
+    num_lines = 0
+    before = sys.gettrace()
 
     def count(_: object, event: str, __: object) -> Callable:
         nonlocal num_lines

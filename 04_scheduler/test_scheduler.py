@@ -126,7 +126,8 @@ def test_a_plugin_is_told_of_a_preemption_while_the_request_has_its_memory():
     for _ in range(3):
         output = loop.step()
     assert preempted_ids(output) == ["b"] and plugin.preempted == [("b", 2)]
-    second, stats = loop.requests["b"], loop.scheduler.get_stats()
+    second = loop.requests["b"]
+    stats = loop.scheduler.get_stats()
     assert second.status == RequestStatus.PREEMPTED and second.num_preemptions == 1
     assert (stats.num_preempted, stats.total_preempted, output.num_kv_blocks_in_use) == (1, 1, 3)
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (1, 1, 0.75)
@@ -223,7 +224,8 @@ def test_an_interrupted_removal_of_a_request_is_repeated(name, monkeypatch):
 class Holding(ChunksOf):
     """Holds x back until it is released, and notes who can share each step."""
 
-    is_released, beside = False, ()
+    is_released = False
+    beside = ()
 
     def begin_step(
         self, running: Collection[Request], num_uncomputed_tokens: Callable[[Request], int]
@@ -238,7 +240,8 @@ class Holding(ChunksOf):
 
 @pytest.mark.parametrize("options", [{}, {"mixing": True}, {"mixing": False}])
 def test_a_request_that_a_policy_holds_back_keeps_nothing_and_stops_admission_when_aged(options):
-    policy, kind = Holding(50), PrefillFirstScheduler if options else Scheduler
+    policy = Holding(50)
+    kind = PrefillFirstScheduler if options else Scheduler
     options = options | {"chunk_policy": policy, "cache": "hash", "max_overtakes": 2}
     loop = loop_with(("a", 12, 9), kind=kind, **options)
     loop.step()

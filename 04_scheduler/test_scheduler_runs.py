@@ -429,7 +429,8 @@ def fingerprint(world: World, num_added: int) -> tuple:
         )
         for request_id, request in sorted(scheduler.requests.items())
     )
-    cache, cached = scheduler.kv_memory.cache, ()
+    cache = scheduler.kv_memory.cache
+    cached = ()
     if cache is not None:
         found = cache.cached_prefixes()
         cached = tuple(sorted((getattr(p, "group", 0), p.token_ids, p.num_users) for p in found))

@@ -26,7 +26,8 @@ class DraftingRunner:
     """The fake model, which returns the drafts of a test after each step."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
-        self.runner, self.state = runner, runner.state
+        self.runner = runner
+        self.state = runner.state
         self.vocab_size = runner.vocab_size
         self.proposals: Mapping[str, Sequence[int]] = {}
 

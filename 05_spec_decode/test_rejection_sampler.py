@@ -36,7 +36,8 @@ from rejection_sampler import (
 
 EXACT = 1e-12
 NAN = float("nan")
-F32, F64 = torch.float32, torch.float64
+F32 = torch.float32
+F64 = torch.float64
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def random_pair(rng: np.random.Generator, vocab_size: int, kind: str) -> tuple[n
     if kind == "zeros":
         p, q = p * ((rng.random(vocab_size) < 0.5) | (certain_p > 0)), q * ((p > 0.2) | side)
     elif kind == "disjoint":
-        p, q = p * side, q * ~side
+        p = p * side
+        q = q * ~side
     elif kind == "equal":
         q = p
     elif kind == "close":
@@ -120,7 +122,8 @@ def test_a_step_has_the_law_of_the_target(vocab_size, num_drafts, kind):
     p, q = models(vocab_size, kind.removeprefix("certain-"))
     rule = rejection_sample
     if kind.startswith("certain"):
-        q, rule = certain(q), rejection_sample_certain
+        q = certain(q)
+        rule = rejection_sample_certain
     before = [h for n in range(num_drafts + 1) for h in histories(vocab_size, n)]
     plainly = plain_laws(p, before)
     stepwise = plainly | step_laws(rule, p, q, [()], num_drafts)

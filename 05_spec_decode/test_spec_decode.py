@@ -99,10 +99,12 @@ def test_a_token_is_sampled_with_its_probability(temperature):
 def test_drafts_are_kept_up_to_the_first_that_is_wrong(settings, has_logits):
     """Trap 36: by the row before it. Its own says what the draft itself is, if it is wrong."""
     for num_right in range(5):
-        drafts, answers = [5, 6, 7, 8], [5, 6, 7, 8, 9]
+        drafts = [5, 6, 7, 8]
+        answers = [5, 6, 7, 8, 9]
         if num_right < 4:
             drafts[num_right] = answers[num_right + 1] = 1
-        target, logits = ScriptedLM([0, 0, *answers]), peaked(drafts) if has_logits else None
+        target = ScriptedLM([0, 0, *answers])
+        logits = peaked(drafts) if has_logits else None
         found = verify_and_sample(target, CONTEXT, drafts, draft_logits=logits, **settings)
         assert found == (answers[: num_right + 1], num_right)
 
@@ -158,7 +160,8 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
     q_logits = draft.get_logits([*CONTEXT, 2, 0])[2:] if has_logits else None
     p = (p_logits / temperature).softmax(-1)
     q = (q_logits / temperature).softmax(-1) if has_logits else None
-    rows, drafts = torch.tensor([0, 4]), torch.tensor([2, 0, 1])
+    rows = torch.tensor([0, 4])
+    drafts = torch.tensor([2, 0, 1])
     for seed in range(60):
         u = torch.rand(7, dtype=torch.float64, generator=seeded(seed))
         expected = rejection_sampler.rejection_sample(p, drafts, q, rows, 3, u[:3], u[3:])
@@ -170,7 +173,8 @@ def test_the_rules_get_fresh_numbers_and_the_probabilities_at_the_temperature(
         tokens, _ = verify_and_sample(*args, seeded(seed), **settings)
         assert tokens == plain_generate(target, CONTEXT, len(tokens), temperature, seeded(seed))
         # A step draws its drafts first, at the same temperature.
-        run, generator = (target, draft, CONTEXT, 3, temperature), seeded(seed)
+        run = (target, draft, CONTEXT, 3, temperature)
+        generator = seeded(seed)
         sampled, logits = draft_generate(*run[1:], generator)
         assert sampled == plain_generate(*run[1:], seeded(seed))
         torch.testing.assert_close(logits, draft.get_logits([*CONTEXT, *sampled])[2:5])
@@ -222,7 +226,8 @@ def test_speedup_by_hand():
 
 # -- bad input
 
-MODEL, TWO = SimpleLM(8), ScriptedLM([1, 1])
+MODEL = SimpleLM(8)
+TWO = ScriptedLM([1, 1])
 ONE = torch.zeros(1, 8)
 
 

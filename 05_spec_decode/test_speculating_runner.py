@@ -209,7 +209,8 @@ def test_what_a_length_is_told_of_steps_and_requests(monkeypatch):
     it has missed: that is no round of proposing. A request with an error is not proposed for."""
     clock = SimpleNamespace(ms={"propose_ms": 7.0}, lap=lambda name: None)
     monkeypatch.setattr("speculating_runner.StepTimer", lambda: clock)
-    length, errors = Recorder(), {}
+    length = Recorder()
+    errors = {}
     world = World(make_memory(None, 60, 4), Scheduler, PROPOSERS["until 1"], length)
     execute = world.runner.runner.execute
 

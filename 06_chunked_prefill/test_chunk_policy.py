@@ -124,7 +124,8 @@ def test_plans(case: Case) -> None:
 
 
 def test_short_prompts_take_no_place_and_without_a_limit_there_are_no_places():
-    policy, one = ChunkedPrefill(4, max_long_partial_prefills=1), make_request("r", 9, 1)
+    policy = ChunkedPrefill(4, max_long_partial_prefills=1)
+    one = make_request("r", 9, 1)
     assert [policy.can_start(one, n) for n in (4, 1, 9, 9, 4)] == [True, True, True, False, True]
     assert ChunkedPrefill(4).can_start(one, 9)
     two = ChunkedPrefill(4, max_long_partial_prefills=2)

@@ -132,7 +132,8 @@ def test_many_short_queries_are_attended_together():
         case = Mixed(threshold).make_case(lengths, 16)
         plan = case.check_backend(Mixed(threshold).make_backend(case))
         assert sorted(group.num_seqs for group in plan.groups) == expected
-    tables, keys = torch.tensor([[1, 2], [3, 0]]), torch.zeros(4, 4, 1, 2)
+    tables = torch.tensor([[1, 2], [3, 0]])
+    keys = torch.zeros(4, 4, 1, 2)
     rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
     group = attention_plan.DecodeGroup(rows, starts, seq_lens, tables, 1, keys)
     assert group.tokens.tolist() == [0, 1, 2, 3, 3, 3], "the one token of the second is repeated"

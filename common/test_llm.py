@@ -148,7 +148,8 @@ def test_unknown_argument_and_wrong_number_of_params_are_named(llm: LLM) -> None
 def test_a_chat_is_the_prompt_that_the_template_writes_and_nothing_is_added(llm: LLM) -> None:
     """Trap: a template writes the BOS, and encoding would add another."""
     template = "<|endoftext|>{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    message, greedy = {"role": "user", "content": "def f(x):"}, SamplingParams(temperature=0)
+    message = {"role": "user", "content": "def f(x):"}
+    greedy = SamplingParams(temperature=0)
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode("<|endoftext|>def f(x):\n", add_special_tokens=False)

@@ -45,7 +45,8 @@ def test_the_waste_of_a_batch_by_hand(qwen3, oracle):
 
 def test_a_row_that_ends_goes_on_computing_and_its_user_sees_nothing_of_it(qwen3, oracle):
     """Traps 38 and 49."""
-    tokens, params = oracle(qwen3, [1, 2, 3], 12), SamplingParams(temperature=0, max_tokens=12)
+    tokens = oracle(qwen3, [1, 2, 3], 12)
+    params = SamplingParams(temperature=0, max_tokens=12)
     eos = Request("eos", [1, 2, 3], params, eos_token_ids=[999, tokens[4]], arrival_time=0.0)
     report = generate_static(qwen3, [eos, make("ignores", 3, 12)], batch_size=2)
     expected = tokens[: tokens.index(tokens[4]) + 1]

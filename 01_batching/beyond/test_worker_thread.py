@@ -96,8 +96,10 @@ def test_an_interrupt_while_it_waits_is_one_and_the_result_comes_later() -> None
 
 
 def test_errors_and_ends_are_those_of_a_future() -> None:
-    worker, goes_on = WorkerThread("worker", finishes=False), threading.Barrier(2, timeout=60)
-    begun, waiting = worker.submit(lambda: (goes_on.wait(), goes_on.wait())), worker.submit(int)
+    worker = WorkerThread("worker", finishes=False)
+    goes_on = threading.Barrier(2, timeout=60)
+    begun = worker.submit(lambda: (goes_on.wait(), goes_on.wait()))
+    waiting = worker.submit(int)
     goes_on.wait()
     with pytest.raises(TimeoutError):
         waiting.result(0.001)

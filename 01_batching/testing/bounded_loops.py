@@ -18,7 +18,8 @@ def as_long_as(
 ) -> Iterator[int]:
     """Yield 0, 1, 2, ... as long as `condition()` is true. Raises `AssertionError` after
     `max_rounds` rounds or, if the loop waits for another thread or process, after `seconds`."""
-    num_rounds, start = 0, monotonic()
+    num_rounds = 0
+    start = monotonic()
     while condition():
         if seconds is None:
             assert num_rounds < max_rounds, f"not finished after {max_rounds} rounds"

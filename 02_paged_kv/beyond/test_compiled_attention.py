@@ -64,7 +64,8 @@ class Compiled(Attention):
         return in_head_major(super().make_case(lengths, block_size, **options))
 
     def make_backend(self, case: Case, others: TorchAttentionBackend | None = None):
-        num_heads, function = case.query.shape[1], attend_rows
+        num_heads = case.query.shape[1]
+        function = attend_rows
         if self.make_function is not None:
             case.tolerance, function = TOLERANCE, self.make_function(num_heads, case.key_cache)
 
@@ -107,7 +108,9 @@ def test_machine_code_is_attention(block_size, dtype, num_kv_heads, num_shared, 
 @pytest.mark.needs("C++ compiler")
 def test_a_result_depends_on_nothing_but_its_row_bit_for_bit() -> None:
     """Alone, in any company, in any row, with any number of threads."""
-    compiled, rng, threads = Compiled(CompiledRows), random.Random(0), torch.get_num_threads()
+    compiled = Compiled(CompiledRows)
+    rng = random.Random(0)
+    threads = torch.get_num_threads()
     for seed in range(10):
         lengths = [(1, rng.choice([1, 5, 33, 64, 300, 700])) for _ in range(rng.randint(2, 12))]
         options = {"dtype": torch.float32, "seed": seed, "num_padding_tokens": 0}
@@ -200,5 +203,6 @@ def test_long_queries_are_attended_in_tiles(block_size, dtype, tiles, attention,
     for options in ({"dtype": torch.float32}, {"dtype": dtype, "window": 5}):
         attention.check(TILED, block_size, **options)
     assert len(tiles) == 2 * 5
-    query, limit = torch.zeros(2, 2, 20, 8, dtype=dtype), tiled_attention.MAX_KEYS
+    query = torch.zeros(2, 2, 20, 8, dtype=dtype)
+    limit = tiled_attention.MAX_KEYS
     assert is_for_tiles(query, limit) and not is_for_tiles(query, limit + 1)

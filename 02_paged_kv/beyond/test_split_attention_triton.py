@@ -38,7 +38,8 @@ class Triton(Attention):
     """A kernel, on a device."""
 
     def __init__(self, backend: type[TritonAttentionBackend], device: torch.device | str) -> None:
-        self.backend, self.device = backend, device
+        self.backend = backend
+        self.device = device
 
     def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
         options = {"dtype": F32, "device": self.device} | options
@@ -191,7 +192,8 @@ def test_offsets_beyond_32_bits(backend):
     memory page by page."""
     triton = Triton(backend, torch.device("cpu"))
     case = triton.make_case([(1, 40), (5, 21)], 16, dtype=torch.float16)
-    expected, (num_small, *shape) = triton.attend(case), case.key_cache.shape
+    expected = triton.attend(case)
+    (num_small, *shape) = case.key_cache.shape
     num_blocks = 2**31 // math.prod(shape) + num_small
     first = num_blocks - num_small
     for name in ("key_cache", "value_cache"):

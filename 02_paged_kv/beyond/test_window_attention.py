@@ -40,7 +40,8 @@ from window_attention import (
 def skip_blocks(whole: AttentionMetadata, block_size: int) -> WindowMetadata:
     """The layout of sequences that begin with the first block that a query sees."""
     assert whole.window is not None
-    starts, tables = whole.query_start_loc, torch.zeros_like(whole.block_tables)
+    starts = whole.query_start_loc
+    tables = torch.zeros_like(whole.block_tables)
     skipped, seq_lens = [], []
     lengths = zip(starts.diff().tolist(), whole.seq_lens.tolist(), strict=True)
     for row, (query_len, seq_len) in enumerate(lengths):
@@ -58,7 +59,8 @@ def skip_blocks(whole: AttentionMetadata, block_size: int) -> WindowMetadata:
 def give_up_blocks(case: Case) -> Case:
     """They may hold another request's KV: NaN."""
     if case.metadata.window is not None:
-        whole, block_size = case.metadata, case.key_cache.shape[1]
+        whole = case.metadata
+        block_size = case.key_cache.shape[1]
         case.metadata = skip_blocks(whole, block_size)
         for table, num_skipped in zip(whole.block_tables, case.metadata.skipped, strict=True):
             block_ids = table[: num_skipped // block_size].long()
@@ -94,7 +96,8 @@ KINDS = {"torch": Attention(), "compiled": Compiled(), "own": OwnWindows(), "ten
 
 class GivesUp(Attention):
     def __init__(self, attention: Attention) -> None:
-        self.attention, self.make_backend = attention, attention.make_backend
+        self.attention = attention
+        self.make_backend = attention.make_backend
 
     def make_case(self, *arguments: Any, **options: Any) -> Case:
         return give_up_blocks(self.attention.make_case(*arguments, **options))
@@ -156,7 +159,8 @@ def test_layers_with_a_window_are_laid_out_from_their_first_visible_block(
 @pytest.mark.parametrize("window", [1, 6, 40])
 def test_decodes_are_laid_out_by_tensors_as_by_the_host(window):
     """In a graph, which has full-size tables and lengths, and unused rows."""
-    decodes, block_size = [(1, 1), (1, 40), (1, 13), (1, 8)], 4
+    decodes = [(1, 1), (1, 40), (1, 13), (1, 8)]
+    block_size = 4
     state, queries = laid_out(decodes, block_size, num_groups=1)
     whole = compose_in_order(state, queries, block_size).on(CPU).attention[0]
     host = skip_blocks(replace(whole, window=window), block_size)

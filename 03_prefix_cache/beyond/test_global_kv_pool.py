@@ -43,7 +43,8 @@ class NaiveNodes:
     """Each copy's bytes, and the time of its last use; the copies are in the order of arrival."""
 
     def __init__(self, max_blocks: int) -> None:
-        self.max_blocks, self.now = max_blocks, 0
+        self.max_blocks = max_blocks
+        self.now = 0
         self.copies: dict[tuple[str, int], bytes] = {}
         self.used_at: dict[tuple[str, int], int] = {}
 
@@ -109,13 +110,17 @@ def guard(pool: GlobalKVPool) -> None:
 
     names = "get pop setdefault values items __getitem__ __setitem__ __delitem__ __iter__ __len__"
     Guarded = type("Guarded", (dict,), {name: guarded(name) for name in names.split()})
-    pool._nodes, pool._copies = Guarded(), Guarded()
+    pool._nodes = Guarded()
+    pool._copies = Guarded()
 
 
 @pytest.mark.net
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_calls_agrees_with_naive_nodes(seed):
-    rng, model, sent, broken = random.Random(seed), NaiveNodes(3), [], ""
+    rng = random.Random(seed)
+    model = NaiveNodes(3)
+    sent = []
+    broken = ""
 
     def transport(block: KVBlock) -> bytes:
         sent.append((block.node_id, HASHES.index(block.block_hash)))
@@ -128,7 +133,8 @@ def test_any_order_of_calls_agrees_with_naive_nodes(seed):
     with closing(GlobalKVPool(3, transport, num_transfer_threads=1)) as pool:
         guard(pool)
         for turn in range(60):
-            chain, node_id = rng.sample(range(5), rng.randint(0, 5)), rng.choice("abc")
+            chain = rng.sample(range(5), rng.randint(0, 5))
+            node_id = rng.choice("abc")
             match rng.choice("ppqqttu"):
                 case "p":
                     for i in chain:
@@ -138,14 +144,16 @@ def test_any_order_of_calls_agrees_with_naive_nodes(seed):
                 case "q":
                     assert pool.query([HASHES[i] for i in chain]) == model.query(chain)
                 case "t":
-                    broken, raises = rng.choice(["", "a", "b", "ab"]), rng.choice([True, False])
+                    broken = rng.choice(["", "a", "b", "ab"])
+                    raises = rng.choice([True, False])
                     sent.clear()
                     expected, expected_sent = model.transfer(chain, node_id, broken)
                     result = transfer(pool, chain, node_id)
                     assert [block.kv_data for block in result.blocks] == expected
                     assert {block.node_id for block in result.blocks} <= {node_id}
                     assert sent == expected_sent, "its own copy is not sent, and no second one"
-                    num, reason = len(expected), "node '"
+                    num = len(expected)
+                    reason = "node '"
                     if num < len(chain) and not model.holders(chain[num]):
                         reason = f"{num}: not in the pool"
                     assert result.error is None if num == len(chain) else reason in result.error
@@ -191,7 +199,8 @@ class Gate:
     """A transport that stands still in each copy until it is let through."""
 
     def __init__(self) -> None:
-        self.entered, self.open = threading.Semaphore(0), threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Semaphore(0)
 
     def __call__(self, block: KVBlock) -> bytes:
         self.entered.release()
@@ -210,7 +219,9 @@ OUTCOMES = [
 @pytest.mark.parametrize(("outcome", "num_blocks", "error"), OUTCOMES)
 def test_a_callback_is_called_once_when_the_result_can_be_taken(outcome, num_blocks, error, caplog):
     """And may raise. A closed pool takes nothing more."""
-    gate, called, calls = Gate(), threading.Event(), []
+    gate = Gate()
+    called = threading.Event()
+    calls = []
 
     def callback(request_id: str, success: bool) -> None:
         calls.append((request_id, success, str(pool.transfer_result(request_id).error)))

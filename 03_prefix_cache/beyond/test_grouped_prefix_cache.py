@@ -101,7 +101,8 @@ class GroupedChaos(Chaos):
         name = self.choose(self.waiting)
         if name is None:
             return
-        request, memory = self.waiting[name], self.memory
+        request = self.waiting[name]
+        memory = self.memory
         computed = memory.get_computed_blocks(request)
         if isinstance(computed, NotReady):
             computing = self.running if self.is_late else self.plan
@@ -141,7 +142,8 @@ class GroupedChaos(Chaos):
                 self.preempt(name)
 
     def step(self) -> None:
-        memory, moves = self.memory, self.memory.pop_table_updates()
+        memory = self.memory
+        moves = self.memory.pop_table_updates()
         requests = [(self.running[name], start) for name, start in self.plan.items()]
         batch = [(request, start, request.num_computed_tokens) for request, start in requests]
         for group, runner in enumerate(self.runners):
@@ -169,8 +171,11 @@ class GroupedChaos(Chaos):
     def free(self, request: Request, is_error: bool = False) -> None:
         """An error withdraws the first published block that is not trusted, in all groups, with all
         that extend it, and nothing else. What is freed is the deepest first (Trap 11)."""
-        name, memory, pool = request.request_id, self.memory, self.memory.pool
-        known, bad = list(memory.cache.cached_prefixes()), ()
+        name = request.request_id
+        memory = self.memory
+        pool = self.memory.pool
+        known = list(memory.cache.cached_prefixes())
+        bad = ()
         published = self.published(request)
         if is_error:
             request.status = RequestStatus.FINISHED_ERROR
@@ -216,7 +221,8 @@ def test_any_order_of_calls(windows):
     num_found = 0
     for seed in range(4):
         chaos = GroupedChaos(windows, rng := random.Random(seed))
-        memory, stats = chaos.memory, chaos.memory.cache.stats
+        memory = chaos.memory
+        stats = chaos.memory.cache.stats
         for _ in range(250):
             getattr(chaos, rng.choice(operations))()
             memory.check_invariants(chaos.running.values())

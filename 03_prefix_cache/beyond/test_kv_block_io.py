@@ -15,7 +15,8 @@ LAYOUTS = ((2, 5, 4, 2, 8), (3, 4, 7, 3, 5), (1, 3, 1, 1, 1))
 
 def make_cache(kind: type[PagedKVCache], layout, dtype: torch.dtype, seed: int) -> PagedKVCache:
     """Filled with random bits: NaN, infinities and negative zeros among them."""
-    cache, generator = kind(*layout, dtype=dtype), torch.Generator().manual_seed(seed)
+    cache = kind(*layout, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
     for tensor in (*cache.key_cache, *cache.value_cache):
         size = (tensor.numel() * dtype.itemsize,)
         random_bytes = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
@@ -38,7 +39,9 @@ def test_a_block_comes_back_bit_for_bit_and_alone(layout, dtype, kind):
     """Whatever the order in memory is. Any buffer is written, and none is kept."""
     source = make_cache(kind, layout, dtype, 0)
     target = make_cache(PagedKVCache, layout, dtype, 1)
-    read_from, write_to, before = PagedBlockIO(source), PagedBlockIO(target), bits(target)
+    read_from = PagedBlockIO(source)
+    write_to = PagedBlockIO(target)
+    before = bits(target)
     data = read_from.read_block(1)
     assert len(data) == read_from.block_nbytes == source.kv_bytes_per_block
     for buffer_type in (bytes, bytearray, memoryview):

@@ -41,12 +41,16 @@ def read_all(store: KVStore) -> dict[int, bytes]:
 def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> OrderedDict[int, bytes]:
     """Random calls of a store that is empty, or has lost blocks of its own. Trap 9: what is put is
     a copy. Trap 11: of one chain the tail is the oldest."""
-    rng, naive, changes = random.Random(seed), OrderedDict[int, bytes](), list[tuple[bytes, bool]]()
+    rng = random.Random(seed)
+    naive = OrderedDict[int, bytes]()
+    changes = list[tuple[bytes, bool]]()
     if tells := isinstance(store, HostTier | DiskTier):
         store.on_change = lambda *change: changes.append(change)
     for _ in range(num_turns):
-        chain, expected = rng.sample(range(12), rng.randint(1, 5)), list[tuple[bytes, bool]]()
-        first, links = chain[0], [LINKS[number] for number in chain]
+        chain = rng.sample(range(12), rng.randint(1, 5))
+        expected = list[tuple[bytes, bool]]()
+        first = chain[0]
+        links = [LINKS[number] for number in chain]
         num_there = next((i for i, number in enumerate(chain) if number not in naive), len(chain))
         match rng.choice("ppphgd"):
             case "p":
@@ -110,7 +114,8 @@ def test_a_full_store_loses_what_is_least_recently_used(kind: str, tmp_path: Pat
 
 def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
     """Every byte changed, every length cut, a longer one; another hash, other tokens (Trap 1)."""
-    mine, data = LINKS[1], b"key and value bytes"
+    mine = LINKS[1]
+    data = b"key and value bytes"
     record = make_record(mine, data)
     assert open_record(record, mine) == open_record(bytearray(record), mine) == data
     damaged = [(record[:n], mine) for n in range(len(record))] + [(record + b"\0", mine)]
@@ -171,7 +176,8 @@ def test_a_write_that_was_interrupted_is_a_miss_and_its_slot_is_free_again(tmp_p
 
 def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
     """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
-    disk, changes = make_disk(tmp_path, 2, range(2)), list[tuple[bytes, bool]]()
+    disk = make_disk(tmp_path, 2, range(2))
+    changes = list[tuple[bytes, bool]]()
     disk.on_change = lambda *change: changes.append(change)
     for place in range(disk._record_nbytes):
         disk._map[disk._offset(disk._slots[LINKS[1][0]]) + place] ^= 0x10

@@ -122,13 +122,16 @@ class LoadingWorld(World):
 
     def held_outside(self, for_good: bool = False) -> set[int]:
         """Blocks of loads. Those that arrived for requests that still wait can be reclaimed."""
-        loads, in_flight = self.manager.loads._loads, self.connector.in_flight()
+        loads = self.manager.loads._loads
+        in_flight = self.connector.in_flight()
         held = [loads[name] for name in loads if not for_good or name in in_flight]
         return {block.block_id for load in held for block in load.prefix + load.blocks}
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
-        request_id, connector = request.request_id, self.connector
-        was_loading, num_calls = request_id in connector.loads, len(connector.calls)
+        request_id = request.request_id
+        connector = self.connector
+        was_loading = request_id in connector.loads
+        num_calls = len(connector.calls)
         num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
         num_held *= bool(connector.in_flight())  # if all have arrived, waiting requests give way
         computed = super().get_computed_blocks(request)
@@ -146,7 +149,8 @@ class LoadingWorld(World):
             super().check_answer(request, computed)
 
     def _leave(self, request: Request) -> None:
-        request_id, connector = request.request_id, self.connector
+        request_id = request.request_id
+        connector = self.connector
         num_published = self.written.get(request_id, 0) // self.block_size
         expected = list(self.manager.get_block_ids(request_id))[:num_published]
         num_calls = len(connector.calls)
@@ -161,7 +165,8 @@ class LoadingWorld(World):
         super().forward(batch)
 
     def check(self) -> None:
-        connector, loads = self.connector, self.manager.loads
+        connector = self.connector
+        loads = self.manager.loads
         connector.scribble()
         super().check()
         in_flight = {name for name, load in loads._loads.items() if not load.has_arrived}

@@ -56,8 +56,10 @@ def test_after_a_failure_a_store_is_an_empty_one_at_once(
     address: MooncakeAddress, trouble: str, operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of many calls at once, each fails, and all together take one limit."""
-    pool, link = MooncakePool(address, timeout_s=LATE_S), (b"h" * 32, (1, 2))
-    client, value = pool._client, b"x"
+    pool = MooncakePool(address, timeout_s=LATE_S)
+    link = (b"h" * 32, (1, 2))
+    client = pool._client
+    value = b"x"
     if trouble == "stands still":  # a socket's buffer is full long before this has been sent
         value = bytes(50_000_000)
         os.kill(client.process.pid, signal.SIGSTOP)

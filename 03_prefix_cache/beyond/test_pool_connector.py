@@ -128,7 +128,8 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     pool.broken = "" if fault in LIES else fault
     assert second.serve(TOKENS) == expected
     assert len(second.io.written) == expected // SIZE
-    stats, num_loads = second.connector.stats, fault not in ("has", "negative")
+    stats = second.connector.stats
+    num_loads = fault not in ("has", "negative")
     counts = stats.num_loads, stats.num_failed_loads, stats.num_tokens_loaded
     assert counts == (num_loads, num_loads and expected < 16, expected)
     second.serve([1, *TOKENS], is_error=True)  # invalidates blocks of the store
@@ -136,7 +137,8 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     second.serve([2, *TOKENS])
     assert stats.num_blocks_published - before == (0 if fault in ("has", "put") else 4)
     assert caplog.text or fault in ("negative", "too much"), "a failure is announced"
-    pool.lie, pool.broken = list, ""
+    pool.lie = list
+    pool.broken = ""
     assert make_engine(pool, "c").serve(TOKENS) == 16
 
 
@@ -174,7 +176,8 @@ def test_a_cancelled_load_writes_nothing_afterwards(engines, pool, moment):
 def test_a_full_store_loses_the_tail_of_a_saved_chain_first(kind, num_known, tmp_path):
     """Trap 11."""
     store = STORES[kind](tmp_path, 4)
-    engine, request = make_engine(store, "a"), make_request("0", TOKENS)
+    engine = make_engine(store, "a")
+    request = make_request("0", TOKENS)
     engine.serve(TOKENS[: num_known * SIZE + 1])
     engine.serve(TOKENS)
     tier = store._nodes["a"] if kind == "pool" else store
@@ -284,7 +287,8 @@ def test_the_first_of_those_with_the_most_tokens_loads_and_all_are_told(offers, 
     """The last answer counts: asked again after the cache has evicted blocks, another connector
     can have more."""
     chain = ConnectorChain(mocks := [Mock(spec=KVConnector) for _ in offers])
-    request, told = make_request("a", [1, 2, 3]), [call.cancel_load("b")]
+    request = make_request("a", [1, 2, 3])
+    told = [call.cancel_load("b")]
     for answers in (offers[::-1], offers):
         for mock, num_tokens in zip(mocks, answers, strict=True):
             mock.get_num_new_matched_tokens.return_value = (num_tokens, True)
@@ -302,7 +306,8 @@ def test_the_first_of_those_with_the_most_tokens_loads_and_all_are_told(offers, 
 def test_a_connector_is_bound_to_one_memory():
     """The first engine would load into the second's, and save what is there: wrong tokens."""
     first, second, third = (TieredCache(KVTierConfig(host_blocks=1)) for _ in range(3))
-    chain, io = ConnectorChain([first, second]), object()
+    chain = ConnectorChain([first, second])
+    io = object()
     chain.bind(io, 4, [("model", "m")])
     for connector in (chain, first, second, ConnectorChain([third, second])):
         with pytest.raises(ValueError, match="must belong to this engine"):

@@ -21,8 +21,10 @@ class World:
     stands still before each of its parts, until it is let through."""
 
     def __init__(self, num_threads: int = 1) -> None:
-        self.now_s, self.num_begun = 0.0, 0
-        self.entered, self.open = threading.Semaphore(0), threading.Semaphore(0)
+        self.now_s = 0.0
+        self.num_begun = 0
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Semaphore(0)
         known = set(threading.enumerate())
         self.loads = Loads[bytes](5.0, num_threads, clock=lambda: self.now_s)
         self.threads = set(threading.enumerate()) - known
@@ -63,7 +65,8 @@ def raising() -> Iterator[bytes]:
 def test_what_has_arrived_at_the_end_is_the_result_once(end):
     """A load is let through by two parts. What comes late is in no result."""
     world = World()
-    loads, is_closed = world.loads, "closed" in end
+    loads = world.loads
+    is_closed = "closed" in end
     world.open.release(2)
     assert world.entered.acquire(timeout=WAIT_S) and world.entered.acquire(timeout=WAIT_S)
     with pytest.raises(ValueError, match="'a': still in flight"):

@@ -30,11 +30,13 @@ class TierWords:
     """
 
     def __init__(self, num_host: int, num_disk: int) -> None:
-        self.io, self.tiers = ByteMemory(), TieredCache(KVTierConfig(num_host, num_disk))
+        self.io = ByteMemory()
+        self.tiers = TieredCache(KVTierConfig(num_host, num_disk))
         self.tiers.bind(self.io, BLOCK_SIZE, MODEL)
 
     def say(self, action: str, names: str) -> None:
-        tiers, request = self.tiers, make_request("r", PROMPT[: len(names) * BLOCK_SIZE + 1])
+        tiers = self.tiers
+        request = make_request("r", PROMPT[: len(names) * BLOCK_SIZE + 1])
         called = {"evict": tiers.blocks_evicted, "drop": tiers.blocks_invalidated}
         if action in ("find", "load"):
             num_found, is_slow = tiers.get_num_new_matched_tokens(request, 0)
@@ -45,7 +47,8 @@ class TierWords:
             tiers.wait_for_load(20.0)
             assert tiers.get_finished_load("r") == num_found
         for name in names:
-            block, data = Block(ord(name)), name.encode() * self.io.block_nbytes
+            block = Block(ord(name))
+            data = name.encode() * self.io.block_nbytes
             if action in called:
                 tiers._link_of[block.block_id] = LINKS[name]
                 self.io.data[block.block_id] = data
@@ -83,7 +86,8 @@ MOVES = [  # host and disk: their sizes, and their blocks at the end, the next t
 @pytest.mark.parametrize("row", MOVES, ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
 def test_blocks_move_between_tiers(row: tuple[int, int, str, str, str]):
     num_host, num_disk, script, *expected = row
-    words, added = TierWords(num_host, num_disk), list[bytes]()
+    words = TierWords(num_host, num_disk)
+    added = list[bytes]()
     host, disk = tiers = words.tiers.host, words.tiers.disk
     disk.on_change = lambda name, is_here: added.extend([name] * is_here)
     for sentence in script.split(", "):
@@ -110,7 +114,8 @@ def test_a_file_serves_the_next_engine_of_the_model(make_cache, model, keys, num
         return engine
 
     for config in (KVTierConfig(0, 10), KVTierConfig(0, 50, tmp_path / "kv", "write_through")):
-        first, is_kept = make_engine(MODEL), config.disk_path is not None
+        first = make_engine(MODEL)
+        is_kept = config.disk_path is not None
         assert first.serve([3] * 10, SALT) == first.serve([4] * 16) == 0
         assert first.connector.disk.path.exists()
         assert len(first.io.read) == first.connector.stats.num_saved == (13 if is_kept else 5)

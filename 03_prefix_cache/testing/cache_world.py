@@ -167,7 +167,8 @@ class World(Rig):
             self.model.block_of.clear()
 
     def cache_computed(self, tokens: list[int], keys: ExtraKeys = ()) -> None:
-        path, num_free = self.model.path(tokens, keys), self.pool.num_free_blocks
+        path = self.model.path(tokens, keys)
+        num_free = self.pool.num_free_blocks
         self.left = []
         computed = ids(self.cache.cache_computed_blocks(tokens, keys))
         found = self.model.match(path)
@@ -185,7 +186,8 @@ class World(Rig):
         found = self.match(tenant.tokens, tenant.keys, tenant.cursor)[:num_kept]
         self.cache.touch(found[:split])
         self.cache.touch(found[split:])
-        tenant.table, tenant.num_published = found, len(found)
+        tenant.table = found
+        tenant.num_published = len(found)
         self.tenants.append(tenant)
         if not self.grow(tenant):
             self.release(found)
@@ -245,7 +247,8 @@ class World(Rig):
             self.tenants.remove(tenant)
 
     def invalidate(self, block: Block) -> None:
-        prefix, self.left = self.heard[block.block_id], []
+        prefix = self.heard[block.block_id]
+        self.left = []
         with suppress(ConnectionError):
             self.cache.invalidate(block)
         self.fails = False
@@ -261,7 +264,8 @@ class World(Rig):
 
     def check(self) -> None:
         super().check()
-        block_of, used = self.model.block_of, self.used()
+        block_of = self.model.block_of
+        used = self.used()
         references = used + Counter(block_of.values())
         for block in self.pool.blocks[1:]:
             assert block.ref_cnt == references[block.block_id], block

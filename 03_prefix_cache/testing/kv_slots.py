@@ -40,7 +40,8 @@ class Runner:
     """The model's side: KV memory by slot, and block tables built from deltas alone."""
 
     def __init__(self, block_size: int, window: int | None = None) -> None:
-        self.block_size, self.window = block_size, window
+        self.block_size = block_size
+        self.window = window
         self.memory: dict[int, object] = {}
         self.tables: dict[str, list[int]] = {}
 
@@ -109,7 +110,8 @@ class Chaos:
     method."""
 
     def __init__(self, world: Any, pick: Callable[[int, int], int]) -> None:
-        self.world, self.pick = world, pick
+        self.world = world
+        self.pick = pick
         self.ids = map(str, count())
 
     def choose(self, items: Iterable[str]) -> str | None:

@@ -43,8 +43,11 @@ class FaultyStore(KVStore):
     num_read_threads = 4
 
     def __init__(self, shared: SharedStore, whole: FaultyStore | None = None, node_id: str = "any"):
-        self.shared, self.whole, self.inner = shared, whole or self, shared.at_node(node_id)
-        self.hold, self.entered = threading.Event(), threading.Event()
+        self.shared = shared
+        self.whole = whole or self
+        self.inner = shared.at_node(node_id)
+        self.hold = threading.Event()
+        self.entered = threading.Event()
         self.hold.set()
         self.lie: Callable[[list[bytes]], list[bytes]] = list
         self.broken = ""
@@ -120,7 +123,9 @@ class ByteEngine:
     def __init__(
         self, connector: KVConnector, cache: PrefixCache, namespace: Sequence[tuple[str, str]]
     ) -> None:
-        self.io, self.cache, self.namespace = ByteMemory(), cache, namespace
+        self.io = ByteMemory()
+        self.cache = cache
+        self.namespace = namespace
         self.connector = connector
         connector.bind(self.io, cache.block_size, namespace)
         self.manager = LoadingKVCacheManager(cache.pool, cache.block_size, cache, connector)
@@ -144,7 +149,8 @@ class ByteEngine:
         """Admit a request, compute it, check every byte, and free it, possibly after an error.
         Returns the number of tokens that were not computed. All requests have one id."""
         request = make_request("served", tokens, keys)
-        manager, size = self.manager, self.cache.block_size
+        manager = self.manager
+        size = self.cache.block_size
         computed = self.wait_until_ready(request)
         num_new = request.num_tokens - computed.num_tokens
         assert manager.allocate_slots(request, num_new, computed=computed)

@@ -54,7 +54,9 @@ class World:
 
     def longest(self, request: Request, stop: int) -> list[int]:
         """The cached blocks of the request's first `stop` tokens."""
-        keys, prefixes, found = normalise_extra_keys(extra_keys_of(request)), self.prefixes(), []
+        keys = normalise_extra_keys(extra_keys_of(request))
+        prefixes = self.prefixes()
+        found = []
         for end in range(self.block_size, stop + 1, self.block_size):
             block_id = prefixes.get((keys, tuple(request.all_token_ids[:end])))
             if block_id is None:
@@ -174,7 +176,8 @@ class World:
     def _allocate(
         self, request: Request, num_new: int, num_reserved: int, computed: ComputedBlocks | None
     ) -> bool:
-        before, fits = self.snapshot(), self.fits(request, num_new + num_reserved, computed)
+        before = self.snapshot()
+        fits = self.fits(request, num_new + num_reserved, computed)
         accepted = self.manager.allocate_slots(request, num_new, num_reserved, computed)
         assert accepted == fits, "refused or granted against the count of blocks"
         assert accepted or before in (None, self.snapshot()), "a refusal changed something"
@@ -231,7 +234,8 @@ class World:
                 self.manager.cache_blocks(request, stop)
                 if stop == request.num_tokens:
                     request.append_output_token(sample(request))
-        self.plan, self.planned_request_left = {}, False
+        self.plan = {}
+        self.planned_request_left = False
         assert not self.manager._in_flight, "published, or given up"
         for request_id, request in self.running.items() if self.checks else ():
             found = self.longest(request, self.written[request_id])
@@ -279,7 +283,8 @@ OPERATIONS = [
 
 class KVChaos(Chaos):
     def submit(self) -> None:
-        world, size = self.world, self.world.block_size
+        world = self.world
+        size = self.world.block_size
         if len(world.waiting) + len(world.running) < 5:
             known = self.choose([*world.waiting, *world.running])
             head: list[int] = []
@@ -290,7 +295,8 @@ class KVChaos(Chaos):
             world.submit(next(self.ids), head + self.tokens(1, 2 * size + 1), salt)
 
     def admit(self) -> None:
-        world, request_id = self.world, self.choose(self.world.waiting)
+        world = self.world
+        request_id = self.choose(self.world.waiting)
         if request_id is not None:
             num_new = 10**9 if self.pick(0, 1) else self.pick(1, 5 * world.block_size)
             freeing = self.choose(world.running) if self.pick(0, 2) == 0 else None

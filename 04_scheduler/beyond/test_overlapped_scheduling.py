@@ -34,11 +34,13 @@ class DelayedRunner:
     """Withholds the tokens of a step, as a device does. Later plans refer to them by `PENDING`."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
-        self.runner, self.state = runner, runner.state
+        self.runner = runner
+        self.state = runner.state
         self._sampled: dict[str, list[int]] = {}  # by the last step
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
-        cached, new_token_ids = plan.scheduled_cached_reqs, []
+        cached = plan.scheduled_cached_reqs
+        new_token_ids = []
         for req_id, tokens in zip(cached.req_ids, cached.new_token_ids, strict=True):
             assert PENDING not in tokens[:-1], f"{req_id!r}: only the last token can be unknown"
             if tokens and tokens[-1] == PENDING:
@@ -73,7 +75,8 @@ class StagedRunner:
 
 class StagedStep:
     def __init__(self, runner: StagedRunner, plan: SchedulerOutput) -> None:
-        self.runner, self.plan = runner, plan
+        self.runner = runner
+        self.plan = plan
         self.outputs: list[StepOutput] = []  # of the stages that it has passed
         self.is_due = 0
 

@@ -62,7 +62,8 @@ def test_work_is_what_the_cache_does_not_have(max_new_tokens, is_taken):
     pages fit, 2 + 4 do not."""
     pool = BlockPool(6)
     cache = PrefixCacheLocal(pool=pool, block_size=4)
-    memory, prompt = CachedKVCacheManager(pool, 4, cache), list(range(8))
+    memory = CachedKVCacheManager(pool, 4, cache)
+    prompt = list(range(8))
     cache.cache_computed_blocks(prompt)
     adder = make_adder(memory, 100, running=(decoding("r", 1, 2, 1),), ratio=0.0)
     assert adder.rem_total_tokens == 20
@@ -132,7 +133,9 @@ def test_the_batch_of_a_naive_recomputation(
     prompts, running, num_pages, page, ratio, max_tokens, chunk
 ):
     """Trap 8: memory is counted in pages, and compute is not."""
-    memory, held, numbers = make_memory(num_pages, page), [], []
+    memory = make_memory(num_pages, page)
+    held = []
+    numbers = []
     for number, (num_outputs, pages) in enumerate(running):
         request = decoding(f"r{number}", 1, num_outputs + 1, 1)
         request.num_computed_tokens = 0

@@ -44,10 +44,12 @@ def test_the_rule_of_nano_vllm():
         if number < 150 and rng.random() < 0.4:
             waiting.append((f"r{number}", rng.randint(4, 16), rng.randint(1, 6)))
             loop.add(*waiting[-1])
-        expected, budget = {}, 16
+        expected = {}
+        budget = 16
         while waiting and len(running) < 5 and waiting[0][1] <= budget:
             name, num_prompt, num_outputs = waiting.pop(0)
-            expected[name], budget = num_prompt, budget - num_prompt
+            expected[name] = num_prompt
+            budget = budget - num_prompt
             running[name] = num_outputs
         expected = expected or dict.fromkeys(running, 1)
         assert scheduled_tokens(loop.step()) == expected
@@ -62,7 +64,8 @@ def test_no_decode_waits_longer_than_the_bound(mixing):
     there are at most `max_consecutive_prefills` steps, or none with mixing."""
     for seed in range(12):
         rng = random.Random(seed)
-        bound, size = rng.randint(1, 5), rng.choice([None, 4, 8])
+        bound = rng.randint(1, 5)
+        size = rng.choice([None, 4, 8])
         options = {"max_consecutive_prefills": bound, "mixing": mixing, "max_preemptions": 2}
         options |= {"chunked_prefill_size": size, "max_num_batched_tokens": 16}
         loop = greedy(rng.randint(6, 20), **options)

@@ -39,13 +39,15 @@ def six_iterations(mixing: bool = False) -> list[Iteration]:
     iterations: list[Iteration] = []
     for number in range(6):
         arrived = [loop.add(*sizes) for sizes in arrivals.get(number, [])]
-        last, between = scheduler.last_batch, scheduler.chunked_req
+        last = scheduler.last_batch
+        between = scheduler.chunked_req
         last_names = [] if last is scheduler.running_batch else _names(last.reqs)
         joining = [r for r in last.reqs if r is not between and not r.is_finished]
         joined = [] if last.forward_mode is ForwardMode.DECODE else _names(joining)
         ended_before = set(loop.reasons)
         plan = loop.schedule()
-        running, mode = _names(scheduler.running_batch.reqs), scheduler.last_batch.forward_mode
+        running = _names(scheduler.running_batch.reqs)
+        mode = scheduler.last_batch.forward_mode
         sizes = zip(plan.num_scheduled_tokens.items(), plan.start_positions, strict=True)
         computed = {name: (start, start + n - 1) for (name, n), start in sizes}
         chunked = [] if scheduler.chunked_req is None else _names([scheduler.chunked_req])

@@ -57,8 +57,11 @@ class Run:
     the golden ratio), unless there is `rng`; times vary by `noise`."""
 
     def __init__(self, machine: Machine, rng: random.Random | None = None, noise: float = 0):
-        self.machine, self.rng, self.noise = machine, rng, noise
-        self.length, self.num_draws = AdaptiveLength(K), 0
+        self.machine = machine
+        self.rng = rng
+        self.noise = noise
+        self.length = AdaptiveLength(K)
+        self.num_draws = 0
 
     def step(self, acceptances: Sequence[float]) -> list[int]:
         requests = REQUESTS[: len(acceptances)]
@@ -145,7 +148,8 @@ def test_off_when_many_come_and_on_again_when_they_have_gone():
     """As many as allowed, until a step has been timed."""
     run = Run(MACHINES[1], random.Random(0), 0.1)
     assert run.length.choose([]) == [] and run.length.choose(REQUESTS[:3]) == [K] * 3
-    few, many = [0.65], [0.65] * 200
+    few = [0.65]
+    many = [0.65] * 200
     assert run.machine.best(few) >= 2 and run.machine.best(many) == 0
     for _ in range(2):
         assert np.mean(run.steps(few, 80)[-40:]) > 1.5
@@ -181,7 +185,8 @@ def test_a_request_with_higher_acceptance_gets_drafts_after_it_had_none(others):
 def test_now_and_then_another_length_is_tried_for_two_steps(num_accepted, best, tried):
     """Of five drafts so many are accepted in each step, whatever length it gets. Others are tried
     less often as long as none helps, but with bounded waits."""
-    length, lengths = AdaptiveLength(K, probe_every=8), []
+    length = AdaptiveLength(K, probe_every=8)
+    lengths = []
     for _ in range(1200):
         (k,) = length.choose(REQUESTS[:1])
         length.observe("0", 5, num_accepted)

@@ -63,9 +63,12 @@ class ScriptedModel:
     num_heads = 1
 
     def __call__(self, batch: ComposedBatch, kv_cache: PagedKVCache) -> torch.Tensor:
-        size, cache = kv_cache.block_size, kv_cache.key_cache[0].view(-1)
-        (metadata,), positions = batch.attention, batch.positions
-        before, ids = cache.tolist(), batch.input_ids.tolist()
+        size = kv_cache.block_size
+        cache = kv_cache.key_cache[0].view(-1)
+        (metadata,) = batch.attention
+        positions = batch.positions
+        before = cache.tolist()
+        ids = batch.input_ids.tolist()
         slots = metadata.slot_mapping.tolist()
         bounds, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         assert len(ids) == len(slots) == bounds[-1] > 0
@@ -137,10 +140,12 @@ class Checked:
     """A `Proposer` around the draft model's. Each proposal is compared with one from scratch."""
 
     def __init__(self, proposer: DraftModelProposer, errs: Errs) -> None:
-        self.inner, self.errs = proposer, errs
+        self.inner = proposer
+        self.errs = errs
         self.num_spec_tokens = proposer.num_spec_tokens
         self.num_lookahead_tokens = proposer.num_lookahead_tokens
-        self.draft_probs, self.remove_request = proposer.draft_probs, proposer.remove_request
+        self.draft_probs = proposer.draft_probs
+        self.remove_request = proposer.remove_request
         self.last: dict[str, list[int]] = {}
         self._contents: dict[int, list[int]] = {}  # of a block, by its hash
 
@@ -239,7 +244,8 @@ def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_rig
     world.step()
     request, other = requests
     for _ in as_long_as(lambda: request.max_num_tokens - request.num_tokens - 1 > 2 * K):
-        before, fed = request.num_tokens, world.proposer.inner.num_computed_tokens
+        before = request.num_tokens
+        fed = world.proposer.inner.num_computed_tokens
         world.step()
         assert request.num_tokens - before == num_right + 1
         num_fed = world.proposer.inner.num_computed_tokens - fed

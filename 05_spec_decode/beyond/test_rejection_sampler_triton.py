@@ -128,12 +128,14 @@ def test_at_its_end_a_token_gives_way_to_the_next_one_in_the_next_tile(source, d
     numbers = [0.0, 0.25 - 2.0**-54, 0.25, 0.5 - 2.0**-53, 0.5, 0.75 - 2.0**-53, 0.75, LAST]
     p, q = torch.zeros(2, 1, 2 * TILE + 7)
     p[0, BORDERS] = 0.25
-    k, draft = int(source != "bonus"), 5
+    k = int(source != "bonus")
+    draft = 5
     if source == "residual":  # an eighth each is left
         q[0, BORDERS] = 0.125
         q[0, draft] = 0.5
     elif source == "one-hot":
-        p[0, BORDERS], p[0, draft] = 0.125, 0.5
+        p[0, BORDERS] = 0.125
+        p[0, draft] = 0.5
     n = len(numbers)
     requests = DraftedRequests(
         [p.expand(k + 1, -1)] * n,
@@ -190,7 +192,8 @@ def test_the_engine_says_the_same_with_kernels(tmp_path, monkeypatch, device):
     weight = draft.model.lm_head.weight
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.data += 0.3 * weight.std() * noise.to(device)
-    make, tokens = assembly.make_verifier, []
+    make = assembly.make_verifier
+    tokens = []
     speculative = {"method": "draft", "num_spec_tokens": 2, "adaptive": False}
     config = EngineConfig(num_blocks=100, attention_backend="torch", speculative=speculative)
     for choice in (False, True):

@@ -51,7 +51,8 @@ def step_laws(
     start = torch.cat([torch.zeros_like(points.ends[..., :1]), points.ends[..., :-1]], dim=-1)
     chance = (cases.chance[:, None] * reached * ended)[..., None] * (points.ends - start)
     laws: dict[Tokens, Law] = {history: defaultdict(float) for history in cases.outputs}
-    drafts, values = cases.drafts.tolist(), chance.tolist()
+    drafts = cases.drafts.tolist()
+    values = chance.tolist()
     for case, row, token in chance.nonzero().tolist():
         run = (*drafts[case][:row], token)
         laws[cases.outputs[case]][run] += values[case][row][token]
@@ -164,7 +165,8 @@ def find_points(rule: Rule, cases: Cases) -> Points:
     case, row, token = torch.cartesian_prod(
         torch.arange(num_cases), torch.arange(num_rows), torch.arange(-1, vocab_size)
     ).T.repeat_interleave(len(_DIGITS), dim=1)
-    is_about_draft, at_row = token < 0, row[:, None]
+    is_about_draft = token < 0
+    at_row = row[:, None]
     ends_at_row = LAST * (torch.arange(num_drafts) == at_row).double()
 
     def holds(u: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ def test_a_row_of_a_matrix_product(dtype, shape, has_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_of_every_other_operation(dtype, num_heads, head_dim):
     """Up to 224 rows: PyTorch divides the larger widths between threads."""
-    heads, width = (num_heads, head_dim), num_heads * head_dim
+    heads = (num_heads, head_dim)
+    width = num_heads * head_dim
     x = normal(224, 2 * width, dtype=dtype, seed=4) * 3
     weight = normal(*heads, dtype=dtype, seed=5)
     factors = normal(224, 2, 1, head_dim, dtype=dtype, seed=1)
@@ -129,7 +130,9 @@ class Faulty(Linear):
 
     def __init__(self, is_other: Callable[[int], slice], faults: str = "product sum") -> None:
         super().__init__(nn.Parameter(normal(64, 32) / 32**0.5, requires_grad=False))
-        self.is_other, self.faults, self.calls = is_other, faults, set()
+        self.is_other = is_other
+        self.faults = faults
+        self.calls = set()
         self.pack()
 
     def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +148,8 @@ class Faulty(Linear):
         return found
 
 
-ALL, NONE = slice(None), slice(0)
+ALL = slice(None)
+NONE = slice(0)
 
 
 def with_amx(num_rows: int) -> slice:

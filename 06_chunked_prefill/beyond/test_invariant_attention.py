@@ -29,7 +29,8 @@ def test_spans_in_front_of_a_window_are_not_read():
 def attend(case: Case, parts: list[Part]) -> list[torch.Tensor]:
     """Parts of a batch of whole prompts, as a batch of their own."""
     sequences, starts, stops = (torch.tensor(column) for column in zip(*parts, strict=True))
-    first_rows, whole = case.metadata.query_start_loc.tolist(), case.metadata
+    first_rows = case.metadata.query_start_loc.tolist()
+    whole = case.metadata
     lens = (stops - starts).tolist()
     metadata = replace(
         whole,
@@ -53,7 +54,8 @@ def pieces_of(lengths: list[int], rng: random.Random) -> Iterator[list[Part]]:
     while done != lengths:
         batch = []
         for i in rng.sample(range(len(lengths)), rng.randint(1, len(lengths))):
-            start, done[i] = done[i], min(done[i] + rng.choice([1, 1, 3, 5, 40, 150]), lengths[i])
+            start = done[i]
+            done[i] = min(done[i] + rng.choice([1, 1, 3, 5, 40, 150]), lengths[i])
             if start < done[i]:
                 batch.append((i, start, done[i]))
         if batch:
@@ -75,7 +77,8 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_in_any_compan
     dtype, lengths, heads, head_dim, window, seed
 ):
     """And in blocks of any size, anywhere in memory."""
-    rng, prompts = random.Random(seed), [(n, n) for n in lengths]
+    rng = random.Random(seed)
+    prompts = [(n, n) for n in lengths]
     options = {"head_dim": head_dim, "seed": seed, "window": window, "scale": 3 / head_dim}
     sizes = 16, rng.choice([1, 3, 33])
     one, other = (make_case(prompts, n, dtype, *heads, **options) for n in sizes)

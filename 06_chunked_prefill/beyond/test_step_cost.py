@@ -40,14 +40,19 @@ def test_pairs_are_counted_as_one_by_one(spans):
 
 def test_flops_are_those_that_torch_counts():
     """A layer of projections and attention over a chunk with history, dense."""
-    num_heads, num_kv_heads, head_dim, start, n = 4, 2, 8, 5, 3
+    num_heads = 4
+    num_kv_heads = 2
+    head_dim = 8
+    start = 5
+    n = 3
     weights = [torch.randn(32, 24), *(torch.randn(24, width) for width in (32, 16, 16))]
     with FlopCounterMode(display=False) as counter:
         for weight in weights:
             torch.randn(n, len(weight)) @ weight
         for position in range(start, start + n):  # what a kernel has to do
             for _ in range(num_heads):
-                q, k = torch.randn(1, head_dim), torch.randn(head_dim, position + 1)
+                q = torch.randn(1, head_dim)
+                k = torch.randn(head_dim, position + 1)
                 (q @ k) @ torch.randn(position + 1, head_dim)
     num_weights = sum(weight.numel() for weight in weights)
     shape = ModelShape(num_weights, 1, num_heads, num_kv_heads, head_dim, bytes_per_value=4)
@@ -78,7 +83,8 @@ def random_work(rng: random.Random) -> StepWork:
 
 
 def learn(noise: float = 0.0, pauses: float = 0.0, num_steps: int = 200, seed: int = 0) -> StepCost:
-    rng, cost = random.Random(seed), StepCost()
+    rng = random.Random(seed)
+    cost = StepCost()
     for _ in range(num_steps):
         work = random_work(rng)
         step_ms = true_ms(work) * (1 + noise * rng.uniform(-1, 1))
@@ -102,7 +108,8 @@ def test_known_costs_are_found(noise, pauses, limit):
 
 
 def test_steps_of_one_kind_or_without_sense_never_make_a_cost_negative():
-    cost, large = StepCost(), count_work([0], [500])
+    cost = StepCost()
+    large = count_work([0], [500])
     assert cost.predict_ms(large) == 0 and cost.largest_chunk(5.0, StepWork(), 0) > 10**6
     for _ in range(50):
         cost.observe(count_work([100] * 4, [1] * 4), 7.0)
@@ -154,7 +161,8 @@ def make_decodes(num_decodes: int) -> list[Request]:
 def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0) -> list[float]:
     """Milliseconds of each step of a prompt on a machine with the costs above."""
     decodes, request = make_decodes(num_decodes), prompt_of(num_prompt)
-    start, times = 0, []
+    start = 0
+    times = []
     for _ in as_long_as(lambda: start < num_prompt):
         policy.begin_step(decodes, num_known_after)
         n = policy.num_tokens_to_schedule(request, num_prompt - start, 4096 - num_decodes, 4096)
@@ -181,7 +189,9 @@ def test_steps_come_up_to_the_target_and_not_over_it(target_ms, num_decodes):
 )
 def test_the_first_chunks_grow_by_doubling(limits, expected):
     policy = AdaptiveChunks(1000.0, *limits)
-    request, sizes, start = prompt_of(5000), [], 0
+    request = prompt_of(5000)
+    sizes = []
+    start = 0
     for _ in range(6):
         policy.begin_step([], num_known_after)
         sizes.append(policy.num_tokens_to_schedule(request, 5000 - start, 4096, 4096))
@@ -194,7 +204,9 @@ def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
     policy = AdaptiveChunks(0.001, min_chunk=5)
     times = prefill_alone(policy, 100, num_decodes=1)
     assert len(times) == 20
-    decode, first, second = prompt_of(1), prompt_of(50), prompt_of(50)
+    decode = prompt_of(1)
+    first = prompt_of(50)
+    second = prompt_of(50)
     policy.begin_step([decode], num_known_after)
     assert policy.num_tokens_to_schedule(first, 50, 100, 100) == 5
     assert policy.num_tokens_to_schedule(second, 50, 100, 100) == 0
@@ -210,10 +222,12 @@ def test_a_decode_counts_with_its_drafts_and_leaves_less_for_a_chunk():
     policy = AdaptiveChunks(20.0)
     prefill_alone(policy, 2000)
     prefill_alone(policy, 2000, 8)
-    decodes, sizes = make_decodes(8), []
+    decodes = make_decodes(8)
+    sizes = []
     for num_tokens in (1, 9):
         policy.begin_step(decodes, lambda request, n=num_tokens: n)
         sizes.append(policy.num_tokens_to_schedule(prompt_of(2000), 2000, 4096, 4096))
-        starts, lens = [299] * 8 + [0], [num_tokens] * 8 + [sizes[-1]]
+        starts = [299] * 8 + [0]
+        lens = [num_tokens] * 8 + [sizes[-1]]
         assert true_ms(count_work(starts, lens)) == pytest.approx(20, rel=0.05)
     assert sizes[1] < sizes[0] - 8 * 8 // 2

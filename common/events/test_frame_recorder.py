@@ -49,7 +49,8 @@ def test_a_recorded_run_ends_where_an_interrupt_makes_state_inconsistent(
     """In other places the recorded run continues, with a failure."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
     plain = serve_unwatched(make_engine(random_loaded), prompts)
-    engine, path = make_engine(random_loaded), tmp_path / "run.jsonl"
+    engine = make_engine(random_loaded)
+    path = tmp_path / "run.jsonl"
     engine.watch(path)
     for place, is_inconsistent in ((paged_runner(engine), False), (engine.kv_manager, True)):
         engine.add_request("gone", [9, 8, 7], GREEDY)
@@ -109,10 +110,12 @@ def test_a_watched_engine_takes_the_same_steps(
     """The same plans, tokens and blocks, not only the same text; and the same uses of the cache."""
     told = []
     for events in (None, tmp_path / "run.jsonl"):
-        engine, did = make_engine(family_loaded, events=events, **config), []
+        engine = make_engine(family_loaded, events=events, **config)
+        did = []
 
         def look(record: StepRecord, engine=engine, did=did) -> None:
-            cache, pool = engine.prefix_cache, engine.kv_manager.pool
+            cache = engine.prefix_cache
+            pool = engine.kv_manager.pool
             uses = list(getattr(cache, "_evictable", ())), getattr(cache, "_clock", 0)
             did.append((record_fields(record), [b.block_id for b in pool.free_order()], uses))
 

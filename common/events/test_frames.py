@@ -99,7 +99,8 @@ def test_texts_are_hidden_from_viewers_that_may_not_read_them(
     film = Film.read(workshop.run(seed, first_step=5 * (seed % 2)).path)
     hidden = empty_frame(film.run.num_blocks)
     shown = empty_frame(film.run.num_blocks)
-    num_hidden, known = 0, set[str]()
+    num_hidden = 0
+    known = set[str]()
     may_read = lambda name: name[0] in "abcd"  # noqa: E731
     for line in film.lines:
         shown = apply(shown, line["changes"])

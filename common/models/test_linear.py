@@ -30,7 +30,8 @@ TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=2, i
 
 def make(dtype: torch.dtype, has_bias: bool, num_out: int = 67, num_in: int = 45) -> Linear:
     torch.manual_seed(3)
-    weight, bias = torch.randn(num_out, num_in) / num_in**0.5, torch.randn(num_out)
+    weight = torch.randn(num_out, num_in) / num_in**0.5
+    bias = torch.randn(num_out)
     return Linear(
         nn.Parameter(weight.to(dtype)), nn.Parameter(bias.to(dtype)) if has_bias else None
     )
@@ -50,7 +51,8 @@ def test_products_are_products(dtype, packing, has_bias, num_out, num_in, monkey
     matrix = make(dtype, has_bias, num_out, num_in)
     if packing == "compiled half":
         matrix.weight.copy_(matrix.weight.bfloat16())
-    weight, bias = matrix.plain_weight().clone(), matrix.bias
+    weight = matrix.plain_weight().clone()
+    bias = matrix.bias
     if packing == "oneDNN" and UNPACKED[dtype] is not None:
         with pytest.raises(RuntimeError, match="needs the cpu support"):  # Trap 77
             matrix.pack()
@@ -110,7 +112,8 @@ def test_the_engine_packs_unless_it_cannot_or_packing_is_off(dtype, pack_weights
     """And says why, on every processor: also on one without bfloat16 (Trap 77, `.ci/held_down`)."""
     caplog.set_level(logging.INFO)
     engine, tokens = run(dtype, pack_weights=pack_weights)
-    reason, model = reason_not_packed(dtype, CPU), engine.core.runner.model
+    reason = reason_not_packed(dtype, CPU)
+    model = engine.core.runner.model
     is_packed = pack_weights and reason is None
     assert {matrix.is_packed for matrix in linear_layers(model)} == {is_packed}
     said = f"weights are not packed: {reason}"
@@ -120,7 +123,8 @@ def test_the_engine_packs_unless_it_cannot_or_packing_is_off(dtype, pack_weights
 def test_row_counts_that_amx_computes_slowly_are_padded(monkeypatch):
     """On any processor that packs: the result of the rows that were asked for is the same."""
     dtype = torch.bfloat16 if UNPACKED[torch.bfloat16] is None else torch.float32
-    matrix, num_rows = make(dtype, True), []
+    matrix = make(dtype, True)
+    num_rows = []
     if UNPACKED[dtype] is None:
         matrix.pack()
     monkeypatch.setattr(Linear, "has_slow_rows", True)

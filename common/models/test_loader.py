@@ -55,9 +55,12 @@ def assert_same_weights(first: dict, second: dict) -> None:
 @pytest.mark.skipif(reason_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
 @pytest.mark.parametrize("name", CASES)
 def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
-    path, own, plain_bytes = save_case(name, tmp_path), [], []
+    path = save_case(name, tmp_path)
+    own = []
+    plain_bytes = []
     expected = dict(load_model(path, torch.float32).model.named_weights())
-    overlap, pack = loader.overlap_plain_weights, Linear.pack
+    overlap = loader.overlap_plain_weights
+    pack = Linear.pack
 
     def watched_overlap(matrices: list[Linear]) -> dict[int, Linear]:
         own.extend(matrices)
@@ -119,7 +122,8 @@ def test_a_tied_matrix_may_have_either_name_or_both_and_is_one_parameter(naming,
 
 
 def test_shards_give_the_weights_of_the_single_file(checkpoint, tmp_path):
-    before, path = state(checkpoint), tmp_path / "sharded"
+    before = state(checkpoint)
+    path = tmp_path / "sharded"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     model.save_pretrained(path, max_shard_size="30KB")
     assert len(list(path.glob("model-*.safetensors"))) > 3 and not (path / WEIGHTS).exists()

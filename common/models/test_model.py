@@ -63,7 +63,8 @@ def test_whole_prompts_in_one_step_give_the_logits_of_transformers(
 ):
     """And so do chunks of any length. Traps 29, 32 and 35: each request has positions of its own,
     right from its first decode step, and every slot that no request owns holds NaN."""
-    rng, prompts = random.Random(2), random_prompts(seed=2)
+    rng = random.Random(2)
+    prompts = random_prompts(seed=2)
     expected = reference_logits(checkpoints[name], dtype, prompts)
     assert 0.5 < torch.cat(expected).std() < 50, "logits too uniform, or too large, to compare"
     model = load_model(checkpoints[name], dtype).model
@@ -150,9 +151,11 @@ def read_config(path: Path) -> dict:
 def test_old_spelling_of_rotary_parameters(name, checkpoints):
     """The new one wins, and 10,000 is the default."""
     fields = read_config(checkpoints[name])
-    new_config, rope = ModelConfig.from_hf(dict(fields)), fields.pop("rope_parameters")
+    new_config = ModelConfig.from_hf(dict(fields))
+    rope = fields.pop("rope_parameters")
     assert ModelConfig.from_hf(fields).rope.theta == 10_000.0
-    fields["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
     fields["torch_dtype"] = fields.pop("dtype")
     for type_key in ("rope_type", "type"):
         old = {} if kind == "default" else {"rope_scaling": rope | {type_key: kind}}
@@ -173,7 +176,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers(architecture: str, ca
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
     }
-    ours, theirs = ModelConfig.from_hf(fields), AutoConfig.for_model(fields["model_type"])
+    ours = ModelConfig.from_hf(fields)
+    theirs = AutoConfig.for_model(fields["model_type"])
     assert ModelConfig.from_hf(fields | {"use_qk_norm": True}) == ours
     said = "use_qk_norm" in caplog.text  # where none is normed
     assert said == (not FAMILIES[architecture].has_qk_norm)

@@ -62,7 +62,8 @@ def sharded(change: Callable[[Path, dict[str, str]], object]) -> Callable[[Path]
     """Of the weights in two files and of the map to them."""
 
     def edit(path: Path) -> None:
-        found, names = load_file(path / WEIGHTS), {}
+        found = load_file(path / WEIGHTS)
+        names = {}
         for i, name in enumerate(sorted(found)):
             names[name] = f"model-{i % 2}.safetensors"
         (path / WEIGHTS).unlink()
@@ -145,7 +146,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_unsupported_model_is_refused_before_its_weights(
     case, sound, tmp_path, capsys, monkeypatch
 ):
-    read, real = Counter(), loader._open_file
+    read = Counter()
+    real = loader._open_file
     monkeypatch.setattr(loader, "_open_file", lambda *a: CountingFile(real(*a), read))
     change, message = CASES[case]
     path = shutil.copytree(sound, tmp_path / "model")

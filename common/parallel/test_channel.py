@@ -31,7 +31,9 @@ def pair() -> tuple[Channel, Channel]:
 
 
 def test_a_lifeline_names_its_process_and_a_silent_peer_is_refused():
-    (one, its_one), (two, _its_two), (three, its_three) = pair(), pair(), pair()
+    (one, its_one) = pair()
+    (two, _its_two) = pair()
+    (three, its_three) = pair()
     line = Lifeline(its_one.sock, parent=None)
     line.step = 7
     code = compile("said |= line.location()", "/engine/collectives.py", "exec")
@@ -58,7 +60,8 @@ class Actor:
         channel, self.channel = pair()
         lifeline, self.lifeline = pair()
         self.link = Link(rank, channel, lifeline)
-        self.answer, self.facts = answer, facts
+        self.answer = answer
+        self.facts = facts
         for play in (self.work, self.live):
             threading.Thread(target=play, daemon=True).start()
 
@@ -133,7 +136,9 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other():
     executor.close()
 
 
-WAITS, WORKS, IS_IDLE = location(True), location(False), location(False, None)
+WAITS = location(True)
+WORKS = location(False)
+IS_IDLE = location(False, None)
 FAILURES = {
     "gone, and another has noticed": (
         (broken("CollectiveError", True), WAITS),
@@ -215,7 +220,8 @@ def test_an_interrupted_message_is_taken_to_its_end_by_all():
             signal.raise_signal(signal.SIGINT)
             return data
 
-    sock, one.sock = one.sock, Interrupted(one.sock)  # pyright: ignore
+    sock = one.sock  # pyright: ignore
+    one.sock = Interrupted(one.sock)
     with pytest.raises(KeyboardInterrupt):
         executor.send(b"plan")
     assert its_one.receive() == its_two.receive() == b"plan"

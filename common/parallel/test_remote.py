@@ -117,10 +117,14 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     if sizes == RANKS:
         must_keep_to_grammars(engine, shipped_loaded, shipped_tokenizer)
 
-    pids, rank, number = pids_of(executor_of(engine)), 1, signal.SIGKILL
+    pids = pids_of(executor_of(engine))
+    rank = 1
+    number = signal.SIGKILL
     said = "was killed by SIGKILL"
     if sizes == STAGES:
-        rank, number, said = 0, signal.SIGSTOP, "is stuck: no sign of life, .* in 2 s"
+        rank = 0
+        number = signal.SIGSTOP
+        said = "is stuck: no sign of life, .* in 2 s"
     executor_of(engine).timeout_s = 2.0
     signal_in_step(engine, pids[rank], number)
     must_be_dead(engine, pids, rf"rank {rank} \(process {pids[rank]}\) {said}")
@@ -128,7 +132,8 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> dict[str, Path]:
-    folder, names = tmp_path_factory.mktemp("adapters"), [*KINDS][:2]
+    folder = tmp_path_factory.mktemp("adapters")
+    names = [*KINDS][:2]
     return {n: save_adapter(SHIPPED_CHECKPOINT, folder / n, **KINDS[n]) for n in names}
 
 
@@ -150,7 +155,8 @@ def must_load_adapters(engine, loaded, tokenizer, adapters, broken: Path) -> Non
         loading = engine.named_adapters().begin_load(name, path)
         tokens_of(engine, PROMPTS[:1], GREEDY)  # steps do not wait for it
         engine.named_adapters().end_load(name, loading)
-    asked, names = PROMPTS[:3] * 2, [None, *adapters, *adapters, None]
+    asked = PROMPTS[:3] * 2
+    names = [None, *adapters, *adapters, None]
     found, right = (tokens_of(e, asked, GREEDY, adapter=names) for e in (engine, here))
     assert found == right and len(set(map(tuple, right))) > 4
     for name in adapters:
@@ -162,7 +168,8 @@ def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
     tiers = KVTierConfig(host_blocks=0, disk_blocks=60, disk_path=path)
     here = one_process(loaded, tokenizer, num_blocks=20)
     there = engine_around(side, tokenizer, kv_tiers=tiers, num_blocks=20, **options)
-    connector, greedy = there.parts.connector, SamplingParams(temperature=0, max_tokens=8)
+    connector = there.parts.connector
+    greedy = SamplingParams(temperature=0, max_tokens=8)
     expected = tokens_of(here, PROMPTS[:2], greedy)
     others = [[i] * 30 for i in range(5, 9)]
 
@@ -175,7 +182,8 @@ def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
         return num_hits
 
     assert num_back() == 0 and num_back() > 0
-    disk, nbytes = connector.disk, side.kv_cache.bytes_of_ranks[1]
+    disk = connector.disk
+    nbytes = side.kv_cache.bytes_of_ranks[1]
     for slot in range(disk.max_blocks):  # rank 1's part, which is the last one
         end = disk._offset(slot) + disk._record_nbytes
         disk._map[end - nbytes : end] = bytes(nbytes)
@@ -187,7 +195,8 @@ def must_bring_blocks_back(side, loaded, tokenizer, path, **options) -> None:
 def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
     """Ctrl-C while the ranks compute: the results of the interrupted step are dropped in their
     turn."""
-    executor, wait = executor_of(engine), executor_of(engine).wait_for_output
+    executor = executor_of(engine)
+    wait = executor_of(engine).wait_for_output
     for pid in pids_of(executor):  # a terminal sends it to them too
         os.kill(pid, signal.SIGINT)
 
@@ -206,7 +215,8 @@ def test_ranks_draft_alike_and_one_that_raises_is_named(shipped_loaded, shipped_
     options = {"method": "draft", "num_spec_tokens": 3}
     config = EngineConfig(**RANKS, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
-    executor, pids = executor_of(engine), pids_of(executor_of(engine))
+    executor = executor_of(engine)
+    pids = pids_of(executor_of(engine))
     here = one_process(shipped_loaded, shipped_tokenizer)
     # A seed drawn by the engine can be another draw where drafts have probabilities.
     expected, said = everything_said(here), everything_said(engine)
@@ -235,7 +245,8 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     tokenizer = Tokenizer(shipped_tokenizer.backend, eos_token_id)
     right = tokens_of(one_process(shipped_loaded, tokenizer), PROMPTS, greedy)
     assert eos_token_id not in right[0][:3]
-    make, sizes = remote._start_messages, {**WORKERS, "num_blocks": None, "max_model_len": 256}
+    make = remote._start_messages
+    sizes = {**WORKERS, "num_blocks": None, "max_model_len": 256}
 
     def start_messages(config, *rest) -> list[bytes]:
         fewer = replace(config, max_num_seqs=config.max_num_seqs // 2)
@@ -273,6 +284,7 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(random_oracle
     facts = {"checkpoint": "a", "dtype": "float64", "num_blocks": 40, "kv_bytes_per_block": 8}
     for name, other in {"checkpoint": "b", "dtype": "bfloat16", "num_blocks": 41}.items():
         arguments = EngineConfig(**WORKERS), read_checkpoint(random_oracle.path)
-        ranks, limits = [facts, facts | {name: other}], Limits(64, 97, ())
+        ranks = [facts, facts | {name: other}]
+        limits = Limits(64, 97, ())
         with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
             remote._make_runner_handle(*arguments, Executor([], 0, 1.0), ranks, limits, 0, {})

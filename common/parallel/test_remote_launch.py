@@ -187,7 +187,8 @@ def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(all_threads, "_requests", {None: (False, 7)})
     monkeypatch.setattr(all_threads, "_before", 7)
-    small, large = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
+    small = THREADS_FROM_PARAMETERS - 1
+    large = THREADS_FROM_PARAMETERS
     each = [(1, large, None, 7), (2, large, None, 3), (3, large, None, 2), (9, large, None, 1)]
     each += [(1, small, None, 1), (2, small, None, 1), (2, small, 5, 5)]
     for num_ranks, num_parameters, told, expected in each:

@@ -52,13 +52,17 @@ class CountingFile:
     there."""
 
     def __init__(self, file, read: Counter) -> None:
-        self.file, self.read, self.keys = file, read, file.keys
+        self.file = file
+        self.read = read
+        self.keys = file.keys
 
     def get_slice(self, name: str):
-        stored, read = self.file.get_slice(name), self.read
+        stored = self.file.get_slice(name)
+        read = self.read
 
         class Slice:
-            get_shape, get_dtype = stored.get_shape, stored.get_dtype
+            get_shape = stored.get_shape
+            get_dtype = stored.get_dtype
 
             def __getitem__(self, part):
                 values = stored[part]
@@ -71,7 +75,8 @@ class CountingFile:
 @pytest.fixture
 def read(monkeypatch) -> Counter:
     """Numbers read, by tensor."""
-    read, real = Counter(), loader._open_file
+    read = Counter()
+    real = loader._open_file
     monkeypatch.setattr(loader, "_open_file", lambda *a: CountingFile(real(*a), read))
     return read
 
@@ -131,7 +136,8 @@ def test_sizes_that_do_not_divide_are_refused_with_the_allowed_ones(change, size
 
 def test_the_kv_cache_has_the_rank_s_heads_and_layers_and_a_name_of_its_own(tmp_path):
     save_case("qwen2", tmp_path)  # 4 KV heads, 3 layers
-    names, every = set(), [ranks for layout in LAYOUTS for ranks in all_ranks(*layout)]
+    names = set()
+    every = [ranks for layout in LAYOUTS for ranks in all_ranks(*layout)]
     for ranks in every:
         loaded = load(tmp_path, ranks)
         kv_cache = allocate_kv_cache(loaded, 3, 4)

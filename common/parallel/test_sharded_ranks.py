@@ -94,7 +94,8 @@ def each_rank(ranks: list[dict]):
     for world, (first, tp_size, num_stages, cases) in WORLDS.items():
         for rank in range(tp_size * num_stages):
             for case in cases:
-                grid, got = Ranks(tp_size, num_stages, rank), ranks[first + rank][world][case]
+                grid = Ranks(tp_size, num_stages, rank)
+                got = ranks[first + rank][world][case]
                 assert len(got) == (len(ITEMSIZES) if case in IN_EVERY_DTYPE else 1)
                 for kind, steps in got.items():
                     yield world, grid, case, kind, steps
@@ -114,7 +115,8 @@ def test_logits_are_those_of_one_process(ranks, one_process):
         for i, (step, expected) in enumerate(zip(steps, one_process[case], strict=True)):
             if not grid.is_last_stage:
                 continue
-            output, context = step["output"], (world, grid, case, kind)
+            output = step["output"]
+            context = (world, grid, case, kind)
             assert torch.equal(output, first.setdefault((world, case, kind, i), output)), context
             if kind in BOUNDS:
                 assert_near(output, expected, BOUNDS[kind], context)
@@ -144,7 +146,8 @@ def step_communication(
     """The communication of one rank in one step, by the formula of README.md; `itemsize` in bytes.
 
     In the last layer, only the rows that need logits go on after attention."""
-    row_bytes, expected = config.hidden_size * itemsize, Communication()
+    row_bytes = config.hidden_size * itemsize
+    expected = Communication()
     if ranks.tensor_parallel_size > 1:
         num_rows = [num_tokens] * (2 * len(ranks.layers(config.num_hidden_layers)))
         num_rows += [num_tokens] * ranks.is_first_stage
@@ -172,7 +175,8 @@ def test_adapters_on_more_ranks_than_kv_heads_equal_peft(ranks, folder, adapted)
             for path, ids in prompts.items()
         ]
         for rank, got in enumerate(ranks):
-            found, grid = got["adapted"][name], Ranks(NUM_PROCESSES, 1, rank)
+            found = got["adapted"][name]
+            grid = Ranks(NUM_PROCESSES, 1, rank)
             assert_near(found["output"], torch.cat(exact), 1e-11, (name, rank))
             traffic = step_communication(config, grid, num_tokens, num_tokens, 8)
             assert Communication(**found["said"]) == traffic

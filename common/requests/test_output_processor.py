@@ -63,7 +63,8 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
     processor = make()
     num_wanted = processor.num_wanted(ids)
     assert 1 < num_wanted < len(ids) and processor.completion.token_ids == []
-    run, logprobs = ids[:num_wanted], [object() for _ in ids[:num_wanted]]
+    run = ids[:num_wanted]
+    logprobs = [object() for _ in ids[:num_wanted]]
     assert take(processor, *run, logprobs=logprobs)
     assert processor.completion.token_ids == run
     assert processor.completion.logprobs == logprobs

@@ -9,7 +9,8 @@ from common.requests.stats import RECENT_REQUESTS, RECENT_SECONDS, RecentCacheSt
 
 
 def test_the_hit_rate_of_late_is_that_of_the_last_thousand_requests() -> None:
-    stats, rng = RecentCacheStats(), random.Random(0)
+    stats = RecentCacheStats()
+    rng = random.Random(0)
     assert stats.recent_hit_rate == 0
     seen = [(rng.randint(1, 90), 0) for _ in range(30)]
     seen += [(n, rng.randint(0, n)) for n in (rng.randint(1, 90) for _ in range(2000))]
@@ -28,7 +29,8 @@ def test_throughput_is_of_the_last_ten_seconds() -> None:
     ends = list(accumulate((rng.choice([0.1, 0.5, 2.5, 11.0]) for _ in range(300)), initial=5.0))
     start, *ends = ends
     tokens = [(rng.randint(0, 50), rng.randint(0, 9)) for _ in ends]
-    rates, totals = Throughput(start), (0, 0)
+    rates = Throughput(start)
+    totals = (0, 0)
     assert rates.per_second(start) == (0, 0)
     for step, (end, (num_prompt, num_output)) in enumerate(zip(ends, tokens)):
         totals = totals[0] + num_prompt, totals[1] + num_output

@@ -87,7 +87,8 @@ def stream(
     """All deltas, the last one after `finish()`, and the text. Checks that nothing is taken
     back."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
-    deltas, before = [], ""
+    deltas = []
+    before = ""
     for token in outputs:
         assert detokenizer.append(token) is None
         deltas.append(detokenizer.take_delta())
@@ -155,7 +156,8 @@ def test_stream_of_random_token_ids_is_the_full_decode(kind: str, data: st.DataO
 
 
 def test_random_byte_tokens_show_each_stray_byte_and_each_whole_character() -> None:
-    tokenizer, rng = KINDS["byte fallback"], random.Random(0)
+    tokenizer = KINDS["byte fallback"]
+    rng = random.Random(0)
     id_of = {b: tokenizer.backend.token_to_id(f"<0x{b:02X}>") for b in range(256)}
     for _ in range(300):
         raw = b"".join(
@@ -257,7 +259,8 @@ def test_the_first_word_keeps_its_space_after_a_prompt_and_drops_it_at_the_begin
 
 def test_special_tokens_are_skipped_or_shown_and_count_as_tokens(tokenizer: Tokenizer) -> None:
     """And ids without a token are nothing, and do not begin the text."""
-    the, beyond = tokenizer.encode("all the")[-1], tokenizer.vocab_size + 7
+    the = tokenizer.encode("all the")[-1]
+    beyond = tokenizer.vocab_size + 7
     assert tokenizer.token_bytes(beyond) == b""
     expected = expected_text(tokenizer, [], [beyond, the])
     assert stream(tokenizer, [beyond], [beyond, the])[1] == expected
@@ -279,7 +282,8 @@ def naive_stop(
 ) -> tuple[str, int, str] | None:
     """`(stop string, tokens kept, text)` by searching the text after every token."""
     for n in range(1, len(texts) + 1):
-        text, old = "".join(texts[:n]), len("".join(texts[: n - 1]))
+        text = "".join(texts[:n])
+        old = len("".join(texts[: n - 1]))
         found = [
             (start + len(s), start, s)
             for s in stop
@@ -309,7 +313,8 @@ def test_stop_strings_are_found_at_their_earliest_end_and_never_streamed(
     tokenizer.backend.decoder = decoders.Fuse()
     detokenizer = IncrementalDetokenizer(tokenizer, [0], stop, True, min_tokens, includes)
     expected = naive_stop(texts, stop, min_tokens, includes)
-    sent, match = "", None
+    sent = ""
+    match = None
     for text, take in zip(texts, takes):
         match = detokenizer.append(id_of[text])
         if take:
@@ -363,7 +368,8 @@ def test_a_saved_tokenizer_loads_with_its_special_tokens_and_decodes_as_its_file
     backend.enable_truncation(3)
     backend.enable_padding(length=50, pad_id=tokenizer.eos_token_id, pad_token=end)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end).save_pretrained(tmp_path)
-    loaded, file = load_tokenizer(tmp_path), Backend.from_file(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    file = Backend.from_file(str(tmp_path / "tokenizer.json"))
     file.no_truncation()
     file.no_padding()
     assert loaded.eos_token_id == tokenizer.eos_token_id

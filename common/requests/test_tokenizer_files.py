@@ -80,7 +80,8 @@ def tokenizer_file(normalizer, splitter) -> Backend:
     flags = {"ignore_merges": True} if in_bytes else {"byte_fallback": True, "fuse_unk": True}
     content["model"] |= flags
     backend = Backend.from_str(json.dumps(content))
-    backend.normalizer, backend.pre_tokenizer = normalizer, splitter
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = splitter
     if in_bytes:
         backend.decoder = decoders.ByteLevel()
     else:
@@ -115,7 +116,8 @@ def test_prompt_ids_and_texts_are_those_of_the_file_for_every_class(
             loaded = load_tokenizer(tmp_path)
             vocabulary = Vocabulary.of(loaded, loaded.vocab_size, [])
             for text in TEXTS:
-                about, ids = (kind, name, text), file.encode(text).ids
+                about = (kind, name, text)
+                ids = file.encode(text).ids
                 assert loaded.encode(text) == ids, about
                 assert loaded.encode(text, add_special_tokens=False) == ids[1:], about
                 whole = file.decode(ids)
@@ -130,7 +132,8 @@ def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:
     """Added tokens are also in `tokenizer_config.json`."""
     config = {"tokenizer_class": "LlamaTokenizer", "pad_token": "[PAD]"}
     file = save(tokenizer_file(LLAMA_2, None), tmp_path, "llama", **config)
-    loaded, pad = load_tokenizer(tmp_path), file.get_vocab_size()
+    loaded = load_tokenizer(tmp_path)
+    pad = file.get_vocab_size()
     assert loaded.encode("[PAD]") == [1, pad] and pad in loaded.special_ids
 
 

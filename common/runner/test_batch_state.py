@@ -35,12 +35,16 @@ class Plans:
     it knows of the requests, `lists` what chapter 1's runner made of the plans."""
 
     def __init__(self, rng: random.Random, block_size: int, num_groups: int) -> None:
-        self.rng, self.block_size, self.num_groups = rng, block_size, num_groups
-        self.known, self.lists = RunnerState(), RunnerState()
+        self.rng = rng
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.known = RunnerState()
+        self.lists = RunnerState()
         self.tables: dict[str, list[list[int]]] = {}  # of each group
 
     def next(self) -> SchedulerOutput:
-        rng, plan = self.rng, SchedulerOutput()
+        rng = self.rng
+        plan = SchedulerOutput()
         names = list(self.tables)
         removed = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
         plan.finished_req_ids = {*removed, *rng.choice([[], ["nobody"]])}
@@ -86,18 +90,22 @@ class Plans:
         plan.scheduled_new_reqs.append(new)
 
     def change(self, plan: SchedulerOutput, name: str) -> None:
-        rng, cached = self.rng, plan.scheduled_cached_reqs
+        rng = self.rng
+        cached = plan.scheduled_cached_reqs
         request = self.known.requests[name]
-        prompt, outputs = request.prompt_token_ids, request.output_token_ids
+        prompt = request.prompt_token_ids
+        outputs = request.output_token_ids
         num_before = len(prompt + outputs)
         sampled = self.lists.requests[name].output_token_ids[len(outputs) :]
         outputs += sampled[: rng.randint(0, len(sampled))]  # it stays, or some of it does
         outputs += [rng.randrange(10**5) for _ in range(rng.choice([0, 1, 1, 1, 3]))]
-        tokens, num_blocks = prompt + outputs, [len(table) for table in self.tables[name]]
+        tokens = prompt + outputs
+        num_blocks = [len(table) for table in self.tables[name]]
         first = num_before if rng.random() < 0.7 else rng.randint(0, num_before)
         if rng.random() < 0.15:
             cached.resumed_req_ids.add(name)
-            first, num_blocks = 0, [0] * self.num_groups
+            first = 0
+            num_blocks = [0] * self.num_groups
             self.tables[name] = [[] for _ in range(self.num_groups)]
         start = rng.randrange(len(tokens))
         self.schedule(plan, name, start)
@@ -114,7 +122,8 @@ class Plans:
 
     def schedule(self, plan: SchedulerOutput, name: str, start: int) -> None:
         """Some tokens from `start` on, with the blocks that they need."""
-        rng, num_uncomputed_tokens = self.rng, self.known.requests[name].num_tokens - start
+        rng = self.rng
+        num_uncomputed_tokens = self.known.requests[name].num_tokens - start
         num_tokens = rng.choice(
             [num_uncomputed_tokens, num_uncomputed_tokens, rng.randint(1, num_uncomputed_tokens)]
         )
@@ -143,7 +152,8 @@ class Told(RunnerPlugin):
     name = "told"
 
     def __init__(self) -> None:
-        self.num_rows, self.log = 0, list[str]()
+        self.num_rows = 0
+        self.log = list[str]()
         self.rows: dict[int, tuple[str, list[int]]] = {}
 
     def grow(self, num_rows: int) -> None:
@@ -207,18 +217,24 @@ def check_state(state: BatchState, plans: Plans) -> None:
 
 
 def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, order) -> None:
-    batch, size = runner.prepare(plan), plans.block_size
+    batch = runner.prepare(plan)
+    size = plans.block_size
     check_state(runner.state, plans)
     if not plan.num_scheduled_tokens:
         assert batch is None
         return
     starts = plan.starts()
-    ids, positions, logit_indices, borders = [], [], [], [0]
+    ids = []
+    positions = []
+    logit_indices = []
+    borders = [0]
     slots: list[list[int]] = [[] for _ in range(plans.num_groups)]
     rows: list[tuple[str, int, int]] = []  # of logits
     for name in order(starts):
-        request, drafts = plans.lists.requests[name], plan.scheduled_draft_token_ids.get(name, [])
-        start, stop = starts[name], starts[name] + plan.num_scheduled_tokens[name]
+        request = plans.lists.requests[name]
+        drafts = plan.scheduled_draft_token_ids.get(name, [])
+        start = starts[name]
+        stop = starts[name] + plan.num_scheduled_tokens[name]
         positions += range(start, stop)
         ids += request.tokens(start, stop - len(drafts)) + drafts
         for slots_of_group, table in zip(slots, plans.tables[name], strict=True):
@@ -242,7 +258,8 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
         for name, stop, table in zip(order(starts), stops, attention.block_tables.tolist()):
             num_blocks = -(-stop // size)
             assert table[:num_blocks] == plans.tables[name][group][:num_blocks]
-    row_of, step = runner.state.row_of, batch.step
+    row_of = runner.state.row_of
+    step = batch.step
     owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
     staged = {"told": [row_of[name] for name in owners]} if len(starts) != 3 else {}
     assert {name: data.tolist() for name, data in batch.staged.items()} == staged
@@ -300,7 +317,8 @@ def test_whatever_is_planned_rows_are_what_lists_would_be(layout: str, first_see
             except BaseException as error:
                 error.args = (f"seed {seed}, step {step}: {error}",)
                 raise
-            state, sampled = runner.state, plans.sample() if rng.random() < 0.3 else {}
+            state = runner.state
+            sampled = plans.sample() if rng.random() < 0.3 else {}
             rows = state.rows_of(sampled)
             state.num_tokens[rows] = state.write_tokens(
                 rows, state.num_tokens[rows], list(sampled.values())

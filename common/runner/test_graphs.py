@@ -76,7 +76,8 @@ def make_state(seed: int, num_groups: int = 1) -> BatchState:
     """`MAX_NUM_ROWS` requests of different lengths, whose blocks lie anywhere, in each group of
     layers."""
     rng = random.Random(seed)
-    num_columns, columns = -(-MAX_MODEL_LEN // BLOCK_SIZE), SamplingColumns()
+    num_columns = -(-MAX_MODEL_LEN // BLOCK_SIZE)
+    columns = SamplingColumns()
     state = BatchState(MAX_NUM_ROWS, num_columns, columns, num_groups=num_groups)
     pools = [rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1) for _ in range(num_groups)]
     for i in range(MAX_NUM_ROWS):
@@ -134,9 +135,11 @@ def test_padding_changes_no_row(kind, num_groups, random_loaded, monkeypatch) ->
     assert {x.block_tables.shape[2] for x in graphs.inputs.values()} == {-(-MAX_MODEL_LEN // 4)}
     addresses = set()
     for seed in range(3):
-        state, rng = make_state(seed, num_groups), random.Random(seed)
+        state = make_state(seed, num_groups)
+        rng = random.Random(seed)
         for n in (6, 1, 3, 2, 5, 4, 1):
-            queries, plain_cache = decode(state, n, rng), copy.deepcopy(graphs.kv_cache)
+            queries = decode(state, n, rng)
+            plain_cache = copy.deepcopy(graphs.kv_cache)
             batch = compose_in_order(state, queries, BLOCK_SIZE).on(CPU)
             batch.plan_attention(TorchAttentionBackend(), graphs.model.num_heads, plain_cache)
             expected = graphs.model(batch, plain_cache)
@@ -182,14 +185,16 @@ def test_a_gpu_goes_on_after_a_step_that_waits_for_it() -> None:
 def test_the_emulator_reports_what_a_gpu_gets_wrong(name, random_loaded, monkeypatch) -> None:
     """An input that is somewhere else: the step is written to the new place, and the graph reads
     the old one. Trap 54: padding that is left behind by a larger step. And a step that waits."""
-    state, rng = make_state(0), random.Random(0)
+    state = make_state(0)
+    rng = random.Random(0)
     steps = [decode(state, n, rng) for n in (MAX_NUM_ROWS, 1, 3, 5)]
     graphs = make_graphs(random_loaded)
     for bucket, x in graphs.inputs.items():
         graphs.inputs[bucket] = replace(x, **{name: getattr(x, name).clone()})
     with pytest.raises(GraphError, match=f"address changed .*: {name}$"):
         step(graphs, state, steps[0])
-    graphs, real = make_graphs(random_loaded), StaticMemory.fill
+    graphs = make_graphs(random_loaded)
+    real = StaticMemory.fill
 
     def fill(memory, columns, tables) -> None:
         real(memory, columns, tables)

@@ -56,8 +56,10 @@ class FakeMemory:
     the memory they keep to `kept`."""
 
     def __init__(self, peak: int, events: list) -> None:
-        self.peak, self.events = peak, events
-        self.num_reads, self.kept = 0, 0
+        self.peak = peak
+        self.events = events
+        self.num_reads = 0
+        self.kept = 0
 
     def reset(self) -> None:
         self.events.append("reset")
@@ -89,7 +91,8 @@ def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=N
 
 
 def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
-    real, steps = kv_sizing.run_forward, []
+    real = kv_sizing.run_forward
+    steps = []
 
     def run_forward(*step) -> torch.Tensor:
         steps.append((list(step[3]), step[4]))
@@ -118,7 +121,8 @@ def test_the_largest_step_has_all_rows_with_every_constraint_drafts_and_adapters
 
     monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
     monkeypatch.setitem(sys.modules, "common.features.grammars", None)  # nothing of it is loaded
-    slots, sizes = AdapterSlots(loaded.model, 3, 16), []
+    slots = AdapterSlots(loaded.model, 3, 16)
+    sizes = []
     for addition in slots.additions:
         assert addition.ranks[1] == [16] * len(addition.names)
 

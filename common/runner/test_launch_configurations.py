@@ -99,7 +99,8 @@ def test_a_model_of_kernels_launches_listed_ones_and_has_the_logits_of_float64(
     name, tmp_path, launched
 ):
     """With norms in float32, and with none of heads; in bfloat16, where tensors are plain."""
-    path, work = save_case(name, tmp_path), [(0, 0, [3, 1, 4])]
+    path = save_case(name, tmp_path)
+    work = [(0, 0, [3, 1, 4])]
     expected = PagedHarness(load_model(path, torch.float64).model, 1).step(work)
     model = load_model(path, torch.bfloat16).model
     set_regions(model, is_compiled=False, is_triton=True)

@@ -87,7 +87,8 @@ def test_decodes_are_split_and_each_part_is_planned_before_the_other_has_ended()
 @pytest.mark.parametrize("num_stages", [None, 1, 2, 4])
 def test_every_plan_is_executed_and_taken_once_and_nothing_is_left(num_stages, num_in_flight):
     """A record is of the step that ended. No more plans are in flight than allowed."""
-    loop, expected = Loop(num_stages, num_in_flight, max_num_seqs=5), {}
+    loop = Loop(num_stages, num_in_flight, max_num_seqs=5)
+    expected = {}
     for i in range(12):
         loop.add(name := "abcdefghijkl"[i], 1 + i % 4)
         expected[name] = [*range(1, 2 + i % 4)]
@@ -112,7 +113,8 @@ def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
     num_stages, step, fails_when_waited_for
 ) -> None:
     loop = Loop(num_stages)
-    loop.runner.fails_at, loop.runner.fails_when_waited_for = step, fails_when_waited_for
+    loop.runner.fails_at = step
+    loop.runner.fails_when_waited_for = fails_when_waited_for
     loop.add("abc", 9)
     with pytest.raises(OSError, match=f"step {step}"):
         loop.step(4)

@@ -20,7 +20,8 @@ from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 CPU = torch.device("cpu")
 TINY = replace(QWEN3_0_6B, vocab_size=89, hidden_size=32, num_hidden_layers=1, intermediate_size=40)
-SMALL, LARGE = THREADS_FROM_PARAMETERS - 1, THREADS_FROM_PARAMETERS
+SMALL = THREADS_FROM_PARAMETERS - 1
+LARGE = THREADS_FROM_PARAMETERS
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,8 @@ def test_engines_closed_in_any_order_leave_a_right_number(order):
     """The number is that of the newest open engine with an explicit one, else the largest
     default."""
     settings = {0: (None, SMALL, 1), 1: (None, LARGE, 4), 2: (2, LARGE, 2), 3: (3, SMALL, 3)}
-    open_engines, seen = {}, []
+    open_engines = {}
+    seen = []
     for i, (given, num_parameters, _) in settings.items():
         open_engines[i] = set_threads(given, num_parameters, CPU)
         seen.append(torch.get_num_threads())

@@ -73,7 +73,9 @@ def naive_probs(
     weights = [math.exp((v - x[order[0]]) / p.temperature) for v in x]
     kept = [t for t in order if weights[t] >= p.min_p]  # the highest weight is 1
     kept = kept[: p.top_k] if p.top_k else kept
-    total, mass, nucleus = sum(weights[t] for t in kept), 0.0, []
+    total = sum(weights[t] for t in kept)
+    mass = 0.0
+    nucleus = []
     for t in kept:
         if mass < p.top_p:
             nucleus.append(t)
@@ -98,7 +100,8 @@ def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
         seeds = [rng.getrandbits(60) for _ in MIXED]
         histories = {"prompts": prompts, "outputs": outputs, "eos": [(1, 3)] * len(MIXED)}
         batch = make_batch(MIXED, seeds, **histories)
-        found, tokens = sampling_probs(logits, batch.sampling), sample(logits, batch)
+        found = sampling_probs(logits, batch.sampling)
+        tokens = sample(logits, batch)
         u = uniforms(torch.tensor(seeds), torch.tensor(list(map(len, outputs))))
         for i, params in enumerate(MIXED):
             expected = naive_probs(logits[i].tolist(), params, prompts[i], outputs[i], (1, 3))
@@ -139,8 +142,10 @@ def test_a_large_vocabulary_is_ranked_as_if_all_were_compared(dtype: torch.dtype
 def test_a_row_is_sampled_alike_alone_and_in_any_company(seed: int) -> None:
     """Trap 42: the seed alone decides. And the distribution is equal to the last bit, whatever
     width its batch mates' top-k asks for: `batch_invariant` rests on it."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, vocab_size = 60, rng.choice([97, 300, 5000])
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    n = 60
+    vocab_size = rng.choice([97, 300, 5000])
     logits = 3 * torch.randn(n, vocab_size, generator=generator, dtype=torch.float64)
     # A top-k also beside the power of two above it.
     choices = dict(top_k=[0, 1, 3, 4, 17, 32, 100, 256, 300], top_p=[1, 0.9], min_p=[0, 0.01])
@@ -312,7 +317,8 @@ RULED = dict(
 def test_a_pending_token_ends_a_bad_word_as_a_known_one_does(num_outputs: int) -> None:
     logits = torch.randn(64, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     outputs = [list(ids) for ids in product(range(4), repeat=num_outputs)][:64]
-    logits, params = logits[: len(outputs)], [SamplingParams(**RULED)] * len(outputs)
+    logits = logits[: len(outputs)]
+    params = [SamplingParams(**RULED)] * len(outputs)
     batch = make_sampling(params, prompts=[[0]] * len(outputs), outputs=outputs)
     known = sampling_probs(logits, batch)
     for row, output in enumerate(outputs):

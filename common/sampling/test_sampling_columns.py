@@ -60,7 +60,9 @@ def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str)
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: int) -> None:
     rng = random.Random(seed)
-    columns, num_rows, live = SamplingColumns(2), 2, {}
+    columns = SamplingColumns(2)
+    num_rows = 2
+    live = {}
     for _ in range(100):
         row = rng.randrange(num_rows)
         match rng.randrange(6):

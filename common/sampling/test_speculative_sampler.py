@@ -30,7 +30,8 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     drafts = np.random.default_rng(0).choice(3, n, p=[0.6, 0.2, 0.2])
     one = make_sampling([DrawnSeedParams(seed=1)] * n, seeds=range(1, n + 1))
     names = [name for name in one.req_ids for _ in range(2)]
-    rows, outputs = np.repeat(one.rows, 2), np.tile([0, 1], n)
+    rows = np.repeat(one.rows, 2)
+    outputs = np.tile([0, 1], n)
     drafts_of = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
     batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts_of)
     of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
@@ -53,7 +54,8 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
     params: SamplingParams, stream: int
 ) -> None:
     """With a user's seed, the number that draws the token there."""
-    sampling, device = make_sampling([params], outputs=[[7, 8]]), torch.device("cpu")
+    sampling = make_sampling([params], outputs=[[7, 8]])
+    device = torch.device("cpu")
     state = sampling.state
     state.row_of = {"r0": 0}  # type: ignore[attr-defined]
     drafts = ConstrainedDrafts(Sampler(11), sampling.columns, state)  # type: ignore[arg-type]
@@ -68,7 +70,9 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
 def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
     """Two drafts, with any proposal: the distribution of the tokens in a row, against the one that
     follows from the order of application alone."""
-    n, vocab_size, rng = 8000, 5, np.random.default_rng(0)
+    n = 8000
+    vocab_size = 5
+    rng = np.random.default_rng(0)
     params = DrawnSeedParams(seed=1, **RULED, repetition_penalty=1.3, top_p=0.97)
     q = np.array([0.3, 0.3, 0.2, 0.1, 0.1])
     drafts = rng.choice(vocab_size, (n, 2), p=q)
@@ -76,7 +80,8 @@ def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
     every = [list(map(int, ids)) for ids in drafts]
     one = make_sampling([params] * n, seeds=range(1, n + 1), outputs=[[0]] * n)
     state = ListedTokens.of([[0]] * n, [[0]] * n, every)
-    rows, num_drafts = np.repeat(one.rows, 3), np.tile([1, 2, 3], n)
+    rows = np.repeat(one.rows, 3)
+    num_drafts = np.tile([1, 2, 3], n)
     names = [name for name in one.req_ids for _ in range(3)]
     draft_token_ids = dict(zip(one.req_ids, every))
     batch = SamplingBatch(one.columns, names, rows, num_drafts, state, draft_token_ids)

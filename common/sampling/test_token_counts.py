@@ -38,7 +38,8 @@ class Rows:
             self.prompts.append([])
             self.outputs.append([])
         self.columns.write(row, PARAMS, ())
-        self.prompts[row], self.outputs[row] = prompt, output
+        self.prompts[row] = prompt
+        self.outputs[row] = output
 
     def batch(
         self, rows: list[int], drafts: dict[int, list[int]], pending: Collection[int] = ()

@@ -217,7 +217,8 @@ def in_thread(
     server: uvicorn.Server, loop: asyncio.AbstractEventLoop | None = None
 ) -> Iterator[socket.socket]:
     """Run a server in another thread until the end of the block. Yields its listening socket."""
-    listener, loop = open_port("127.0.0.1", 0), loop or asyncio.new_event_loop()
+    listener = open_port("127.0.0.1", 0)
+    loop = loop or asyncio.new_event_loop()
 
     def run() -> None:
         loop.run_until_complete(server.serve(sockets=[listener]))

@@ -31,7 +31,8 @@ from common.serve.engine_loop import MAX_ADD_S, MAX_FAILURES, UNCOMPILED, Engine
 from common.serve.streams import HEARTBEAT, EventStream, within
 
 PROMPT = "def fibonacci(n):\n    if n"
-FEW, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1000, ignore_eos=True)
+FEW = SamplingParams(max_tokens=2)
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,8 @@ async def test_whoever_stays_gets_the_answer_of_generate_and_who_leaves_leaves_n
     """Cancelled at random moments, aborted, left early, with names that come again at once."""
     outputs = alone.generate([PROMPT] * len(EACH), EACH, use_tqdm=False)
     llm = await asyncio.to_thread(lambda: AsyncLLM(**(SMALL | settings)))
-    rng, names = random.Random(3), set[str]()
+    rng = random.Random(3)
+    names = set[str]()
 
     async def stays(i: int, name: str) -> None:
         check_equal(await whole(llm, PROMPT, EACH[i], request_id=name), outputs[i])
@@ -134,7 +136,8 @@ async def test_whoever_stays_gets_the_answer_of_generate_and_who_leaves_leaves_n
     async def caller() -> None:
         for _ in range(5):
             way = rng.choice([stays, left_early, aborted, cancelled])
-            name, i = rng.choice("abcdefghijkl"), rng.randrange(len(EACH))
+            name = rng.choice("abcdefghijkl")
+            i = rng.randrange(len(EACH))
             if name in names:
                 with pytest.raises(ValueError, match=f"{name}"):
                     await whole(llm, [5], request_id=name)
@@ -170,7 +173,8 @@ async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
 
 async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if its caller waits no more."""
-    goes_on, read = threading.Event(), adapter_slots.read_adapter
+    goes_on = threading.Event()
+    read = adapter_slots.read_adapter
     slowly = lambda *args: goes_on.wait(60) and read(*args)  # noqa: E731
     monkeypatch.setattr(adapter_slots, "read_adapter", slowly)
     llm = AsyncLLM(**SMALL, max_loras=1)
@@ -214,7 +218,9 @@ def test_it_belongs_to_one_loop_and_another_after_that_ended_in_the_middle() -> 
 async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits forever: not one that submits after the engine's thread has ended, nor one
     that submitted just before, nor if closing the engine fails."""
-    llm, is_begun, may_go = AsyncLLM(**SMALL), asyncio.Event(), asyncio.Event()
+    llm = AsyncLLM(**SMALL)
+    is_begun = asyncio.Event()
+    may_go = asyncio.Event()
 
     async def encode(text: str, *_: object) -> list[int]:
         is_begun.set()
@@ -242,7 +248,8 @@ async def test_closed_while_a_prompt_becomes_ids(monkeypatch: pytest.MonkeyPatch
 
 def test_a_continuation_waits_for_the_prompts_scores() -> None:
     """The first one computes them for all. Another, found in the cache, has a token before that."""
-    own, scores = [CompletionOutput(i, "", [i], []) for i in range(2)], [None, 1.0]
+    own = [CompletionOutput(i, "", [i], []) for i in range(2)]
+    scores = [None, 1.0]
     members = [SimpleNamespace(completion=one, take_delta=str) for one in own]
     about: Any = dict(prompt_token_ids=[7, 8, 9], num_cached_tokens=2, finished=False)
     about |= dict(request_id="x", sequences=members, prompt_logprobs=scores)
@@ -310,10 +317,12 @@ async def test_steps_that_fail_end_their_requests_and_in_a_row_the_engine() -> N
 
 async def test_a_crowd_is_taken_in_between_steps(llm: AsyncLLM) -> None:
     """Trap 87: a body of 2,048 prompts held up those that run until all were taken."""
-    request, order = await begun(llm), list[str]()
+    request = await begun(llm)
+    order = list[str]()
 
     def slow_down(engine: LLMEngine) -> None:
-        add, step = engine.add_request, engine.step
+        add = engine.add_request
+        step = engine.step
         slow = lambda *args, **options: time.sleep(MAX_ADD_S / 4) or add(*args, **options)  # noqa: E731
         engine.add_request = lambda *args, **options: order.append("a") or slow(*args, **options)
         engine.step = lambda: order.append(" ") or step()
@@ -349,7 +358,8 @@ async def test_one_request_is_not_held_until_the_next_message(
 @pytest.mark.parametrize("ending", ["leaves", "cancelled", "head", "at once"])
 async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, ending: str) -> None:
     """Its reader reads nothing: it waits in the middle of sending."""
-    is_open, forever = set[str](), asyncio.Event().wait
+    is_open = set[str]()
+    forever = asyncio.Event().wait
 
     async def opened(name: str) -> AsyncIterator[Any]:
         is_open.add(name)
@@ -387,7 +397,8 @@ async def test_a_stream_is_closed_however_it_ends(heartbeat_s: float | None, end
 
 
 async def test_a_stream_that_is_silent_says_that_it_is_there() -> None:
-    go_on, sent = asyncio.Event(), list[bytes | None]()
+    go_on = asyncio.Event()
+    sent = list[bytes | None]()
 
     async def events() -> AsyncIterator[bytes]:
         await go_on.wait()

@@ -268,7 +268,8 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
     text: str, cuts: set[int], choice: str, is_parallel: bool, has_reasoning: bool, end: str
 ) -> None:
     reader = Reader(ToolUse({}, choice, "f" * (choice == "named"), is_parallel), has_reasoning)
-    reply, places = Reply(reader, end), [0, *sorted(c for c in cuts if c < len(text)), len(text)]
+    reply = Reply(reader, end)
+    places = [0, *sorted(c for c in cuts if c < len(text)), len(text)]
     deltas = [reply.delta(text[i:j], False) for i, j in pairwise(places)]
     assert joined([*deltas, reply.delta("", True)]) == whole(reader, text, end)
 
@@ -339,10 +340,12 @@ def test_a_thought_that_the_prompt_may_have_opened_is_found_and_counted(
     letters: Any = SimpleNamespace(token_bytes=lambda i: chr(i).encode(), special_ids=())
     for size in (1, 3, 100):
         one = Answer("chat", "m", letters, GenerateBody(), SamplingParams(), reader=None)
-        one.reader, one.prompt_end = Reader(AUTO, True, shows), end
+        one.reader = Reader(AUTO, True, shows)
+        one.prompt_end = end
         one.chunks(0, RequestDelta("x", prompt_token_ids=[5]))
         for i in range(0, len(text), size):
-            new, reason = text[i : i + size], "stop" if i + size >= len(text) else None
+            new = text[i : i + size]
+            reason = "stop" if i + size >= len(text) else None
             delta = CompletionDelta(0, new, [*map(ord, new)], None, reason)
             one.chunks(0, RequestDelta("x", {0: delta}))
         details = one.usage_chunk()["usage"]["completion_tokens_details"]
@@ -434,7 +437,8 @@ def test_histories_and_tools_reach_the_template(hermes: Running) -> None:
 def test_marks_that_are_special_tokens_are_not_skipped(
     hermes: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requested, chat = says(hermes, monkeypatch, "x"), hermes.app.state.server.chat
+    requested = says(hermes, monkeypatch, "x")
+    chat = hermes.app.state.server.chat
     for hides_marks in (False, True):
         monkeypatch.setitem(vars(chat), "hides_marks", hides_marks)
         hermes.chats().create(model=MODEL, messages=MESSAGES, tools=TOOLS)

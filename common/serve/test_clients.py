@@ -55,7 +55,8 @@ def test_a_disconnect_aborts(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when the collector comes by: `made` keeps what was not closed."""
-    made, generate = [], server.llm.generate
+    made = []
+    generate = server.llm.generate
 
     def kept(ids: list[int], *arguments: Any, **options: Any) -> Any:
         made.append(generate([10**9] if ids == [7] else ids, *arguments, **options))
@@ -179,7 +180,8 @@ def test_after_a_signal_what_ends_in_time_is_whole_and_the_rest_gets_an_error() 
         def stream(num: int) -> Iterator[Any]:
             return iter(one.completions.create(max_tokens=num, stream=True, **fields))
 
-        long, short = [stream(2000) for _ in range(8)], stream(20)
+        long = [stream(2000) for _ in range(8)]
+        short = stream(20)
         next(short)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.InternalServerError, match="no new requests") as caught:

@@ -67,14 +67,16 @@ def bearer(key: str) -> dict[str, str]:
 
 
 LOCAL = GateConfig()
-KEY, OWN = GateConfig(api_key="k"), GateConfig("0.0.0.0", "k")
+KEY = GateConfig(api_key="k")
+OWN = GateConfig("0.0.0.0", "k")
 OTHERS = GateConfig(allowed_hosts=("Host.Docker.internal",), allowed_origins=(PAGE,))
 DOCKER = JSON | {"host": "host.docker.internal:8000"}
 OPEN_METRICS = GateConfig(api_key="k", metrics_need_key=False)
 BOTH = JSON | {"content-length": "2", "transfer-encoding": "chunked"}  # RFC 9112, 6.3
 SEEN = "GET /health"
 WRONG = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
-ANYWHERE, MY = GateConfig("0.0.0.0"), {"host": "my.name:8"}
+ANYWHERE = GateConfig("0.0.0.0")
+MY = {"host": "my.name:8"}
 # Who may ask for what: the gate, the headers, the request; the status.
 ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     # by its name

@@ -86,7 +86,8 @@ class Encoder:
     """A tokenizer's backend that says when it works."""
 
     def __init__(self, backend: Any, on_encode: Callable[[], Any]) -> None:
-        self._backend, self._on_encode = backend, on_encode
+        self._backend = backend
+        self._on_encode = on_encode
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
@@ -99,11 +100,14 @@ def test_texts_are_not_the_engines_work_and_of_disconnected_clients_no_ones(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trap 87."""
-    tokenizer, threads, may_go = server.llm.tokenizer, list[str](), threading.Event()
+    tokenizer = server.llm.tokenizer
+    threads = list[str]()
+    may_go = threading.Event()
     thread = lambda: threading.current_thread().name  # noqa: E731
     backend = Encoder(tokenizer.backend, lambda: threads.append(thread()) or may_go.wait(20))
     monkeypatch.setattr(tokenizer, "backend", backend)
-    gate, sent = server.app.state.server.live.gate, {"truncate_prompt_tokens": 5, "max_tokens": 1}
+    gate = server.app.state.server.live.gate
+    sent = {"truncate_prompt_tokens": 5, "max_tokens": 1}
     with ExitStack() as clients:
         for i in range(20):
             clients.enter_context(server.connect(posted(sent | {"prompt": f"{i}" * 5000})))
@@ -121,7 +125,8 @@ def test_texts_are_not_the_engines_work_and_of_disconnected_clients_no_ones(
 def test_a_chat_that_must_be_too_long_is_not_rendered(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat, rendered = server.app.state.server.chat, list[int]()
+    chat = server.app.state.server.chat
+    rendered = list[int]()
     text = chat.text
     monkeypatch.setattr(chat, "text", lambda m, *args: rendered.append(len(m)) or text(m, *args))
     long = "x" * 64 * int(server.llm._max_token_bytes)
@@ -141,13 +146,15 @@ def test_large_json_is_neither_read_nor_made_in_the_loop(
     """Trap 87. Large content is built a few entries at a time in its thread, too: its encoder holds
     Python's lock."""
     made, read = list[tuple[bool, int]](), list[tuple[bool, int]]()
-    encode, parsed = large_json._encode, large_json._parsed
+    encode = large_json._encode
+    parsed = large_json._parsed
     is_aside = lambda: threading.current_thread().name.startswith("large")  # noqa: E731
     note = lambda text: made.append((is_aside(), len(text))) or text  # noqa: E731
     monkeypatch.setattr(large_json, "_encode", lambda content: note(encode(content)))
     told = lambda kind, data: read.append((is_aside(), len(data))) or parsed(kind, data)  # noqa: E731
     monkeypatch.setattr(large_json, "_parsed", told)
-    path, wide = "/v1/completions", {"max_tokens": 50, "ignore_eos": True, "n": 5}
+    path = "/v1/completions"
+    wide = {"max_tokens": 50, "ignore_eos": True, "n": 5}
     sixty = {"prompt": [[5] * 60] * 20, "max_tokens": 1}
     for place, body in (
         (path, sixty | {"prompt_logprobs": 20}),
@@ -229,11 +236,13 @@ RAW: list[tuple[list[bytes], list[int]]] = [
 def test_what_comes_back_for_bytes(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes, hear = list[int](), PatientProtocol.data_received
+    sizes = list[int]()
+    hear = PatientProtocol.data_received
     counted = lambda protocol, data: sizes.append(len(data)) or hear(protocol, data)  # noqa: E731
     monkeypatch.setattr(PatientProtocol, "data_received", counted)
     for parts, statuses in RAW:
-        is_wrong, num_requests = statuses == [4], server.llm._num_requests
+        is_wrong = statuses == [4]
+        num_requests = server.llm._num_requests
         found = send_raw(server, *parts, ends=is_wrong, silence_s=0.3 if is_wrong else 60)
         numbers = [*map(int, re.findall(rb"HTTP/1\.\d (\d+)", found))]
         is_right = not found or numbers[0] // 100 == 4 if is_wrong else numbers == statuses

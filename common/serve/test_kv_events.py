@@ -47,7 +47,8 @@ class Index:
         _, events, rank = msgpack.unpackb(payload)
         assert rank == 0 and events
         for event in events:
-            names, medium = event.get("block_hashes", ()), event.get("medium")
+            names = event.get("block_hashes", ())
+            medium = event.get("medium")
             here = self.places.setdefault(medium, set())
             if event == CLEARED:
                 self.places.clear()
@@ -134,12 +135,15 @@ class Reader:
         import zmq
 
         context = zmq.Context.instance()
-        self.socket, self.replays = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self.socket = context.socket(zmq.SUB)
+        self.replays = context.socket(zmq.DEALER)
         self.socket.connect(publisher.endpoint)
         self.socket.subscribe("")
         assert publisher.replay_endpoint is not None
         self.replays.connect(publisher.replay_endpoint)
-        self.index, self.next, self.num_anew = Index(), 0, 0
+        self.index = Index()
+        self.next = 0
+        self.num_anew = 0
         self.loses: Callable[[], bool] = lambda: False
 
     def read(self) -> None:
@@ -192,7 +196,8 @@ def observed(cache: PrefixCache, **options: Any) -> tuple[CacheChanges, Index]:
 
 def work(cache: PrefixCache, rng: random.Random) -> None:
     """Something that changes what is cached, one way or another."""
-    choice, cached = rng.randrange(40), [prefix.block for prefix in cache.cached_prefixes()]
+    choice = rng.randrange(40)
+    cached = [prefix.block for prefix in cache.cached_prefixes()]
     if choice < 28:
         keys = [("lora", rng.choice([None, "d1", "d2"])), ("salt", rng.choice([None, None, "a b"]))]
         tokens = rng.choices(range(3), k=rng.randint(2, 18))
@@ -292,7 +297,8 @@ def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
         assert take(changes, index) == [CLEARED]
         (output,) = serve(engine, oracle, [0], 2)
         check(changes, index, engine.prefix_cache)
-        before, disk = set(index.places[STORAGE]), changes._below[STORAGE]
+        before = set(index.places[STORAGE])
+        disk = changes._below[STORAGE]
         assert len(before) >= output.num_cached_tokens // 4 > 0
         assert engine.reset_prefix_cache()
         disk._map[-disk._record_nbytes * 40 :] = bytes(disk._record_nbytes * 40)
@@ -307,7 +313,8 @@ def test_a_block_of_an_earlier_process_is_published_once_its_tokens_are_known(
 @pytest.mark.parametrize("batch", RECORD["batches"], ids=lambda batch: batch["name"])
 def test_a_batch_has_the_bytes_that_vllm_gives_it(batch: dict) -> None:
     """But for the length of a map, which msgspec writes in three bytes where one is enough."""
-    (now, events, rank), theirs = batch["content"], bytes.fromhex(batch["bytes"])
+    (now, events, rank) = batch["content"]
+    theirs = bytes.fromhex(batch["bytes"])
     shorter = theirs
     for length in {len(event) for event in events}:
         shorter = shorter.replace(bytes([0xDE, 0, length]), bytes([0x80 + length]))
@@ -322,7 +329,8 @@ class Scripted:
     """Says what it is told to, once."""
 
     def __init__(self, batches: list[list[Event]]) -> None:
-        self.batches, self.num_anew = batches, 0
+        self.batches = batches
+        self.num_anew = 0
 
     def take(self) -> Iterator[list[Event]]:
         while self.batches:
@@ -412,7 +420,8 @@ def heard(engine: LLMEngine) -> Iterator[Reader]:
 
 def test_a_late_reader_gets_every_block(oracle: Oracle, loaded, one_thread, tmp_path: Path) -> None:
     """Also with a watching reader, who leaves before."""
-    rng, engine = random.Random(3), engine_of(loaded, "hash")
+    rng = random.Random(3)
+    engine = engine_of(loaded, "hash")
     with heard(engine) as reader:
         engine.watch(tmp_path / "run.jsonl")
         reader.loses = lambda: rng.random() < 0.6
@@ -428,7 +437,8 @@ def test_a_late_reader_gets_every_block(oracle: Oracle, loaded, one_thread, tmp_
 
 
 def test_an_address_that_cannot_be_had_changes_nothing(publish: Publish, loaded) -> None:
-    taken, engine = publish(Scripted([]))[0].endpoint, engine_of(loaded, "hash")
+    taken = publish(Scripted([]))[0].endpoint
+    engine = engine_of(loaded, "hash")
     plugins = engine.scheduler.plugins
     for wrong in [(taken, None), (LOOPBACK, taken), ("nowhere", None)]:
         name = "kv_events_replay" if wrong[1] else "kv_events"

@@ -55,7 +55,8 @@ class Onlooker:
     """A reader of `/events` in a thread, which reads nothing while not `is_awake`."""
 
     def __init__(self, server: Running, receive_buffer: int | None = None, **headers: str) -> None:
-        self.is_awake, self.lines = threading.Event(), list[str]()
+        self.is_awake = threading.Event()
+        self.lines = list[str]()
         self.is_awake.set()
         self._socket = server.connect(timeout=600, receive_buffer=receive_buffer)
         connection = server.http()
@@ -151,14 +152,16 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
     state is inconsistent (books). The last to leave takes the recorder out."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
     inside = lambda e: (e.kv_manager.pool, e.recorder.scheduler)  # noqa: E731
-    parts, served = tight.call(inside), tight.app.state.server.live.viewers
+    parts = tight.call(inside)
+    served = tight.app.state.server.live.viewers
     onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it
     films: dict[Onlooker, int] = {}
     happened: list[dict[str, Any]] = []
     for act in ACTS.split():
         watch = watch_of(tight)
         if act == "come":
-            before, thread = set(served), in_background(tight, EIGHT)
+            before = set(served)
+            thread = in_background(tight, EIGHT)
             onlooker = look(receive_buffer=4096)
             (onlookers[onlooker],) = served - before
             films[onlooker] = 1
@@ -230,7 +233,8 @@ def test_a_viewer_reads_its_own_requests_and_the_lengths_of_others(
     free = lambda viewer: (viewer.state() or {})["free"]  # noqa: E731
     for name, viewer in first + late + after:
         wait_for(lambda viewer=viewer: free(viewer) == free(after[-1][1]))
-        received, num_mine = "\n".join(viewer.lines), 0
+        received = "\n".join(viewer.lines)
+        num_mine = 0
         for other in headers.keys() - {name}:
             assert ",".join(map(str, ids[other][-4:])) not in received, "nowhere in a line"
         for row in viewer.film().requests().values():
@@ -254,7 +258,8 @@ def test_with_the_key_and_no_token_everything_is_read_until_the_end(
     assert ["".join(row["prompt_pieces"]) for row in rows] == ["said by some", ""]
     for headers, expected in ((KEY | {TOKEN_HEADER: "short"}, 400), ({}, 401)):
         assert keyed.request("GET", "/events", headers=headers)[0] == expected
-    live, long = keyed.app.state.server.live, EIGHT | {"max_tokens": 500}
+    live = keyed.app.state.server.live
+    long = EIGHT | {"max_tokens": 500}
     with ThreadPoolExecutor(1) as pool:
         pool.submit(keyed.request, "POST", "/v1/completions", long, KEY)
         wait_for(lambda: keyed.llm.num_unfinished)
@@ -268,7 +273,8 @@ def test_with_the_key_and_no_token_everything_is_read_until_the_end(
 
 def test_the_page_may_run_its_own_script_and_ask_its_own_server(keyed: Running) -> None:
     status, headers, content = keyed.request("GET", "/")
-    page, policy = content.decode(), headers["content-security-policy"]
+    page = content.decode()
+    policy = headers["content-security-policy"]
     assert status == 200 and headers["content-type"].startswith("text/html")
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -311,7 +317,8 @@ RESULT = ".run:not([disabled])"
 @pytest.fixture
 def open_tab(tight: Running, browser: Browser, unwatched: None) -> Iterator[Callable[..., Page]]:
     """`open_tab()`: another one, when its film has begun. What goes wrong in it fails the test."""
-    contexts, complaints = [], list[str]()
+    contexts = []
+    complaints = list[str]()
 
     def _open(server: Running = tight, path: str = "/", may_be_refused: bool = False) -> Page:
         context = browser.new_context(locale=LOCALES["en"], viewport={"width": 1280, "height": 800})
@@ -353,7 +360,8 @@ def test_two_tabs_see_one_engine_and_each_its_own_answers(
     """In frames and in words, as the engine has it, also after a reload in mid run. Trap 86: of
     the other's requests each sees how long they are."""
     tight.call(lambda engine: engine.reset_prefix_cache())
-    one, other = open_tab(), open_tab(path="/?lang=zh")
+    one = open_tab()
+    other = open_tab(path="/?lang=zh")
     onlooker = look(**{TOKEN_HEADER: one.evaluate("sessionStorage.getItem('watch-token')")})
     write(one)
     write(other, PROMPTS[:3])
@@ -420,7 +428,8 @@ def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
 def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
     tight: Running, open_tab: Callable[..., Page]
 ) -> None:
-    page, may_go = open_tab(may_be_refused=True), threading.Event()
+    page = open_tab(may_be_refused=True)
+    may_go = threading.Event()
     write(page, PROMPTS[:1])
     page.click("summary")
     page.fill(".schema", "{")
@@ -452,7 +461,8 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
     in the first try. A tool call has the API's answer."""
     config = ServeConfig(MODEL, chat_template=TEMPLATE)
     with running(config, has_little=True, num_blocks=5000) as server:
-        page, room = open_tab(server), "4,999 blocks of 16 tokens: room for 79,984 tokens"
+        page = open_tab(server)
+        room = "4,999 blocks of 16 tokens: room for 79,984 tokens"
         until(page, "Watch.store.films.length === 1")
         page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
         expect(page.locator(".head .about")).to_have_text(room)

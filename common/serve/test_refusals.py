@@ -175,7 +175,8 @@ def test_what_a_models_makers_recommend_is_taken_where_nothing_is_said() -> None
 def test_without_max_tokens_an_answer_has_as_many_logprobs_as_fit():
     """A chat names no `max_tokens`; with 131,072 positions, asking for 20 each is not refused."""
     body = ChatBody.model_validate({"messages": [USER], "logprobs": True, "top_logprobs": 20})
-    params, most = body.params({}), wire.MAX_ENTRIES // 20
+    params = body.params({})
+    most = wire.MAX_ENTRIES // 20
     by_default = replace(params, max_tokens=131_063)  # of generation_config.json
     assert body.within_entries([9], params, 4096) == params
     for one, expected in ((params, most), (replace(params, n=4), most // 4), (by_default, most)):
@@ -200,7 +201,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "x"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-HUGE, LONG = 10**400, "y" * (4 << 20)
+HUGE = 10**400
+LONG = "y" * (4 << 20)
 FORM = {"type": "json_object"}
 TOO_MANY_BIASES = {str(i): 1 for i in range(MAX_BIASES + 1)}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -377,7 +379,8 @@ def test_a_wrong_body_is_refused(short: Running, caplog: pytest.LogCaptureFixtur
         found, headers, content = short.request("POST", path, body)
         is_json = headers["content-type"] == "application/json"
         error = json.loads(content).get("error", {}) if is_json else {}
-        took_s, shown = time.process_time() - begin, (path, str(body)[-150:], content[:300])
+        took_s = time.process_time() - begin
+        shown = (path, str(body)[-150:], content[:300])
         name = says and re.split("[ :.]", says)[0]
         is_right = (found, error.get("param")) == (status, name) and took_s < 5
         is_right &= says == name or error["message"].startswith(says)

@@ -29,7 +29,8 @@ class Engine:
     """The interface of `AsyncLLM` that a server uses."""
 
     def __init__(self) -> None:
-        self.death_reason, self.stats = None, EngineStats()
+        self.death_reason = None
+        self.stats = EngineStats()
         self.calls: list[str] = []
 
     def abort_all(self, reason: str) -> None:
@@ -72,7 +73,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(engine=Engine(), num_cut_short=0)
 
     def make_llm(model: str | None, **settings: Any) -> Engine:
-        found.model, found.settings = model, settings
+        found.model = model
+        found.settings = settings
         return found.engine
 
     def make_app(llm: Engine, config: ServeConfig, little: Any) -> tuple[None, None]:

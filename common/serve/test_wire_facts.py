@@ -31,7 +31,9 @@ IDS = TOKENIZER.encode(PROMPT)
 USER = {"role": "user", "content": "a stack"}
 CHAT = {"model": MODEL, "messages": [USER], "temperature": 0, "max_tokens": 8}
 BODY = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
-COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+TOKENIZE = "/tokenize"
 
 
 # -- whole and streamed
@@ -79,7 +81,8 @@ def test_joined_chunks_equal_the_whole(server: Running, fields: dict[str, Any]) 
             continue
         for name, values in choice["logprobs"].items():
             assert [value for c in chunks for value in c["logprobs"][name]] == values, name
-        data, places = b"", list[int]()
+        data = b""
+        places = list[int]()
         for piece in pieces:  # the character of its first byte
             begun = (data + (piece[:1] or b"x")).decode(errors="replace")
             places.append(min(len(begun) - 1, len(text)))
@@ -203,7 +206,8 @@ def test_special_tokens_are_added_unless_not_wanted(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a tokenizer that adds a BOS. A chat's template has it already."""
-    tokenizer, encode = server.llm.tokenizer, server.llm.tokenizer.encode
+    tokenizer = server.llm.tokenizer
+    encode = server.llm.tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda t, adds: [0] * adds + encode(t, adds))
     for sent, by_default in ({"prompt": "x"}, True), ({"messages": [USER]}, False):
         for adds, expected in (None, by_default), (True, True), (False, False):
@@ -246,7 +250,8 @@ def test_minus_infinity_is_a_number() -> None:
     )
     entry = TokenLogprobs(255, float("-inf"), 3, {98: float("-inf")})
     total = RequestDelta("x", {0: CompletionDelta(0, "b", [98], [entry], "stop")}, [97, 98])
-    total.prompt_logprobs, total.finished = [None, entry], True
+    total.prompt_logprobs = [None, entry]
+    total.finished = True
 
     def choice(kind: str, prompts: Any = (), **fields: Any) -> Any:
         about = letters, GenerateBody(**fields), SamplingParams(logprobs=1), prompts, False, "id"
@@ -328,13 +333,16 @@ def test_each_family_of_vllm_is_served_or_missing_for_a_reason() -> None:
     metrics = ServerMetrics(llm, MODEL)
     metrics.on_response("/v1/models", "GET", 200, 0.5)
     metrics.on_response("none", "BREW", 404, 0.5)
-    text, of, of_engine = metrics.text().decode(), 'engine="0",', 'engine="0",model_name="tiny"'
+    text = metrics.text().decode()
+    of = 'engine="0",'
+    of_engine = 'engine="0",model_name="tiny"'
     families = list(text_string_to_metric_families(text))
     found = {f.name: f.type for f in families if not f.name.endswith("_created")}
     table = (Path(wire.__file__).parent / "vllm_metrics.txt").read_text().splitlines()
     rows = [line.split(maxsplit=2) for line in table if not line.startswith("#")]
     assert found == {name: kind for name, kind, *missing in rows if not missing}
-    own, drafted = f"{{{of_engine}}}", "vllm:spec_decode_num_"
+    own = f"{{{of_engine}}}"
+    drafted = "vllm:spec_decode_num_"
     names = 'max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters="b"'
     for line in (
         'http_requests_total{handler="none",method="none",status="4xx"} 1.0',

@@ -36,7 +36,9 @@ def count_tokens(path: Path) -> int:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return len(re.findall(r"\w+|[^\w\s]", re.sub(r"//.*", "", text)))
-    number, depth, begins = 0, 0, True
+    number = 0
+    depth = 0
+    begins = True
     for kind, *_ in tokenize.generate_tokens(io.StringIO(text).readline):
         number += not depth and kind not in SKIPPED and not (begins and kind == tokenize.STRING)
         begins = kind in SKIPPED and (begins or kind == tokenize.NEWLINE)

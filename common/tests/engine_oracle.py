@@ -159,7 +159,8 @@ def serve_a_crowd(
 ) -> list[RequestOutput]:
     """Requests that come when they like, some with three samples; of the ends of text `eos`, half
     of them take no notice. Checks every token, why each ended, and that nothing is held then."""
-    capacity, names = engine.kv_manager.capacity, list(map(str, range(num_requests)))
+    capacity = engine.kv_manager.capacity
+    names = list(map(str, range(num_requests)))
     arrivals = {name: (rng.randint(0, 40), rng.randrange(len(oracle.prompts))) for name in names}
     short = {name: rng.randint(1, 2) for name in names if rng.random() < 0.25}
     lengths = {name: short.get(name, rng.randint(1, MAX_TOKENS)) for name in names}
@@ -216,7 +217,8 @@ def paged_runner(engine) -> PagedModelRunner:
 def spoil_kv(engine, request_id: str, index: int = 0) -> None:
     """After the first forward pass for the request, block `index` of its KV is NaN: the next one
     that reads it ends in an error, as it would on a device that computes wrong."""
-    runner, blocks = paged_runner(engine), engine.kv_manager
+    runner = paged_runner(engine)
+    blocks = engine.kv_manager
     forward = runner.forward
 
     def spoiled(batch):

@@ -52,10 +52,12 @@ NUM_POSITIONS = 1000  # of the ample pool
 @cache
 def bound(name: str, is_adapted: bool) -> Oracle:
     """With each prompt's own grammar and limits, up to the end of its text."""
-    which, found = subject(name), []
+    which = subject(name)
+    found = []
     for i, prompt in enumerate(which.oracle.prompts):
         adapter = which.adapter_of(i) if is_adapted else None
-        grammar, most = which.grammar_of(i), max_tokens_of(len(prompt))
+        grammar = which.grammar_of(i)
+        most = max_tokens_of(len(prompt))
         limits = "none" if grammar is None else limits_of(i)
         found.append(which.within(adapter, grammar, i, most, limits))
     return Oracle(which.oracle.path, which.oracle.prompts, found)
@@ -82,8 +84,10 @@ def max_tokens_of(prompt_len: int) -> int:
 def make_config(combination: Combination) -> EngineConfig:
     """Raises `ValueError` if the engine has no such configuration."""
     settings = combination.as_dict()
-    size, model_name = settings["block_size"], settings.pop("model")
-    which, windows = subject(model_name), (None,)
+    size = settings["block_size"]
+    model_name = settings.pop("model")
+    which = subject(model_name)
+    windows = (None,)
     lengths = lengths_of(combination.as_dict())
     del settings["grammars"]
     if settings["adapters"] is not None:
@@ -113,7 +117,8 @@ def make_config(combination: Combination) -> EngineConfig:
 @contextmanager
 def engine_of(combination: Combination) -> Iterator[LLMEngine]:
     """Each read of a slot that was not written changes tokens."""
-    settings, config = combination.as_dict(), make_config(combination)
+    settings = combination.as_dict()
+    config = make_config(combination)
     which = subject(settings["model"])
     tokenizer = None if settings["grammars"] is None else which.tokenizer
     draft = which.draft if settings["speculative"] == "draft" else None
@@ -143,7 +148,8 @@ class Watch:
     num_cut: int = 0  # pieces that ended before the known tokens did
 
     def __call__(self, record: StepRecord) -> None:
-        settings, sizes = self.settings, record.num_scheduled_tokens
+        settings = self.settings
+        sizes = record.num_scheduled_tokens
         chunk = settings["chunked_prefill"]
         assert sum(sizes.values()) <= settings["max_num_batched_tokens"]
         assert len(sizes) <= settings["max_num_seqs"]
@@ -155,7 +161,8 @@ class Watch:
             self.num_known[name] += len(sampled)
             if settings["speculative"] is not None or self.is_ahead:
                 continue
-            left, length = known - start, sizes[name]
+            left = known - start
+            length = sizes[name]
             assert (length == left) == (len(sampled) == 1), "a token from inside a prompt (Trap 31)"
             if chunk not in (True, False) or chunk is not bool(chunk):
                 num_long += left > chunk
@@ -217,8 +224,10 @@ def serve_combination(combination: Combination) -> Summary:
 
 
 def _serve(combination: Combination, engine: LLMEngine) -> Summary:
-    settings, rng = combination.as_dict(), random.Random(combination.seed)
-    which, is_adapted = subject(settings["model"]), settings["adapters"] is not None
+    settings = combination.as_dict()
+    rng = random.Random(combination.seed)
+    which = subject(settings["model"])
+    is_adapted = settings["adapters"] is not None
     oracle = which.adapted if is_adapted else which.oracle
     if settings["grammars"] is not None:
         oracle = bound(settings["model"], is_adapted)
@@ -283,7 +292,8 @@ def must_be_right(
     ends = [said[2]] if index == STOPPED and not is_bound else []
     expected = oracle.expected(index, max_tokens_of(len(prompt)), ends)
     for completion in output.outputs:
-        tokens, is_cut = completion.token_ids, completion.finish_reason == "abort"
+        tokens = completion.token_ids
+        is_cut = completion.finish_reason == "abort"
         assert not is_cut or index == aborted
         assert tokens == (expected[: len(tokens)] if is_cut else expected), f"prompt {index}"
     if index == SCORED and index != aborted:
@@ -293,7 +303,8 @@ def must_be_right(
 
 def run_matrix(seconds: float, seed: int = 0) -> int:
     """Runs of the full product until the time is up, or one fails. How many there were."""
-    done, ends = 0, time.monotonic() + seconds
+    done = 0
+    ends = time.monotonic() + seconds
     print(f"combinations in the order of seed {seed}, for {seconds:g} s", flush=True)
     for combination in shuffled_product(seed):
         if time.monotonic() > ends:

@@ -172,7 +172,9 @@ def pairs_that_can_meet() -> dict[Pair, dict[str, Value]]:
 def covering_array() -> list[Combination]:
     """Combinations in which every two settings meet that can meet. Each is begun with a pair that
     is missing and grown axis by axis with what adds most missing pairs. Deterministic."""
-    rng, missing, rows = random.Random(1), pairs_that_can_meet(), list[Combination]()
+    rng = random.Random(1)
+    missing = pairs_that_can_meet()
+    rows = list[Combination]()
     while missing:
         row = _grow(next(iter(missing.values())), missing, rng)
         for pair in pairs_of(row):
@@ -206,7 +208,8 @@ def shuffled_product(seed: int = 0) -> Iterator[Combination]:
     stride = next(s for s in iter(lambda: rng.randrange(size), None) if math.gcd(s, size) == 1)
     for i in range(size):
         index = (start + i * stride) % size
-        settings, rest = {}, index
+        settings = {}
+        rest = index
         for axis, values in AXES.items():
             rest, i = divmod(rest, len(values))
             settings[axis] = values[i]

@@ -40,7 +40,8 @@ DRAWN = {str(i) for i in range(NUM_REQUESTS) if EVERY_KIND[i % len(EVERY_KIND)] 
 
 def everything_said(engine: LLMEngine, seed: int = 0) -> dict[str, RequestOutput]:
     """Requests of every kind, arriving over some steps."""
-    rng, outputs = random.Random(seed), {}
+    rng = random.Random(seed)
+    outputs = {}
     coming = [(rng.randrange(6), i) for i in range(NUM_REQUESTS)]
     for step in range(400):
         if step > 6 and not engine.has_unfinished_requests():
@@ -88,6 +89,7 @@ def must_be_drawn_from(law: Mapping[tuple[int, ...], float], found: Counter) -> 
     counts.append(num_drawn - sum(counts))
     shares.append(max(1 - sum(shares), 0.0))
     if shares[-1] * num_drawn < 5:
-        counts[-2:], shares[-2:] = [sum(counts[-2:])], [sum(shares[-2:])]
+        counts[-2:] = [sum(counts[-2:])]
+        shares[-2:] = [sum(shares[-2:])]
     expected = [share / sum(shares) * num_drawn for share in shares]
     assert chisquare(counts, expected).pvalue > 1e-4, found

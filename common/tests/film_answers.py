@@ -18,7 +18,8 @@ def _model(window: int | None) -> PreTrainedModel:
     """Every second layer sees no more than `window`."""
     config = AutoConfig.from_pretrained(SHIPPED_CHECKPOINT)
     if window is not None:
-        config.use_sliding_window, config.sliding_window = True, window
+        config.use_sliding_window = True
+        config.sliding_window = window
         config.layer_types = ["full_attention", "sliding_attention"] * 3
     how = dict(config=config, dtype=torch.float64)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_CHECKPOINT, **how)

@@ -91,7 +91,8 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     config["max_num_batched_tokens"] = draw([longest + MAX_TOKENS, 150, 2048])
     config["overlap_scheduling"] = rng.random() < 0.3
     config["shuffle_batch"] = rng.random() < 0.5
-    config["seed"], config["chunked_prefill"] = rng.randrange(5), False
+    config["seed"] = rng.randrange(5)
+    config["chunked_prefill"] = False
     if scheduler != "fcfs":
         config["policy"] = draw(["fcfs", "priority", "lof", "random", "lpm", "dfs-weight"])
         config["chunked_prefill"] = draw([True, False, 5, 16])
@@ -134,12 +135,15 @@ class Workshop:
         tokenizer = self.tokenizer if rng.random() < 0.8 else None
         self.num_runs += 1
         path = self.folder / f"{self.num_runs}.jsonl"
-        rng, recorded = random.Random(seed), RecordedRun(path, settings=f"seed {seed}: {config}")
+        rng = random.Random(seed)
+        recorded = RecordedRun(path, settings=f"seed {seed}: {config}")
         config |= {"events": None if first_step else path, "check_invariants": True}
         models = dict(loaded=self.loaded, draft=self.draft)
         engine = LLMEngine(EngineConfig(**config), tokenizer=tokenizer, **models)
-        runner, num_requests = paged_runner(engine), 0
-        forward, fails = runner.forward, rng.random() < 0.3
+        runner = paged_runner(engine)
+        num_requests = 0
+        forward = runner.forward
+        fails = rng.random() < 0.3
         luck = random.Random(seed)  # its own: an overlapped engine computes in another thread
 
         def failing_forward(batch):
@@ -170,7 +174,8 @@ class Workshop:
             num_requests += 1
             if name in engine._groups:
                 return
-            salt, prompt = rng.choice([None, None, "mine"]), rng.choice(self.prompts)
+            salt = rng.choice([None, None, "mine"])
+            prompt = rng.choice(self.prompts)
             try:
                 how = {"priority": rng.randint(0, 3), "cache_salt": salt}
                 engine.add_request(name, prompt, params, **how)

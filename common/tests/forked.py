@@ -23,7 +23,8 @@ class Forked:
         context = forked_with_libraries()
         self._process = context.Process(target=work, args=arguments, daemon=daemon)
         self._process.start()
-        self.pid, self.kill = self._process.pid, self._process.kill
+        self.pid = self._process.pid
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
         return self._process.exitcode

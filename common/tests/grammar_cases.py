@@ -113,7 +113,8 @@ def may_come(
 ) -> list[int]:
     """`may_follow` with stop tokens where the text is complete, and before `min_tokens` without end
     tokens where another token may follow."""
-    allowed, stops = may_follow(tokenizer, texts, token_ids), limits.get("stop_token_ids", [])
+    allowed = may_follow(tokenizer, texts, token_ids)
+    stops = limits.get("stop_token_ids", [])
     if tokenizer.eos_token_id in allowed:
         allowed += [stop for stop in stops if stop not in allowed]
     if len(token_ids) < limits.get("min_tokens", 0):
@@ -136,7 +137,8 @@ def greedy_within(
     ends = {tokenizer.eos_token_id, *kwargs.get("stop_token_ids", [])}
     while len(outputs) < most and (not outputs or name is None or outputs[-1] not in ends):
         text = tokenizer.decode(outputs)
-        before, num = tokenizer.decode(outputs[:-1]), len(outputs)
+        before = tokenizer.decode(outputs[:-1])
+        num = len(outputs)
         if num > kwargs.get("min_tokens", 0) and any(
             text.count(stop) > before.count(stop) for stop in kwargs.get("stop", ())
         ):

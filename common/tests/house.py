@@ -179,7 +179,8 @@ def rule_of_names(house: House) -> list[str]:
 def rule_of_one_definition(house: House) -> list[str]:
     """A chapter's class is defined once in the repository, tests included, nor again as `_Name`."""
     places = defaultdict(list)
-    taught, modules = set[str](), set(house.chapter_modules())
+    taught = set[str]()
+    modules = set(house.chapter_modules())
     for path in house.python_files():
         nodes = ast.walk(ast.parse(path.read_bytes()))
         names = {n.name.lstrip("_") for n in nodes if isinstance(n, ast.ClassDef)}

@@ -61,7 +61,8 @@ def beside_a_gpu() -> Iterator[None]:
     from common.engine_config import EngineConfig
     from kernel_launch import Launch
 
-    resolve, launch = EngineConfig.resolve_device, Launch.__call__
+    resolve = EngineConfig.resolve_device
+    launch = Launch.__call__
 
     def resolve_device(config: EngineConfig) -> torch.device:
         return torch.device("cpu") if config.device == "auto" else resolve(config)

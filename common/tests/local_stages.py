@@ -33,7 +33,9 @@ class Line:
     """One stage's `Collectives`; `lines` are those of all stages."""
 
     def __init__(self, ranks: Ranks, lines: list[Line]) -> None:
-        self.ranks, self.lines, self.counts = ranks, lines, Communication()
+        self.ranks = ranks
+        self.lines = lines
+        self.counts = Communication()
         self.arrived: queue.Queue[torch.Tensor] = queue.Queue()
         lines.append(self)
 
@@ -59,7 +61,8 @@ class Stage:
     """Computes plans in a thread, in order, each from its bytes."""
 
     def __init__(self, local: LocalRunner) -> None:
-        self.local, self.plans = local, queue.Queue()
+        self.local = local
+        self.plans = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def execute(self, plan: bytes) -> Future[StepOutput]:

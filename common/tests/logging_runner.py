@@ -15,12 +15,18 @@ class LoggingRunner:
     with what `label` says of the number of a step and its plan."""
 
     def __init__(self, log: list, label: Callable[[int, SchedulerOutput], tuple]) -> None:
-        self.log, self.label, self.said = log, label, Counter[str]()
-        self.num_steps, self.fails_at, self.fails_when_waited_for = 0, -1, False
+        self.log = log
+        self.label = label
+        self.said = Counter[str]()
+        self.num_steps = 0
+        self.fails_at = -1
+        self.fails_when_waited_for = False
 
     def execute(self, plan: SchedulerOutput):
         self.num_steps += 1
-        step, log, fails = self.num_steps, self.log, self.num_steps == self.fails_at
+        step = self.num_steps
+        log = self.log
+        fails = self.num_steps == self.fails_at
         label = self.label(step, plan)
         log.append(("begun", *label))
         if fails and not self.fails_when_waited_for:

@@ -22,8 +22,11 @@ class PagedHarness:
         kind: type[PagedKVCache] = PagedKVCache,
         backend: AttentionBackend | None = None,
     ) -> None:
-        self.backend, parameter = backend or TorchAttentionBackend(), model.embed_weight
-        self.model, self.block_size, self.device = model, block_size, parameter.device
+        self.backend = backend or TorchAttentionBackend()
+        parameter = model.embed_weight
+        self.model = model
+        self.block_size = block_size
+        self.device = parameter.device
         model.group_layers(model.config.num_unhidden)  # one table: no window hides anything
         blocks_each = -(-max_len // block_size)
         self.kv_cache = kind(
@@ -50,7 +53,11 @@ class PagedHarness:
     ) -> torch.Tensor:
         """`work`: (request, first position, tokens). Logits of every row, or of those asked for.
         A stage that is not the first gets `inputs`, too."""
-        ids, positions, slots, starts, seq_lens = [], [], [], [0], []
+        ids = []
+        positions = []
+        slots = []
+        starts = [0]
+        seq_lens = []
         for request, first, tokens in work:
             for position, token in enumerate(tokens, start=first):
                 block, offset = divmod(position, self.block_size)

@@ -27,7 +27,8 @@ class PretendDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads, self.uploads = 0, 0
+        self.reads = 0
+        self.uploads = 0
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()

@@ -98,14 +98,17 @@ def make_sampling(
 ) -> SamplingBatch:
     """`drafts` of a row stand before its token."""
     n = len(params)
-    columns, rows = SamplingColumns(n), np.arange(n)
+    columns = SamplingColumns(n)
+    rows = np.arange(n)
     for row, p in enumerate(params):
         has_rules = any(getattr(p, name) is not None for name in TOKEN_RULE_FIELDS)
         rules = token_rules_of(p, None, 1 << 40, lambda _, ids: ids) if has_rules else None
         columns.write(row, p, eos[row] if eos else (), rules)
     if seeds:
         columns.seed[:] = seeds
-    prompts, outputs, before = prompts or [[0]] * n, outputs or [[]] * n, drafts or [[]] * n
+    prompts = prompts or [[0]] * n
+    outputs = outputs or [[]] * n
+    before = drafts or [[]] * n
     req_ids = req_ids or [f"r{i}" for i in range(n)]
     return SamplingBatch(
         columns,

@@ -21,7 +21,8 @@ from common.parallel.sharded_layers import vocab_parallel_embedding
 from common.parallel.sharded_model import ShardedModel
 from common.tests.paged_harness import PagedHarness
 
-CPU, TIMEOUT_S = torch.device("cpu"), 120.0
+CPU = torch.device("cpu")
+TIMEOUT_S = 120.0
 
 
 def load_sharded(path: Path, dtype: torch.dtype, collectives: Collectives) -> ShardedModel:
@@ -33,9 +34,11 @@ def load_sharded(path: Path, dtype: torch.dtype, collectives: Collectives) -> Sh
 def run_steps(
     model: ShardedModel, collectives: Collectives, steps: list, **staged: object
 ) -> list[dict]:
-    harness, found = PagedHarness(model, 3), []
+    harness = PagedHarness(model, 3)
+    found = []
     for work, logit_indices in steps:
-        before, num_tokens = asdict(collectives.counts), sum(len(ids) for _, _, ids in work)
+        before = asdict(collectives.counts)
+        num_tokens = sum(len(ids) for _, _, ids in work)
         inputs = None
         if not collectives.ranks.is_first_stage:
             shape = (num_tokens, model.config.hidden_size)
@@ -71,7 +74,9 @@ def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
     found = {}
     for name, prompts in plan["adapted"].items():
         model = load_sharded(folder / name, torch.float64, collectives)
-        slots, start, segments = AdapterSlots(model, len(prompts), 16), 0, []
+        slots = AdapterSlots(model, len(prompts), 16)
+        start = 0
+        segments = []
         adapters = [slots.read(directory) for directory in prompts]
         for adapter in adapters:
             slots.take(adapter)
@@ -116,7 +121,8 @@ def run_rank(folder: Path, plan: dict, rank: int) -> None:
 
 def late_and_gone(store: FileStore, everybody: Collectives) -> dict:
     """A pause longer than the timeout is nothing; a rank that does not come, or is gone, is."""
-    ranks, timeout_s = everybody.ranks, 1.5
+    ranks = everybody.ranks
+    timeout_s = 1.5
     late, gone = (
         connect(ranks, PrefixStore(name, store), CPU, timeout_s) for name in ("late", "gone")
     )

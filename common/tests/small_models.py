@@ -54,7 +54,8 @@ def sharing(lengths: tuple[int, ...], parts_at: tuple[int, ...], vocab_size: int
             text += [*phrase, *(rng.randrange(2, vocab_size) for _ in range(5))]
         return text[:n]
 
-    trunk, prompts = tokens(max(lengths)), []
+    trunk = tokens(max(lengths))
+    prompts = []
     for length, parted in zip(lengths, parts_at, strict=True):
         common = parted or length
         prompts.append(trunk[:common] + tokens(length - common))
@@ -150,7 +151,8 @@ class Subject:
 
     @cached_property
     def adapted(self) -> Oracle:
-        prompts, found = self.oracle.prompts, list(self.oracle.continuations)
+        prompts = self.oracle.prompts
+        found = list(self.oracle.continuations)
         for name, path in self.adapters.items():
             own = [i for i in range(len(prompts)) if self.adapter_of(i) == name]
             tokens = by_peft(self.oracle.path, path, [prompts[i] for i in own], MAX_TOKENS)

@@ -20,8 +20,10 @@ from request import SamplingParams
 from tiered_cache import KVTierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-INDICES, NUM_TOKENS = (0, 1, 8, 15), 8
-PARAMS, NAMES = greedy_params(NUM_TOKENS), (None, *KINDS)
+INDICES = (0, 1, 8, 15)
+NUM_TOKENS = 8
+PARAMS = greedy_params(NUM_TOKENS)
+NAMES = (None, *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,8 @@ REFUSED: list[tuple[dict | Callable, str]] = [  # fields, or what is done to the
 
 
 def test_what_can_not_be_computed_exactly_is_refused(model, directories, prompts, tmp_path) -> None:
-    engine, good = checked_engine(model, adapters={}, num_blocks=99), directories["attention"]
+    engine = checked_engine(model, adapters={}, num_blocks=99)
+    good = directories["attention"]
     for i, (wrong, why) in enumerate(REFUSED):
         how = {"config": wrong} if isinstance(wrong, dict) else {"tensors": wrong}
         path = edited(good, tmp_path / str(i), **how)
@@ -183,7 +186,8 @@ def test_names_and_directories_that_are_none(model, directories, prompts, tmp_pa
     half = edited(directories["attention"], tmp_path / "half")
     (half / WEIGHTS).write_bytes(b"{")
     engine = checked_engine(model, adapters=directories, num_blocks=99)
-    plain, two = checked_engine(model, num_blocks=99), prompts[:2]
+    plain = checked_engine(model, num_blocks=99)
+    two = prompts[:2]
 
     def generate(adapter) -> None:
         engine.generate_batch(two, SamplingParams(), adapter=adapter)

@@ -35,7 +35,8 @@ def spoil(engine: LLMEngine, request_id: str, position: int, value: float = nan)
     forward = runner.forward
 
     def spoiled(batch):
-        logits, sampling = forward(batch).clone(), batch.sampling
+        logits = forward(batch).clone()
+        sampling = batch.sampling
         for row, name in enumerate(sampling.req_ids):
             if name == request_id and sampling.num_outputs[row] == position:
                 logits[row] = value
@@ -79,7 +80,8 @@ def test_who_ends_in_an_error_takes_its_kv_out_of_the_cache(
 ) -> None:
     """And who shares it when it happens ends too, or computes it, and leaves nothing bad either."""
     engine = make_engine(family_loaded, name, prefix_cache=cache)
-    prompt, expected = family_oracle.prompts[3], family_oracle.expected(3, 12)
+    prompt = family_oracle.prompts[3]
+    expected = family_oracle.expected(3, 12)
     spoil_kv(engine, "bad")
     for request_id in ("bad", "same"):
         engine.add_request(request_id, prompt, GREEDY)

@@ -92,7 +92,8 @@ def config_of(combination: Combination, batch_invariant: bool) -> EngineConfig:
     settings = combination.as_dict() | {"model": "random", "kv_tiers": None, "adapters": None}
     settings |= {"compile": False, "emulate_graphs": False, "grammars": None}
     config = make_config(Combination.of(settings, combination.seed))
-    longest, size = max(PROMPT_LENGTHS) + NUM_OUTPUTS, config.block_size
+    longest = max(PROMPT_LENGTHS) + NUM_OUTPUTS
+    size = config.block_size
     num_positions = 1500 if settings["pool"] == "ample" else longest + size
     num_blocks = 1 + -(-num_positions // size)
     return replace(config, num_blocks=num_blocks, batch_invariant=batch_invariant)
@@ -105,7 +106,8 @@ def serve(
     only: Sequence[int] = range(len(PROMPT_LENGTHS)),
 ) -> list[Seen]:
     """The prompts, arriving over some steps in an order of `seed`."""
-    rng, engine = random.Random(seed), make_engine(dtype, config)
+    rng = random.Random(seed)
+    engine = make_engine(dtype, config)
     arrivals = [(rng.randrange(6), i) for i in rng.sample(only, len(only))]
     finished: dict[int, Seen] = {}
     for step in range(20_000):
@@ -180,7 +182,8 @@ def test_where_it_can_not_be_had_it_is_refused():
         with pytest.raises(ValueError, match=sentence):
             EngineConfig(**{"batch_invariant": True, **options})
         EngineConfig(**{**options, "batch_invariant": False})
-    loaded, before = load_model(SHIPPED_DRAFT, torch.float64, CPU), torch.get_num_threads()
+    loaded = load_model(SHIPPED_DRAFT, torch.float64, CPU)
+    before = torch.get_num_threads()
     config = EngineConfig(num_blocks=20, batch_invariant=True, num_threads=before + 1)
     with pytest.raises(ValueError, match=r"batch_invariant must .*the dtype is torch\.float64"):
         LLMEngine(config, loaded=loaded)
@@ -189,7 +192,8 @@ def test_where_it_can_not_be_had_it_is_refused():
 
 def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_path):
     """Engines over one disk, with it and without: neither loads what the other computed."""
-    prompt, cached = list(range(2, 100)), []
+    prompt = list(range(2, 100))
+    cached = []
     for batch_invariant in (False, True, True):
         tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
         config = EngineConfig(num_blocks=20, batch_invariant=batch_invariant, kv_tiers=tiers)

@@ -19,7 +19,8 @@ def teacher_forced(model, oracle: Oracle, size: int, chunk: int = 1000) -> torch
     """Logits [num_prompts, NUM_TOKENS, vocab_size] in float64, along the oracle's continuations:
     `size` requests in a step, in chunks."""
     texts = [p + oracle.expected(i, NUM_TOKENS)[:-1] for i, p in enumerate(oracle.prompts)]
-    harness, rows = PagedHarness(model, len(texts)), [[] for _ in texts]
+    harness = PagedHarness(model, len(texts))
+    rows = [[] for _ in texts]
     for first in range(0, len(texts), size):
         for k in range(0, max(map(len, texts)), chunk):
             ids = {i: texts[i][k : k + chunk] for i in range(len(texts))[first : first + size]}

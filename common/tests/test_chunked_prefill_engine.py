@@ -17,7 +17,8 @@ SHORT, LONG = 0, 1  # prompts of 16 and 33 tokens that share nothing
 
 def watch(loaded, **config) -> tuple[LLMEngine, list[StepRecord]]:
     defaults = {"block_size": 4, "num_blocks": 200, "shuffle_batch": True}
-    engine, records = checked_engine(loaded, **(defaults | config)), []
+    engine = checked_engine(loaded, **(defaults | config))
+    records = []
     engine.on_step = records.append
     return engine, records
 

@@ -99,7 +99,9 @@ class Caller:
     """Does one strange thing after another, and knows what everybody has to be told."""
 
     def __init__(self, engine: LLMEngine, oracle: Oracle, rng: random.Random) -> None:
-        self.engine, self.oracle, self.rng = engine, oracle, rng
+        self.engine = engine
+        self.oracle = oracle
+        self.rng = rng
         self.indices = [i for i, p in enumerate(oracle.prompts) if len(p) <= 20]
         self.open: dict[str, tuple[int, SamplingParams]] = {}
         self.aborted: dict[str, list[tuple[int, SamplingParams]]] = {}  # and not yet told of
@@ -113,7 +115,8 @@ class Caller:
         index = self.rng.choice(self.indices)
         is_cut = self.rng.random() < 0.5
         stop = [self.rng.choice(self.oracle.continuations[index])] if is_cut else []
-        n, max_tokens = self.rng.choice([1, 2, 7]), self.rng.choice([1, 2, 9, 16])
+        n = self.rng.choice([1, 2, 7])
+        max_tokens = self.rng.choice([1, 2, 9, 16])
         return index, replace(GREEDY, n=n, max_tokens=max_tokens, stop_token_ids=stop)
 
     def is_taken(self, name: str, n: int) -> bool:
@@ -126,8 +129,10 @@ class Caller:
         return call(*arguments, **options)
 
     def add(self) -> None:
-        name, (index, params) = self.rng.choice(NAMES), self.some_request()
-        prompt, is_taken = self.oracle.prompts[index], self.is_taken(name, params.n)
+        name = self.rng.choice(NAMES)
+        (index, params) = self.some_request()
+        prompt = self.oracle.prompts[index]
+        is_taken = self.is_taken(name, params.n)
         if is_taken and self.is_told:
             with pytest.raises(ValueError, match=name):
                 self.engine.add_request(name, prompt, params)
@@ -147,7 +152,8 @@ class Caller:
 
     def add_several(self) -> None:
         """While others are added one is aborted, here or elsewhere; the last may be refused."""
-        index, is_bad = self.rng.choice(self.indices), self.rng.random() < 0.5
+        index = self.rng.choice(self.indices)
+        is_bad = self.rng.random() < 0.5
 
         def requests():
             yield "x", self.oracle.prompts[index], GREEDY
@@ -211,7 +217,9 @@ class Caller:
     def fail(self) -> None:
         """One step does, at the first or at a later call of a method."""
         find, name, is_done = FAULTS[self.rng.choice(sorted(FAULTS))]
-        part, num_calls, error = find(self.engine), self.rng.choice([1, 1, 2]), Strange
+        part = find(self.engine)
+        num_calls = self.rng.choice([1, 1, 2])
+        error = Strange
         if self.rng.random() < 0.5:
             error = KeyboardInterrupt
         real = getattr(part, name)
@@ -232,9 +240,11 @@ class Caller:
 
     def call(self) -> None:
         """A whole call, beside the others. If it is interrupted, its own requests end."""
-        (one, first), (other, second) = self.some_request(), self.some_request()
+        (one, first) = self.some_request()
+        (other, second) = self.some_request()
         prompts = [self.oracle.prompts[one], self.oracle.prompts[other]]
-        self.is_told, self.is_calling = False, True
+        self.is_told = False
+        self.is_calling = True
         outputs = self.survive(
             lambda: [*self.engine.generate_batch(prompts, [first, second]).values()]
         )
@@ -367,7 +377,8 @@ def test_a_sample_that_had_ended_is_not_aborted_with_the_others(random_loaded) -
 
 
 def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> None:
-    params, samples = SamplingParams(max_tokens=8, ignore_eos=True), []
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    samples = []
     for bad in (None, ("b", [1000], params), 5):
         engine = checked_engine(random_loaded, num_blocks=80)
         if bad is not None:
@@ -383,7 +394,8 @@ def test_who_is_refused_or_has_a_seed_changes_no_later_sample(random_loaded) -> 
 
 
 def test_a_row_of_numbers_is_one_prompt_and_what_is_no_prompt_is_refused(random_loaded) -> None:
-    engine, array = checked_engine(random_loaded, num_blocks=80), np.array([5, 6], dtype=np.uint8)
+    engine = checked_engine(random_loaded, num_blocks=80)
+    array = np.array([5, 6], dtype=np.uint8)
     for prompts in ((5, 6), array, [np.int64(5), np.int32(6)], torch.tensor([5, 6])):
         assert as_list_of_prompts(prompts) == [[5, 6]]
         (output,) = engine.generate_batch([prompts], GREEDY).values()

@@ -22,8 +22,10 @@ CASES[:20] = [pytest.param(row, marks=pytest.mark.check) for row in CASES[:20]] 
 
 @pytest.mark.parametrize("combination", CASES, ids=str)
 def test_every_token_is_right(combination: Combination) -> None:
-    found, settings = serve_combination(combination), combination.as_dict()
-    chunk, has_stages = str(settings["chunked_prefill"]), settings["pipeline_parallel_size"] > 1
+    found = serve_combination(combination)
+    settings = combination.as_dict()
+    chunk = str(settings["chunked_prefill"])
+    has_stages = settings["pipeline_parallel_size"] > 1
     drafts = settings["speculative"]
     # Without an effect, a setting would prove nothing.
     assert found.num_preemptions > 0 or settings["preempt_every"] is None

@@ -33,7 +33,8 @@ def next_step(first: SchedulerOutput, num_before: int) -> SchedulerOutput:
     """A token for each, from one that no host has seen."""
     names, n = list(first.num_scheduled_tokens), len(first.num_scheduled_tokens)
     computed = [length + num_before for length in first.num_scheduled_tokens.values()]
-    tokens, counts = [[PENDING]] * n, [num_before + 1] * n
+    tokens = [[PENDING]] * n
+    counts = [num_before + 1] * n
     cached = CachedRequestData(names, tokens, computed, counts, [() for _ in names], set(), names)
     return SchedulerOutput(
         scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1)
@@ -54,7 +55,8 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         state = BatchState(MAX_SEQS, 256, SamplingColumns(eos_token_ids=(0,)))
         sampler = Sampler(loaded.config.vocab_size - 10)
         runner = GraphRunner(*where, state, sampler, compose=compose, graphs=graphs)
-        plan, device.reads = first_step(), 0
+        plan = first_step()
+        device.reads = 0
         for step in (plan, next_step(plan, 0), next_step(plan, 1)):
             batch = runner.prepare(step)
             assert batch is not None

@@ -31,7 +31,8 @@ from request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = small_tokenizer()
-INDICES, NUM_TOKENS = (0, 1, 8, 15), 10
+INDICES = (0, 1, 8, 15)
+NUM_TOKENS = 10
 DRAFTS = {"method": "draft", "num_spec_tokens": 3, "adaptive": False}
 
 
@@ -59,7 +60,8 @@ def make_engine(draft=None, **config) -> LLMEngine:
 def test_each_token_is_the_highest_of_those_that_may_follow(prompts) -> None:
     """Each prompt with each grammar and with none, again from the cache, with other limits, and as
     two samples."""
-    engine, pairs = make_engine(), [(i, name) for i in range(4) for name in CASES]
+    engine = make_engine()
+    pairs = [(i, name) for i in range(4) for name in CASES]
     for limits, how in LIMITS.items():
         asked = [params_of(name, n=2, **how) for _, name in pairs]
         found = engine.generate_batch([prompts[i] for i, _ in pairs], asked).values()
@@ -143,7 +145,8 @@ def test_who_is_wrong_or_can_say_nothing_more_ends_alone_with_the_reason(
 ) -> None:
     engine = make_engine(draft, **how)
     q, x, y = (TOKENIZER.encode(letter)[0] for letter in "qxy")
-    heavy, why = "(" * 16 + "a" + "{1,99})" * 16, ": no token may come next"
+    heavy = "(" * 16 + "a" + "{1,99})" * 16
+    why = ": no token may come next"
     rules = dict(grammar=Regex("ab*"), allowed_token_ids=[x], bad_words=[[q]])
     reasons: list[tuple[dict, str]] = [
         *((dict(grammar=g), "grammar: cannot compile: ") for g in (Regex("(a"), Regex("(?=a)b"))),
@@ -184,10 +187,12 @@ def test_what_can_not_be_meant_is_refused() -> None:
 
 
 def test_without_what_it_needs_it_is_refused(monkeypatch) -> None:
-    params, loaded = SamplingParams(grammar=Regex("a"), max_tokens=9), subject("family").ending
+    params = SamplingParams(grammar=Regex("a"), max_tokens=9)
+    loaded = subject("family").ending
     listed = replace(loaded, generation_eos_token_ids=())
     endless = checked_engine(listed, tokenizer=Tokenizer(TOKENIZER.backend), num_blocks=9)
-    bare, lacking = checked_engine(loaded, num_blocks=9), make_engine()
+    bare = checked_engine(loaded, num_blocks=9)
+    lacking = make_engine()
     package = r"pip install 'vllm-from-scratch\[grammar\]'"
     for engine, why in ((bare, "a tokenizer"), (endless, "no EOS token"), (lacking, package)):
         if engine is lacking:
@@ -199,7 +204,8 @@ def test_without_what_it_needs_it_is_refused(monkeypatch) -> None:
 def test_what_would_take_for_ever_ends_in_an_error_soon(prompts, monkeypatch) -> None:
     """The library counts what it does: no clock decides, and no process has to be ended. Meanwhile
     nobody is held up, and who waits may go, and so may the engine."""
-    engine, goes_on = make_engine(), threading.Event()
+    engine = make_engine()
+    goes_on = threading.Event()
     compile_source = grammar_compiler.compile_source
 
     def compile(source: str, tokenizer: object) -> str:
@@ -207,7 +213,8 @@ def test_what_would_take_for_ever_ends_in_an_error_soon(prompts, monkeypatch) ->
         return compile_source(source, tokenizer)
 
     monkeypatch.setattr(grammar_compiler, "compile_source", compile)
-    rules, a = Ebnf('root ::= s\ns ::= s s | s s s | "a"'), TOKENIZER.encode("a")
+    rules = Ebnf('root ::= s\ns ::= s s | s s s | "a"')
+    a = TOKENIZER.encode("a")
     endless = {
         "regex": Regex("(" * 30 + "a" + "{1,99})" * 30),
         "choices": Regex("(a|b)*a(a|b){900}c"),

@@ -51,7 +51,9 @@ def test_what_cannot_be_captured_is_announced_and_served(
 
 def test_who_wants_graphs_and_who_compiles() -> None:
     """A small model does not compile by itself, nor does a GPU, nor what has to keep its bits."""
-    cuda, auto, many = torch.device("cuda"), EngineConfig(), COMPILE_FROM_PARAMETERS
+    cuda = torch.device("cuda")
+    auto = EngineConfig()
+    many = COMPILE_FROM_PARAMETERS
     assert auto.wants_graphs(cuda) and not auto.wants_graphs(CPU)
     assert not EngineConfig(enforce_eager=True).wants_graphs(cuda)
     assert EngineConfig(emulate_graphs=True).wants_graphs(CPU)

@@ -116,7 +116,8 @@ def test_the_lock_has_a_version_of_each_declared_package() -> None:
 
 def test_every_case_is_of_make_test_or_of_make_test_book() -> None:
     """And of one of them only, unless it is slow."""
-    makefile, both = (ROOT / "Makefile").read_text(), (conftest.TEST, conftest.TEST_BOOK)
+    makefile = (ROOT / "Makefile").read_text()
+    both = (conftest.TEST, conftest.TEST_BOOK)
     assert all(f'-m "{words}"' in makefile for words in both)
     for marks in ({}, {"book"}, {"slow"}, {"book", "slow"}):
         asked = [Expression.compile(each).evaluate(lambda m, **_: m in marks) for each in both]

@@ -54,7 +54,8 @@ class Interrupter:
     lines one, always the same ones."""
 
     def __init__(self, every: int = 1) -> None:
-        self.every, self.tried = every, set[Place]()
+        self.every = every
+        self.tried = set[Place]()
         self.is_armed = True
         self.is_host_code: dict[CodeType, bool] = {}
         self.last: Place | None = None  # where it has interrupted, if the last call was
@@ -96,16 +97,20 @@ class Run(Caller):
 
     def __init__(self, engine: LLMEngine, oracle: Oracle, interrupt: Interrupter) -> None:
         super().__init__(engine, oracle, random.Random(0))
-        self.interrupt, self.is_interrupting, engine.on_step = interrupt, False, None
+        self.interrupt = interrupt
+        self.is_interrupting = False
+        engine.on_step = None
 
     def do(self, call: Callable, *arguments, **options):
-        self.interrupt.last, self.was_interrupted = None, False
+        self.interrupt.last = None
+        self.was_interrupted = False
         try:
             if self.is_interrupting:
                 return self.interrupt(call, *arguments, **options)
             return call(*arguments, **options)
         except (KeyboardInterrupt, Strange):
-            self.was_interrupted, self.is_told = True, False
+            self.was_interrupted = True
+            self.is_told = False
             self.at_risk |= self.open.keys()
             return None
 
@@ -141,7 +146,8 @@ class Run(Caller):
 
     def fail_in(self, part: object, name: str) -> None:
         """Each round a step fails there, and what interrupts is its recovery."""
-        call, interrupt = getattr(part, name), self.interrupt
+        call = getattr(part, name)
+        interrupt = self.interrupt
 
         def fail(*arguments):
             interrupt.is_armed = sys.gettrace() is not None

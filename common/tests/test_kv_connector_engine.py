@@ -58,7 +58,8 @@ def test_checkpoints_that_differ_in_one_number_exchange_no_kv(
 ):
     """Trap 59: the number is where a sample of every third element does not see it."""
     prompt = oracle.prompts[2]
-    row, column = prompt[0], next(j for j in range(32) if (prompt[0] * 32 + j) % 3)
+    row = prompt[0]
+    column = next(j for j in range(32) if (prompt[0] * 32 + j) % 3)
     model = Qwen3ForCausalLM.from_pretrained(oracle.path, dtype=torch.float64)
     with torch.no_grad():
         model.get_input_embeddings().weight[row, column] += 5
@@ -89,7 +90,8 @@ def test_a_request_that_is_loading_holds_up_nobody_and_can_be_aborted(oracle, lo
     pool = pool_of(lambda block: gate.wait(20) and block.kv_data)
     serve(make_engine(loaded, PoolConnector(pool, "a")), oracle, [2], 2)
     engine = make_engine(loaded, PoolConnector(pool, "b", load_timeout_s=30))
-    params, done = greedy_params(3), {}
+    params = greedy_params(3)
+    done = {}
     engine.add_request("gone", oracle.prompts[2], params)
     engine.step()
     assert engine.stats().kv_blocks_in_use == 11

@@ -28,8 +28,10 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
     others = [i for i in range(len(lengths)) if i != first]
     for i in others[:12]:  # it is evicted
         engine.generate_batch([oracle.prompts[i]], greedy_params(2))
-    connector, forward = engine.kv_manager.connector, paged_runner(engine).forward
-    load, events = connector.update_state_after_alloc, []
+    connector = engine.kv_manager.connector
+    forward = paged_runner(engine).forward
+    load = connector.update_state_after_alloc
+    events = []
 
     def slow_forward(batch):
         time.sleep(0.05)
@@ -41,7 +43,8 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
         events.append(("load", len(engine.core._in_flight)))
         return load(*arguments)
 
-    paged_runner(engine).forward, connector.update_state_after_alloc = slow_forward, noted_load
+    paged_runner(engine).forward = slow_forward
+    connector.update_state_after_alloc = noted_load
     engine.add_request("a", list(range(90, 70, -1)), greedy_params(3))
     engine.step()
     engine.add_request("b", oracle.prompts[first], greedy_params(2))
@@ -71,7 +74,8 @@ def test_a_name_that_is_free_again_gets_nothing_of_its_predecessor(
 ) -> None:
     """Trap 82: the first request's step ends when its name is the second one's. The second one's
     entries are of its own prompt, and it was not scheduled before it arrived."""
-    engine, scored = overlapped_engine(random_loaded), replace(greedy_params(4), prompt_logprobs=0)
+    engine = overlapped_engine(random_loaded)
+    scored = replace(greedy_params(4), prompt_logprobs=0)
     engine.add_request("other", random_oracle.prompts[2], greedy_params(9))
     engine.step()
     engine.add_request("a", random_oracle.prompts[5], scored)

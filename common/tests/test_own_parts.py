@@ -85,7 +85,8 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     parts = own(oracle)
     how = dict(preempt_every=3, overlap_scheduling=True, **MAKERS)
     engine = engine_with(loaded, **parts, **how)
-    chunks, order = [], list[str]()
+    chunks = []
+    order = list[str]()
     engine.on_step = lambda record: chunks.extend(record.num_scheduled_tokens.values())
     serve(engine, oracle, EVERYONE, MAX_TOKENS)
     assert max(chunks) == 5 and parts["chunked_prefill"].num_observed == engine.stats().num_steps

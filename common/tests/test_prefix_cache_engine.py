@@ -29,7 +29,8 @@ def test_a_warm_run_equals_a_cold_one(model, block_size, prefix_cache):
     can be forgotten between runs."""
     which = subject(model)
     config = dict(block_size=block_size, num_blocks=2500, prefix_cache=prefix_cache)
-    engine, everyone = checked_engine(which.loaded, **config), range(len(which.oracle.prompts))
+    engine = checked_engine(which.loaded, **config)
+    everyone = range(len(which.oracle.prompts))
     serve(engine, which.oracle, list(everyone), 8)
     engine.reset_stats()
     for output in serve(engine, which.oracle, list(everyone)[::-1], 8):
@@ -86,7 +87,8 @@ def test_published_kv_is_what_its_tokens_give(prefix_cache, oracle, loaded):
         for name in ("key_cache", "value_cache"):
             mine, theirs = (getattr(each.kv_cache, name) for each in (engine, plain))
             for layer, other in zip(mine, theirs, strict=True):
-                found, wanted = layer[prefix.block.block_id], other[block_id]
+                found = layer[prefix.block.block_id]
+                wanted = other[block_id]
                 torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -135,7 +137,8 @@ def test_full_blocks_of_a_prompt_are_scheduled_once_for_all_samples(
 
 def test_samples_are_what_their_seeds_give_alone(random_oracle, random_loaded) -> None:
     engine = checked_engine(random_loaded, block_size=4, num_blocks=200)
-    prompt, several = prompt_of(random_oracle, 1), SamplingParams(n=4, seed=5, max_tokens=8)
+    prompt = prompt_of(random_oracle, 1)
+    several = SamplingParams(n=4, seed=5, max_tokens=8)
     seeds = [seed_of_sample(5, i) for i in range(4)]
     assert seeds[0] == 5 and 6 not in seeds, "the second would be the text of the next seed"
     (output,) = engine.generate_batch([prompt], several).values()

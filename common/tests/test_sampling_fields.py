@@ -18,14 +18,19 @@ from common.tests.model_cases import reference_logits
 
 def test_what_of_a_text_is_shown() -> None:
     llm = LLM(dtype="float64", num_blocks=400, block_size=4, check_invariants=True)
-    prompt, params = "def area(width, height):\n    return", replace(greedy_params(9), logprobs=0)
+    prompt = "def area(width, height):\n    return"
+    params = replace(greedy_params(9), logprobs=0)
 
     def generate(params: SamplingParams):
         return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 
-    plain, decode, with_stop = generate(params), llm.engine.tokenizer.decode, dict[str, Any]()
+    plain = generate(params)
+    decode = llm.engine.tokenizer.decode
+    with_stop = dict[str, Any]()
     with_stop["include_stop_str_in_output"] = True
-    stop_id, stop, tokens = plain.token_ids[2], plain.text[5:8], plain.token_ids
+    stop_id = plain.token_ids[2]
+    stop = plain.text[5:8]
+    tokens = plain.token_ids
     until = plain.text.index(stop)
     rows: list[tuple[dict[str, Any], str, object]] = [
         ({"detokenize": False}, "", None),
@@ -43,7 +48,8 @@ def test_what_of_a_text_is_shown() -> None:
 
 def test_log_probabilities_of_all_tokens_and_their_sum(oracle: Oracle, loaded) -> None:
     """Beside a request that wants two, in one batch."""
-    prompt, tokens = oracle.prompts[3], oracle.expected(3, 6)
+    prompt = oracle.prompts[3]
+    tokens = oracle.expected(3, 6)
     (logits,) = reference_logits(oracle.path, torch.float64, [prompt + tokens])
     expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
     engine = checked_engine(loaded, num_blocks=200)
@@ -64,10 +70,12 @@ def test_a_prompt_is_cut_from_the_left_and_an_output_fills_the_room(oracle: Orac
     """Trap 83: without `max_tokens`, -1 keeps one token less than the model has room for."""
     speculative = {"method": "ngram"}
     engine = checked_engine(loaded, num_blocks=200, max_model_len=40, speculative=speculative)
-    prompt, plain = oracle.prompts[3], greedy_params(1)
+    prompt = oracle.prompts[3]
+    plain = greedy_params(1)
     rows = [(1, 10, 1), (5, 10, 5), (1000, 10, 17), (-1, 10, 30), (-1, None, 39), (None, None, 17)]
     for most, max_tokens, num_kept in rows:
-        given, room = prompt * 9 if most == -1 else prompt, 40 - num_kept
+        given = prompt * 9 if most == -1 else prompt
+        room = 40 - num_kept
         asked = replace(plain, max_tokens=max_tokens, truncate_prompt_tokens=most)
         same = replace(plain, max_tokens=min(room, max_tokens or room))
         output, whole = engine.generate_batch([given, given[-num_kept:]], [asked, same]).values()
@@ -86,8 +94,10 @@ CACHES = [{"prefix_cache": "hash"}, {"prefix_cache": "radix"}, {"scheduler": "fc
 @pytest.mark.parametrize("config", CACHES, ids=str)
 def test_who_reads_no_cache_computes_all_and_others_find_it(config, oracle, loaded) -> None:
     """And waits for nobody who computes the same."""
-    engine, started = checked_engine(loaded, num_blocks=200, block_size=4, **config), {}
-    prompt, num_found = oracle.prompts[5], (len(oracle.prompts[5]) - 1) // 4 * 4
+    engine = checked_engine(loaded, num_blocks=200, block_size=4, **config)
+    started = {}
+    prompt = oracle.prompts[5]
+    num_found = (len(oracle.prompts[5]) - 1) // 4 * 4
     skipping = replace(greedy_params(5), skip_reading_prefix_cache=True)
     for params, num_cached in ((skipping, 0), (skipping, 0), (greedy_params(5), num_found)):
         (output,) = engine.generate_batch([prompt], params).values()
@@ -127,7 +137,8 @@ WAYS = pytest.mark.parametrize("way", [by_add_request, by_generate, by_stream])
 @pytest.fixture
 def one_by_one(loaded) -> LLM:
     """One request at a time, by priority."""
-    llm, limits = LLM.__new__(LLM), {"block_size": 4, "num_blocks": 200, "max_num_seqs": 1}
+    llm = LLM.__new__(LLM)
+    limits = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 1}
     llm.engine = checked_engine(loaded, policy="priority", **limits)
     return llm
 
@@ -161,7 +172,8 @@ def test_who_is_more_urgent_or_came_earlier_is_served_first(
 def test_only_who_has_the_same_salt_finds_a_prefix(
     way: Callable[..., None], salt: str | None, one_by_one: LLM, oracle
 ) -> None:
-    prompt, stats = oracle.prompts[2], one_by_one.engine.stats
+    prompt = oracle.prompts[2]
+    stats = one_by_one.engine.stats
     way(one_by_one, prompt, cache_salt=salt)
     by_generate(one_by_one, prompt, cache_salt="yours")
     assert stats().cached_tokens == 0

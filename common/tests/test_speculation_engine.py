@@ -68,7 +68,8 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, oracle, loaded
     indices = [0, 3, 5, 6, 7]
     outputs = serve(engine, oracle, indices, MAX_TOKENS)
     stats = engine.stats()
-    accepted, drafted = stats.num_accepted_tokens, stats.num_drafted_tokens
+    accepted = stats.num_accepted_tokens
+    drafted = stats.num_drafted_tokens
     if script == "right":
         assert accepted == drafted > 0 and stats.acceptance_by_position == [1.0] * 4
     if script == "wrong":

@@ -44,7 +44,8 @@ def rules_for(continuation: list[int]) -> list[dict]:
 @pytest.fixture(scope="module")
 def ruled(family_oracle: Oracle, model) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Prompts, parameters, and what is said."""
-    oracle, found = family_oracle, []
+    oracle = family_oracle
+    found = []
     for i, prompt in enumerate(oracle.prompts[:5]):
         rules = rules_for(oracle.continuations[i])[i]
         tokens = said_by_the_rules(model, prompt, **rules)
@@ -117,7 +118,8 @@ def likely(family_oracle: Oracle, model) -> dict[int, torch.Tensor]:
 
 
 def must_be(output, expected: torch.Tensor, num_top: int) -> None:
-    (first, *entries), prompt = output.prompt_logprobs, output.prompt_token_ids
+    (first, *entries) = output.prompt_logprobs
+    prompt = output.prompt_token_ids
     assert first is None and len(entries) == len(prompt) - 1
     for token, entry, row in zip(prompt[1:], entries, expected[:-1], strict=True):
         assert entry.token_id == token

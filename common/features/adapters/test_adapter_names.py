@@ -64,9 +64,12 @@ class Interrupted(dict):
 def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
     """With loads that overlap, fail or are interrupted, and a step in flight that fails when a
     drop waits for it. What an interrupt leaves is dropped by the next call."""
-    rng, loader = random.Random(seed), Loader()
+    rng = random.Random(seed)
+    loader = Loader()
     names = AdapterNames(loader, lambda: 1 / 0)
-    digests, users, begun = dict[str, str](), dict[str, Request](), list[tuple[str, Any]]()
+    digests = dict[str, str]()
+    users = dict[str, Request]()
+    begun = list[tuple[str, Any]]()
     for number in range(80):
         name, content = rng.choice("xyz"), rng.choice("abc?")
         act = rng.choice(["begin", "end", "end", "unload", "add", "finish", "interrupt"])
@@ -94,14 +97,16 @@ def test_content_is_there_while_a_name_or_a_request_has_it(seed: int) -> None:
             for _ in range(2):
                 names.on_finish(request)
         elif act == "interrupt" and name not in digests and content != "?":
-            whole, names._digests = names._digests, Interrupted(names._digests)
+            whole = names._digests
+            names._digests = Interrupted(names._digests)
             with pytest.raises(KeyboardInterrupt):
                 names.load(name, content)
             names._digests = whole
         else:
             continue
         used = {user.features["adapter"] for user in users.values()}
-        wanted, there = used | set(digests.values()), set(loader.there)
+        wanted = used | set(digests.values())
+        there = set(loader.there)
         assert there >= wanted and len(there) == len(loader.there)
         assert there == wanted or act in ("end", "interrupt", "add")
         assert {name: names.digest_of(name) for name in names.names} == digests
@@ -113,8 +118,10 @@ class Ranks:
     """An executor whose two ranks answer in turn, one of them a look, until they are gone."""
 
     def __init__(self, *answers: str | None) -> None:
-        self.answers, self.links = list(answers), [0, 1]
-        self.loading, self.taken = {}, []
+        self.answers = list(answers)
+        self.links = [0, 1]
+        self.loading = {}
+        self.taken = []
 
     def send(self, content: bytes) -> None:
         if not self.answers:
@@ -152,7 +159,8 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
 
 
 def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, monkeypatch) -> None:
-    slots, goes_on = AdapterSlots(random_loaded.model, 1, 4), threading.Event()
+    slots = AdapterSlots(random_loaded.model, 1, 4)
+    goes_on = threading.Event()
 
     def read(directory: str, *_: object) -> Adapter:
         assert goes_on.wait(60)
@@ -168,7 +176,8 @@ def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, mon
 
 
 def test_who_is_needed_longest_ago_makes_room_and_nobody_is_filled_twice(random_loaded) -> None:
-    slots, filled = AdapterSlots(random_loaded.model, 2, 4), []
+    slots = AdapterSlots(random_loaded.model, 2, 4)
+    filled = []
     slots.taken = {name: Adapter(name, {}) for name in "abcd"}
     fill = slots._fill
     slots._fill = lambda slot, adapter: filled.append(adapter.digest) or fill(slot, adapter)

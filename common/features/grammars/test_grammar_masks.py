@@ -90,7 +90,8 @@ class Matching:
     """One grammar, and the tokens that have been taken."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar, **limits: Any) -> None:
-        self.vocabulary, self.vocab_size = vocabulary, len(vocabulary.token_bytes)
+        self.vocabulary = vocabulary
+        self.vocab_size = len(vocabulary.token_bytes)
         self.limits = limits.get("stop_token_ids", ()), limits.get("min_tokens", 0)
         self.compiled = compile_source(source_of(grammar), tokenizer_of(vocabulary))
         self.begin()
@@ -143,14 +144,17 @@ def state_of(outputs: list[int], prompt: tuple[int, ...] = (3, 4)) -> SimpleName
 def test_two_libraries_allow_the_same_tokens(name) -> None:
     """Bit for bit, along texts drawn at random, of the tokenizer that is shipped."""
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    eos, vocab_size = tokenizer.eos_token_id, tokenizer.vocab_size
+    eos = tokenizer.eos_token_id
+    vocab_size = tokenizer.vocab_size
     vocabulary = Vocabulary.of(tokenizer, vocab_size, [eos])
     grammar, as_xgrammar = PAIRS[name]
     info = xgrammar.TokenizerInfo(list(vocabulary.token_bytes), stop_token_ids=[eos])
     compiled = as_xgrammar(xgrammar.GrammarCompiler(info, max_threads=1))
-    rng, num_masks = random.Random(name), 0
+    rng = random.Random(name)
+    num_masks = 0
     for _ in range(4):
-        ours, other = Matching(vocabulary, grammar), xgrammar.GrammarMatcher(compiled)
+        ours = Matching(vocabulary, grammar)
+        other = xgrammar.GrammarMatcher(compiled)
         while len(ours.outputs) < 40 and eos not in ours.outputs:
             theirs = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
             other.fill_next_token_bitmask(theirs)
@@ -179,7 +183,9 @@ def test_two_libraries_allow_the_same_tokens(name) -> None:
 )
 def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
     """All texts of up to four characters."""
-    start, found, right = Matching(SMALL, Ebnf(rules)), set(), set()
+    start = Matching(SMALL, Ebnf(rules))
+    found = set()
+    right = set()
     for text in ("".join(w) for n in range(5) for w in product("abc-", repeat=n)):
         num = start.matched.num_possible([*(SPELL[c] for c in text), EOS])
         found |= {text} if num == len(text) + 1 else set()
@@ -218,7 +224,8 @@ def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
     """Before `min_tokens` an end token can come only where nothing else can."""
-    rng, kwargs = random.Random(name), LIMITS[limits]
+    rng = random.Random(name)
+    kwargs = LIMITS[limits]
     ends = {EOS, *kwargs.get("stop_token_ids", ())}
     for _ in range(5):
         ours = Matching(SMALL, CASES[name][0], **kwargs)
@@ -466,7 +473,8 @@ def test_a_draft_at_which_the_library_gives_up_ends_no_text() -> None:
     """The allowed tokens without drafts are the same after them. The row after such a draft is
     unknown: no token is allowed."""
     heavy = "(" * 16 + "a" + "{1,99})" * 16
-    grammar, tokens = Regex(f"c?x(cc|{heavy})"), tokenizer_of(SMALL)
+    grammar = Regex(f"c?x(cc|{heavy})")
+    tokens = tokenizer_of(SMALL)
     texts = [compile_source(source_of(one), tokens) for one in (grammar, Regex("ab"))]
     matchers = [beginning_of(tokens, text).matcher for text in texts]
     ours = Matching(SMALL, grammar)
@@ -498,7 +506,8 @@ def test_ambiguous_rules_reach_a_limit(rules, can_end) -> None:
     """The limit is reached before a token takes tenths of a second, which would delay all other
     requests. It is the same token on every machine, because it is counted. Rules with one reading,
     or few, have no limit."""
-    ours, a = Matching(SMALL, Ebnf(rules)), TOKENIZER.encode("a")[0]
+    ours = Matching(SMALL, Ebnf(rules))
+    a = TOKENIZER.encode("a")[0]
     matcher = ours.matched.beginning.matcher
     while len(ours.outputs) < 1000 and a in ours.allowed():
         ours.outputs.append(a)
@@ -537,7 +546,8 @@ def test_rules_and_schemas_may_lead_to_each_other_for_long() -> None:
         (Ebnf(f'root ::= r0\n{rules}r3000 ::= "b"'), "a"),
         (Json({"$ref": "#/$defs/0", "$defs": schemas}), "["),
     ):
-        ours, (token,) = Matching(SMALL, grammar), TOKENIZER.encode(first)
+        ours = Matching(SMALL, grammar)
+        (token,) = TOKENIZER.encode(first)
         ours.outputs = [token] * 100
         assert token in ours.allowed()
     described = {"properties": {"description": {"description": "x" * 300_000, "default": "y"}}}
@@ -567,7 +577,8 @@ class Held:
     """A compiler whose library works on grammars with an `x` until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go_on = SimpleQueue[str](), Event()
+        self.begun = SimpleQueue[str]()
+        self.go_on = Event()
         monkeypatch.setattr(grammar_compiler, "compile_source", self.compile)
         self.compiler = GrammarCompiler(SMALL)
 
@@ -663,7 +674,8 @@ def test_the_least_recently_wanted_go_first_failures_too(held, monkeypatch) -> N
 def test_forbidden_logits_are_minus_infinity_and_no_other_changes(dtype, vocab_size) -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, vocab_size, dtype=dtype)
-    before, rng = logits.clone(), random.Random(0)
+    before = logits.clone()
+    rng = random.Random(0)
     allowed = [{0, 31, 32, 63}, {rng.randrange(64) for _ in range(20)}]
     words = np.zeros((2, 2), dtype=np.uint32)
     for row, ids in enumerate(allowed):

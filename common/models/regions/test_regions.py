@@ -65,7 +65,10 @@ class Version(NamedTuple):
 
 
 COMPILED = pytest.mark.needs("C++ compiler")
-f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+f64 = torch.float64
+f32 = torch.float32
+f16 = torch.float16
+bf16 = torch.bfloat16
 VERSIONS = [
     *(
         pytest.param((CompiledRegions, Kind(*kind)), marks=COMPILED, id=f"compiled-{kind}")
@@ -98,7 +101,8 @@ def added(version: Version, hidden: torch.Tensor, delta: torch.Tensor, weight: t
 def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
     """Sizes that vectors divide and do not divide, of no token to many: one thread and more. The
     norm reads the sum as it is stored, rounded."""
-    plain, is_compiled = Regions(), isinstance(version.regions, CompiledRegions)
+    plain = Regions()
+    is_compiled = isinstance(version.regions, CompiledRegions)
     for size in (1, 24, 61, 1000):
         weight = version.draw(size, seed=1, norm=True)
         for num_tokens in (0, 1, 5, *([400] if is_compiled else [])):
@@ -127,7 +131,8 @@ def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
 @pytest.mark.parametrize("cache_kind", [HeadMajorKVCache, PagedKVCache])
 def test_heads_are_normed_turned_and_written(version: Version, has_norm, cache_kind) -> None:
     """In memory of either order. NaN in every slot that is not written stays; -1 is nowhere."""
-    head_dim, block_size = version.kind.head_dim, 3
+    head_dim = version.kind.head_dim
+    block_size = 3
     table = rotary_table(RopeParameters(), head_dim, 300, version.kind.dtype).to(version.device)
     for heads, kv_heads, num_tokens in ((4, 2, 7), (6, 1, 1), (2, 2, 60), (4, 2, 0)):
         weight = version.draw(heads + kv_heads, head_dim, norm=True) if has_norm else None
@@ -157,7 +162,8 @@ def test_padding_stays_zero_and_large_gates_and_nan_are_what_they_are(version: V
     weight = version.draw(24, norm=True)
     assert not added(version, zeros.clone(), zeros, weight)[1].any(), "eps keeps it from NaN"
     gates = zeros[:1, :8] + torch.tensor([-1e4, 2, 3, 4], device=version.device).repeat(2)
-    gates[0, 1], gates[0, 4] = math.nan, 1e4
+    gates[0, 1] = math.nan
+    gates[0, 4] = 1e4
     found = version.regions.activate_and_multiply(gates.to(version.kind.dtype), F.silu)
     assert abs(found[0, 0].item()) < 1e-20
     assert found[0].isnan().nonzero().tolist() == [[1]]

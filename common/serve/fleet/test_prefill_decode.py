@@ -47,7 +47,9 @@ class Server:
     """Notes what it is asked, and says `answer`."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.status, self.seconds = answer, 200, 0.0
+        self.answer = answer
+        self.status = 200
+        self.seconds = 0.0
         self.seen: list[tuple[str, Any, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -64,7 +66,8 @@ class Server:
 
 def test_both_are_asked_as_vllm_asks_and_the_second_one_answers(stack: ExitStack) -> None:
     where = {"kv_transfer_params": {"where": 7}}
-    first, second = Server(where), Server({"text": "y"})
+    first = Server(where)
+    second = Server({"text": "y"})
     places = [served(stack, one) for one in (first, second)]
     proxy = served(stack, make_proxy(*places, prefill_seconds=0.5))
     headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Cookie": "a=b"}
@@ -166,10 +169,12 @@ def test_the_decode_server_loads_kv_of_the_prefill_server(
     flags = ("--prefill", prefill.url, "--decode", decode.url)
     if kind == "router":
         pair = ("--policy", "round_robin", "--vllm-pd-disaggregation", *flags)
-        front, hits = stack.enter_context(start_router(*pair)), 0  # says what prefill had cached
+        front = stack.enter_context(start_router(*pair))  # says what prefill had cached
+        hits = 0
     else:
         module = "common.serve.fleet.pd_proxy"
-        front, hits = stack.enter_context(start_server(*flags, module=module)), FULL
+        front = stack.enter_context(start_server(*flags, module=module))
+        hits = FULL
     front.wait_until_ready()
     assert post_all(front.url, PROMPTS[:3]) == (expected[:3], [hits] * 3)
     assert computed(prefill) == 3 * 100 and computed(decode) == 3 * (100 - FULL)
