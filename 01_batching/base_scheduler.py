@@ -327,8 +327,6 @@ class BaseScheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    has_requests = has_unfinished_requests  # the name in the Chinese blog posts
-
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)
 

@@ -248,11 +248,6 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    seq_len = num_tokens  # the name in the Chinese blog posts
-    # The name in the posts.
-    remaining_tokens = property(lambda r: r.num_tokens - r.num_computed_tokens)
-    num_blocks_needed = property(lambda r: -(-r.num_tokens // 16))  # the name in the posts
-
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the request can ever have. The last one is never fed back, so it needs no KV

@@ -83,8 +83,6 @@ class RunnerInput:
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
-    total_tokens = total_num_scheduled_tokens  # the name in the Chinese blog posts
-
     def starts(self) -> dict[str, int]:
         """The first position that each request computes, from the message alone; new requests
         first."""

@@ -53,7 +53,7 @@ def test_the_worked_example():
     assert mixed.start_positions == [0, 0, 3, 4]
     assert mixed.is_prefill == [True, True, False, False]
     assert mixed.prompt_lens == [5, 3, 2, 4]
-    assert (mixed.batch_size, mixed.num_tokens, plan.total_tokens) == (4, 10, 10)
+    assert (mixed.batch_size, mixed.num_tokens, plan.total_num_scheduled_tokens) == (4, 10, 10)
     assert (plan.scheduled_cached_reqs.num_reqs, plan.is_empty) == (2, False)
 
 

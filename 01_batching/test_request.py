@@ -107,7 +107,6 @@ def test_a_request_owns_its_lists_and_has_the_posts_names():
     prompt.append(99)
     assert request.prompt_token_ids == [*range(20)] and request.output_token_ids == [3]
     assert (request.num_prompt_tokens, request.num_tokens, request.max_num_tokens) == (20, 21, 23)
-    assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (21, 21, 2)
     assert (request.priority, request.arrival_time) == (2, 5.0)
 
 

@@ -321,9 +321,6 @@ class PrefixCache(ABC):
     def cached_block_ids(self) -> Iterable[int]:
         return self._by_block_id.keys()
 
-    # The name in the Chinese blog posts.
-    cache_hit_rate = property(lambda self: self.stats.hit_rate)
-
     @abstractmethod
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
         """Every cached block with its whole prefix; unused blocks come in the order in which they

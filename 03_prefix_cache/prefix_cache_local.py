@@ -101,9 +101,6 @@ class CachedBlock:
         """The block's `ref_cnt` minus one, because that counts the cache too."""
         return self.block.ref_cnt - 1
 
-    # The name in the Chinese blog posts; the pool's `ref_cnt` counts the cache too.
-    ref_cnt = num_users
-
 
 class PrefixCacheLocal(PrefixCache):
     """A `PrefixCache` keyed by chained hashes. Takes the engine's `pool`, or makes a pool of

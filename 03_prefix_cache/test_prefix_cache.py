@@ -222,10 +222,10 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
     """Each hit is counted once, on admission: a lookup alone counts nothing."""
     cache = Rig(make_cache, 3, 4).cache
     cache.cache_computed_blocks([1] * 8)
-    assert cache.stats == CacheStats() and cache.cache_hit_rate == 0.0
+    assert cache.stats == CacheStats() and cache.stats.hit_rate == 0.0
     cache.stats.record(1, 1)
     cache.stats.record(39, 19)
-    assert cache.stats == CacheStats(2, 40, 20) and cache.cache_hit_rate == 0.5
+    assert cache.stats == CacheStats(2, 40, 20) and cache.stats.hit_rate == 0.5
 
 
 def test_with_a_path_an_insertion_reads_only_the_new_blocks(make_cache):

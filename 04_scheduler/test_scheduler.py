@@ -49,19 +49,18 @@ def test_the_names_of_the_reading_material_work_as_typed():
         max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks=100, policy="fcfs"
     )
     request = Request.from_tokens("a", list(range(20)), max_new_tokens=2, priority=0)
-    assert (request.seq_len, request.remaining_tokens, request.num_blocks_needed) == (20, 20, 2)
     scheduler.add_request(request)
     scheduler.add_request(Request.from_tokens("b", list(range(100, 130)), max_new_tokens=2))
     output = scheduler.schedule()
     assert [r.request_id for r in output.scheduled_requests] == ["a", "b"]
     assert output.num_scheduled_tokens == {"a": 20, "b": 30}
-    assert (output.preempted_requests, output.total_tokens) == ([], 50)
+    assert (output.preempted_requests, output.total_num_scheduled_tokens) == ([], 50)
     scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
-    assert (request.seq_len, request.remaining_tokens) == (21, 1)
+    assert (request.num_tokens, request.num_computed_tokens) == (21, 20)
     output = scheduler.schedule()
     scheduler.abort_request("b")
     scheduler.update_from_output(output, StepOutput({"a": [7], "b": [8]}))
-    assert request.is_finished and not scheduler.has_requests()
+    assert request.is_finished and not scheduler.has_unfinished_requests()
     stats = scheduler.get_stats()
     assert (stats.total_scheduled, stats.total_finished, stats.total_preempted) == (4, 1, 0)
     assert (stats["num_waiting"], stats["num_running"], stats.total_aborted) == (0, 0, 1)

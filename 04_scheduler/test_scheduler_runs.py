@@ -125,7 +125,7 @@ class World(SchedulerLoop):
             skipped = self.scheduler.running.keys() - plan.num_scheduled_tokens.keys()
             is_ready = self.scheduler.num_uncomputed_tokens
             skipped = [r for r in skipped if is_ready(self.scheduler.running[r])]
-            is_used_up = plan.total_tokens == self.scheduler.max_num_batched_tokens
+            is_used_up = plan.total_num_scheduled_tokens == self.scheduler.max_num_batched_tokens
             assert not skipped or is_used_up, "Trap 20: a running request gets a token"
         return plan
 
