@@ -28,7 +28,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TextIO, cast
 
 from common.assembly.assembly import assemble
-from common.assembly.scheduler_assembly import claim_exclusive
 from common.engine_config import (
     LAZY_ENGINE_PLUGINS,
     SHIPPED_CHECKPOINT,
@@ -92,16 +91,15 @@ class LLMEngine:
         self._sequences: dict[str, OutputProcessor] = {}
         self._num_idle_steps = 0  # consecutive, up to the last step
         self._num_named = 0  # requests that got a generated id
-        with claim_exclusive(config.parts_with_state):
-            self._take_parts(loaded, draft, tokenizer)
-            try:
-                if config.events is not None:
-                    self.watch(config.events)
-                for name, directory in (config.adapters or {}).items():
-                    self.load_adapter(name, directory)
-            except BaseException:
-                self.close()
-                raise
+        self._take_parts(loaded, draft, tokenizer)
+        try:
+            if config.events is not None:
+                self.watch(config.events)
+            for name, directory in (config.adapters or {}).items():
+                self.load_adapter(name, directory)
+        except BaseException:
+            self.close()
+            raise
 
     def _take_parts(
         self, loaded: LoadedModel | None, draft: LoadedModel | None, tokenizer: Tokenizer | None

@@ -425,7 +425,8 @@ class EngineConfig:
         """Check which options are compatible with parts that were given instead of names."""
         has_policy = is_instance_arg(self.chunked_prefill)
         has_backend = is_instance_arg(self.attention_backend)
-        has_proposer = "speculative" in self.parts_with_state
+        spec_config = self.speculation
+        has_proposer = spec_config is not None and is_instance_arg(spec_config.method)
         far = "be a name, because the model is in other processes"
         tiles = "be a name with batch_invariant=True, which has its own tiles"
         learns = self.learns_durations and self.pipeline_parallel_size > 1
@@ -492,17 +493,6 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative` as a `SpeculativeConfig`, or None."""
         return None if self.speculative is None else SpeculativeConfig.make(self.speculative)
-
-    @property
-    def parts_with_state(self) -> dict[str, object]:
-        """Parts that were given instead of a name and keep state of one engine's requests."""
-        spec_config = self.speculation
-        parts = {
-            "policy": self.policy,
-            "chunked_prefill": self.chunked_prefill,
-            "speculative": None if spec_config is None else spec_config.method,
-        }
-        return {name: part for name, part in parts.items() if is_instance_arg(part)}
 
     @property
     def num_rows_per_request(self) -> int:

@@ -21,9 +21,7 @@ See common/README.md#how-the-engine-imports-the-chapters"""
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
@@ -450,34 +448,3 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         len(groups.windows) * groups.num_tensors,
         groups.num_unused,
     )
-
-
-# -- parts that belong to one engine
-
-_claims: dict[int, object] = {}  # by id, which is reused after an object is collected
-
-
-@contextmanager
-def claim_exclusive(parts: Mapping[str, object]) -> Iterator[None]:
-    """Claim these parts (by argument name) for one engine, because they can keep state of its
-    requests. Raises `ValueError` if another engine has one of them. If the engine cannot be made,
-    the parts are released. A connector checks that itself, in `bind`; an attention backend can
-    serve several engines, because its state of a step is in the plan."""
-    taken: list[int] = []
-    try:
-        for field, part in parts.items():
-            key = id(part)
-            if key in _claims:
-                raise ValueError(
-                    f"{field} must belong to this engine, got {part!r}; make one for each engine"
-                )
-            try:
-                _claims[key] = weakref.ref(part, lambda _, key=key: _claims.pop(key, None))
-            except TypeError:  # its class has no `__weakref__` slot, so it is kept
-                _claims[key] = part
-            taken.append(key)
-        yield
-    except BaseException:
-        for key in taken:
-            _claims.pop(key, None)
-        raise

@@ -110,17 +110,6 @@ def test_all_roles_at_once(oracle, loaded) -> None:
 # -- what is refused
 
 
-@pytest.mark.parametrize("field", ["policy", "chunked_prefill", "speculative"])
-def test_a_part_with_state_is_one_engines(field, loaded) -> None:
-    part = {field: own()[field]}
-    with pytest.raises(ValueError, match="scheduler must"):
-        engine_with(loaded, **part, scheduler=lambda parts: None)
-    engine = engine_with(loaded, **part)
-    with pytest.raises(ValueError, match=f"^{field} must belong to this engine.*; make one"):
-        engine_with(loaded, **part)
-    assert not engine.has_unfinished_requests()
-
-
 @pytest.mark.parametrize(
     ("field", "make", "said"),
     [
