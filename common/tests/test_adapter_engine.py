@@ -119,7 +119,7 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
 # -- what is refused
 
 
-YEARS = r"((\w+)\.?)+!"  # trap 87
+YEARS = r"((.)|(..))*[A-Z]"  # trap 87
 
 
 def change(part: str, how: Callable) -> Callable[[dict], None]:
@@ -136,7 +136,7 @@ def put(value: float) -> Callable:
     return change("lora_B", lambda name, t: {name: t.index_fill(0, torch.tensor([3]), value)})
 
 
-YEARS = r"((\w+)\.?)+!"  # trap 87
+YEARS = r"((.)|(..))*[A-Z]"  # trap 87
 REFUSED: list[tuple[dict | Callable, str]] = [  # fields, or what is done to the tensors
     (dict(r=32), "must have rank"),
     (dict(r=0), "rank of .* got 0"),

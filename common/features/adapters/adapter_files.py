@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -92,7 +93,7 @@ def read_adapter(
         return _read(path, shapes, max_rank, dtype)
     except FileNotFoundError:
         raise
-    except (re.error, TypeError, OverflowError, OSError, RuntimeError) as error:
+    except (regex.error, TypeError, OverflowError, OSError, RuntimeError) as error:
         raise ValueError(f"cannot read an adapter from {path}: {error}") from error
 
 
