@@ -49,10 +49,6 @@ class CachedRequestData:
     # Requests whose last new token is `PENDING`: the runner sampled it itself.
     pending_req_ids: list[str] = field(default_factory=list)
 
-    @classmethod
-    def make_empty(cls) -> CachedRequestData:
-        return cls()
-
     @property
     def num_reqs(self) -> int:
         return len(self.req_ids)

@@ -255,7 +255,8 @@ class EngineConfig:
     # Or "radix"; None: no prefix cache.
     prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
-    kv_connector: KVConnector | None = None  # shares KV blocks over a pool; one for each engine
+    # Shares KV blocks over a pool. One for each engine, and none with `kv_tiers`.
+    kv_connector: KVConnector | None = None
     # Long prompts are computed in several steps, with chunks as large as the token budget allows
     # (True) or of at most this many tokens (an integer; with "prefill_first", the limit for all
     # prompts together). False: a prompt must fit into one step; "fcfs" always works that way.
@@ -415,10 +416,12 @@ class EngineConfig:
 
             is_tiers = isinstance(self.kv_tiers, KVTierConfig | None)
             is_connector = isinstance(self.kv_connector, KVConnector | None)
+            has_one = self.kv_tiers is None or self.kv_connector is None
             _check(
                 self,
                 ("kv_tiers", is_tiers, "be None or an instance of KVTierConfig"),
                 ("kv_connector", is_connector, "be None or an instance of KVConnector"),
+                ("kv_connector", has_one, "be None with kv_tiers"),
             )
 
     def _check_own_parts(self) -> None:

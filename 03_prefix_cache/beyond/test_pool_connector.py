@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from unittest.mock import Mock, call
 
 import pytest
 
 from block_pool import BlockPool
 from global_kv_pool import GlobalKVPool
-from kv_connector import ConnectorChain, KVConnector
 from kv_slots import PREFIX_CACHES, MakeCache
 from kv_store import SharedStore, make_record
 from kv_stores import MODEL, STORES, WAIT_S, ByteEngine, FaultyStore, make_request
@@ -211,22 +209,22 @@ def test_only_invalidated_blocks_leave_the_store(engines, pool, start, end, num_
 TIERS = {
     "host tier": KVTierConfig(1000),
     "disk tier": KVTierConfig(0, 1000, write_policy="write_through"),
-    "tiers and a store": KVTierConfig(2, 1000),
+    "both tiers": KVTierConfig(2, 1000),
     "small tiers": KVTierConfig(1, 5),
     "small tiers, write through": KVTierConfig(3, 4, write_policy="write_through"),
 }
-EXACT = ("a store", "host tier", "disk tier", "tiers and a store")  # no block is ever lost
+EXACT = ("a store", "host tier", "disk tier", "both tiers")  # no block is ever lost
 LOSSY = ("host", "disk", "pool", "small tiers", "small tiers, write through")
 
 
 def make_small_engine(kind: str, pool: FaultyStore, node_id: str, make_cache) -> ByteEngine:
-    """With tiers of its own, with the pool, or with both."""
-    connectors = [TieredCache(TIERS[kind])] if kind in TIERS else []
-    if kind not in TIERS or kind == "tiers and a store":
-        connectors.append(PoolConnector(pool, node_id, load_timeout_s=3 * WAIT_S))
-    engine = ByteEngine(ConnectorChain(connectors), make_cache(BlockPool(9), SIZE), MODEL)
-    if kind in TIERS:
-        engine.cache.listener = connectors[0]
+    """With tiers of its own, or with the pool."""
+    if kind not in TIERS:
+        connector = PoolConnector(pool, node_id, load_timeout_s=3 * WAIT_S)
+        return ByteEngine(connector, make_cache(BlockPool(9), SIZE), MODEL)
+    tiers = TieredCache(TIERS[kind])
+    engine = ByteEngine(tiers, make_cache(BlockPool(9), SIZE), MODEL)
+    engine.cache.listener = tiers
     return engine
 
 
@@ -266,50 +264,22 @@ def test_random_prompts_are_served_right_bytes(kind, seed, make_cache: MakeCache
 def check_small_engine(engine: ByteEngine, rng: random.Random | None) -> None:
     """Nothing is kept for a request that is gone. Sometimes a bit of some record of the file is
     flipped then."""
-    assert not engine.connector._chosen
-    for connector in engine.connector.connectors:
-        assert not connector._found and not connector._loading
-        if not isinstance(connector, TieredCache):
-            continue
-        connector.check_invariants()
-        disk = connector.disk
-        if rng is not None and disk is not None and len(disk) and rng.random() < 0.2:
-            offset = disk._offset(rng.choice(list(disk._slots.values())))
-            disk._map[offset + rng.randrange(disk._record_nbytes)] ^= 1
-
-
-# -- a chain of connectors asks all, loads from one, and saves to all
-
-
-@pytest.mark.net
-@pytest.mark.parametrize(("offers", "chosen"), [((8,), 0), ((0, 8), 1), ((4, 8, 8, 2), 1)])
-def test_the_first_of_those_with_the_most_tokens_loads_and_all_are_told(offers, chosen):
-    """The last answer counts: asked again after the cache has evicted blocks, another connector
-    can have more."""
-    chain = ConnectorChain(mocks := [Mock(spec=KVConnector) for _ in offers])
-    request = make_request("a", [1, 2, 3])
-    told = [call.cancel_load("b")]
-    for answers in (offers[::-1], offers):
-        for mock, num_tokens in zip(mocks, answers, strict=True):
-            mock.get_num_new_matched_tokens.return_value = (num_tokens, True)
-        assert chain.get_num_new_matched_tokens(request, 4) == (8, True)
-    chain.update_state_after_alloc(request, [7, 9], 8)
-    loading = [mock.update_state_after_alloc.called for mock in mocks]
-    assert loading == [index == chosen for index in range(len(mocks))]
-    told += [call.request_finished(request, [1, 2]), call.invalidate(request, 1, 2)]
-    told += [call.clear(), call.close()]
-    for name, arguments, _ in told:
-        getattr(chain, name)(*arguments)
-    assert all(mock.mock_calls[-5:] == told for mock in mocks)
+    connector = engine.connector
+    assert not connector._found and not connector._loading
+    if not isinstance(connector, TieredCache):
+        return
+    connector.check_invariants()
+    disk = connector.disk
+    if rng is not None and disk is not None and len(disk) and rng.random() < 0.2:
+        offset = disk._offset(rng.choice(list(disk._slots.values())))
+        disk._map[offset + rng.randrange(disk._record_nbytes)] ^= 1
 
 
 def test_a_connector_is_bound_to_one_memory():
     """The first engine would load into the second's, and save what is there: wrong tokens."""
-    first, second, third = (TieredCache(KVTierConfig(host_blocks=1)) for _ in range(3))
-    chain = ConnectorChain([first, second])
+    connector = TieredCache(KVTierConfig(host_blocks=1))
     io = object()
-    chain.bind(io, 4, [("model", "m")])
-    for connector in (chain, first, second, ConnectorChain([third, second])):
-        with pytest.raises(ValueError, match="must belong to this engine"):
-            connector.bind(object(), 4, [])
-    assert first.io is second.io is io and not third.is_bound, "all of a chain, or none"
+    connector.bind(io, 4, [("model", "m")])
+    with pytest.raises(ValueError, match="must belong to this engine"):
+        connector.bind(object(), 4, [])
+    assert connector.io is io

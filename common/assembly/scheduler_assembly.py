@@ -218,20 +218,17 @@ def make_multi_step_core(parts: SchedulerParts) -> OverlappedEngineCore | None:
 
 
 def make_connector(parts: SchedulerParts) -> tuple[KVConnector | None, CacheListener | None]:
-    """Make the connector (tiers and configured connector), bound to this engine's KV memory, and
-    the listener that is notified of cached blocks."""
+    """Make the connector (tiers, or the configured one), bound to this engine's KV memory, and the
+    listener that is notified of cached blocks."""
     config = parts.config
+    connector = config.kv_connector
     tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
-        tiers = TieredCache(config.kv_tiers)
-    connectors = [part for part in (tiers, config.kv_connector) if part is not None]
-    if not connectors:
+        connector = tiers = TieredCache(config.kv_tiers)
+    if connector is None:
         return None, None
-    from kv_connector import ConnectorChain
-
-    connector = connectors[0] if len(connectors) == 1 else ConnectorChain(connectors)
     io, namespace = parts.runner_handle.block_io()
     connector.bind(io, config.block_size, namespace)
     return connector, tiers

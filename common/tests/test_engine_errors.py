@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, nan
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, checked_engine, finish
+from kv_connector import KVConnector
 from request import SamplingParams
 from step_plan import PreemptiveSchedulerOutput
+from tiered_cache import KVTierConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -144,6 +147,10 @@ AT_ODDS: list[tuple[str, dict]] = [
     *(("watermark", dict(watermark=value)) for value in (1.0, True)),
     ("kv_tiers", dict(kv_tiers=3)),
     ("kv_connector", dict(kv_connector="pool")),
+    (
+        "kv_connector must be None",
+        dict(kv_connector=Mock(spec=KVConnector), kv_tiers=KVTierConfig(1)),
+    ),
     ("method", dict(speculative={})),
     *(("num_spec_tokens", dict(speculative=NGRAM | {"num_spec_tokens": n})) for n in (0, True)),
     ("'k'", dict(speculative=NGRAM | {"k": 3})),

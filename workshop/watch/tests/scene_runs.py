@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from kv_connector import ConnectorChain
+from kv_connector import KVConnector
 from request import Request, SamplingParams
 from workshop.watch.page_maker import make_page
 from workshop.watch.replay.film import Film
@@ -71,7 +71,7 @@ class Pages(dict[str, Shown]):
         return found
 
 
-class SlowStore(ConnectorChain):
+class SlowStore(KVConnector):
     """Has the first block of one request, which comes when it has been asked for twice."""
 
     num_calls = 0
@@ -85,13 +85,21 @@ class SlowStore(ConnectorChain):
         self.num_calls += 1
         return 4 if self.num_calls > 2 else None
 
+    def cancel_load(self, request_id: str) -> None: ...
+
+    def request_finished(self, *_: object) -> None: ...
+
+    def wait_for_load(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
 
 def make_urgent(events: Path, cast: Cast) -> None:
     """A run with two running requests, a full batch, and two arrivals of higher priority, one of
     which has KV elsewhere. (A `Visit` has no priorities.)"""
     settings = {"block_size": 4, "num_blocks": 30, "max_num_seqs": 2, "policy": "priority"}
     config = EngineConfig(
-        **settings, device="cpu", dtype="float64", events=events, kv_connector=SlowStore(())
+        **settings, device="cpu", dtype="float64", events=events, kv_connector=SlowStore()
     )
     engine = LLMEngine(config, loaded=cast.loaded, tokenizer=cast.tokenizer)
     params = SamplingParams(temperature=0, max_tokens=8)
