@@ -59,7 +59,7 @@ def test_it_works_without_an_engine_as_a_reader_would_type_it():
     assert len(blocks) == 4 == cache.num_cached_blocks
     cache.touch(blocks)
     cache.touch(blocks[:1])
-    assert [block.ref_cnt for block in blocks] == [2, 1, 1, 1]  # as post E asks: its users
+    assert [block.num_users for block in blocks] == [2, 1, 1, 1]
     cache.release(blocks)
     assert [block.num_users for block in blocks] == [1, 0, 0, 0]
     assert cache.match_prefix(prompt) == (blocks, 64)
