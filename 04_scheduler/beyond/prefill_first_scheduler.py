@@ -289,7 +289,7 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         for request in decodes:
             num = max(0, min(self.num_optional_tokens(request), num_spare))
             num_optional[request.request_id] = num
-            num_spare = num_spare - num
+            num_spare -= num
         size = self.block_size
         allocate_slots = self.kv_memory.allocate_slots
         for request in decodes:

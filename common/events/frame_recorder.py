@@ -280,7 +280,7 @@ class FrameRecorder(EnginePlugin):
         if name in self._changed:
             self._write("between")  # two requests of one name cannot be in one frame
         number = self._num_requests
-        self._num_requests = self._num_requests + 1
+        self._num_requests += 1
         self._arrivals[name] = self._arrival(request, number, self._texts.begin(request))
         self._changed[name] = request
 
@@ -383,7 +383,7 @@ class FrameRecorder(EnginePlugin):
     def _numbered(self, **facts: Any) -> dict[str, Any]:
         """Number the steps that end, so that no result equals the one before."""
         number = self._num_ended
-        self._num_ended = self._num_ended + 1
+        self._num_ended += 1
         return {"number": number, **facts}
 
     def _close_step(self) -> None:

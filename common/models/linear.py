@@ -102,17 +102,11 @@ class Linear(nn.Module):
         self.addition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
         self.packing: Packing = ONEDNN
+        self.has_slow_rows = False  # oneDNN's bfloat16 product on AMX: `SLOW_ROWS` are slow
 
     @property
     def is_packed(self) -> bool:
         return self._packed is not None
-
-    @property
-    def has_slow_rows(self) -> bool:
-        """Whether this is oneDNN's bfloat16 product on AMX, and `SLOW_ROWS` are slow."""
-        packed = self._packed
-        is_bfloat16 = packed is not None and packed.dtype is torch.bfloat16
-        return is_bfloat16 and self.packing is ONEDNN and torch.cpu._is_amx_tile_supported()
 
     @property
     def packed_memory(self) -> tuple[int, int]:
@@ -188,6 +182,8 @@ class Linear(nn.Module):
         if self._packed is None and self.weight is not None:
             self.packing = packing
             self._packed = packing.pack(self.weight.detach())
+            is_onednn_bfloat16 = packing is ONEDNN and self.weight.dtype is torch.bfloat16
+            self.has_slow_rows = is_onednn_bfloat16 and torch.cpu._is_amx_tile_supported()
             if not keep_weight:
                 self.weight = None
 

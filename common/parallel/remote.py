@@ -65,7 +65,7 @@ class RemoteRunner:
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
         step = self._num_steps
-        self._num_steps = self._num_steps + 1
+        self._num_steps += 1
         times = self._times
         self._times = []
         plan_map = message.plan_to_map(plan)

@@ -198,7 +198,7 @@ class Reply:
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
         """Return the fields of a stream's delta for the new `text`."""
-        self._text = self._text + text
+        self._text += text
         self._is_last = is_last
         self._num_bytes += len(text.encode())
         fields: dict[str, Any] = {}
