@@ -27,7 +27,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TextIO, cast
 
-from common.assembly.assembly import assemble
+from common.assembly.assembly import load_runner, make_engine_parts
 from common.engine_config import (
     LAZY_ENGINE_PLUGINS,
     SHIPPED_CHECKPOINT,
@@ -104,38 +104,42 @@ class LLMEngine:
     def _take_parts(
         self, loaded: LoadedModel | None, draft: LoadedModel | None, tokenizer: Tokenizer | None
     ) -> None:
-        make = assemble
+        load = load_runner
         if self.config.has_workers:
-            from common.parallel.remote import assemble_remote as make
+            from common.parallel.remote import start_runner as load
 
-        parts, tokenizer = make(self.config, loaded, draft, tokenizer, self._sequences)
+        runner, tokenizer = load(self.config, loaded, draft, tokenizer, self._sequences)
+        # Ends the workers, if there are any, and restores torch's thread count, when this engine is
+        # closed or garbage-collected.
+        self._close_runner = None if runner.close is None else weakref.finalize(self, runner.close)
+        try:
+            parts = make_engine_parts(self.config, runner)
+        except BaseException:
+            if runner.close is not None:
+                runner.close()
+            raise
         self.parts = parts
         self.tokenizer = tokenizer
         self.core = parts.core
         self.recorder = parts.recorder
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
-        handle = parts.runner_handle
-        self.kv_cache = handle.kv_cache
-        self.speculation = handle.speculation
-        self.max_model_len = handle.max_model_len
-        self.vocab_size = handle.vocab_size
-        model = handle.model
-        self.model_config = handle.model.config
-        self.device = model.device
-        self.dtype = model.dtype
-        self.num_parameters = model.num_parameters
+        self.kv_cache = runner.kv_cache
+        self.speculation = runner.speculation
+        self.max_model_len = runner.max_model_len
+        self.vocab_size = runner.vocab_size
+        self.model_config = runner.model_config
+        self.device = runner.device
+        self.dtype = runner.dtype
+        self.num_parameters = runner.num_parameters
         self._input_processor = InputProcessor(
             tokenizer=tokenizer,
-            num_embeddings=model.config.vocab_size,
-            vocab_size=handle.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            max_model_len=handle.max_model_len,
+            num_embeddings=runner.model_config.vocab_size,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=runner.eos_token_ids,
+            max_model_len=runner.max_model_len,
             seed=self.config.seed,
         )
-        # Ends the workers, if there are any, and restores torch's thread count, when this engine is
-        # closed or garbage-collected.
-        self._close_runner = None if handle.close is None else weakref.finalize(self, handle.close)
         self._plugins: dict[str, EnginePlugin] = {}  # in the order in which they are called
         if parts.adapters is not None:
             self._plugins["adapter"] = parts.adapters

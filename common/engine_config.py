@@ -2,7 +2,7 @@
 a name or an object:
 
     argument            names                           or
-    scheduler           SCHEDULERS                      a function of `SchedulerParts`
+    scheduler           SCHEDULERS                      a function of `make_scheduler`'s keywords
     policy              chapter 4's own two, or all     a SchedulePolicy
                         of `sglang_policies.POLICIES`,
                         or "module:Class" of yours
@@ -113,7 +113,8 @@ class LearnsDurations(Protocol):
 
 
 def _check_scheduler(value: object) -> None:
-    _check_name("scheduler", value, SCHEDULERS, callable(value), "a function of SchedulerParts")
+    instead = "a class or function that makes a BaseScheduler"
+    _check_name("scheduler", value, SCHEDULERS, callable(value), instead)
 
 
 def _check_policy(value: Any) -> None:
@@ -247,7 +248,7 @@ class EngineConfig:
     # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
-    scheduler: str | Callable[[Any], SchedulerInterface] = "two_phase"
+    scheduler: str | Callable[..., SchedulerInterface] = "two_phase"
     # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
     # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"

@@ -1,5 +1,7 @@
-"""The assembly of the chapters into one engine: `assemble` loads the models, `LocalRunner` makes
-the parts around them, and `SchedulerParts` the others. Each is read from top to bottom.
+"""The assembly of the chapters into one engine, as one recipe: read it from the top.
+`load_runner` loads the models and calls `make_runner`, which makes what computes a step, in this
+process or in a worker (`parallel/worker_rank.py`). `make_engine_parts` makes what plans a step,
+around this runner or around that of other processes (`parallel/remote.py`).
 
     role            chapter   part
     KV tensors         2      PagedKVCache, sized by `kv_sizing` unless `num_blocks` is given
@@ -12,45 +14,50 @@ the parts around them, and `SchedulerParts` the others. Each is read from top to
     adapters        common    AdapterSlots in the model's matrices, AdapterColumns
     grammars        common    GrammarMasks, once a request has a grammar
     draft tokens       5      a SpeculatingRunner with an NgramProposer or a DraftModelProposer
-    others           1 to 6   `scheduler_assembly.py`: memory, scheduler, the loop
+    external KV        3      TieredCache or a KVConnector, by a LoadingKVCacheManager
+    steps in flight    1      an OverlapPlugin or a PipelinePlugin, and a QueuedRunner
+    KV memory        2, 3     UncachedKVCacheManager or CachedKVCacheManager over a BlockPool; with
+                              windows GroupedKVMemory or CachedGroupedMemory
+    prefix cache       3      PrefixCacheLocal or RadixCache
+    chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
+    scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
+    the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
+                              PipelinedEngineCore
 
-Nothing is implemented here. To turn a chapter off, a plain part takes its role, and no output token
-changes. A part that is not chosen is not imported. The code in this file runs in the process that
-has the model: in a worker (`parallel/worker.py`) if there are several ranks.
+Nothing is implemented here. Every function takes what it needs and returns a part. To turn a
+chapter off, a plain part takes its role, and no output token changes. A part that is not chosen is
+not imported.
 
 See common/README.md#how-the-engine-imports-the-chapters"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from base_scheduler import BaseScheduler
 from batch_layout import compose_in_order
-from common.assembly.scheduler_assembly import (
-    Limits,
-    Namespace,
-    RunnerHandle,
-    SchedulerParts,
-    find_limits,
-)
+from block_pool import BlockPool
 from common.engine_config import (
     ATTENTION_BACKENDS,
     LAZY_PLUGINS,
+    PREFIX_CACHES,
     PROPOSERS,
+    SCHEDULERS,
     SHIPPED_CHECKPOINT,
     SHIPPED_DRAFT,
     EngineConfig,
+    LearnsDurations,
 )
+from common.models.layer_groups import deal_layers
 from common.models.linear import ONEDNN, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model, read_checkpoint
-from common.models.model import DecoderModel
-from common.models.model_config import ModelFacts
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
@@ -60,29 +67,49 @@ from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import PluginContext, RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
+from engine_core import EngineCore
+from kv_memory import UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
-from scheduler_interface import ModelRunner
+from policies import POLICIES, SchedulePolicy, get_policy
+from prefix_cache import PrefixCache
+from scheduler_interface import ModelRunner, SchedulerInterface
+from step_record import Observer, RecordedScheduler, StepRecord
 
 if TYPE_CHECKING:
+    from acceptance import SpecDecodeStats
+    from base_scheduler import SchedulerPlugin
+    from cached_kv_cache_manager import CachedKVCacheManager
+    from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
     from common.features.adapters.adapter_slots import AdapterSlots
+    from common.models.layer_groups import LayerGroups
+    from common.models.loader import Checkpoint
+    from common.models.model import DecoderModel
+    from common.models.model_config import ModelConfig
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
-    from kv_connector import KVBlockIO
+    from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+    from kv_connector import KVBlockIO, KVConnector
+    from overlap_plugin import OverlapPlugin
+    from pipeline_plugin import PipelinePlugin
+    from prefix_cache import CacheListener
     from proposers import Proposer
     from speculating_runner import DraftLength, SpeculatingRunner
+    from unchunked import ChunkPolicy
 
 logger = logging.getLogger(__name__)
+Namespace = Sequence[tuple[str, str]]
 
 
-def assemble(
+def load_runner(
     config: EngineConfig,
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[SchedulerParts, Tokenizer | None]:
-    """Load the models that are not given, choose and connect the parts of an engine. Raises
-    `ValueError` if the model or the available memory does not allow the configuration."""
+) -> tuple[RunnerParts, Tokenizer | None]:
+    """Load the models that are not given, and make the runner of this process. `sequences` are the
+    engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
+    available memory does not allow the configuration."""
     if loaded is None:
         device = config.resolve_device()
         if device.index is not None:
@@ -94,12 +121,13 @@ def assemble(
         loaded = load_model(checkpoint, config.dtype, device, packing_of=packing)
     draft = load_draft(config, loaded, draft)
     limits = find_limits(config, loaded, tokenizer)
-    weight = loaded.model.embed_weight
-    num_parameters = loaded.model.num_parameters
-    put_threads_back = set_threads(config.num_threads, num_parameters, weight.device)
+    device = loaded.model.embed_weight.device
+    put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
-        local = LocalRunner(config, loaded, draft, limits, tokenizer, sequences)
-        return SchedulerParts(config, local.handle(put_threads_back)), tokenizer
+        runner = make_runner(
+            config, loaded, draft, limits, tokenizer=tokenizer, sequences=sequences
+        )
+        return replace(runner, close=put_threads_back), tokenizer
     except BaseException:
         put_threads_back()
         raise
@@ -118,100 +146,273 @@ def load_draft(
     return draft or load_model(path, weight.dtype, weight.device, packing_of=packing)
 
 
-class LocalRunner:
-    """The runner in this process and its parts, each made from those above it. `sequences` are the
-    engine's, whose stop strings trim verified draft tokens; a worker has none. `wrap_length` wraps
-    the part that chooses the number of draft tokens."""
+# -- the half that computes: a runner and its parts, each made from those above it
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedModel,
-        draft: LoadedModel | None,
-        limits: Limits,
-        tokenizer: Tokenizer | None = None,  # None: the checkpoint's
-        sequences: Mapping[str, OutputProcessor] | None = None,
-        wrap_length: Callable[[DraftLength], DraftLength] | None = None,
-        peers: Peers = NO_PEERS,
-    ) -> None:
-        self.config = config
-        self.loaded = loaded
-        self.draft = draft
-        self.limits = limits
-        self.model = loaded.model
-        self.tokenizer = tokenizer
-        self.is_last_stage = self.model.collectives.ranks.is_last_stage
 
-        # The models: groups of layers with a block table each, attention, adapters, kernels.
-        self.model.group_layers(limits.max_model_len)
-        if draft is not None and draft.model is not self.model:  # the longest context it drafts for
-            draft.model.group_layers(draft.config.num_unhidden)
-        self.attention = attention = make_attention(config, loaded)
-        self.adapters: AdapterSlots | None = None
-        if config.takes_adapters:
-            from common.features.adapters.adapter_slots import AdapterSlots
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """The runner, in this process or in others, and what the planning half needs to know of it.
+    `vocab_size` counts the tokens that can be sampled, without padding lanes. `block_io` gives
+    access to KV blocks and returns everything that their bytes depend on besides tokens, which
+    takes time."""
 
-            self.adapters = AdapterSlots(self.model, config.max_adapters, config.max_lora_rank)
-        prepare_models(self)
+    runner: ModelRunner
+    model_config: ModelConfig
+    num_parameters: int
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
+    kv_cache: KVCacheSize
+    block_io: Callable[[], tuple[KVBlockIO, Namespace]]
+    is_queued: bool  # `execute` returns when a step has started
+    speculation: Speculation | None = None
+    num_lookahead_tokens: int | None = None  # None: no draft tokens
+    adapters: AdapterLoader | None = None  # None: no adapters
+    close: Callable[[], None] | None = None
 
-        # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
-        self.make_graphs = make_graph_maker(self)
-        demand = KVDemand(
-            config=config,
-            loaded=loaded,
-            draft=draft,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRunnerParts(RunnerParts):
+    """The same, of a runner in this process."""
+
+    kv_cache: PagedKVCache
+    speculation: SpeculatingRunner | None = None
+    adapters: AdapterSlots | None = None
+
+
+class KVCacheSize(Protocol):
+    """The KV tensors' size, as the scheduler's side sees it."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_bytes_per_block(self) -> int: ...
+
+
+class Speculation(Protocol):
+    """The runner's part that proposes draft tokens, as the engine sees it."""
+
+    stats: SpecDecodeStats
+
+    def reset_stats(self) -> None: ...
+
+
+def make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    limits: Limits,
+    *,
+    tokenizer: Tokenizer | None = None,
+    sequences: Mapping[str, OutputProcessor] | None = None,
+    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
+    peers: Peers = NO_PEERS,
+) -> LocalRunnerParts:
+    """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
+    and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
+    model = loaded.model
+    is_last_stage = model.collectives.ranks.is_last_stage
+
+    # The models: groups of layers with a block table each, attention, adapters, kernels.
+    model.group_layers(limits.max_model_len)
+    if draft is not None and draft.model is not model:  # the longest context it drafts for
+        draft.model.group_layers(draft.config.num_unhidden)
+    attention = make_attention(config, loaded)
+    adapters: AdapterSlots | None = None
+    if config.takes_adapters:
+        from common.features.adapters.adapter_slots import AdapterSlots
+
+        adapters = AdapterSlots(model, config.max_adapters, config.max_lora_rank)
+    prepare_model(config, loaded, is_triton=attention.is_triton)
+    if draft is not None and draft.model is not model:
+        set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
+        pack_weights(config, draft.model)
+    if attention.is_triton and model.embed_weight.device.type == "cuda":
+        compile_kernels(config, model, draft and draft.model, limits.vocab_size)
+
+    # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
+    make_graphs: GraphMaker | None = None
+    if config.wants_graphs(model.embed_weight.device):
+        from common.runner.graph_maker import GraphMaker
+
+        make_graphs = GraphMaker.of(
+            config,
+            model,
             backend=attention.backend,
+            is_triton=attention.is_triton,
             max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            kind=attention.kv_cache_kind,
-            make_graphs=self.make_graphs,
-            adapters=self.adapters,
+            parts=[] if adapters is None else [adapters],
         )
-        self.kv_cache = make_kv_cache(demand, peers)
+    demand = KVDemand(
+        config=config,
+        loaded=loaded,
+        draft=draft,
+        backend=attention.backend,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        kind=attention.kv_cache_kind,
+        make_graphs=make_graphs,
+        adapters=adapters,
+    )
+    kv_cache = make_kv_cache(demand, peers)
 
-        # The runner's copy of the requests, and what samples and proposes their tokens.
-        self.state = make_state(self)
-        self.proposer = make_proposer(self)
-        self.sampler = make_sampler(self)
+    # The runner's copy of the requests, with its plugins in order. Those of `LAZY_PLUGINS` are made
+    # when the first request has their feature; they need logits, which the last stage has.
+    plugins: list[RunnerPlugin] = []
+    if adapters is not None:
+        from common.features.adapters.adapter_columns import AdapterColumns
 
-        # The runner, and the one around it that speculates.
-        self.paged = make_paged_runner(self)
-        self.speculation = make_speculation(self, sequences, wrap_length)
-        self.outermost: ModelRunner = self.speculation or self.paged
+        plugins.append(AdapterColumns(adapters))
+    context = PluginContext(
+        tokenizer=tokenizer,
+        path=loaded.path,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+    )
+    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
+    state = BatchState(
+        config.max_num_seqs,
+        -(-limits.max_model_len // config.block_size),
+        SamplingColumns(eos_token_ids=limits.eos_token_ids),
+        plugins,
+        model.num_groups,
+        late if is_last_stage else {},
+    )
 
-    def handle(self, close: Callable[[], None] | None = None) -> RunnerHandle:
-        """Return the scheduler's view of this runner."""
-        speculation = self.speculation
-        weight = self.model.embed_weight
-        limits = self.limits
-        model = ModelFacts(
-            config=self.loaded.config,
-            eos_token_ids=limits.eos_token_ids,
-            device=weight.device,
-            dtype=weight.dtype,
-            num_parameters=self.model.num_parameters,
+    # What proposes and samples tokens.
+    proposer: Proposer | None = None
+    if is_last_stage and config.speculation is not None:
+        proposer = make_proposer(
+            config,
+            draft,
+            state,
+            kv_cache=kv_cache,
+            backend=attention.backend,
+            limits=limits,
+            target_vocab_size=loaded.config.vocab_size,
         )
-        return RunnerHandle(
-            runner=self.outermost,
-            model=model,
-            kv_cache=self.kv_cache,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            block_io=self.block_io,
-            is_queued=self.paged.device.type != "cpu",  # by the device
-            speculation=speculation,
-            num_lookahead_tokens=speculation and speculation.proposer.num_lookahead_tokens,
-            adapters=self.adapters,
-            close=close,
+    sampler: BatchSampler = Sampler(limits.vocab_size)
+    if not is_last_stage:
+        from common.runner.stage import NoSampler
+
+        sampler = NoSampler()
+    elif proposer is not None:
+        sampler = make_verifier(sampler, proposer, attention.is_triton)
+
+    # The runner, and the one around it that speculates.
+    make_paged = PagedModelRunner
+    if config.pipeline_parallel_size > 1:
+        from common.runner.stage import StageRunner
+
+        make_paged = StageRunner
+    elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+        from common.runner.graphs import GraphRunner
+
+        make_paged = partial(GraphRunner, graphs=graphs)
+    runner = paged = make_paged(
+        model=model,
+        kv_cache=kv_cache,
+        backend=attention.backend,
+        state=state,
+        sampler=sampler,
+        compose=attention.compose,
+        shuffle_seed=config.seed if config.shuffle_batch else None,
+    )
+    speculation: SpeculatingRunner | None = None
+    if proposer is not None:
+        runner = speculation = make_speculation(
+            config,
+            proposer=proposer,
+            runner=paged,
+            state=state,
+            sequences=sequences,
+            wrap_length=wrap_length,
         )
+    return LocalRunnerParts(
+        runner=runner,
+        model_config=loaded.config,
+        num_parameters=model.num_parameters,
+        device=paged.device,
+        dtype=model.embed_weight.dtype,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        kv_cache=kv_cache,
+        block_io=partial(make_block_io, config, loaded, kv_cache),
+        is_queued=paged.device.type != "cpu",  # by the device
+        speculation=speculation,
+        num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
+        adapters=adapters,
+    )
 
-    def block_io(self) -> tuple[KVBlockIO, Namespace]:
-        from kv_block_io import PagedBlockIO
 
-        namespace = kv_namespace(self.loaded, self.kv_cache)
-        if self.config.batch_invariant:  # its KV has other bits than other engines'
-            namespace += (("numerics", "batch invariant"),)
-        return PagedBlockIO(self.kv_cache), namespace
+# -- the numbers of a model that every part can rely on, known before any part is made
+
+
+class Limits(NamedTuple):
+    """Numbers of a model that every part can rely on."""
+
+    max_model_len: int
+    vocab_size: int  # the tokens that can be sampled
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
+
+
+def find_limits(
+    config: EngineConfig, model: Checkpoint | LoadedModel, tokenizer: Tokenizer | None
+) -> Limits:
+    """Return the limits of an engine over `model`. Checkpoints pad the vocabulary to a round
+    number, and a padding lane must never be sampled. A text ends at the ids of the model's files
+    and at the tokenizer's, as in vLLM and SGLang, because many chat fine-tunes set only the
+    tokenizer's to the token that ends a turn. Raises `ValueError` if the model does not allow the
+    configuration."""
+    longest = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
+        )
+    check_windows(config, deal_layers(model.config.layer_windows or (None,), max_model_len))
+    vocab_size = model.config.vocab_size
+    ends = list(model.generation_eos_token_ids)
+    if tokenizer is not None:
+        vocab_size = min(vocab_size, tokenizer.vocab_size)
+        eos = tokenizer.eos_token_id
+        ends += [] if eos is None or eos >= vocab_size else [eos]
+    return Limits(max_model_len, vocab_size, tuple(dict.fromkeys(ends)))
+
+
+def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
+    """Raise `ValueError` for options that are not supported for layers with a window."""
+    if not groups.have_windows:
+        return
+    spec_config = config.speculation
+    refused = {
+        # A draft model's keys use the slots of layers with full attention.
+        'speculative other than "ngram", where no layer sees everything,': (
+            spec_config is not None and spec_config.method != "ngram" and None not in groups.windows
+        ),
+        "kv_tiers": config.kv_tiers is not None,
+        "kv_connector": config.kv_connector is not None,
+        f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
+        f"scheduler={config.scheduler!r}": config.scheduler != "two_phase",
+    }
+    window = min(window for window in groups.windows if window is not None)
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} is not supported for layers with a window; set max_model_len={window}, "
+                "with which no layer has one"
+            )
+    logger.info(
+        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
+        "unused",
+        len(groups.windows),
+        len(groups.windows) * groups.num_tensors,
+        groups.num_unused,
+    )
 
 
 # -- attention
@@ -295,36 +496,26 @@ def make_compiled_attention(
     return replace(attention, backend=compiled, kv_cache_kind=HeadMajorKVCache)
 
 
-# -- the models, before they are used
+# -- the models, before they are used: adapters' places, regions, packing, kernels
 
 
-def prepare_models(local: LocalRunner) -> None:
-    """Apply all changes to the models that computing with them needs: regions, packing, kernels."""
-    config = local.config
-    model = local.model
-    is_triton = local.attention.is_triton
-    draft = None if local.draft is None else local.draft.model
+def prepare_model(config: EngineConfig, loaded: LoadedModel, is_triton: bool) -> None:
+    model = loaded.model
     device = model.embed_weight.device
     set_regions(model, config.wants_compiled(model.num_parameters, device), is_triton)
-    if draft is not None and draft is not model:
-        set_regions(draft, False, is_triton)
     for layer in model.layers:
         layer.mlp.prepare(config.wants_graphs(device))
-    for decoder in (model,) if draft is None else (model, draft):
-        pack_weights(config, decoder)
+    pack_weights(config, model)
     if config.batch_invariant:
         from batch_invariance import make_batch_invariant
 
-        numbers = local.loaded.config
         make_batch_invariant(
             linear_layers(model),
             [layer.mlp for layer in model.layers],
-            activation=numbers.activation,
+            activation=loaded.config.activation,
             dtype=model.embed_weight.dtype,
-            head_dim=numbers.head_dim,
+            head_dim=loaded.config.head_dim,
         )
-    if is_triton and device.type == "cuda":
-        compile_kernels(config, model, draft, local.limits.vocab_size)
 
 
 def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
@@ -399,26 +590,18 @@ def compile_kernels(
     warm_up(launches, device)
 
 
-# -- KV
+# -- KV tensors
 
 
-def make_graph_maker(local: LocalRunner) -> GraphMaker | None:
-    """Make the part that captures decode steps in graphs, or None without graphs."""
-    config = local.config
-    model = local.loaded.model
-    attention = local.attention
-    if not config.wants_graphs(model.embed_weight.device):
-        return None
-    from common.runner.graph_maker import GraphMaker
+def make_block_io(
+    config: EngineConfig, loaded: LoadedModel, kv_cache: PagedKVCache
+) -> tuple[KVBlockIO, Namespace]:
+    from kv_block_io import PagedBlockIO
 
-    return GraphMaker.of(
-        config,
-        model,
-        backend=attention.backend,
-        is_triton=attention.is_triton,
-        max_model_len=local.limits.max_model_len,
-        parts=[] if local.adapters is None else [local.adapters],
-    )
+    namespace = kv_namespace(loaded, kv_cache)
+    if config.batch_invariant:  # its KV has other bits than other engines'
+        namespace += (("numerics", "batch invariant"),)
+    return PagedBlockIO(kv_cache), namespace
 
 
 def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str, str], ...]:
@@ -434,41 +617,24 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 # -- the runner, its sampler and its draft tokens
 
 
-def make_state(local: LocalRunner) -> BatchState:
-    """Make the runner's copy of the requests, with its plugins in order."""
-    config = local.config
-    limits = local.limits
-    plugins: list[RunnerPlugin] = []
-    if local.adapters is not None:
-        from common.features.adapters.adapter_columns import AdapterColumns
-
-        plugins.append(AdapterColumns(local.adapters))
-    # Without a reference to `local`, which has the state and is freed with its last reference.
-    context = PluginContext(
-        local.tokenizer, local.loaded.path, limits.vocab_size, limits.eos_token_ids
-    )
-    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
-    return BatchState(
-        config.max_num_seqs,
-        -(-limits.max_model_len // config.block_size),
-        SamplingColumns(eos_token_ids=limits.eos_token_ids),
-        plugins,
-        local.model.num_groups,
-        late if local.is_last_stage else {},  # these plugins need logits
-    )
-
-
 def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
     return resolve_name(path)(context)
 
 
-def make_proposer(local: LocalRunner) -> Proposer | None:
-    """Make the proposer of draft tokens, or None if this rank proposes none. Raises `ValueError` if
-    the draft model's vocabulary size differs."""
-    spec_config = local.config.speculation
-    draft = local.draft
-    if spec_config is None or not local.is_last_stage:
-        return None
+def make_proposer(
+    config: EngineConfig,
+    draft: LoadedModel | None,
+    state: BatchState,
+    *,
+    kv_cache: PagedKVCache,
+    backend: AttentionBackend,
+    limits: Limits,
+    target_vocab_size: int,
+) -> Proposer:
+    """Make the proposer of draft tokens. Raises `ValueError` if the draft model's vocabulary size
+    differs from the target's."""
+    spec_config = config.speculation
+    assert spec_config is not None
     if not isinstance(spec_config.method, str):
         return spec_config.method
     make = resolve_name(PROPOSERS[spec_config.method])
@@ -478,33 +644,20 @@ def make_proposer(local: LocalRunner) -> Proposer | None:
     from common.sampling.speculative_sampler import ConstrainedDrafts
 
     assert draft is not None
-    if draft.config.vocab_size != local.loaded.config.vocab_size:
+    if draft.config.vocab_size != target_vocab_size:
         raise ValueError(
             "model of speculative must have the target's vocabulary of "
-            f"{local.loaded.config.vocab_size} tokens, got {draft.config.vocab_size}"
+            f"{target_vocab_size} tokens, got {draft.config.vocab_size}"
         )
-    state = local.state
-    sampler = Sampler(local.limits.vocab_size)
     return make(
         draft.model,
-        allocate_kv_cache(draft, local.kv_cache.num_blocks, local.kv_cache.block_size),
-        local.attention.backend,
+        allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
+        backend,
         state,
         num_tokens,
-        max_model_len=min(local.limits.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(sampler, state.sampling, state),
+        max_model_len=min(limits.max_model_len, draft.config.num_unhidden),
+        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state.sampling, state),
     )
-
-
-def make_sampler(local: LocalRunner) -> BatchSampler:
-    if not local.is_last_stage:
-        from common.runner.stage import NoSampler
-
-        return NoSampler()
-    sampler = Sampler(local.limits.vocab_size)
-    if local.proposer is None:
-        return sampler
-    return make_verifier(sampler, local.proposer, local.attention.is_triton)
 
 
 def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
@@ -523,46 +676,21 @@ def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> Batc
     )
 
 
-def make_paged_runner(local: LocalRunner) -> PagedModelRunner:
-    config = local.config
-    attention = local.attention
-    make = PagedModelRunner
-    graphs = None
-    if config.pipeline_parallel_size > 1:
-        from common.runner.stage import StageRunner
-
-        make = StageRunner
-    elif local.make_graphs is not None:
-        graphs = local.make_graphs(local.kv_cache)
-    if graphs is not None:
-        from common.runner.graphs import GraphRunner
-
-        make = partial(GraphRunner, graphs=graphs)
-    return make(
-        model=local.model,
-        kv_cache=local.kv_cache,
-        backend=attention.backend,
-        state=local.state,
-        sampler=local.sampler,
-        compose=attention.compose,
-        shuffle_seed=config.seed if config.shuffle_batch else None,
-    )
-
-
 def make_speculation(
-    local: LocalRunner,
+    config: EngineConfig,
+    *,
+    proposer: Proposer,
+    runner: ModelRunner,
+    state: BatchState,
     sequences: Mapping[str, OutputProcessor] | None,
     wrap_length: Callable[[DraftLength], DraftLength] | None,
-) -> SpeculatingRunner | None:
-    """Make the runner that proposes and verifies draft tokens around the paged one, or None."""
-    spec_config = local.config.speculation
-    runner = local.paged
-    proposer = local.proposer
-    if spec_config is None or proposer is None:
-        return None
+) -> SpeculatingRunner:
+    """Make the runner that proposes and verifies draft tokens around the paged one."""
     from common.runner.allowed_drafts import AllowedDrafts
     from speculating_runner import FixedLength, SpeculatingRunner
 
+    spec_config = config.speculation
+    assert spec_config is not None
     if spec_config.adaptive:
         from adaptive_length import AdaptiveLength
 
@@ -575,5 +703,328 @@ def make_speculation(
         from common.runner.trimming_runner import TrimmingRunner
 
         runner = TrimmingRunner(runner, sequences)
-    drafts = AllowedDrafts(proposer, local.state)
-    return SpeculatingRunner(runner, drafts, length, local.state)
+    return SpeculatingRunner(runner, AllowedDrafts(proposer, state), length, state)
+
+
+# -- the half that plans: memory, scheduler and loop around a runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine. `core` is the loop; `multi_step_core` is the same, if several steps
+    are in flight, and `in_flight_plans` keeps their plans."""
+
+    runner: RunnerParts
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+    connector: KVConnector | None
+    scheduler: SchedulerInterface
+    recorder: RecordedScheduler
+    core: EngineCore
+    multi_step_core: OverlappedEngineCore | None
+    in_flight_plans: OverlapPlugin | PipelinePlugin | None
+    adapters: AdapterNames | None
+
+
+def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
+    """Make the parts around a runner. Raises `ValueError` if the runner's model does not allow the
+    configuration, or if a user's function returns an unsuitable part."""
+    # KV memory outside of this engine. It may refuse, so it comes before any thread.
+    connector, listener = make_connector(config, runner)
+
+    # Several steps in flight: a plugin keeps their plans, and a runner their order.
+    in_flight_plans = make_in_flight_plugin(config, runner.device)
+    queued_runner: QueuedRunner | None = None
+    wait_for_steps: Callable[[], object] = int
+    if in_flight_plans is not None:
+        from common.runner.overlap import QueuedRunner, ThreadedRunner
+
+        kind = QueuedRunner if runner.is_queued else ThreadedRunner
+        queued_runner = kind(runner.runner)
+        wait_for_steps = queued_runner.wait_for_steps
+
+    # KV blocks, with or without a prefix cache.
+    kv_memory = make_kv_memory(
+        config, runner, connector=connector, listener=listener, wait_for_steps=wait_for_steps
+    )
+
+    # The scheduler, and its plugins in the order in which it calls them.
+    chunk_policy = make_chunk_policy(config)
+    plugins = make_plugins(
+        config, in_flight_plans=in_flight_plans, num_lookahead_tokens=runner.num_lookahead_tokens
+    )
+    scheduler = make_scheduler(
+        config,
+        kv_memory=kv_memory,
+        max_model_len=runner.max_model_len,
+        chunk_policy=chunk_policy,
+        plugins=plugins,
+    )
+
+    # The loop, over the scheduler with a recorder around it.
+    observers: list[Observer] = []
+    if connector is not None:
+        observers.append(partial(wait_for_loads, kv_memory))
+    if isinstance(chunk_policy, LearnsDurations):
+        observers.append(partial(tell_durations, chunk_policy))
+    recorder = RecordedScheduler(scheduler, observers)
+    core = EngineCore(recorder, runner.runner)
+    multi_step_core: OverlappedEngineCore | None = None
+    if queued_runner is not None:
+        assert in_flight_plans is not None
+        num_stages = config.pipeline_parallel_size
+        if num_stages > 1:
+            from common.runner.pipeline import PipelinedEngineCore
+
+            multi_step_core = PipelinedEngineCore(
+                recorder, queued_runner, in_flight_plans, num_stages
+            )
+        else:
+            from common.runner.overlap import OverlappedEngineCore
+
+            multi_step_core = OverlappedEngineCore(recorder, queued_runner, in_flight_plans)
+        core = multi_step_core
+
+    # The adapters' names, which requests use.
+    adapters: AdapterNames | None = None
+    if runner.adapters is not None:
+        from common.features.adapters.adapter_names import AdapterNames
+
+        adapters = AdapterNames(runner.adapters, wait_for_steps)
+    return EngineParts(
+        runner=runner,
+        kv_memory=kv_memory,
+        connector=connector,
+        scheduler=scheduler,
+        recorder=recorder,
+        core=core,
+        multi_step_core=multi_step_core,
+        in_flight_plans=in_flight_plans,
+        adapters=adapters,
+    )
+
+
+# -- several steps in flight
+
+
+def make_in_flight_plugin(
+    config: EngineConfig, device: torch.device
+) -> OverlapPlugin | PipelinePlugin | None:
+    """Make the plugin for several steps in flight, or None if each step ends before the next one is
+    planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
+    if config.pipeline_parallel_size > 1:
+        if config.overlap_scheduling is True:
+            logger.warning(
+                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
+                "step in flight anyway, and no step is planned after a token that is not known"
+            )
+        from pipeline_plugin import PipelinePlugin
+
+        return PipelinePlugin(config.pipeline_parallel_size)
+    if not config.wants_overlap(device):
+        return None
+    if (name := config.needs_ends_of_steps) is not None:
+        logger.warning(
+            "overlap_scheduling has no effect with %s: each step ends before the next one is "
+            "planned",
+            name,
+        )
+        return None
+    from overlap_plugin import OverlapPlugin
+
+    return OverlapPlugin()
+
+
+# -- KV
+
+
+def make_connector(
+    config: EngineConfig, runner: RunnerParts
+) -> tuple[KVConnector | None, CacheListener | None]:
+    """Make the connector (tiers, or the configured one), bound to this engine's KV memory, and the
+    listener that is notified of cached blocks."""
+    connector = config.kv_connector
+    tiers = None
+    if config.kv_tiers is not None:
+        from tiered_cache import TieredCache
+
+        connector = tiers = TieredCache(config.kv_tiers)
+    if connector is None:
+        return None, None
+    io, namespace = runner.block_io()
+    connector.bind(io, config.block_size, namespace)
+    return connector, tiers
+
+
+def make_kv_memory(
+    config: EngineConfig,
+    runner: RunnerParts,
+    *,
+    connector: KVConnector | None,
+    listener: CacheListener | None,
+    wait_for_steps: Callable[[], object],
+) -> UncachedKVCacheManager | CachedKVCacheManager:
+    pool = BlockPool(runner.kv_cache.num_blocks)
+    block_size = config.block_size
+    groups = deal_layers(runner.model_config.layer_windows or (None,), runner.max_model_len)
+    if groups.have_windows:
+        from cached_grouped_memory import CachedGroupedMemory
+        from grouped_kv_memory import GroupedKVMemory
+
+        kind = GroupedKVMemory if config.prefix_cache is None else CachedGroupedMemory
+        num_in_flight_tokens = config.num_in_flight_tokens(runner.device)
+        return kind(pool, block_size, groups.windows, num_in_flight_tokens)
+    if config.prefix_cache is None:
+        return UncachedKVCacheManager(pool, block_size)
+    cache = make_cache(config, pool, listener)
+    if connector is None:
+        from cached_kv_cache_manager import CachedKVCacheManager
+
+        return CachedKVCacheManager(pool, block_size, cache)
+    from loading_kv_cache_manager import LoadingKVCacheManager
+
+    return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
+
+
+def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | None) -> Any:
+    """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
+    kind = config.prefix_cache
+    block_size = config.block_size
+    if isinstance(kind, str):
+        size = {"page_size" if kind == "radix" else "block_size": block_size}
+        return resolve_name(PREFIX_CACHES[kind])(pool=pool, listener=listener, **size)
+    assert kind is not None
+    cache = kind(pool=pool, block_size=block_size, listener=listener)
+    is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
+    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
+        raise ValueError(
+            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
+            f"got {cache!r}"
+        )
+    return cache
+
+
+# -- the scheduler
+
+
+def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
+    """Make the chunk policy, or None for whole prompts. For the prefill-first scheduler, a number
+    is the chunk size for all prompts of a batch, not a limit for a single prompt."""
+    if not isinstance(config.chunked_prefill, int):
+        return config.chunked_prefill
+    if not config.cuts_prompts:
+        return None
+    threshold = None if config.scheduler == "prefill_first" else config.chunk_size
+    if config.target_step_ms is None:
+        from chunk_policy import ChunkedPrefill
+
+        return ChunkedPrefill(
+            long_prefill_token_threshold=threshold,
+            max_long_partial_prefills=config.max_long_partial_prefills,
+        )
+    from adaptive_chunks import AdaptiveChunks
+
+    return AdaptiveChunks(
+        target_step_ms=config.target_step_ms,
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+    )
+
+
+def make_policy(
+    config: EngineConfig, kv_memory: UncachedKVCacheManager | CachedKVCacheManager
+) -> SchedulePolicy:
+    """Chapter 4's main folder has two of the names, `sglang_policies` the rest."""
+    policy = config.policy
+    if isinstance(policy, SchedulePolicy):
+        return policy
+    if policy in POLICIES:
+        return get_policy(policy)()
+    from sglang_policies import policy_over
+
+    return policy_over(kv_memory, policy, config.seed)
+
+
+def make_plugins(
+    config: EngineConfig,
+    *,
+    in_flight_plans: OverlapPlugin | PipelinePlugin | None,
+    num_lookahead_tokens: int | None,
+) -> list[SchedulerPlugin]:
+    """Make the scheduler's plugins, in the order in which it calls them."""
+    plugins: list[SchedulerPlugin] = []
+    if in_flight_plans is not None:
+        plugins.append(in_flight_plans)
+    if num_lookahead_tokens is not None:
+        from draft_plugin import DraftPlugin
+
+        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if config.takes_adapters:
+        from adapter_limit import MaxLoRAs
+
+        plugins.append(MaxLoRAs(config.max_adapters))
+    if config.preempt_every is not None:
+        from forced_preemption import ForcedPreemption
+
+        spares_pinned = config.scheduler == "prefill_first"
+        plugins.append(ForcedPreemption(config.preempt_every, spares_pinned))
+    return plugins
+
+
+def make_scheduler(
+    config: EngineConfig,
+    *,
+    kv_memory: UncachedKVCacheManager | CachedKVCacheManager,
+    max_model_len: int,
+    chunk_policy: ChunkPolicy | None,
+    plugins: list[SchedulerPlugin],
+) -> SchedulerInterface:
+    """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
+    kind = config.scheduler
+    make = resolve_name(SCHEDULERS[kind]) if isinstance(kind, str) else kind
+    make = partial(
+        make,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_memory=kv_memory,
+        plugins=plugins,
+    )
+    if kind == "fcfs":
+        return make()
+    make = partial(
+        make,
+        policy=make_policy(config, kv_memory),
+        chunk_policy=chunk_policy,
+        shuffle_waiting=config.shuffle_waiting,
+        seed=config.seed,
+    )
+    if kind == "two_phase":
+        return make(watermark=config.watermark)
+    if kind == "prefill_first":
+        size = config.chunk_size or config.max_num_batched_tokens
+        return make(
+            mixing=config.mixing, chunked_prefill_size=size if config.cuts_prompts else None
+        )
+    scheduler = make()
+    is_ours = getattr(scheduler, "kv_memory", None) is kv_memory
+    if not is_ours or not isinstance(scheduler, BaseScheduler):
+        raise ValueError(
+            f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
+        )
+    return scheduler
+
+
+# -- what the loop does besides its steps
+
+
+def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
+    """Wait for KV loads if a step computed nothing while requests wait. An observer."""
+    if not record.num_scheduled_tokens and record.num_waiting:
+        kv_memory.wait_for_loads()
+
+
+def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
+    """Notify a chunk policy of a step's duration. An observer of the recorder."""
+    starts = record.start_positions
+    num_tokens = record.num_scheduled_tokens
+    policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)

@@ -39,7 +39,7 @@ from request import Request, RequestStatus
 from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
-    from common.assembly.scheduler_assembly import SchedulerParts
+    from common.assembly.assembly import EngineParts
     from common.engine_config import EngineConfig
     from common.requests.output_processor import OutputProcessor
     from common.requests.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class FrameRecorder(EnginePlugin):
         self,
         events: str | Path | TextIO,
         config: EngineConfig,
-        parts: SchedulerParts,
+        parts: EngineParts,
         members: Mapping[str, OutputProcessor],
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -79,10 +79,10 @@ class FrameRecorder(EnginePlugin):
         self._adapter_name = parts.adapters.name_of if parts.adapters else lambda digest: None
         self.reasons = WaitReasons(parts.kv_memory, self._finished, self._checked)
         self.memory = MemoryChanges(parts, self.reasons.matched)
-        side = parts.runner_handle
+        side = parts.runner
         overlaps = parts.in_flight_plans is not None
         self._num_blocks = side.kv_cache.num_blocks
-        run = describe_run(config, side.model, self._num_blocks, overlaps, self.memory.windows)
+        run = describe_run(config, side, self._num_blocks, overlaps, self.memory.windows)
         self.run_line = f"{_encode(run)}\n"
         self._in_flight = deque(range(len(self.recorder.in_flight_plans)))  # step numbers
         self._num_planned = len(self._in_flight)

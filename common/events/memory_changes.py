@@ -27,13 +27,13 @@ from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import NormalKeys, PrefixCache, PrefixMatch
 
 if TYPE_CHECKING:
-    from common.assembly.scheduler_assembly import SchedulerParts
+    from common.assembly.assembly import EngineParts
 
 
 class MemoryChanges(LoadListener):
     """Blocks of one KV memory that changed since the last `take`."""
 
-    def __init__(self, parts: SchedulerParts, found: Callable[[PrefixMatch], object]) -> None:
+    def __init__(self, parts: EngineParts, found: Callable[[PrefixMatch], object]) -> None:
         memory = parts.kv_memory
         self.memory = memory
         self.pool = memory.pool

@@ -20,8 +20,8 @@ from common.events.frames import VERSION
 from policies import SchedulePolicy
 
 if TYPE_CHECKING:
+    from common.assembly.assembly import RunnerParts
     from common.engine_config import EngineConfig
-    from common.models.model_config import ModelFacts
 
 _OWN_SETTINGS = ("speculative", "kv_tiers")  # configuration fields that are dataclasses
 _PACKAGES = ("torch", "transformers", "tokenizers", "vllm-from-scratch")
@@ -48,7 +48,7 @@ def open_file(path: Path) -> TextIO:
 
 def describe_run(
     config: EngineConfig,
-    facts: ModelFacts,
+    runner: RunnerParts,
     num_blocks: int,
     overlaps: bool,
     windows: Sequence[int | None],
@@ -57,7 +57,7 @@ def describe_run(
     block; `overlaps`: two steps can be in flight. With `windows` a request has one block table per
     window (0: no limit), and the cache holds no references: a block that no request holds is free,
     and findable until it is allocated. Left out without any window."""
-    model = facts.config
+    model = runner.model_config
     line = dict(
         kind="run",
         version=VERSION,
@@ -77,11 +77,11 @@ def describe_run(
         },
         model={
             "architecture": model.architecture,
-            "num_parameters": facts.num_parameters,
+            "num_parameters": runner.num_parameters,
             "num_layers": model.num_hidden_layers,
             "vocab_size": model.vocab_size,
-            "device": str(facts.device),
-            "dtype": str(facts.dtype).removeprefix("torch."),
+            "device": str(runner.device),
+            "dtype": str(runner.dtype).removeprefix("torch."),
         },
         versions={"python": platform.python_version(), **_versions()},
     )

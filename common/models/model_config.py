@@ -441,17 +441,6 @@ def _dtype(fields: dict[str, Any]) -> str | None:
     return value.removeprefix("torch.") if isinstance(value, str) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts about a model that are known without its checkpoint."""
-
-    config: ModelConfig
-    eos_token_ids: tuple[int, ...]  # every id that ends a text
-    device: torch.device
-    dtype: torch.dtype
-    num_parameters: int
-
-
 def refusal_reason(architectures: object) -> str | None:
     """Why a model is not served. None: not known. `architectures` is from a `config.json`."""
     given = architectures if isinstance(architectures, list) else []

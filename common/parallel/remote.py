@@ -25,17 +25,10 @@ from typing import Any
 import torch
 
 from acceptance import SpecDecodeStats
-from common.assembly.scheduler_assembly import (
-    Limits,
-    Namespace,
-    RunnerHandle,
-    SchedulerParts,
-    find_limits,
-)
+from common.assembly.assembly import Limits, Namespace, RunnerParts, find_limits
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
 from common.models.loader import Checkpoint, LoadedModel, read_checkpoint
 from common.models.model import DecoderModel
-from common.models.model_config import ModelFacts
 from common.models.ranks import Ranks
 from common.parallel import message
 from common.parallel.channel import interrupts_held
@@ -246,14 +239,14 @@ class RemoteAdapters:
 # -- the start
 
 
-def assemble_remote(
+def start_runner(
     config: EngineConfig,
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[SchedulerParts, Tokenizer]:
-    """Start the workers and make a scheduler for them. Raises the same errors about configuration
+) -> tuple[RunnerParts, Tokenizer]:
+    """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
     if loaded is not None or draft is not None:
         raise ValueError("cannot send a loaded model to other processes; name its directory")
@@ -277,7 +270,7 @@ def assemble_remote(
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
-        runner_handle = _make_runner_handle(
+        runner = _make_runner(
             config=config,
             checkpoint=checkpoint,
             executor=executor,
@@ -286,7 +279,7 @@ def assemble_remote(
             num_parameters=num_parameters,
             sequences=sequences,
         )
-        return SchedulerParts(config, runner_handle), tokenizer
+        return runner, tokenizer
     except BaseException:
         executor.close()
         raise
@@ -347,7 +340,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _make_runner_handle(
+def _make_runner(
     config: EngineConfig,
     checkpoint: Checkpoint,
     executor: Executor,
@@ -355,7 +348,7 @@ def _make_runner_handle(
     limits: Limits,
     num_parameters: int,
     sequences: Mapping[str, OutputProcessor],
-) -> RunnerHandle:
+) -> RunnerParts:
     for name in ("checkpoint", "dtype", "num_blocks"):
         values = [fact[name] for fact in facts]
         if len(set(values)) > 1:
@@ -376,20 +369,17 @@ def _make_runner_handle(
         ]
         return RemoteBlockIO(executor, kv_cache), tuple(namespace)
 
-    model = ModelFacts(
-        checkpoint.config,
-        limits.eos_token_ids,
-        torch.device(facts[0]["device"]),
-        getattr(torch, facts[0]["dtype"]),
-        num_parameters,
-    )
-    return RunnerHandle(
-        runner,
-        model,
-        kv_cache,
-        limits.max_model_len,
-        limits.vocab_size,
-        block_io,
+    return RunnerParts(
+        runner=runner,
+        model_config=checkpoint.config,
+        num_parameters=num_parameters,
+        device=torch.device(facts[0]["device"]),
+        dtype=getattr(torch, facts[0]["dtype"]),
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        kv_cache=kv_cache,
+        block_io=block_io,
         is_queued=True,
         speculation=counting,
         num_lookahead_tokens=max(lookahead, default=None),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.assembly.scheduler_assembly import Limits
+from common.assembly.assembly import Limits
 from common.engine import EngineConfig, LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.loader import read_checkpoint
@@ -287,4 +287,4 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(random_oracle
         ranks = [facts, facts | {name: other}]
         limits = Limits(64, 97, ())
         with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
-            remote._make_runner_handle(*arguments, Executor([], 0, 1.0), ranks, limits, 0, {})
+            remote._make_runner(*arguments, Executor([], 0, 1.0), ranks, limits, 0, {})

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from common.assembly.assembly import LocalRunner, load_draft, packing_of
-from common.assembly.scheduler_assembly import Limits
+from common.assembly.assembly import Limits, LocalRunnerParts, load_draft, make_runner, packing_of
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives, connect
 from common.models.loader import LoadedModel, checkpoint_digest, load_model
@@ -48,7 +47,7 @@ class Rank:
         channel: Channel,
         config: EngineConfig,
         collectives: Collectives,
-        local: LocalRunner,
+        local: LocalRunnerParts,
     ) -> None:
         self.channel = channel
         self.collectives = collectives
@@ -59,7 +58,7 @@ class Rank:
         self._answering: ThreadPoolExecutor | None = None
         self._reader: ThreadPoolExecutor | None = None  # reads adapters while steps continue
         self._reading: dict[int, Future[Adapter]] = {}
-        if local.paged.device.type != "cpu":
+        if local.device.type != "cpu":
             self._answering = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
     # -- the start
@@ -86,7 +85,7 @@ class Rank:
             collectives.min_across if ranks.world_size > 1 else int,
             int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
         )
-        local = LocalRunner(
+        local = make_runner(
             config, loaded, draft, limits, wrap_length=DriverChosenLength, peers=peers
         )
         rank = cls(channel, config, collectives, local)
@@ -99,16 +98,15 @@ class Rank:
 
     def _facts(self, loaded: LoadedModel) -> dict[str, Any]:
         kv_cache = self.local.kv_cache
-        speculation = self.local.speculation
         assert loaded.path is not None
         return {
             "pid": os.getpid(),
-            "device": str(self.local.paged.device),
+            "device": str(self.local.device),
             "dtype": str(loaded.model.embed_weight.dtype).removeprefix("torch."),
             "checkpoint": checkpoint_digest(loaded.path),
             "num_blocks": kv_cache.num_blocks,
             "kv_bytes_per_block": kv_cache.kv_bytes_per_block,
-            "num_lookahead_tokens": speculation and speculation.proposer.num_lookahead_tokens,
+            "num_lookahead_tokens": self.local.num_lookahead_tokens,
         }
 
     # -- then
@@ -148,7 +146,7 @@ class Rank:
         length = self.local.speculation and self.local.speculation.draft_length
         if isinstance(length, DriverChosenLength):
             length.begin(content["step"], content["times"])
-        handle = self.local.outermost.execute(message.plan_from_map(content["plan"]))
+        handle = self.local.runner.execute(message.plan_from_map(content["plan"]))
         self._send(partial(self._answer_to, content["step"], handle))
 
     def _send(self, make: Callable[[], bytes | None]) -> None:

@@ -54,7 +54,7 @@ def test_an_engine_gives_the_threads_back_however_it_ends(monkeypatch):
     make_engine()
     gc.collect()
     assert torch.get_num_threads() == 4
-    monkeypatch.setattr(assembly, "LocalRunner", lambda *_: 1 / 0)
+    monkeypatch.setattr(assembly, "make_runner", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_engine()
     assert torch.get_num_threads() == 4

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.assembly.assembly import LocalRunner
-from common.assembly.scheduler_assembly import SchedulerParts, find_limits
+from common.assembly.assembly import LocalRunnerParts, find_limits, make_runner
 from common.engine import EngineConfig, LLMEngine
 from common.models.collectives import Communication
 from common.models.loader import LoadedModel, load_model
@@ -60,7 +59,7 @@ class Line:
 class Stage:
     """Computes plans in a thread, in order, each from its bytes."""
 
-    def __init__(self, local: LocalRunner) -> None:
+    def __init__(self, local: LocalRunnerParts) -> None:
         self.local = local
         self.plans = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -75,7 +74,7 @@ class Stage:
             plan, future = work
             try:
                 _, content = message.unpack(plan, {"plan": ("plan",)})
-                handle = self.local.outermost.execute(message.plan_from_map(content["plan"]))
+                handle = self.local.runner.execute(message.plan_from_map(content["plan"]))
                 future.set_result(handle.wait())
             except BaseException as error:
                 future.set_exception(error)
@@ -124,23 +123,24 @@ def pipelined_engine(
 
     def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
         lines: list[Line] = []
-        parts: list[LocalRunner] = []
+        parts: list[LocalRunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
             line = Line(Ranks(1, config.pipeline_parallel_size, stage), lines)
             part = load_model(
                 path, torch.float64, torch.device("cpu"), partial(ShardedModel, collectives=line)
             )
-            parts.append(LocalRunner(config, part, draft, find_limits(config, part, tokenizer)))
+            parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
         guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
         side = replace(
-            parts[-1].handle(runner.close),
+            parts[-1],
+            close=runner.close,
             runner=runner if guesses is None else TrimmingRunner(runner, members),
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
         )
-        return SchedulerParts(config, side), tokenizer
+        return side, tokenizer
 
-    monkeypatch.setattr(remote, "assemble_remote", make_parts)
+    monkeypatch.setattr(remote, "start_runner", make_parts)
     config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})
     return LLMEngine(config, draft=draft, tokenizer=tokenizer)

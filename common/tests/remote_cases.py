@@ -9,7 +9,7 @@ from unittest import mock
 
 import psutil
 
-from common.assembly.scheduler_assembly import RunnerHandle, SchedulerParts
+from common.assembly.assembly import RunnerParts
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import LoadedModel
 from common.parallel import remote, worker
@@ -42,12 +42,12 @@ def executor_of(engine: LLMEngine) -> Executor:
     return runner.executor
 
 
-def side_of(engine: LLMEngine) -> RunnerHandle:
+def side_of(engine: LLMEngine) -> RunnerParts:
     """What computes for it, which is not ended with another engine that uses it."""
-    return replace(engine.parts.runner_handle, close=None)
+    return replace(engine.parts.runner, close=None)
 
 
-def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngine:
+def engine_around(side: RunnerParts, tokenizer: Tokenizer, **config) -> LLMEngine:
     """Another scheduler, memory and loop, in front of the same workers."""
     made = EngineConfig(**{**WORKERS, **config})
     kv_cache = side.kv_cache
@@ -55,9 +55,9 @@ def engine_around(side: RunnerHandle, tokenizer: Tokenizer, **config) -> LLMEngi
     side = replace(side, kv_cache=replace(kv_cache, num_blocks=made.num_blocks))
 
     def make(*_) -> tuple:
-        return SchedulerParts(made, side), tokenizer
+        return side, tokenizer
 
-    with mock.patch.object(remote, "assemble_remote", make):
+    with mock.patch.object(remote, "start_runner", make):
         return LLMEngine(made)
 
 

@@ -175,7 +175,7 @@ def test_what_can_not_be_computed_exactly_is_refused(model, directories, prompts
         path = edited(good, tmp_path / str(i), **how)
         with pytest.raises(ValueError, match=why):
             engine.load_adapter("wrong", path)
-        assert engine.adapters == [] and not engine.parts.runner_handle.adapters.taken
+        assert engine.adapters == [] and not engine.parts.runner.adapters.taken
     with pytest.raises(ValueError, match=why):
         LLMEngine(EngineConfig(num_blocks=99, adapters={"wrong": path}), loaded=model)
     engine.load_adapter("wrong", good)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # Where an interrupt is the runner's error, or does not come: it is held (`interrupts_held`).
 ASIDE = """
     model.py blocks.py linear.py rotary.py loader.py tokenizer.py paged_attention.py
-    mixed_attention.py attention_plan.py executor.py channel.py message.py scheduler_assembly.py
+    mixed_attention.py attention_plan.py executor.py channel.py message.py assembly.py
     decode_attention.py tiled_attention.py split_attention_triton.py
 """
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")

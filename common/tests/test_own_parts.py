@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from block_pool import BlockPool
-from common.assembly.scheduler_assembly import SchedulerParts
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, checked_engine, paged_runner, serve
 from common.tests.test_speculation_engine import ScriptedProposer, wrong_at
@@ -58,9 +57,7 @@ class OwnCache(PrefixCacheLocal):
 
 
 class OwnScheduler(Scheduler):
-    @classmethod
-    def of(cls, parts: SchedulerParts) -> OwnScheduler:
-        return cls(*parts.limits, policy=parts.policy, **parts.options)
+    pass
 
 
 def own(oracle: Any = None) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def own(oracle: Any = None) -> dict[str, Any]:
 
 
 OWN = own()
-MAKERS = {"prefix_cache": OwnCache, "scheduler": OwnScheduler.of}
+MAKERS = {"prefix_cache": OwnCache, "scheduler": OwnScheduler}
 
 
 def engine_with(loaded, **parts: Any) -> LLMEngine:
@@ -115,8 +112,8 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     [
         ("prefix_cache", lambda **_: OwnCache(BlockPool(9), 4), "got .*OwnCache"),
         ("prefix_cache", lambda pool, **_: RadixCache(8, pool), "got .*RadixCache"),
-        ("scheduler", lambda parts: Scheduler(*parts.limits), "kv_memory, got .*Scheduler"),
-        ("scheduler", lambda parts: None, "None"),
+        ("scheduler", lambda **_: Scheduler(4, 64), "kv_memory, got .*Scheduler"),
+        ("scheduler", lambda **_: None, "None"),
     ],
 )
 def test_a_maker_that_gives_what_is_not_this_engines_is_refused(field, make, said, loaded) -> None:
