@@ -18,19 +18,27 @@ See common/README.md"""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeGuard,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import torch
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from paged_attention import AttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
-from request import check_integers
 from unchunked import ChunkPolicy
 
 if TYPE_CHECKING:
@@ -91,16 +99,39 @@ THREADS_FROM_PARAMETERS = 100_000_000
 NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # a process that cannot get them ends
 
+PathLike = Annotated[str, Field(min_length=1)] | Path
+# The null block and one other block; one prompt token and one output token.
+AtLeastTwo = Annotated[int, Field(ge=2)]
+Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def check_fields(config: object) -> None:
+    """Raise `ValueError` for the first field whose value is not what its annotation says. It names
+    the field, the value and what is allowed."""
+    for name, adapter in _adapters(type(config)).items():
+        value = getattr(config, name)
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            told = [found["msg"].partition(" should ")[2] for found in error.errors()]
+            allowed = " or ".join(dict.fromkeys(told))
+            raise ValueError(f"{name} must {allowed}, got {value!r}") from None
+
+
+@cache
+def _adapters(kind: type) -> dict[str, TypeAdapter]:
+    parts = ("KVConnector", "KVTierConfig", "PrefixCache", "Proposer", "SchedulerInterface")
+    later: dict[str, Any] = {name: Any for name in parts}  # imported only where they are used
+    hints = get_type_hints(kind, localns=later, include_extras=True)
+    config = ConfigDict(arbitrary_types_allowed=True)
+    return {name: TypeAdapter(hint, config=config) for name, hint in hints.items()}
+
 
 def _check(config: object, *rules: tuple[str, object, str]) -> None:
     """Raise `ValueError` for the first `(field, is_right, rule)` whose `is_right` is false."""
     for name, is_right, rule in rules:
         if not is_right:
             raise ValueError(f"{name} must {rule}, got {getattr(config, name)!r}")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @runtime_checkable
@@ -110,11 +141,6 @@ class LearnsDurations(Protocol):
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
     ) -> None: ...
-
-
-def _check_scheduler(value: object) -> None:
-    instead = "a class or function that makes a BaseScheduler"
-    _check_name("scheduler", value, SCHEDULERS, callable(value), instead)
 
 
 def _check_policy(value: Any) -> None:
@@ -134,36 +160,16 @@ def _check_policy(value: Any) -> None:
         raise ValueError(f"policy {needed}, got {value!r}")
 
 
-def _check_prefix_cache(value: object) -> None:
-    instead = "a function of pool, block_size and listener that makes a PrefixCache"
-    _check_name("prefix_cache", value, (None, *PREFIX_CACHES), callable(value), instead)
-
-
-def _check_chunked_prefill(value: object) -> None:
-    is_size = isinstance(value, int) and (isinstance(value, bool) or value >= 1)
-    if not is_size and not _is_made(value, ChunkPolicy):
-        raise ValueError(
-            "chunked_prefill must be True, False, an integer >= 1 or an instance of ChunkPolicy, "
-            f"got {value!r}"
-        )
-
-
-def _check_attention_backend(value: object) -> None:
-    names = ("auto", *ATTENTION_BACKENDS)
-    is_one = _is_made(value, AttentionBackend)
-    _check_name("attention_backend", value, names, is_one, "an instance of AttentionBackend")
-
-
-def _check_method(value: object) -> None:
-    _check_name("method", value, PROPOSERS, is_proposer(value), "an instance of Proposer")
-
-
 def is_proposer(value: object) -> TypeGuard[Proposer]:
     if value is None or isinstance(value, str | dict):
         return False
     from proposers import Proposer
 
     return _is_made(value, Proposer)
+
+
+def _is_backend(value: object) -> bool:
+    return _is_made(value, AttentionBackend)
 
 
 def is_instance_arg(value: object) -> bool:
@@ -195,11 +201,11 @@ class SpeculativeConfig:
     as many of them as pay off. Raises `ValueError` that names the field."""
 
     method: str | Proposer
-    num_spec_tokens: int = 4
+    num_spec_tokens: PositiveInt = 4
     adaptive: bool = True
-    model: str | Path | None = None
-    max_ngram: int = 4
-    min_ngram: int = 2
+    model: PathLike | None = None
+    max_ngram: PositiveInt = 4
+    min_ngram: PositiveInt = 2
 
     @classmethod
     def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
@@ -218,16 +224,14 @@ class SpeculativeConfig:
         return cls(**speculative)
 
     def __post_init__(self) -> None:
-        for name in ("num_spec_tokens", "min_ngram", "max_ngram"):
-            check_integers(1, **{name: getattr(self, name)})
-        is_path = isinstance(self.model, str | Path) and str(self.model)
-        is_model = self.model is None or (self.method == "draft" and is_path)
-        _check_method(self.method)
+        instead = "an instance of Proposer"
+        _check_name("method", self.method, PROPOSERS, is_proposer(self.method), instead)
+        check_fields(self)
+        is_draft = self.model is None or self.method == "draft"
         _check(
             self,
             ("min_ngram", self.min_ngram <= self.max_ngram, "be <= max_ngram"),
-            ("adaptive", isinstance(self.adaptive, bool), "be True or False"),
-            ("model", is_model, "be a directory or hub id, for method 'draft'"),
+            ("model", is_draft, "be None without method 'draft'"),
         )
 
 
@@ -237,14 +241,15 @@ class EngineConfig:
     allowed values. Python's garbage collector is shared by the whole process, so a server
     configures it as the demo does (`common/requests/gc_utils.py`), before it makes an engine."""
 
-    model: str | Path | None = None  # a directory or hub id; None: the shipped checkpoint
+    model: PathLike | None = None  # a directory or hub id; None: the shipped checkpoint
     device: str = "auto"
     dtype: str | torch.dtype = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None  # KV blocks, with the null block; None: as free memory allows
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None  # prompt plus outputs; None: the model's maximum
+    block_size: PositiveInt = 16
+    # KV blocks, with the null block; None: as free memory allows.
+    num_blocks: AtLeastTwo | None = None
+    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    max_num_batched_tokens: PositiveInt = 2048
+    max_model_len: AtLeastTwo | None = None  # prompt plus outputs; None: the model's maximum
     # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
@@ -252,7 +257,8 @@ class EngineConfig:
     # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
     # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"
-    watermark: float = 0.01  # share of blocks that "two_phase" keeps for running requests
+    # Share of blocks that "two_phase" keeps for running requests.
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     # Or "radix"; None: no prefix cache.
     prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
@@ -261,9 +267,10 @@ class EngineConfig:
     # Long prompts are computed in several steps, with chunks as large as the token budget allows
     # (True) or of at most this many tokens (an integer; with "prefill_first", the limit for all
     # prompts together). False: a prompt must fit into one step; "fcfs" always works that way.
-    chunked_prefill: bool | int | ChunkPolicy = True
-    target_step_ms: float | None = None  # chunks as large as a step of this length allows
-    max_long_partial_prefills: int | None = None  # limits concurrent prefills longer than a chunk
+    chunked_prefill: bool | PositiveInt | ChunkPolicy = True
+    target_step_ms: Duration | None = None  # chunks as large as a step of this length allows
+    # Limits concurrent prefills longer than a chunk.
+    max_long_partial_prefills: PositiveInt | None = None
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     # The fields of `SpeculativeConfig`, such as {"method": "ngram"}; or a `Proposer`.
     speculative: dict | Proposer | None = None
@@ -271,10 +278,10 @@ class EngineConfig:
     # Compiles decode attention, norms and rotary embedding for a CPU when the engine is made: some
     # 30 seconds, a few seconds once the result is cached on disk. "auto": for models of
     # `COMPILE_FROM_PARAMETERS` parameters and more.
-    compile: bool | str = "auto"
+    compile: bool | Literal["auto"] = "auto"
     # Plans step n + 1 while step n runs. "auto": on a GPU. Has no effect with `speculative` or
     # `target_step_ms`: accepted tokens, or the step's duration, are known only at its end.
-    overlap_scheduling: bool | str = "auto"
+    overlap_scheduling: bool | Literal["auto"] = "auto"
     # On a GPU, a step in which each request has one token is replayed from a graph captured at
     # start-up. True: its kernels are launched one by one, as in all other steps.
     enforce_eager: bool = False
@@ -285,88 +292,51 @@ class EngineConfig:
     # torch's threads on a CPU, for the whole process, until the engine closes. None: 1 for models
     # below `THREADS_FROM_PARAMETERS`, and torch's default for larger ones, unless OMP_NUM_THREADS
     # has set a number (`runner/thread_count.py`).
-    num_threads: int | None = None
-    gpu_memory_utilization: float = 0.9  # share that weights, activations and KV together may take
+    num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = None
+    # Share that weights, activations and KV together may take.
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     # Ranks that split each layer, and stages that split the list of layers. With more than one rank
     # in total, each is a separate process, and this one computes nothing (`common/parallel`).
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    worker_timeout_s: float = 300.0  # a rank that needs longer for a step counts as lost
-    events: str | Path | None = None  # file for the events of each step: `common/events`
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    worker_timeout_s: Duration = 300.0  # a rank that needs longer for a step counts as lost
+    events: PathLike | None = None  # file for the events of each step: `common/events`
     # LoRA adapters in PEFT's format, by name: {"tests": "directory"}. With this or `max_loras` (how
     # many different adapters fit in a batch: 4), more can be loaded later. Both None: no adapters.
     adapters: Mapping[str, str | Path] | None = None
-    max_loras: int | None = None
-    max_lora_rank: int = 16
+    max_loras: PositiveInt | None = None
+    max_lora_rank: PositiveInt = 16
     # "auto": requests without sampling parameters get those of the model's generation_config.json,
     # and its `max_new_tokens` as their limit; "vllm": `SamplingParams()`
-    generation_config: str = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0  # for requests without a seed
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # checks scheduler and KV manager after every step
     shuffle_batch: bool = False
     shuffle_waiting: bool = False
-    preempt_every: int | None = None  # preempts a request every so many steps
+    preempt_every: PositiveInt | None = None  # preempts a request every so many steps
     emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 
     def __post_init__(self) -> None:
-        lowest = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
-        lowest |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_lora_rank": 1}
-        optional = {"preempt_every": 1, "max_long_partial_prefills": 1, "num_threads": 1}
-        optional |= {"max_loras": 1}
-        # The null block and one other block; one prompt token and one output token.
-        optional |= {"num_blocks": 2, "max_model_len": 2}
-        for name, low in (lowest | optional).items():
-            value = getattr(self, name)
-            if value is not None or name not in optional:
-                check_integers(low, **{name: value})
-        check_integers(seed=self.seed)
-        _check(self, ("max_num_seqs", self.max_num_seqs <= 1 << 20, "be from 1 to 2**20"))
-        few = self.num_threads is None or self.num_threads <= MAX_THREADS
-        _check(self, ("num_threads", few, f"be None or from 1 to {MAX_THREADS}"))
-        flags = ["mixing", "pack_weights", "enforce_eager", "emulate_graphs", "batch_invariant"]
-        flags += ["check_invariants", "shuffle_batch", "shuffle_waiting"]
-        for name in flags:
-            _check(self, (name, isinstance(getattr(self, name), bool), "be one of False, True"))
-        for name in ("compile", "overlap_scheduling"):
-            value = getattr(self, name)
-            is_one = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
-            _check(self, (name, is_one, "be one of 'auto', False, True"))
-        _check_scheduler(self.scheduler)
-        _check_policy(self.policy)
-        _check_prefix_cache(self.prefix_cache)
-        _check_chunked_prefill(self.chunked_prefill)
-        _check_attention_backend(self.attention_backend)
-        model = self.model
-        ms = self.target_step_ms
-        events = self.events
-        left = self.watermark
-        share = self.gpu_memory_utilization
-        adapters = self.adapters or {}
-        are_paths = isinstance(adapters, Mapping) and all(
-            isinstance(path, str | Path) for path in adapters.values()
-        )
-        is_model = model is None or (isinstance(model, str | Path) and str(model))
-        is_file = events is None or (isinstance(events, str | Path) and str(events))
-        is_share = _is_number(share) and 0 < share <= 1
-        is_time = ms is None or (_is_number(ms) and 0 < ms < math.inf)
-        patience = self.worker_timeout_s
-        is_patience = _is_number(patience) and 0 < patience < math.inf
-        _check(
-            self,
-            ("model", is_model, "be a directory, a hub id or None"),
-            ("events", is_file, "be a file to be written, or None"),
-            ("adapters", are_paths, "be None or {name: directory}"),
+        for name, names, is_one, instead in (
+            ("scheduler", SCHEDULERS, callable, "a class or function that makes a scheduler"),
             (
-                "generation_config",
-                self.generation_config in ("auto", "vllm"),
-                "be 'auto' or 'vllm'",
+                "prefix_cache",
+                (None, *PREFIX_CACHES),
+                callable,
+                "a function that makes a PrefixCache",
             ),
-            ("watermark", _is_number(left) and 0 <= left < 1, "be in [0, 1)"),
-            ("gpu_memory_utilization", is_share, "be in (0, 1]"),
-            ("target_step_ms", is_time, "be None or > 0, and finite"),
-            ("worker_timeout_s", is_patience, "be > 0, and finite"),
-        )
+            (
+                "attention_backend",
+                ("auto", *ATTENTION_BACKENDS),
+                _is_backend,
+                "an AttentionBackend",
+            ),
+        ):
+            value = getattr(self, name)
+            _check_name(name, value, names, is_one(value), instead)
+        _check_policy(self.policy)
+        check_fields(self)
         self._check_own_parts()
         self._check_what_goes_together()
 
@@ -441,6 +411,11 @@ class EngineConfig:
             ("attention_backend", not has_backend or not self.has_workers, far),
             ("attention_backend", not has_backend or not self.batch_invariant, tiles),
             ("speculative", not has_proposer or not self.has_workers, far),
+            (
+                "chunked_prefill",
+                not isinstance(self.chunked_prefill, type),
+                "be made, a ChunkPolicy",
+            ),
             ("chunked_prefill", not has_policy or self.may_preempt, whole),
             ("chunked_prefill", not has_policy or not learns, NO_CLOCK),
             ("target_step_ms", not has_policy or self.target_step_ms is None, target),

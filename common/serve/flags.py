@@ -80,10 +80,9 @@ def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
         words = {"none": None, "true": True, "false": False}
         if text.lower() in words:
             return words[text.lower()]
-        for kind, word in ((int, "int"), (float, "float")):
-            if word in str(field.type):
-                with suppress(ValueError):
-                    return kind(text)
+        for kind in () if "str" in str(field.type) else (int, float):
+            with suppress(ValueError):
+                return kind(text)
         return text
 
     return value

@@ -143,7 +143,7 @@ def test_a_device_beyond_those_that_there_are_is_refused_beside_a_gpu(monkeypatc
 NGRAM = {"method": "ngram"}
 AT_ODDS: list[tuple[str, dict]] = [
     ("preempt_every", dict(preempt_every=0)),
-    *(("events must be a file to be written", dict(events=value)) for value in ("", 5, b"x")),
+    *(("events must", dict(events=value)) for value in ("", 5, b"x")),
     *(("watermark", dict(watermark=value)) for value in (1.0, True)),
     ("kv_tiers", dict(kv_tiers=3)),
     ("kv_connector", dict(kv_connector="pool")),

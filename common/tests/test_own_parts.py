@@ -129,7 +129,7 @@ def test_a_maker_that_gives_what_is_not_this_engines_is_refused(field, make, sai
         ({"policy": SchedulePolicy()}, "policy must .*define key, or set is_cache_aware"),
         ({"scheduler": 5}, "scheduler must be .*two_phase.*, got 5"),
         ({"attention_backend": FiveAtATime()}, "attention_backend must be .*torch.*, got"),
-        ({"chunked_prefill": FiveAtATime}, "chunked_prefill must be .*True.*, got"),
+        ({"chunked_prefill": FiveAtATime}, "chunked_prefill must be .*ChunkPolicy.*, got"),
         ({"speculative": {"method": "magic"}}, "method must be .*ngram.*, got 'magic'"),
         ({"speculative": {"method": FiveAtATime()}}, "method must be .*, got"),
         ({"speculative": ..., "tensor_parallel_size": 2}, "speculative must .*in other processes"),
