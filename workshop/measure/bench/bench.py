@@ -65,7 +65,6 @@ TITLES = {
     "speculative": "chapters 1 to 5: with n-gram draft tokens",
     "chunked": "**chapters 1 to 6: with prompts in chunks of 128**",
     "transformers-generate": "`transformers` generate, one static batch",
-    "transformers-continuous": "`transformers` continuous batching",
     "vllm": "vLLM's CPU build, compiled",
 }
 
