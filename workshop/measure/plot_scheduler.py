@@ -205,32 +205,9 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     return {"lab": table("simulated", runs, columns), "lab_note": note}
 
 
-def tables_of_fit(record: dict) -> dict[str, str]:
-    cost = {name.removesuffix("_ms"): 1e3 * value for name, value in record["cost_model"].items()}
-    numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
-    note = (
-        f"Cost model in µs, fitted to {record['num_steps']} steps of the shipped checkpoint, "
-        f"median error {record['median_relative_error']:.0%}: {numbers}."
-    )
-    return {"fit": note}
-
-
 def mean_while_others_wait(run: dict) -> float:
     both = zip(run["num_running"], run["num_waiting"], strict=True)
     return statistics.mean([running for running, waiting in both if waiting] or [0])
-
-
-def tables_of_memory(record: dict) -> dict[str, str]:
-    columns = {
-        "most at once": lambda run: max(run["num_running"]),
-        "mean while others wait": lambda run: f"{mean_while_others_wait(run):.1f}",
-        "KV held and not written": lambda run: f"{statistics.mean(run['kv_waste']):.0%}",
-        "preemptions": lambda run: run["num_preemptions"],
-        "work done again": lambda run: (
-            f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}"
-        ),
-    }
-    return {"memory": table("simulated", record["runs"], columns | SPEED)}
 
 
 # -- figures
@@ -252,9 +229,9 @@ def draw_memory(record: dict) -> Figure:
 
 
 PARTS = {
-    "fit": Part(measure_fit, tables=tables_of_fit, clock="time.perf_counter"),
+    "fit": Part(measure_fit, clock="time.perf_counter"),
     "lab": Part(measure_lab, tables=tables_of_lab),
-    "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
+    "memory": Part(measure_memory, {"memory": draw_memory}),
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ overlap       steps are planned one ahead, or are not: on a simulated device, wh
               host and device share; with answers that end at a stop token, work begun is lost
 serve         the same requests, all at the same time, by `LLM`'s own call, by `AsyncLLM` and
               over HTTP. The client's processor time is subtracted, because the server loses it
-hostile       one client's heaviest legal bodies, while others wait (`feature_hostile.py`)
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ from common.serve.async_llm import AsyncLLM
 from common.serve.fleet.programs import start_server
 from request import SamplingParams
 from scheduler_interface import RunnerInput, StepHandle, StepOutput
-from workshop.measure.bench import feature_hostile
 from workshop.measure.bench.bench_record import markdown_table
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.bench.feature_hostile import COMPLETIONS, open_request, prompt
 from workshop.measure.bench.stub_model import stub_model
 from workshop.measure.rounds import ratios, run_in_turn
+
+
+def prompt(i: int, length: int, num_ids: int = 4000) -> list[int]:
+    return [5 + (31 * i + 7 * j) % (num_ids - 5) for j in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,10 @@ async def seconds_over_http(port: int, number: int, num_tokens: int) -> float:
 
     async def read(prompt: list[int]) -> None:
         body = json.dumps({"prompt": prompt, **params}).encode()
-        reader, writer = await open_request(port, COMPLETIONS, body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
         data = await reader.read()
         writer.close()
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), data[-300:]
@@ -184,7 +188,7 @@ def serve(tiny: bool) -> str:
     return markdown_table(["requests at once", "by", "output tok/s", "of `LLM.generate`"], rows)
 
 
-FEATURES = {"hostile": feature_hostile.hostile, "overlap": overlap, "serve": serve}
+FEATURES = {"overlap": overlap, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

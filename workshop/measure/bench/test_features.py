@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [
         ("overlap", 3),
         pytest.param("serve", 3, marks=pytest.mark.slow),
-        pytest.param("hostile", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_feature_is_measured_and_shown(
