@@ -7,12 +7,11 @@ and their extremes, and compares settings within a round.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
-from workshop.measure.bench.bench_record import percentiles
+from tqdm import tqdm
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -38,6 +37,35 @@ def run_in_turn(
     return {name: runs[num_warm_ups:] for name, runs in found.items()}
 
 
+class Work(NamedTuple):
+    """What one workload measures: `run(name, round, place)` measures one of `names` once."""
+
+    title: str
+    names: Sequence[str]
+    run: Callable[[str, int, int], None]
+
+
+def measure_in_turn(
+    work: Sequence[Work],
+    num_rounds: int,
+    save: Callable[[], None],
+    deadline: float | None = None,
+) -> None:
+    """Run all the work in each round, and save after each run. No run is started after `deadline`,
+    in seconds of `time.monotonic()`."""
+    total = num_rounds * sum(len(one.names) for one in work)
+    with tqdm(total=total, unit="run", dynamic_ncols=True, disable=None) as bar:
+        for round_number in range(num_rounds):
+            for title, names, run in work:
+                for place, name in enumerate(rotated(names, round_number)):
+                    if deadline is not None and time.monotonic() > deadline:
+                        return
+                    bar.set_description(f"{title}: {name}")
+                    run(name, round_number, place)
+                    save()
+                    bar.update()
+
+
 def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> dict[K, list[float]]:
     """Return the milliseconds of each call, by name, without those of the round that warms up."""
 
@@ -47,18 +75,3 @@ def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> di
         return round(1e3 * (time.perf_counter() - start), 4)
 
     return run_in_turn(calls, run, num_rounds)
-
-
-def median_of(runs: Iterable[Mapping[str, Any]], field: str) -> float:
-    return statistics.median(run[field] for run in runs)
-
-
-def spread(values: Sequence[float], digits: int = 2, low: float = 0, high: float = 100) -> str:
-    """Return `median (lowest-highest)`, or two percentiles instead of the extremes."""
-    shown = [f"{value:,.{digits}f}" for value in percentiles(values, [50, low, high])]
-    return f"{shown[0]} ({shown[1]}-{shown[2]})"
-
-
-def ratios(values: Iterable[float], base: Iterable[float]) -> str:
-    """Return the `spread` of the ratios within each round."""
-    return spread([value / other for value, other in zip(values, base, strict=True)])

@@ -24,6 +24,7 @@ Without pages it holds as many requests as it holds of the longest, with pages a
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -218,3 +219,22 @@ SYSTEMS: dict[str, System] = {
     "transformers-generate": transformers_generate,
     "vllm": vllm,
 }
+
+
+def serve_timed(
+    name: str,
+    models: BenchModels,
+    limits: Limits,
+    warm_up: Sequence[BenchRequest],
+    requests: Sequence[BenchRequest],
+) -> Served:
+    """Set a system up, let it serve `warm_up`, which is not counted, and then time `requests`. Its
+    details get the processor seconds of all threads, if it has none of its own."""
+    with SYSTEMS[name](models, limits) as serve:
+        serve(warm_up)
+        gc.collect()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        served = serve(requests)
+        served.seconds = served.seconds or time.perf_counter() - start
+        served.details = {"cpu_seconds": time.process_time() - cpu_start} | served.details
+    return served
