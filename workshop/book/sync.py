@@ -46,13 +46,12 @@ from workshop.practice.tasks.course import TASKS
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
 # Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
-_TABLES = {
-    "workshop/measure/bench/": (
-        ("workshop.bench", "--write-readme"),
-        ("workshop.ladder", "--write-readme"),
-        ("workshop.bench.gpu", "pages"),
-    ),
-}
+_BENCH = "workshop/measure/bench/"
+_TABLES = (
+    "workshop.bench --write-readme",
+    "workshop.ladder --write-readme",
+    "workshop.bench.gpu pages",
+)
 
 
 def pages() -> Iterator[Path]:
@@ -101,9 +100,8 @@ def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
         is_new = is_all or any(name.startswith(made_of) for name in changed)
         if is_new and "run_lab(" in script.read_text(encoding="utf-8"):  # else a part of another
             found.append(["-m", f"workshop.{script.stem}", "--tables"])
-    for folder, commands in _TABLES.items():
-        if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
-            found += [["-m", *command] for command in commands]
+    if is_all or any(n.startswith(_BENCH) and n.endswith(".json") for n in changed):
+        found += [["-m", *command.split()] for command in _TABLES]
     return [*found, ["-m", "workshop.watch", "--stills"]] if is_all else found
 
 

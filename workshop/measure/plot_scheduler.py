@@ -156,11 +156,6 @@ def measure_memory(measurement: Measurement) -> dict:
             "end_s": [round(step.end_s, 4) for step in busy],
             "num_running": [step.num_running for step in busy],
             "num_waiting": [step.num_waiting for step in busy],
-            "kv_waste": [
-                round(1 - step.kv_tokens_written / (step.kv_blocks_in_use * BLOCK_SIZE), 4)
-                for step in busy
-                if step.kv_blocks_in_use
-            ],
         }
     return {"config": config(len(requests)), "runs": runs}
 

@@ -183,12 +183,11 @@ def run_part(part: str, out: Path, limit_s: float, is_rehearsal: bool) -> dict[s
 # -- the table
 
 NOTHING = (
-    "No GPU has been measured yet. Tests on a CPU run the kernels in Triton's interpreter and the "
-    "graphs in an emulator, which checks their results but not their speed."
+    "No GPU has been measured yet. On a CPU, tests check the kernels in Triton's interpreter and "
+    "the graphs in an emulator."
 )
 NOTHING_ZH = (
-    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器跑 kernel，用模拟器跑 CUDA "
-    "graph：能核对结果，但看不出速度。"
+    "还没有在 GPU 上测过。测试在 CPU 上用 Triton 的解释器核对 kernel，用模拟器核对 CUDA graph。"
 )
 PAGES = {"README.md": "gpu", "06_chunked_prefill/README.md": "gpu"}
 PAGES |= {"README.zh.md": "gpu_zh", "06_chunked_prefill/README.zh.md": "gpu_zh"}
