@@ -1,9 +1,7 @@
-"""Settings measured in turn, and the numbers that a table shows of their runs.
+"""Settings measured in turn.
 
 Each round runs every setting once and starts with a different one, so a machine that becomes slower
-or busier does so for all of them. The first round warms up. A table shows the median of the runs
-and their extremes, and compares settings within a round.
-"""
+or busier does so for all of them."""
 
 from __future__ import annotations
 
@@ -24,17 +22,15 @@ def rotated(names: Iterable[K], round_number: int) -> list[K]:
     return [*names[first:], *names[:first]]
 
 
-def run_in_turn(
-    names: Iterable[K], run: Callable[[K], T], num_rounds: int, num_warm_ups: int = 1
-) -> dict[K, list[T]]:
-    """Return what `run(name)` returned in each of `num_rounds`, by name. The rounds that warm up
-    are additional."""
+def run_in_turn(names: Iterable[K], run: Callable[[K], T], num_rounds: int) -> dict[K, list[T]]:
+    """Return what `run(name)` returned in each of `num_rounds`, by name. One more round, before
+    them, warms up."""
     names = list(names)
     found: dict[K, list[T]] = {name: [] for name in names}
-    for round_number in range(num_warm_ups + num_rounds):
+    for round_number in range(1 + num_rounds):
         for name in rotated(names, round_number):
             found[name].append(run(name))
-    return {name: runs[num_warm_ups:] for name, runs in found.items()}
+    return {name: runs[1:] for name, runs in found.items()}
 
 
 class Work(NamedTuple):

@@ -80,7 +80,6 @@ class SimulatedStep:
     num_running: int
     num_waiting: int
     num_preempted: int
-    kv_blocks_in_use: int
     kv_tokens_written: int
 
 
@@ -145,7 +144,6 @@ def simulate(
                 len(output.num_scheduled_tokens),
                 scheduler.get_request_counts()[1],
                 len(preemptions_of(output)[0]),
-                output.num_kv_blocks_in_use,
                 written,
             )
         )

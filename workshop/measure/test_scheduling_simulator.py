@@ -109,5 +109,3 @@ def test_every_computed_token_is_accounted_for(name: str) -> None:
     num_needed = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
     num_computed = sum(step.num_tokens for step in run.steps)
     assert num_computed == num_needed - stats.total_cached_tokens + stats.total_recomputed_tokens
-    assert all(0 <= step.kv_blocks_in_use < NUM_BLOCKS for step in run.steps)
-    assert max(step.kv_blocks_in_use for step in run.steps) > NUM_BLOCKS / 2
