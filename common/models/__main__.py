@@ -76,8 +76,8 @@ def main() -> None:
     print("Refused by name, before a weight is read:")
     for pattern, reason in REFUSAL_REASONS.items():
         print(f"  {pattern:25} {reason}")
-    print("\nAll other architectures are refused, too. What a config may say, a random checkpoint")
-    print("of each family, and what shows that it is right: common/models/MODELS.md")
+    print("\nAll other architectures are refused, too. What a config may say, and")
+    print("what shows that it is right: common/models/MODELS.md")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import unescape
 
 import matplotlib.pyplot as plt
 from matplotlib import rc_context
@@ -23,14 +22,6 @@ CARD, DARK_CARD = NEUTRAL["card"]
 EDGE, DARK_EDGE = NEUTRAL["border"]
 DARK_INK = NEUTRAL["ink"][1]
 MARGIN = 8  # points
-# Advance widths of DejaVu Sans in thousandths of the size, from the space to the tilde.
-_WIDTHS = """
-318 401 460 838 636 950 780 275 390 390 500 838 318 361 318 337 636 636 636 636 636 636 636 636 636
-636 337 337 838 838 838 531 1000 684 686 698 770 632 575 775 752 295 295 656 557 863 748 787 603
-787 695 635 611 732 684 989 685 611 685 390 337 390 838 500 500 613 635 550 635 615 352 635 634 278
-278 579 278 974 634 612 635 635 411 521 392 634 592 818 592 592 525 636 337 636 838
-"""
-_WIDTH = {chr(32 + i): int(width) / 1000 for i, width in enumerate(_WIDTHS.split())}
 NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
 STYLE: dict[Any, Any] = {
     # Text stays text, and what varies from run to run (ids, the date) is fixed: no diff.
@@ -69,7 +60,7 @@ def save(
             paths[-1].write_text(svg, encoding="utf-8")
             if words is not None:
                 chinese = folder / f"{name}.zh.svg"
-                chinese.write_text(in_chinese(svg, words), encoding="utf-8")
+                chinese.write_text(figure_words.in_chinese(svg, words), encoding="utf-8")
     return paths
 
 
@@ -81,11 +72,6 @@ def as_card(svg: str) -> str:
     svg = re.sub(r"\s*<metadata>.*</metadata>|<!--.*?-->|<!DOCTYPE[^>]*>", "", svg, flags=re.S)
     svg = re.sub(r"\n(?=[LCQMz\"])", "", re.sub(r"\n\s+", "\n", svg))
     svg = re.sub(r"<style[^>]*>[^<]*</style>", f"<style>{style_of(svg)}</style>", svg, count=1)
-    svg = re.sub(
-        r'(<g clip-path="[^"]*")>((?:\n<use [^>]*?( style="[^"]*")/>)(?:\n<use [^>]*\3/>)*)',
-        _same,
-        svg,
-    )
     # The card is a little larger than the figure, whose texts reach its edge.
     found = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt" viewBox="[^"]*"', svg)
     assert found is not None
@@ -95,39 +81,6 @@ def as_card(svg: str) -> str:
     svg = svg.replace(found[0], f'{size} viewBox="-{MARGIN} -{MARGIN} {width:g} {height:g}"', 1)
     card = f'<rect {box} rx="8" class="card"/>'
     return re.sub(r'<g id="patch_1">.*?</g>', card, svg, count=1, flags=re.S)
-
-
-def _same(marks: re.Match[str]) -> str:
-    """Write the attributes that all marks of a group share only once."""
-    return f"{marks[1]}{marks[3]}>{marks[2].replace(marks[3], '')}"
-
-
-def in_chinese(svg: str, words: Words) -> str:
-    """Return the plot with Chinese words. Matplotlib positions each line of a multi-line text
-    separately: if the positions differ, the lines share a centre, which is kept."""
-
-    def say_lines(texts: re.Match[str]) -> str:
-        places = {float(x) for x in re.findall(r"translate\(([\d.]+)", texts[0])}
-        if len(places) < 2:
-            return texts[0]
-        return re.sub(
-            r'(font-size: ([\d.]+)px[^>]*translate\()([\d.]+)( [\d.]+\)">)([^<]*)',
-            say_line,
-            texts[0],
-        )
-
-    def say_line(line: re.Match[str]) -> str:
-        size, english = float(line[2]), unescape(line[5])
-        moved = (text_width(english, size) - text_width(words(english), size)) / 2
-        return f"{line[1]}{float(line[3]) + moved:.2f}{line[4]}{line[5]}"
-
-    svg = re.sub(r'<g id="text_\d+">.*?</g>', say_lines, svg, flags=re.S)
-    return figure_words.in_chinese(svg, words)
-
-
-def text_width(text: str, size: float) -> float:
-    """Return a line's width in pixels. A Chinese character is as wide as it is high."""
-    return sum(_WIDTH.get(char, 1.0 if char > "\u2e80" else 0.84) for char in text) * size
 
 
 def style_of(svg: str) -> str:

@@ -2,54 +2,32 @@
 
     python -m workshop.notebooks     write every NN_*/*_demo.ipynb
 
-The script is in jupytext's `py:percent` form. The notebook gets one more cell, which installs the
-chapters where they are missing or says how to (`setup_cell`). It is committed without outputs:
-`make book` executes it, and keeps the outputs until the code changes."""
+The script is in jupytext's `py:percent` form. The notebook gets one more cell, which
+says how to get the chapters where they are missing. It is committed without outputs: `make book`
+executes it, and keeps the outputs until the code changes."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-from workshop.book.repository import repository_address
-
 ROOT = Path(__file__).resolve().parents[2]
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 # `static_batching` is in a `beyond/`: a notebook's own folder is importable, but not that one.
 SETUP = """\
-# {comment}
+# This notebook uses the book's modules.
 import importlib.util
 
 if importlib.util.find_spec("static_batching") is None:
-{otherwise}"""
-ADVICE = """\
     raise SystemExit(
         "The modules of vllm-from-scratch are not installed. Clone its repository, run `make` "
         "in it, and open this notebook there, with the kernel of its .venv."
     )"""
-INSTALLATION = """\
-    import subprocess
-    import sys
-
-    print("installing vllm-from-scratch from {address}")
-    packages = ["git+{address}", "matplotlib"]
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
-    importlib.invalidate_caches()"""
 
 
 def demo_scripts(root: Path = ROOT) -> list[Path]:
     found = root.glob("[0-9][0-9]_*/**/*_demo.py")
     return sorted(path for path in found if not path.name.startswith("test_"))
-
-
-def setup_cell(address: str) -> str:
-    """Return the first code of a notebook, which does nothing where the chapters are importable.
-    Elsewhere it installs them from the repository at `address`; if that is "", it raises
-    `SystemExit`, whose message says how to get them."""
-    if not address:
-        return SETUP.format(comment="This notebook uses the book's modules.", otherwise=ADVICE)
-    comment = "Installs the book's modules where they are missing."
-    return SETUP.format(comment=comment, otherwise=INSTALLATION.format(address=address))
 
 
 def notebook_text(script: Path) -> str:
@@ -61,7 +39,7 @@ def notebook_text(script: Path) -> str:
     notebook.metadata = {"kernelspec": KERNELSPEC, "language_info": {"name": "python"}}
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     is_code = [cell.cell_type == "code" for cell in notebook.cells]
-    setup = nbformat.v4.new_code_cell(setup_cell(repository_address()))
+    setup = nbformat.v4.new_code_cell(SETUP)
     notebook.cells.insert(is_code.index(True), setup)
     for index, cell in enumerate(notebook.cells):
         cell.id = hashlib.sha256(f"{index}\n{cell.source}".encode()).hexdigest()[:8]

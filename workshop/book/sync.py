@@ -1,19 +1,17 @@
 """Update derived files: `make sync`, `python -m workshop.sync [--since COMMIT] [--all]`.
 
     quotations        `python file=...` blocks of every page, from the source they name
-    pages             MUSEUM.md in two languages, the tables of MODELS.md, the lines to read in
-                      COURSE.md
+    pages             MUSEUM.md in two languages, the tables of MODELS.md
     tables            from records, if their script or their records changed
     notebooks         made of their scripts, without outputs
     drawings          the style of each SVG that is edited by hand, and its Chinese twin
-    Chinese pages     code, numbers in tables, and what a script writes around them, as in the
-                      English page of the same name
+    Chinese pages     numbers in tables that changed in the English page of the same name
 
 git compares the working tree with COMMIT (HEAD) to find the changes. `--all` also makes all tables,
 all plots and the stills of the films again, which takes minutes and a browser.
 
-A Chinese section that was in step, and whose English section changed since COMMIT only in code or
-numbers in tables, stays in step: they are carried over, and its digest is updated. Sections and
+A Chinese section that was in step, and whose English section changed since COMMIT only in quoted
+code or numbers in tables, stays in step: its digest is updated. Sections and
 exercises that are older than the English are listed before the last lines of the output, which name
 what has to be mended."""
 
@@ -27,13 +25,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from markdown_it import MarkdownIt
-
 from workshop.book import drawings, figure_words, models_page, notebooks
 from workshop.book.path import ROOT
 from workshop.book.quoted import filled, unfilled
 from workshop.book.translation import (
-    CHINESE,
     DIGEST,
     GENERATED,
     NUMBER,
@@ -41,25 +36,22 @@ from workshop.book.translation import (
     chinese_pages,
     differences,
     english_of,
-    figures_of,
     older,
     sections,
 )
 from workshop.practice.museum import museum_page
 from workshop.practice.museum.exhibits import EXHIBITS
-from workshop.practice.tasks import reading
 from workshop.practice.tasks.course import TASKS
 
 _SKIPPED = {"build", "dist", "my", "shared", "checkpoints"}
 _CELL = re.compile(r"(?<!\\)\|")
 # Scripts that write tables from a folder's records; a chapter's plot scripts write its tables.
-_TABLES = {
-    "workshop/measure/bench/": (
-        ("workshop.bench", "--write-readme"),
-        ("workshop.ladder", "--write-readme"),
-        ("workshop.bench.gpu", "pages"),
-    ),
-}
+_BENCH = "workshop/measure/bench/"
+_TABLES = (
+    "workshop.bench --write-readme",
+    "workshop.ladder --write-readme",
+    "workshop.bench.gpu pages",
+)
 
 
 def pages() -> Iterator[Path]:
@@ -85,8 +77,6 @@ def renew_pages() -> Iterator[str]:
     _write(models_page.PAGE, models_page.render())
     for script in notebooks.demo_scripts():
         _write(script.with_suffix(".ipynb"), notebooks.notebook_text(script))
-    for page in reading.PAGES:
-        _write(page, reading.counted(page.read_text(encoding="utf-8")))
     words = figure_words.Words()
     for drawing in drawings.drawings():
         try:
@@ -110,9 +100,8 @@ def commands_for(changed: Sequence[str], is_all: bool) -> list[list[str]]:
         is_new = is_all or any(name.startswith(made_of) for name in changed)
         if is_new and "run_lab(" in script.read_text(encoding="utf-8"):  # else a part of another
             found.append(["-m", f"workshop.{script.stem}", "--tables"])
-    for folder, commands in _TABLES.items():
-        if is_all or any(n.startswith(folder) and n.endswith(".json") for n in changed):
-            found += [["-m", *command] for command in commands]
+    if is_all or any(n.startswith(_BENCH) and n.endswith(".json") for n in changed):
+        found += [["-m", *command.split()] for command in _TABLES]
     return [*found, ["-m", "workshop.watch", "--stills"]] if is_all else found
 
 
@@ -141,16 +130,15 @@ def text_at(commit: str, page: Path) -> str:
 
 
 def in_step(before: str, after: str, chinese: str) -> str:
-    """Update a Chinese page that rendered `before` with the code and numbers of `after`, and with
-    the digests of sections that changed in nothing else. Returns it unchanged if the headings do
-    not agree."""
+    """Update a Chinese page that rendered `before` with the numbers in tables of `after`, and with
+    the digests of sections that changed only in code and such numbers. Returns it unchanged if the
+    headings do not agree."""
     old, new, zh = sections(before), sections(after), sections(chinese)
     if not len(old) == len(new) == len(zh):
         return chinese
     parts = []
     for was, now, theirs in zip(old, new, zh):
-        text = _with_numbers(now.source, _with_code(now, theirs))
-        text = _with_figures(was.figures(), now.figures(), text)
+        text = _with_numbers(was.source, now.source, theirs.source)
         if theirs.rendered == was.digest != now.digest and _words(was) == _words(now):
             text = DIGEST.sub(f"<!-- en: {now.digest} -->", text, count=1)
         parts.append(text)
@@ -170,53 +158,19 @@ def _words(section: Section) -> list[str]:
     return words
 
 
-def _with_code(english: Section, chinese: Section) -> str:
-    """Return the Chinese section with the English one's fenced blocks, if it has as many of each
-    kind. Blocks with Chinese words are left to the reader."""
-    if english.code() == chinese.code():
-        return chinese.source
-    lines = chinese.source.split("\n")
-    ours, theirs = (
-        [t for t in MarkdownIt("commonmark").parse(s.source) if t.type == "fence" and not t.level]
-        for s in (english, chinese)
-    )
-    if [t.info.split()[:2] for t in ours] == [t.info.split()[:2] for t in theirs]:
-        for our, their in reversed(list(zip(ours, theirs))):
-            if CHINESE.search(their.content):
-                continue
-            assert their.map is not None
-            first, stop = their.map
-            lines[first:stop] = [
-                f"{their.markup}{our.info}",
-                *our.content.split("\n")[:-1],
-                their.markup,
-            ]
-    return "\n".join(lines)
-
-
-def _with_numbers(english: str, chinese: str) -> str:
-    """Return the rows of Chinese tables with the English tables' numbers, cell by cell. A cell with
-    changed numbers keeps its order; a cell with more or fewer numbers is left unchanged."""
+def _with_numbers(before: str, after: str, chinese: str) -> str:
+    """Return the Chinese section with the numbers that changed in the English tables, cell by
+    cell."""
     lines = chinese.split("\n")
-    theirs, ours = _rows(lines), [row for _, row in _rows(english.split("\n"))]
-    if [len(row) for row in ours] == [len(row) for _, row in theirs]:
-        for (number, row), wanted in zip(theirs, ours):
-            cells = [_cell(cell, other) for cell, other in zip(row, wanted)]
-            lines[number] = "|".join(cells)
-    return "\n".join(lines)
-
-
-def _with_figures(before: list[str], after: list[str], chinese: str) -> str:
-    """Return the Chinese section with the figures that a script changed outside tables. A number
-    that the section has twice there is left unchanged."""
-    if len(before) != len(after):
+    old, new, theirs = (_rows(text.split("\n")) for text in (before, after, chinese))
+    if len({tuple(len(row) for _, row in rows) for rows in (old, new, theirs)}) > 1:
         return chinese
-    lines = chinese.split("\n")
-    for old, new in zip(before, after):
-        found = [i for i, line in enumerate(lines) for figure in figures_of(line) if figure == old]
-        if old != new and len(found) == 1:
-            pattern = rf"(?<![\d.,]){re.escape(old)}(?![.,]?\d)"
-            lines[found[0]] = re.sub(pattern, lambda _, new=new: new, lines[found[0]])
+    for (_, was), (_, now), (number, row) in zip(old, new, theirs):
+        cells = []
+        for one, other, cell in zip(was, now, row):
+            changed = dict(zip(NUMBER.findall(one), NUMBER.findall(other)))
+            cells.append(NUMBER.sub(lambda m, new=changed: new.get(m[0], m[0]), cell))
+        lines[number] = "|".join(cells)
     return "\n".join(lines)
 
 
@@ -230,35 +184,20 @@ def _rows(lines: list[str]) -> list[tuple[int, list[str]]]:
     return found
 
 
-def _cell(cell: str, wanted: str) -> str:
-    left, right = NUMBER.findall(cell), NUMBER.findall(wanted)
-    if sorted(left) == sorted(right) or len(left) != len(right):
-        return cell
-    new = list(right)
-    for value in [value for value in left if value in new]:  # unchanged numbers keep their place
-        new.remove(value)
-    kept = list(right)
-    stays = [value in kept and not kept.remove(value) for value in left]
-    coming = iter(new)
-    values = iter([v if is_kept else next(coming) for v, is_kept in zip(left, stays)])
-    return NUMBER.sub(lambda _: next(values), cell)
-
-
 # -- all of it
 
 
 def sync(commit: str = "HEAD", is_all: bool = False) -> list[str]:
     """Update derived files. Returns a sentence for each place that has to be mended."""
-    before = {p: english_of(p).read_text(encoding="utf-8") for p in chinese_pages()}
     complaints = list(renew_pages())
     for command in commands_for(changed_since(commit), is_all):
         print(f"  {' '.join(command)}", flush=True)
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-    for page, old in before.items():
-        english = english_of(page).read_text(encoding="utf-8")
-        for text in filter(None, (text_at(commit, english_of(page)), old)):
-            _write(page, in_step(text, english, page.read_text(encoding="utf-8")))
-    return [*complaints, *(line for page in before for line in differences(page))]
+    for page in chinese_pages():
+        if before := text_at(commit, english_of(page)):
+            english = english_of(page).read_text(encoding="utf-8")
+            _write(page, in_step(before, english, page.read_text(encoding="utf-8")))
+    return [*complaints, *(line for page in chinese_pages() for line in differences(page))]
 
 
 def aged() -> list[str]:

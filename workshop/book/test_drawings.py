@@ -10,8 +10,7 @@ import pytest
 
 from workshop.book import drawings
 from workshop.book.drawings import ROOT
-from workshop.book.figure_file import in_chinese
-from workshop.book.figure_words import TABLE, Words
+from workshop.book.figure_words import TABLE, Words, in_chinese
 from workshop.watch.conftest import browser_for_tests
 
 if TYPE_CHECKING:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from workshop.book.repository import repository_address, site_repository
+from workshop.book.repository import site_repository
 
 URLS = '[project]\nname = "a"\n[project.urls]\nRepository = "https://host/of/pyproject.git"\n'
 
 
-def test_the_environment_is_asked_first_and_for_the_site_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_text(URLS, encoding="utf-8")
     for environment, address in (
         (None, "https://host/of/pyproject"),
@@ -24,4 +22,3 @@ def test_the_environment_is_asked_first_and_for_the_site_only(
         if environment is not None:
             monkeypatch.setenv("BOOK_REPOSITORY", environment)
         assert site_repository(tmp_path) == address
-        assert repository_address(tmp_path) == "https://host/of/pyproject"

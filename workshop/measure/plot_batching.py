@@ -31,9 +31,9 @@ from static_batching import generate_static
 from step_record import RecordedScheduler, StepRecord
 from workshop.book.palette import DECODE, INK, PAPER, PROMPT, WASTE, add_key
 from workshop.measure.bench.bench_models import make_twin
-from workshop.measure.bench.bench_record import ROOT, markdown_table
+from workshop.measure.bench.bench_record import ROOT
 from workshop.measure.bench.random_weights import random_model, shape_of
-from workshop.measure.lab_frame import Measurement, Part, run_lab, table
+from workshop.measure.lab_frame import Measurement, Part, run_lab
 
 TOKENIZER = ROOT / "common" / "checkpoints" / "tiny" / "tokenizer.json"
 
@@ -222,20 +222,11 @@ def draw_row(axis: Axes, slot: int, row: list[list[str] | None]) -> None:
 
 
 def tables(record: dict) -> dict[str, str]:
-    num_slots, counted = record["config"]["num_slots"], record["counted"]
-    real = counted["real"][str(num_slots)]
+    num_slots = record["config"]["num_slots"]
+    real = record["counted"]["real"][str(num_slots)]
     outputs = [output for _, output in record["lengths"]]
-    cases = table(
-        "case",
-        {"the workload, as it comes": real, **counted["cases"]},
-        {
-            "steps, static": lambda run: f"{run['static']['steps']:,}",
-            "steps, continuous": lambda run: f"{run['continuous']['steps']:,}",
-            "ratio": lambda run: f"{run['static']['steps'] / run['continuous']['steps']:.2f}",
-        },
-    )
     headline = _headline(real["static"], real["continuous"], outputs, num_slots)
-    return {"headline": headline, "cases": cases, "floor": _floor(real, outputs, num_slots)}
+    return {"headline": headline}
 
 
 def _headline(static: dict, continuous: dict, outputs: list[int], num_slots: int) -> str:
@@ -247,21 +238,6 @@ def _headline(static: dict, continuous: dict, outputs: list[int], num_slots: int
         f"and takes {static['steps']:,} steps. If you schedule the same requests again at every "
         f"iteration, they use {continuous['utilisation']:.0%} and take {continuous['steps']:,}."
     )
-
-
-def _floor(real: dict, outputs: list[int], num_slots: int) -> str:
-    """The least possible cost of the workload, and in brackets each way's multiple of it."""
-    floors = {
-        ("steps", "steps"): max(max(outputs), -(-sum(outputs) // num_slots)),
-        ("token positions computed", "computed"): real["continuous"]["needed"],
-    }
-    rows = []
-    for (name, field), floor in floors.items():
-        counts = (real[way][field] for way in ("static", "continuous"))
-        rows.append([name, f"{floor:,}", *(f"{n:,} ({n / floor:.1f} x)" for n in counts)])
-    new, copied = (real["continuous"][name] / 1e6 for name in ("bytes_new", "bytes_copied"))
-    rows.append(["KV written", f"{new:,.1f} MB", "", f"{copied:,.1f} MB ({copied / new:.0f} x)"])
-    return markdown_table(["", "floor", "static batch", "continuous, padded"], rows)
 
 
 PARTS = {"batching": Part(measure, {"timeline": draw_timeline}, tables)}

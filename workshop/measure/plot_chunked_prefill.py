@@ -26,9 +26,9 @@ from step_record import StepRecord
 from workshop.book.palette import DECODE, INK, PROMPT, shade
 from workshop.measure.bench.bench_record import percentiles, rounded
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
+from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab
 from workshop.measure.plot_spec_decode import held_out_texts, pieces_of
-from workshop.measure.rounds import median_of, run_in_turn, spread
+from workshop.measure.rounds import run_in_turn
 
 CPU = torch.device("cpu")
 NUM_SHORT, SHORT_PROMPT, SHORT_OUTPUT = 8, 64, 96
@@ -111,35 +111,19 @@ def measure_sweep(measurement: Measurement) -> dict:
 # -- tables
 
 
-def note_of_stall(record: dict) -> str:
+def tables_of_stall(record: dict) -> dict[str, str]:
     """Compare chunks with whole prompts, round by round."""
     pairs = list(zip(record["runs"]["whole prompts"], record["runs"]["chunks of 128"], strict=True))
     gaps, speed, wait = (
         statistics.median(b[name] / a[name] for a, b in pairs)
         for name in ("gap_ms_p99", "output_tokens_per_s", "long_ttft_ms")
     )
-    return (
+    note = (
         "Chunks of 128 against whole prompts, median of the rounds: the p99 of the others' gaps is "
         f"**{1 / gaps:.1f} times** shorter, all together get {speed:.0%} of the throughput, and "
         f"the long prompt's first token takes {wait:.1f} times as long."
     )
-
-
-RUN_COLUMNS = {
-    "others' gap p50, ms": lambda runs: f"{median_of(runs, 'gap_ms_p50'):.1f}",
-    "p99 (the longest), ms": lambda runs: spread([run["gap_ms_p99"] for run in runs], 1),
-    "long prompt's first token, ms": lambda runs: f"{median_of(runs, 'long_ttft_ms'):,.0f}",
-    "output tok/s, all": lambda runs: spread([run["output_tokens_per_s"] for run in runs], 1),
-    "steps": lambda runs: f"{median_of(runs, 'num_steps'):.0f}",
-}
-
-
-def tables_of_stall(record: dict) -> dict[str, str]:
-    title = f"a prompt of {record['config']['long_prompt']:,} tokens arrives"
-    return {
-        "stall": table(title, record["runs"], RUN_COLUMNS),
-        "stall_note": note_of_stall(record),
-    }
+    return {"stall_note": note}
 
 
 # -- figures
@@ -157,7 +141,8 @@ def draw_sweep(record: dict) -> Figure:
         values = ([run[name] for run in runs] for runs in record["runs"].values())
         plot_band(axis, range(len(names)), values, color)
         axis.lines[0].set_linewidth(2)
-        axis.set(title=label, ylim=0)
+        axis.set_title(label, loc="left")
+        axis.set(ylim=0)
         axis.set_xticks(range(len(names)), names, rotation=60)
         axis.grid()
     figure.supxlabel("chunk size, tokens", fontsize=14)

@@ -212,7 +212,7 @@ def draw_memory_map(record: dict) -> Figure:
         axis.barh(range(len(requests)), written, 0.8, color=DECODE)
         empty = 1 - snapshot["written"] / run["total_slots"]
         num_requests.append(len(requests))
-        axis.set_title(f"{name}, {title}:\n{empty:.0%} of memory empty")
+        axis.set_title(f"{name}, {title}:\n{empty:.0%} of memory empty", loc="left")
         axis.set(xlabel="slots", xlim=(0, 2048), ylim=(len(requests) - 0.4, -0.6))
     axes[0].set_ylabel("running requests")
     figure.suptitle(

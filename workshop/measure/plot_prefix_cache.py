@@ -22,9 +22,8 @@ from common.models.loader import load_model
 from common.requests.gc_utils import freeze_gc_heap
 from workshop.book.palette import BASELINE, CACHED, label_axes, label_line, shade
 from workshop.measure.bench.bench_work import greedy
-from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab, table
-from workshop.measure.prefix_workloads import PlannedRequest, PrefixWorkload
-from workshop.measure.rounds import rotated, spread
+from workshop.measure.lab_frame import Measurement, Part, plot_band, run_lab
+from workshop.measure.rounds import rotated
 
 BLOCK_SIZE = 16
 NAMES = {"off": "no cache", "hash": "hash chain", "radix": "radix tree"}
@@ -72,49 +71,6 @@ def serve(
     return list(output.outputs[0].token_ids), num_computed, round(1e3 * ttft, 3)
 
 
-# -- families of requests
-
-
-def family_requests(scale: int) -> list[PlannedRequest]:
-    workload = PrefixWorkload(ENGINE_VOCAB_SIZE, seed=11)
-    sessions = [
-        *workload.shared_system_prompts(3, 2 * scale, system_len=768, user_len=64, output_len=8),
-        *workload.chats(4, 5, first_len=256, user_len=64, output_len=32),
-        *workload.few_shot(
-            3, 2 * scale, instruction_len=64, examples_len=512, question_len=48, output_len=8
-        ),
-        *workload.unique_prompts(6 * scale, 832, 8),
-    ]
-    return workload.arrive(sessions)
-
-
-def measure_families(engines: Engines, repeats: int, scale: int) -> dict:
-    """Return, by family, prompt tokens, and by engine tokens computed and times to first token."""
-    requests = family_requests(scale)
-    families: dict[str, dict] = {}
-    num_different = 0
-    for round_number in range(repeats):
-        answers: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
-        for place, request in enumerate(requests):
-            zeros = {"num_prompt": 0, "num_computed": dict.fromkeys(engines, 0)}
-            empty = {"ttft_ms": {name: [] for name in engines}}
-            kept = families.setdefault(request.family, zeros | empty)
-            for name in rotated(engines, place + round_number):
-                prompt = request.prompt(answers[name])
-                answer, num_computed, ttft_ms = serve(
-                    engines[name], request.request_id, prompt, request.output_len
-                )
-                answers[name][request.request_id] = answer
-                kept["ttft_ms"][name].append(ttft_ms)
-                if round_number == 0:
-                    kept["num_computed"][name] += num_computed
-                    kept["num_prompt"] += len(prompt) if name == "off" else 0
-        num_different += sum(answers[name] != answers["off"] for name in engines)
-        for engine in engines.values():
-            engine.reset_prefix_cache()
-    return {"families": families, "runs_with_other_tokens": num_different}
-
-
 # -- time to first token against the length of the shared prefix
 
 
@@ -148,36 +104,8 @@ def measure_engine(measurement: Measurement) -> dict:
     shared_lens = SHARED_LENS[:: measurement.of(4, 1)]
     return {
         "config": {"repeats": repeats, "prompt_len": SHARED_PROMPT_LEN, "threads": 1},
-        **measure_families(engines, repeats, scale=measurement.of(1, 3)),
         "shared_ms": measure_shared_lens(engines, repeats, shared_lens),
     }
-
-
-# -- tables
-
-
-def tables_of_engine(record: dict) -> dict[str, str]:
-    families = record["families"]
-    shared = sorted(
-        families,
-        key=lambda name: families[name]["num_computed"]["hash"] / families[name]["num_prompt"],
-    )
-    rows = {
-        f"{family}, {title}": (
-            families[family]["num_prompt"],
-            families[family]["num_computed"][name],
-            families[family]["ttft_ms"][name],
-        )
-        for family in shared
-        for name, title in NAMES.items()
-    }
-    columns = {
-        "prompt tokens": lambda row: f"{row[0]:,}",
-        "computed": lambda row: f"{row[1]:,}",
-        "hit": lambda row: f"{1 - row[1] / row[0]:.1%}",
-        "ms to first token": lambda row: spread(row[2], 0, 10, 90),
-    }
-    return {"families": table("requests", rows, columns)}
 
 
 # -- figures
@@ -201,7 +129,7 @@ def draw_shared(record: dict) -> Figure:
     return figure
 
 
-PARTS = {"engine": Part(measure_engine, {"shared_prefix": draw_shared}, tables_of_engine)}
+PARTS = {"engine": Part(measure_engine, {"shared_prefix": draw_shared})}
 
 if __name__ == "__main__":
     run_lab(__file__, "03_prefix_cache", PARTS)

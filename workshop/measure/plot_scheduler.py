@@ -1,21 +1,12 @@
 """Chapter 4's measurements, figures and tables. The command line: `workshop/measure/lab_frame.py`.
 
-    fit        a cost model of this machine's steps, with which the others are simulated
-    lab        every policy and both schedulers
-    memory     the same requests on one pool: reserved, and filled as needed
-
-One more command prints the parts of a decision with 1,024 running:
-
-    python -m workshop.plot_scheduler --profile
-"""
+fit        a cost model of this machine's steps, with which the others are simulated
+lab        every policy and both schedulers
+memory     the same requests on one pool: reserved, and filled as needed"""
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-import random
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -27,9 +18,7 @@ from common.engine import LLMEngine
 from common.engine_config import EngineConfig
 from preemptive_scheduler import PreemptiveScheduler
 from prefill_first_scheduler import PrefillFirstScheduler
-from request import Request
 from scheduler import Scheduler, make_kv_memory
-from scheduler_interface import StepOutput
 from sglang_policies import POLICIES, policy_over
 from step_record import StepRecord
 from workshop.book.palette import INK, WASTE, label_axes, label_line
@@ -167,41 +156,8 @@ def measure_memory(measurement: Measurement) -> dict:
             "end_s": [round(step.end_s, 4) for step in busy],
             "num_running": [step.num_running for step in busy],
             "num_waiting": [step.num_waiting for step in busy],
-            "kv_waste": [
-                round(1 - step.kv_tokens_written / (step.kv_blocks_in_use * BLOCK_SIZE), 4)
-                for step in busy
-                if step.kv_blocks_in_use
-            ],
         }
     return {"config": config(len(requests)), "runs": runs}
-
-
-# -- the parts of a decision
-
-
-def profile(num_running: int = 1024) -> None:
-    """Decode requests whose prompts are computed, at different positions in their blocks."""
-    scheduler = Scheduler(
-        max_num_seqs=num_running,
-        max_num_batched_tokens=40 * num_running,
-        kv_memory=make_kv_memory(41 * num_running),
-    )
-    rng = random.Random(0)
-
-    def decide() -> None:
-        plan = scheduler.schedule()
-        sampled = StepOutput({request_id: [7] for request_id in plan.num_scheduled_tokens})
-        scheduler.update_from_output(plan, sampled)
-
-    for i in range(num_running):
-        prompt = [rng.randrange(50_000) for _ in range(rng.randint(17, 32))]
-        scheduler.add_request(Request.from_tokens(f"running {i}", prompt, 400))
-    while scheduler.get_request_counts() != (num_running, 0):
-        decide()
-    with cProfile.Profile() as profiler:
-        for _ in range(200):
-            decide()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 # -- tables
@@ -244,32 +200,9 @@ def tables_of_lab(record: dict) -> dict[str, str]:
     return {"lab": table("simulated", runs, columns), "lab_note": note}
 
 
-def tables_of_fit(record: dict) -> dict[str, str]:
-    cost = {name.removesuffix("_ms"): 1e3 * value for name, value in record["cost_model"].items()}
-    numbers = ", ".join(f"{name.replace('_', ' ')} {value:,.2f}" for name, value in cost.items())
-    note = (
-        f"Cost model in µs, fitted to {record['num_steps']} steps of the shipped checkpoint, "
-        f"median error {record['median_relative_error']:.0%}: {numbers}."
-    )
-    return {"fit": note}
-
-
 def mean_while_others_wait(run: dict) -> float:
     both = zip(run["num_running"], run["num_waiting"], strict=True)
     return statistics.mean([running for running, waiting in both if waiting] or [0])
-
-
-def tables_of_memory(record: dict) -> dict[str, str]:
-    columns = {
-        "most at once": lambda run: max(run["num_running"]),
-        "mean while others wait": lambda run: f"{mean_while_others_wait(run):.1f}",
-        "KV held and not written": lambda run: f"{statistics.mean(run['kv_waste']):.0%}",
-        "preemptions": lambda run: run["num_preemptions"],
-        "work done again": lambda run: (
-            f"{run['num_recomputed_tokens'] / run['num_computed_tokens']:.1%}"
-        ),
-    }
-    return {"memory": table("simulated", record["runs"], columns | SPEED)}
 
 
 # -- figures
@@ -291,10 +224,10 @@ def draw_memory(record: dict) -> Figure:
 
 
 PARTS = {
-    "fit": Part(measure_fit, tables=tables_of_fit, clock="time.perf_counter"),
+    "fit": Part(measure_fit, clock="time.perf_counter"),
     "lab": Part(measure_lab, tables=tables_of_lab),
-    "memory": Part(measure_memory, {"memory": draw_memory}, tables_of_memory),
+    "memory": Part(measure_memory, {"memory": draw_memory}),
 }
 
 if __name__ == "__main__":
-    profile() if sys.argv[1:] == ["--profile"] else run_lab(__file__, "04_scheduler", PARTS)
+    run_lab(__file__, "04_scheduler", PARTS)

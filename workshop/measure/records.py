@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from workshop.measure.bench.bench_record import ROOT, describe_commit, git, read_record
 
@@ -104,9 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit("records: modules differ from the last commit. Commit them first")
     start, status = time.monotonic(), 0
     for row in ROWS:
-        commit = read_record(ROOT / "workshop" / "measure" / f"{row.record}.json")["environment"][
-            "commit"
-        ]
+        record = read_record(Path(__file__).parent / f"{row.record}.json")
+        commit = record["environment"]["commit"]
         age = age_of(commit, row.files)
         shown = f"{row.minutes} min" if row.minutes else "kept"
         print(f"{row.record:34}{commit[:10]:12}{age!s:>6} commits  {shown:8}{row.command}")

@@ -1,18 +1,15 @@
-"""Settings measured in turn, and the numbers that a table shows of their runs.
+"""Settings measured in turn.
 
 Each round runs every setting once and starts with a different one, so a machine that becomes slower
-or busier does so for all of them. The first round warms up. A table shows the median of the runs
-and their extremes, and compares settings within a round.
-"""
+or busier does so for all of them."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
-from workshop.measure.bench.bench_record import percentiles
+from tqdm import tqdm
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -25,17 +22,44 @@ def rotated(names: Iterable[K], round_number: int) -> list[K]:
     return [*names[first:], *names[:first]]
 
 
-def run_in_turn(
-    names: Iterable[K], run: Callable[[K], T], num_rounds: int, num_warm_ups: int = 1
-) -> dict[K, list[T]]:
-    """Return what `run(name)` returned in each of `num_rounds`, by name. The rounds that warm up
-    are additional."""
+def run_in_turn(names: Iterable[K], run: Callable[[K], T], num_rounds: int) -> dict[K, list[T]]:
+    """Return what `run(name)` returned in each of `num_rounds`, by name. One more round, before
+    them, warms up."""
     names = list(names)
     found: dict[K, list[T]] = {name: [] for name in names}
-    for round_number in range(num_warm_ups + num_rounds):
+    for round_number in range(1 + num_rounds):
         for name in rotated(names, round_number):
             found[name].append(run(name))
-    return {name: runs[num_warm_ups:] for name, runs in found.items()}
+    return {name: runs[1:] for name, runs in found.items()}
+
+
+class Work(NamedTuple):
+    """What one workload measures: `run(name, round, place)` measures one of `names` once."""
+
+    title: str
+    names: Sequence[str]
+    run: Callable[[str, int, int], None]
+
+
+def measure_in_turn(
+    work: Sequence[Work],
+    num_rounds: int,
+    save: Callable[[], None],
+    deadline: float | None = None,
+) -> None:
+    """Run all the work in each round, and save after each run. No run is started after `deadline`,
+    in seconds of `time.monotonic()`."""
+    total = num_rounds * sum(len(one.names) for one in work)
+    with tqdm(total=total, unit="run", dynamic_ncols=True, disable=None) as bar:
+        for round_number in range(num_rounds):
+            for title, names, run in work:
+                for place, name in enumerate(rotated(names, round_number)):
+                    if deadline is not None and time.monotonic() > deadline:
+                        return
+                    bar.set_description(f"{title}: {name}")
+                    run(name, round_number, place)
+                    save()
+                    bar.update()
 
 
 def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> dict[K, list[float]]:
@@ -47,18 +71,3 @@ def time_in_turn(calls: Mapping[K, Callable[[], object]], num_rounds: int) -> di
         return round(1e3 * (time.perf_counter() - start), 4)
 
     return run_in_turn(calls, run, num_rounds)
-
-
-def median_of(runs: Iterable[Mapping[str, Any]], field: str) -> float:
-    return statistics.median(run[field] for run in runs)
-
-
-def spread(values: Sequence[float], digits: int = 2, low: float = 0, high: float = 100) -> str:
-    """Return `median (lowest-highest)`, or two percentiles instead of the extremes."""
-    shown = [f"{value:,.{digits}f}" for value in percentiles(values, [50, low, high])]
-    return f"{shown[0]} ({shown[1]}-{shown[2]})"
-
-
-def ratios(values: Iterable[float], base: Iterable[float]) -> str:
-    """Return the `spread` of the ratios within each round."""
-    return spread([value / other for value, other in zip(values, base, strict=True)])

@@ -77,11 +77,9 @@ class SimulatedRequest:
 class SimulatedStep:
     end_s: float
     num_tokens: int
-    num_outputs: int
     num_running: int
     num_waiting: int
     num_preempted: int
-    kv_blocks_in_use: int
     kv_tokens_written: int
 
 
@@ -136,20 +134,16 @@ def simulate(
             num_arrived += 1
         output = scheduler.schedule()
         clock_s += _step_ms(output, cost_model) / 1e3
-        num_outputs = 0
         written = sum(r.num_computed_tokens for r in output.scheduled_requests)
         for done in scheduler.update_from_output(output, _sample(output, requests)):
-            num_outputs += len(done.new_token_ids)
             result.token_times_s[int(done.request_id)] += [clock_s] * len(done.new_token_ids)
         result.steps.append(
             SimulatedStep(
                 clock_s,
                 output.total_num_scheduled_tokens,
-                num_outputs,
                 len(output.num_scheduled_tokens),
                 scheduler.get_request_counts()[1],
                 len(preemptions_of(output)[0]),
-                output.num_kv_blocks_in_use,
                 written,
             )
         )

@@ -61,13 +61,3 @@ def test_a_part_is_measured_kept_drawn_and_tabulated(script: str, capsys) -> Non
     assert (chapter / "README.md").read_text() == "text\n"
     assert "\nold\n" in (chapter / "beyond" / "README.zh.md").read_text(), "its words are Chinese"
     assert "no page of 01_a has a place for table made_on_first" in capsys.readouterr().out
-
-
-def test_a_tiny_run_leaves_the_chapter_and_what_cannot_be_measured_says_why(
-    script: str, tmp_path: Path
-) -> None:
-    before = sorted((tmp_path / "01_a").rglob("*"))
-    run_lab(script, "01_a", PARTS, ["--record", "first", "--tiny"])
-    assert sorted((tmp_path / "01_a").rglob("*")) == before and not Path(script).parent.exists()
-    with pytest.raises(SystemExit, match="--record second: record first, first"):
-        run_lab(script, "01_a", PARTS, ["--record", "second"])

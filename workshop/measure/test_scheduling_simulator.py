@@ -39,8 +39,8 @@ def test_two_requests_by_hand() -> None:
     assert run.ttft_s == pytest.approx([first, second - 0.005])
     assert run.itl_s == pytest.approx([second - first, third - second])
     assert run.throughput == pytest.approx(4 / third)
-    found = [(step.num_tokens, step.num_outputs, step.kv_tokens_written) for step in run.steps]
-    assert found == [(4, 1, 4), (3, 2, 7), (1, 1, 6)]
+    found = [(step.num_tokens, step.kv_tokens_written) for step in run.steps]
+    assert found == [(4, 4), (3, 7), (1, 6)]
 
 
 def test_the_measures_by_hand() -> None:
@@ -109,5 +109,3 @@ def test_every_computed_token_is_accounted_for(name: str) -> None:
     num_needed = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
     num_computed = sum(step.num_tokens for step in run.steps)
     assert num_computed == num_needed - stats.total_cached_tokens + stats.total_recomputed_tokens
-    assert all(0 <= step.kv_blocks_in_use < NUM_BLOCKS for step in run.steps)
-    assert max(step.kv_blocks_in_use for step in run.steps) > NUM_BLOCKS / 2

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
 import pytest
 
 from workshop.measure.scheduling_simulator import GO_ON, STOP, SimulatedRequest
-from workshop.measure.scheduling_workloads import BURST, MAX_TOKENS, WORKLOADS
+from workshop.measure.scheduling_workloads import MAX_TOKENS, WORKLOADS
 
 # Shortest and longest prompt, mean outputs.
 LENGTHS = {
@@ -31,20 +29,6 @@ def made(name: str) -> list[SimulatedRequest]:
 @pytest.fixture(params=WORKLOADS)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def test_a_rate_moves_only_arrivals(name: str) -> None:
-    for slow, fast in zip(WORKLOADS[name](40, RATE / 4), made(name), strict=False):
-        assert slow.arrival_s == pytest.approx(4 * fast.arrival_s)
-        assert replace(slow, arrival_s=fast.arrival_s) == fast
-
-
-def test_requests_come_in_order_and_at_the_rate(name: str) -> None:
-    times = [request.arrival_s for request in made(name)]
-    assert times == sorted(times) and times[0] > 0
-    tolerance = 0.4 if name == "burst" else 0.1  # of 50 gaps, or of 1,000: about three deviations
-    assert NUM_REQUESTS / times[-1] == pytest.approx(RATE, rel=tolerance)
-    assert set(Counter(times).values()) == {BURST if name == "burst" else 1}
 
 
 def test_lengths_limits_and_priorities(name: str) -> None:

@@ -78,8 +78,6 @@ def museum(arguments: Sequence[str] | None = None) -> int:
     asked = [name for name, value in vars(options).items() if value and name != "bug"]
     if options.reveal and not options.find:
         parser.error("--reveal needs --find; otherwise nothing is hidden")
-    if (options.out or options.open) and not options.watch:
-        parser.error("--out and --open need --watch, which writes a page")
     if asked and options.bug is None:
         parser.error(f"--{asked[0]} needs a bug: a number of the list")
     if options.bug is not None and not 1 <= options.bug <= len(EXHIBITS):

@@ -1,5 +1,4 @@
-"""How the page stands: nothing jumps, no label is cut or covered, all of it can be read, reached by
-keyboard, and has a name."""
+"""How the page stands: nothing jumps, all of it can be reached by keyboard, and has a name."""
 
 from __future__ import annotations
 
@@ -8,21 +7,16 @@ from itertools import pairwise
 from workshop.watch.conftest import OpenRun, until
 
 
-def test_nothing_moves_and_every_text_can_be_read(open_run: OpenRun, default_run_text: str) -> None:
-    """Its contrast is that of WCAG AA. A laptop shows all six scenes of a run at once."""
+def test_nothing_moves_and_the_page_is_as_wide_as_its_window(
+    open_run: OpenRun, default_run_text: str
+) -> None:
+    """A laptop shows all six scenes of a run at once."""
     width, height = 1280, 800
-    run = open_run(default_run_text, width=width, height=height, colours="dark")
+    run = open_run(default_run_text, width=width, height=height)
     for before, now in pairwise(run.check("places", 9)):
         assert len(before) == len(now) > 30, "a step has other parts"
         for (_, *old), (part, *new) in zip(before, now):
             assert max(abs(a - b) for a, b in zip(old, new)) < 0.6, f"{part} moves"
-    for step, request in ((0, None), (11, None), (14, "c"), (40, None)):
-        run.show(step=step, request=request)
-        num_shown, faults = run.check("labels")
-        assert num_shown > 40 and faults == []
-        contrasts = run.check("contrasts")
-        assert len(contrasts) > 100
-        assert [rest for ratio, *rest in contrasts if ratio < 4.5] == []
     assert run.ask("() => document.documentElement.scrollHeight") <= height
     for narrow in (width, 800, 390):
         run.page.set_viewport_size({"width": narrow, "height": height})

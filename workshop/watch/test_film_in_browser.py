@@ -1,5 +1,5 @@
 """The page's frames and Python's: the same JSON after every line of real runs, the same answers to
-what happened in between and to why requests wait; and both refuse the same lines."""
+what happened in between and to why requests wait."""
 
 from __future__ import annotations
 
@@ -136,48 +136,3 @@ def test_the_film_ends_where_the_record_contradicts_itself(
     (before,) = page.evaluate(STATES, [broken["step"] - 1])
     assert json.loads(before) == film.state_after(broken["step"] - 1), "what came before is shown"
     assert broken["message"] in page.locator(".notice").inner_text()
-
-
-def broken_lines(text: str, seed: int) -> str:
-    """One thing wrong in one line, or nothing."""
-    rng = random.Random(seed)
-    lines = text.splitlines(keepends=True)
-    place = rng.randrange(1, min(len(lines), 40))
-    line = json.loads(lines[place])
-    name = rng.choice(list(line))
-    match rng.randrange(3):
-        case 0:
-            del line[name]
-        case 1:
-            line[name] = rng.choice([None, "x", 1.5, [1], ["x"], {"a": 1}, {"a": ["x"]}, True])
-        case _:
-            lines.insert(place, rng.choice([lines[0], "[1]\n", "{\n", "null\n", "\n"]))
-    lines[place] = json.dumps(line) + "\n"
-    return "".join(lines)
-
-
-def test_both_read_and_refuse_the_same_lines(
-    cast: Cast, shown: Callable[[Path], Page], tmp_path: Path
-) -> None:
-    run = tmp_path / "run.jsonl"
-    perform(GUESSING, run, cast)
-    texts = [broken_lines(run.read_text(encoding="utf-8"), seed) for seed in range(150)]
-    verdicts = shown(run).evaluate(
-        """(texts) => texts.map((text) => {
-          try { return Watch.parseLines(text).length; } catch (error) {
-            if (!(error instanceof Watch.LineError)) throw error;
-            return error.message.split(":")[0];
-          }
-        })""",
-        texts,
-    )
-    assert verdicts == [verdict_of_python(text) for text in texts]
-    assert len(set(map(type, verdicts))) == 2, "both cases occur"
-
-
-def verdict_of_python(text: str) -> int | str:
-    """How many lines there are, or "Line 3" for the one that is refused."""
-    try:
-        return len(Film(text.splitlines(keepends=True), "x").lines) + 1
-    except ValueError as error:
-        return "Line " + str(error).removeprefix("x, line ").split(":")[0]

@@ -1,5 +1,4 @@
-"""The pictures and captions in the chapters are those of the films that the engine makes today; and
-the commands say what is missing."""
+"""The pictures and captions in the chapters are those of the films that the engine makes today."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image, ImageChops
 
 from workshop.measure.bench.bench_record import replace_between_markers
-from workshop.watch import films, page_maker
 from workshop.watch.film_captions import (
     MARKER,
     chinese_caption,
@@ -19,7 +17,6 @@ from workshop.watch.film_captions import (
 )
 from workshop.watch.films import BEYOND, FILMS, Shot
 from workshop.watch.stills import LANGUAGES, ROOT, languages_of, take_still
-from workshop.watch.watch_command import main
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -60,17 +57,3 @@ def test_a_picture_equals_the_browsers_drawing(
     different = ImageChops.difference(*small).histogram()
     mean = sum(value * number for value, number in enumerate(different)) / (90 * 60)
     assert film.columns or mean < 1.5, "draw it again: python -m workshop.watch --stills"
-
-
-def test_a_film_is_written_and_opened_if_asked(
-    tmp_path: Path, shots: dict[int | str, Shot], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(films, "shoot", lambda film, *_, **__: shots[film.chapter])
-    opened: list[str] = []
-    monkeypatch.setattr(page_maker.webbrowser, "open", opened.append)
-    out = tmp_path / "deep" / "film.html"
-    assert main(["--film", "4", "--out", str(out)]) == 0 and opened == []
-    assert "Chapter 4: memory runs out" in out.read_text(encoding="utf-8")
-    assert main(["--film", "4", "--open", "--out", str(out)]) == 0 and opened == [out.as_uri()]
-    with pytest.raises(SystemExit):
-        main(["--film", "7"])

@@ -48,10 +48,8 @@ def main(argv: list[str] | None = None, bench: Workbench | None = None) -> int:
     if args.run is not None and args.run.name in NAMES:
         parser.error(f"run must be a file; the film of {args.run} is: --film {args.run}")
     is_about_films = args.film is not None or args.stills
-    if args.run is not None and is_about_films:
-        parser.error("--film records a new run; give no run")
-    if args.run is not None and args.mine:
-        parser.error("--mine runs your code; give no run")
+    if args.run is not None and (is_about_films or args.mine):
+        parser.error("--film and --mine record a new run; give no run")
     try:
         with _installed(bench) if args.mine else nullcontext() as mine:
             if is_about_films:

@@ -7,8 +7,8 @@ Watch.words({
     "使用中 {held} · 已缓存未用 {idle} · 空闲 {free} · 共 {all}"],
   "pool.drawn": ["drawn: the first {num}", "只画前 {num} 块"],
   "pool.large": [
-    "The KV memory has {all} blocks of {size} tokens: room for {tokens} tokens. Blocks that are not drawn have not been used yet.",
-    "KV 内存共 {all} 个块，每块 {size} 个 token，能存 {tokens} 个 token 的 KV。没有画出的块还没用过。"],
+    "The KV memory has {all} blocks of {size} tokens: room for {tokens} tokens. Drawn are the first of them, as far as they have been used.",
+    "KV 内存共 {all} 个块，每块 {size} 个 token，能存 {tokens} 个 token 的 KV。这里画出前面用过的块。"],
   "pool.next_taken": ["next taken", "将取用"],
   "pool.next_evicted": ["next evicted", "将淘汰"],
   "pool.was.taken": ["taken", "取用"],
@@ -23,10 +23,9 @@ Watch.words({
 
 const {h, t} = Watch;
 
-const MOST_DRAWN = 4096; // of a larger pool, only what has been used: a cell has to be seen
+const MOST_DRAWN = 2048; // of a larger pool, what has been used: a cell has to be seen
 const LEAST_DRAWN = 128;
 const LEGEND = ["taken", "shared", "published", "freed", "evicted", "loaded"];
-const NOTHING = {lit: null, block: null, cursor: null}; // is looked at
 
 // What is looked at: the pointer goes before the selection, a block before a request.
 Watch.lookedAt = (view) => {
@@ -121,13 +120,13 @@ class Pool {
     if (num > MOST_DRAWN) {
       num = Math.max(this.numDrawn, LEAST_DRAWN);
       while (num <= last) num *= 2;
-      num = Math.min(num, film.run.num_blocks);
+      num = Math.min(num, MOST_DRAWN);
     }
     if (num === this.numDrawn) return;
     this.numDrawn = num;
     this.grid = null;
     this.cells.replaceChildren();
-    this.painter = Watch.poolPainter(this.cells, num);
+    this.painter = new Watch.PoolPainter(this.cells);
   }
 
   fit() {
@@ -135,7 +134,6 @@ class Pool {
     if (this.grid?.width === width && this.grid?.height === height) return;
     this.grid = {...Watch.poolGrid(width, height, this.numDrawn), width, height};
     this.painter.resize(this.grid);
-    this.drawn = null;
     this.looks = []; // of each block, what its look said last
   }
 
@@ -144,19 +142,10 @@ class Pool {
     const tables = view.request(looked.request)?.tables ?? [];
     const places = tables.flatMap((table) => table.map((block, place) => [block, place]));
     const lit = places.length === 0 ? null : new Map(places.filter(([block]) => block));
-    const cursor = this.cursor();
-    // A canvas shows what is looked at in a layer of its own.
-    const {isLayered} = this.painter;
-    const shown = isLayered ? NOTHING : {lit, block: looked.block, cursor};
-    if (!isLayered || this.drawn !== facts) this.drawLooks(facts, shown);
-    this.drawn = facts;
-    this.painter.point(lit, looked.block, cursor, () => this.nameOf(facts, cursor));
-  }
-
-  drawLooks(facts, looked) {
     const numbered = (block, i) => [block, i + 1];
     const order = new Map([...facts.nextTaken.map(numbered), ...facts.nextEvicted.map(numbered)]);
-    const how = {...looked, order, hasLabels: this.grid.hasLabels};
+    const {hasLabels} = this.grid;
+    const how = {lit, block: looked.block, cursor: this.cursor(), order, hasLabels};
     for (let block = 0; block < this.grid.num; block++) {
       const look = Watch.poolLook(this.view, facts, block, how);
       const said = [Watch.store.language, ...Object.values(look)].join(" "); // cheaper than paint

@@ -23,17 +23,15 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers.utils import logging
 
 from common.requests.gc_utils import freeze_gc_heap
-from workshop.measure.bench import bench_systems
 from workshop.measure.bench.bench_command import BENCH, Driver, describe_malloc
 from workshop.measure.bench.bench_floor import floor_of_record
 from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
@@ -49,10 +47,11 @@ from workshop.measure.bench.bench_roofline import (
     measure_linear,
     row_counts_up_to,
 )
+from workshop.measure.bench.bench_systems import serve_timed
 from workshop.measure.bench.bench_table import render, tables_of
-from workshop.measure.bench.bench_work import BenchRequest, CannotRunError, Limits, make_requests
+from workshop.measure.bench.bench_work import CannotRunError, Limits, make_requests
 from workshop.measure.bench.vllm_system import is_installed
-from workshop.measure.rounds import rotated
+from workshop.measure.rounds import Work, measure_in_turn
 
 # The systems with their titles in the tables; `bench_systems.py` says more.
 TITLES = {
@@ -65,7 +64,6 @@ TITLES = {
     "speculative": "chapters 1 to 5: with n-gram draft tokens",
     "chunked": "**chapters 1 to 6: with prompts in chunks of 128**",
     "transformers-generate": "`transformers` generate, one static batch",
-    "transformers-continuous": "`transformers` continuous batching",
     "vllm": "vLLM's CPU build, compiled",
 }
 
@@ -78,72 +76,14 @@ WORKLOADS = {
 SMOKE = (4, (4, 16), (4, 8), 2)
 
 
-# -- rounds
-
-
-@dataclass(slots=True)
-class Bench:
-    """One model's measurement. `record` has all its keys from the start and grows run by run."""
-
-    models: BenchModels
-    limits: Limits
-    requests: list[BenchRequest]
-    warm_up: list[BenchRequest]
-    record: dict[str, Any]
-
-    def run_system(self, name: str, round_number: int, place: int) -> None:
-        """Set the system up, time it once and record it. A failure is recorded and not tried
-        again."""
-        entry = self.record["systems"][name]
-        requests = self.requests[: entry["num_requests"]]
-        try:
-            with bench_systems.SYSTEMS[name](self.models, self.limits) as serve:
-                serve(self.warm_up)
-                gc.collect()
-                start, cpu_start = time.perf_counter(), time.process_time()
-                served = serve(requests)
-                seconds = served.seconds or time.perf_counter() - start
-                cpu_seconds = time.process_time() - cpu_start
-            lengths = [len(tokens) for tokens in served.token_ids]
-            assert lengths == [request.num_outputs for request in requests], "a token is missing"
-        except Exception as error:
-            entry["error"] = " ".join((str(error) or repr(error)).split()).replace("|", "/")
-            entry["is_unavailable"] = isinstance(error, CannotRunError)
-            return
-        finally:
-            gc.collect()
-        entry["runs"].append(
-            {
-                "round": round_number,
-                "place": place,
-                "seconds": round(seconds, 4),
-                "cpu_seconds": round(cpu_seconds, 4),  # of all threads of the serving process
-                "useful_tokens_per_s": round(sum(lengths) / seconds, 3),
-                **(describe_latency(served.token_times) if served.token_times else {}),
-                **rounded(served.details),
-            }
-        )
-
-
-def run_rounds(bench: Bench, repeats: int, deadline: float | None = None) -> Iterator[str]:
-    """Run all systems of the record, interleaved. Yields a system's name after each of its runs.
-
-    No run is started after `deadline`, in seconds of `time.monotonic()`."""
-    systems = bench.record["systems"]
-    for round_number in range(repeats):
-        for place, name in enumerate(rotated(systems, round_number)):
-            if deadline is not None and time.monotonic() > deadline:
-                return
-            if systems[name]["error"] is None:
-                bench.run_system(name, round_number, place)
-            yield name
-
-
 # -- setting up
 
 
-def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Bench:
-    """Build the model, the work and an empty record, which begins with `head`."""
+def make_bench(
+    name: str, args: argparse.Namespace, head: dict[str, Any]
+) -> tuple[dict[str, Any], Work]:
+    """Build the model and the work. Returns a record, which begins with `head` and grows run by
+    run, and what measures the systems."""
     work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
     num_requests, prompt_lens, output_lens, num_one_at_a_time = work
     dtype = choose_dtype(args.dtype)
@@ -182,19 +122,48 @@ def make_bench(name: str, args: argparse.Namespace, head: dict[str, Any]) -> Ben
         }
         for system in args.systems
     }
-    record = {**head, "config": config, "systems": systems, "roofline": {}, "floor": {}}
-    return Bench(models, limits, requests, warm_up, record)
+
+    def run(system: str, round_number: int, place: int) -> None:
+        """A failure is recorded and not tried again."""
+        entry = systems[system]
+        if entry["error"] is not None:
+            return
+        own = requests[: entry["num_requests"]]
+        try:
+            served = serve_timed(system, models, limits, warm_up, own)
+            lengths = [len(tokens) for tokens in served.token_ids]
+            assert lengths == [request.num_outputs for request in own], "a token is missing"
+        except Exception as error:
+            entry["error"] = " ".join((str(error) or repr(error)).split()).replace("|", "/")
+            entry["is_unavailable"] = isinstance(error, CannotRunError)
+            return
+        finally:
+            gc.collect()
+        seconds = served.seconds or 0.0
+        entry["runs"].append(
+            {
+                "round": round_number,
+                "place": place,
+                "seconds": round(seconds, 4),
+                "useful_tokens_per_s": round(sum(lengths) / seconds, 3),
+                **(describe_latency(served.token_times) if served.token_times else {}),
+                **rounded(served.details),
+            }
+        )
+
+    roofline = measure_roofline(models, min(limits.max_num_seqs, num_requests), args.smoke)
+    record = {**head, "config": config, "systems": systems, "roofline": roofline}
+    record["floor"] = floor_of_record(record)
+    return record, Work(name, list(systems), run)
 
 
-def measure_floors(bench: Bench, smoke: bool) -> None:
-    repeats, loaded = 2 if smoke else 7, bench.models.loaded
-    row_counts = row_counts_up_to(min(bench.limits.max_num_seqs, len(bench.requests)))
-    bench.record["roofline"] = {
+def measure_roofline(models: BenchModels, most: int, smoke: bool) -> dict[str, Any]:
+    repeats, loaded = 2 if smoke else 7, models.loaded
+    return {
         "bandwidth": measure_bandwidth(32 if smoke else 512, repeats),
-        **measure_linear(loaded, row_counts, 64 if smoke else 1024, repeats),
+        **measure_linear(loaded, row_counts_up_to(most), 64 if smoke else 1024, repeats),
         "kv_bytes_per_token": kv_bytes_per_token(loaded),
     }
-    bench.record["floor"] = floor_of_record(bench.record)
 
 
 # -- the command
@@ -215,26 +184,17 @@ def measure(args: argparse.Namespace) -> int:
     deadline = None if args.time_budget is None else time.monotonic() + args.time_budget
     head = record_head("workshop.bench", args.argv)
     status, tables = 0, []
-    num_runs = len(args.models) * args.rounds * len(args.systems)
-    with tqdm(total=num_runs, unit="run", dynamic_ncols=True, disable=None) as bar:
-        for name in args.models:
-            bar.set_description(f"{name}: loading")
-            bench = make_bench(name, args, head)
-            path = args.record / f"bench_{bench.record['config']['model']}.json"
-            bar.set_description(f"{name}: floors")
-            measure_floors(bench, args.smoke)
-
-            for system in run_rounds(bench, args.rounds, deadline):
-                write_record(path, bench.record)
-                bar.set_description(f"{name}: {system} done")
-                bar.update()
-            tables.append(render(bench.record))
-            for system, entry in bench.record["systems"].items():
-                if entry["error"] is not None:
-                    tqdm.write(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
-                    status |= not entry["is_unavailable"]
-            bench = None  # one model in memory at a time
-            gc.collect()
+    for name in args.models:
+        record, work = make_bench(name, args, head)
+        path = args.record / f"bench_{record['config']['model']}.json"
+        measure_in_turn([work], args.rounds, partial(write_record, path, record), deadline)
+        tables.append(render(record))
+        for system, entry in record["systems"].items():
+            if entry["error"] is not None:
+                print(f"bench: {name}: {system}: {entry['error']}", file=sys.stderr)
+                status |= not entry["is_unavailable"]
+        del work  # one model in memory at a time
+        gc.collect()
     print("\n" + "\n\n".join(tables))
     return int(status)
 

@@ -59,8 +59,6 @@ class Driver:
         add = parser.add_argument
         add(self.rounds, type=int, dest="rounds", help="how often (default 3)")
         add("--smoke", action="store_true", help="almost no work, to see that it runs")
-        add("--malloc", choices=("tuned", "default"), default="tuned",
-            help="tuned: on glibc, keep freed memory, for all systems alike")  # fmt: skip
         add(self.record, type=Path, dest="record", help="where the record is")
         add("--table", action="store_true", help="only print the tables")
         add("--write-readme", action="store_true", help="only write them into the pages")
@@ -85,7 +83,7 @@ class Driver:
             return 0
         is_glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
         is_tuned = describe_malloc()["mode"] == "tuned"
-        if argv is None and args.malloc == "tuned" and is_glibc and not is_tuned:
+        if argv is None and is_glibc and not is_tuned:
             command = [sys.executable, *sys.orig_argv[1:]]
             os.execve(sys.executable, command, {**os.environ, **TUNED_MALLOC})
         print(f"{self.name}: measures {self.announce(args)}", flush=True)

@@ -15,16 +15,16 @@ timed. A token counts for its user when its step has ended. Where an answer is s
     speculative               and chapter 5: n-grams propose as many draft tokens as pay
     chunked                   and chapter 6: long prompts in chunks
     transformers-generate     one left-padded batch of everything
-    transformers-continuous   transformers' own continuous batching over its paged cache
     vllm                      vLLM's CPU build, if it is installed: a separate process
 
-The last three serve what is there at the start. All but vLLM read the same weights: the
+The last two serve what is there at the start. All but vLLM read the same weights: the
 `transformers` model is a second view of our model's memory. The KV memory is that of `Limits`.
 Without pages it holds as many requests as it holds of the longest, with pages as many as fit.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,6 @@ from step_record import RecordedScheduler, StepRecord
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import (
     BenchRequest,
-    CannotRunError,
     Limits,
     Serve,
     Served,
@@ -206,49 +205,6 @@ def transformers_generate(models: BenchModels, limits: Limits) -> Iterator[Serve
     yield serve
 
 
-@contextmanager
-def transformers_continuous(models: BenchModels, limits: Limits) -> Iterator[Serve]:
-    """Serve with `generate_batch`'s manager, one request at a time, because `generate_batch` itself
-    has one `max_new_tokens` for all.
-
-    Attention is `sdpa` over the paged cache, which is its choice on a CPU. Pages have its default
-    size; their number, the requests in flight and the tokens in a step are ours."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    page_size = ContinuousBatchingConfig.page_size
-    batching = ContinuousBatchingConfig(
-        num_blocks=limits.max_num_seqs * -(-limits.longest // page_size) + 1,
-        max_batch_tokens=limits.max_num_batched_tokens,
-        max_requests_per_batch=limits.max_num_seqs,
-    )
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with models.hf.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=batching
-    ) as manager:
-        yield lambda requests: _serve_with(manager, requests)
-
-
-def _serve_with(manager: Any, requests: Sequence[BenchRequest]) -> Served:
-    first_step = getattr(manager, "current_batch", 0)
-    names = [
-        manager.add_request(
-            r.prompt_token_ids, max_new_tokens=r.num_outputs, record_timestamps=True
-        )
-        for r in requests
-    ]
-    results: dict[str, Any] = {}
-    while len(results) < len(names):
-        result = manager.get_result(timeout=1)
-        if result is None and not manager.is_running():
-            raise CannotRunError("transformers' generation thread ended before its requests did")
-        if result is not None and result.is_finished():
-            results[result.request_id] = result
-    start = min(result.created_time for result in results.values())
-    times = [[t - start for t in results[name].timestamps] for name in names]
-    details = {"num_steps": manager.current_batch - first_step}
-    return Served([list(results[name].generated_tokens) for name in names], times, details)
-
-
 _TWO_PHASE = {"prefix_cache": "hash", "scheduler": "two_phase"}
 _GUESSING = _TWO_PHASE | {"speculative": {"method": "ngram"}}
 SYSTEMS: dict[str, System] = {
@@ -261,6 +217,24 @@ SYSTEMS: dict[str, System] = {
     "speculative": partial(paged, **_GUESSING),
     "chunked": partial(paged, **_GUESSING, chunked_prefill=CHUNK),
     "transformers-generate": transformers_generate,
-    "transformers-continuous": transformers_continuous,
     "vllm": vllm,
 }
+
+
+def serve_timed(
+    name: str,
+    models: BenchModels,
+    limits: Limits,
+    warm_up: Sequence[BenchRequest],
+    requests: Sequence[BenchRequest],
+) -> Served:
+    """Set a system up, let it serve `warm_up`, which is not counted, and then time `requests`. Its
+    details get the processor seconds of all threads, if it has none of its own."""
+    with SYSTEMS[name](models, limits) as serve:
+        serve(warm_up)
+        gc.collect()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        served = serve(requests)
+        served.seconds = served.seconds or time.perf_counter() - start
+        served.details = {"cpu_seconds": time.process_time() - cpu_start} | served.details
+    return served

@@ -1,13 +1,12 @@
 """The parts of `make gpu` that run on the device, each in a process of its own (`gpu.py`).
 
-    kernels    a layer's decode attention beside float64 in PyTorch, and its share of the roofline
     tokens     greedy answers of the shipped checkpoint beside those of transformers, in each mode
     speed      whole decode steps, prefill and a mixed workload, in each mode
 
 The floor of a call is the longer of two times: its bytes, each input read once and each output
 written once, at the bandwidth of a large copy; and its operations at the rate of a large product in
 bfloat16. Both are measured here, on random numbers, because zeros are faster. A share is floor /
-measured time. A kernel is timed in a replayed graph, a step by the host's clock."""
+measured time. Copy and product are timed in a replayed graph, a step by the host's clock."""
 
 from __future__ import annotations
 
@@ -33,8 +32,6 @@ from common.models.loader import LoadedModel, load_model
 from common.models.model_config import ModelConfig
 from common.requests.gc_utils import freeze_gc_heap
 from common.requests.tokenizer import load_tokenizer
-from mixed_attention_triton import MixedTritonAttentionBackend
-from paged_attention import AttentionMetadata, paged_attention
 from workshop.measure.bench.bench_record import ROOT, read_record, write_record
 from workshop.measure.bench.bench_work import greedy, make_requests
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model, shape_of
@@ -47,7 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 # Of log probabilities: if the two highest logits are nearer, rounding chooses the token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-ATTENTION_TOLERANCE = 0.02  # in bfloat16, which has 8 bits
 Cost = tuple[float, float]  # minimum bytes, of 16 bits a number, and minimum operations
 Range = tuple[int, int]
 
@@ -161,42 +157,6 @@ def decode_cost(model: ModelConfig, num_weights: int, num_seqs: int, context: in
 # -- the parts
 
 
-@torch.inference_mode()
-def attend(lab: Lab, num_seqs: int, context: int) -> dict[str, float]:
-    """Decode attention of one layer, with its blocks in random order. Raises `ValueError` if it
-    differs from its specification in float64."""
-    model, device, width = lab.sizes.model, lab.device, -(-context // BLOCK_SIZE)
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
-    scale, last = model.head_dim**-0.5, context - 1
-    order = torch.randperm(num_seqs * width, device=device, generator=lab.generator) + 1
-    tables = order.view(num_seqs, width)
-    shape = len(order) + 1, BLOCK_SIZE, num_kv_heads, model.head_dim
-    caches = lab.normal(*shape), lab.normal(*shape)
-    query = lab.normal(num_seqs, num_heads, model.head_dim)
-    metadata = AttentionMetadata(
-        torch.arange(num_seqs + 1, device=device),
-        torch.full((num_seqs,), context, device=device),
-        tables.int(),
-        tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
-        max_query_len=1,
-        max_seq_len=max(context, lab.sizes.engine["max_model_len"]),
-    )
-    keys, values = (cache.double() for cache in caches)
-    right = paged_attention(query.double(), keys, values, metadata, scale)
-    made = MixedTritonAttentionBackend().plan(metadata, num_heads, caches[0])
-    error = (made.attend(query, *caches, scale) - right).abs().max() / right.abs().max()
-    if not error <= ATTENTION_TOLERANCE:
-        raise ValueError(f"attention is {error:.2g} of its largest number off float64")
-    ms = lab.time(lambda: made.attend(query, *caches, scale))
-    return lab.beside_floor(ms, attention_cost(model, num_seqs, context))
-
-
-def kernels(lab: Lab) -> None:
-    lab.attempt("copy GB/s, matrix TFLOP/s", lambda: [f"{c / 1e6:,.4g}" for c in lab.ceilings])
-    for cell in lab.sizes.cells:
-        lab.attempt("attention, {} x {:,}".format(*cell), partial(attend, lab, *cell))
-
-
 @contextmanager
 def engine_of(lab: Lab, mode: str, loaded: LoadedModel, **options: Any) -> Iterator[LLMEngine]:
     """Yield an engine. One exists at a time: the KV memory of two would not fit. Raises
@@ -272,6 +232,7 @@ def speed(lab: Lab) -> None:
     loaded = random_model(lab.sizes.model, 0, torch.bfloat16, lab.device)
     num_weights = sum(m.plain_weight().numel() for m in linear_layers(loaded.model))
     freeze_gc_heap()
+    lab.attempt("copy GB/s, matrix TFLOP/s", lambda: [f"{c / 1e6:,.4g}" for c in lab.ceilings])
 
     def measure(mode: str) -> str:
         with engine_of(lab, mode, loaded) as engine:
@@ -336,7 +297,7 @@ def time_workload(lab: Lab, engine: LLMEngine, name: str) -> dict[str, float]:
     return {"tokens in/s": round(num_in / seconds, 1), "tokens out/s": round(num_out / seconds, 1)}
 
 
-PARTS = {"kernels": kernels, "tokens": tokens, "speed": speed}
+PARTS = {"tokens": tokens, "speed": speed}
 
 if __name__ == "__main__":
     part, size, result = sys.argv[1:]

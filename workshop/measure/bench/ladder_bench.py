@@ -16,14 +16,13 @@ the same weights and the same KV memory. The CPU is measured.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.requests.gc_utils import freeze_gc_heap
@@ -37,7 +36,7 @@ from workshop.measure.bench.bench_record import (
     rounded,
     write_record,
 )
-from workshop.measure.bench.bench_systems import CHUNK, SYSTEMS
+from workshop.measure.bench.bench_systems import CHUNK, serve_timed
 from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
 from workshop.measure.bench.ladder_table import render, render_gains, render_rows
 from workshop.measure.bench.ladder_workload import (
@@ -47,9 +46,11 @@ from workshop.measure.bench.ladder_workload import (
     make_workload,
     min_prompt_tokens,
 )
-from workshop.measure.rounds import rotated
+from workshop.measure.rounds import Work, measure_in_turn
 
 RECORD = BENCH / "records" / "ladder.json"
+# Tokens that no workload has, so that no prompt is known.
+WARM_UP = [BenchRequest([7] * 20, 4, 4), BenchRequest([9] * 40, 4, 4)]
 NUM_RESERVATIONS = 3  # of the longest request, which the KV memory holds without pages
 
 
@@ -88,14 +89,17 @@ def describe(served: Served, requests: Sequence[BenchRequest]) -> dict[str, Any]
     return {"output_tokens_per_s": speed} | latencies | rounded(served.details)
 
 
-def serve(
-    name: str, models: BenchModels, limits: Limits, requests: Sequence[BenchRequest]
-) -> Served:
-    """Serve with a configuration, after tokens that no workload has, so that no prompt is known."""
-    with SYSTEMS[RUNGS[name][1]](models, limits) as serve:
-        serve([BenchRequest([7] * 20, 4, 4), BenchRequest([9] * 40, 4, 4)])
-        gc.collect()
-        return serve(requests)
+def run_config(
+    models: BenchModels,
+    limits: Limits,
+    workloads: Sequence[Sequence[BenchRequest]],
+    rungs: dict[str, Any],
+    config: str,
+    seed: int,
+    place: int,
+) -> None:
+    served = serve_timed(RUNGS[config][1], models, limits, WARM_UP, workloads[seed])
+    rungs[config]["runs"].append({"seed": seed, **describe(served, workloads[seed])})
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "regimes": {},
         "questions": {},
     }
-    work = []
+    work: list[Work] = []
     for name, regime in regimes.items():
         rungs = {config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)}
         requests = workloads[name]
@@ -149,18 +153,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ],
             "rungs": rungs,
         }
-        work.append((name, rungs))
-    num_runs = args.rounds * sum(len(configs) for _, configs in work)
-    with tqdm(total=num_runs, unit="run", disable=None) as bar:
-        for seed in range(args.rounds):
-            for name, configs in work:
-                requests = workloads[name][seed]
-                for config in rotated(configs, seed):
-                    bar.set_description(f"{name}, seed {seed}, {config}")
-                    served = serve(config, models, limits[name], requests)
-                    configs[config]["runs"].append({"seed": seed, **describe(served, requests)})
-                    bar.update()
-                write_record(args.record, record)
+        run = partial(run_config, models, limits[name], requests, rungs)
+        work.append(Work(name, list(rungs), run))
+    measure_in_turn(work, args.rounds, partial(write_record, args.record, record))
     return record
 
 

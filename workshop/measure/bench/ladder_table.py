@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from workshop.measure.bench.bench_record import made_on, markdown_table
-from workshop.measure.rounds import median_of
 
 # For each configuration its chapter, and a phrase that names the change.
 PHRASES = {
@@ -140,7 +139,7 @@ def _cells(config: dict[str, Any]) -> list[str]:
 
 
 def _median(config: dict[str, Any], name: str) -> float:
-    return median_of(config["runs"], name)
+    return median(run[name] for run in config["runs"])
 
 
 def _work(regime: dict[str, Any]) -> str:

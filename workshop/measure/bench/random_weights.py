@@ -1,25 +1,14 @@
-"""A model without a file: the shape of Qwen3-0.6B, or any other, with weights from a seed.
-
-    python -m workshop.bench.random_weights mixtral DIRECTORY
-
-writes a small one of a family to try the engine with: `make demo ARGS="--model DIRECTORY"`. Its
-tokenizer is the shipped one, and its output is noise."""
+"""A model without a file: the shape of Qwen3-0.6B, or any other, with weights from a seed."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from common.engine_config import SHIPPED_CHECKPOINT
 from common.models.blocks import CheckpointTensor
-from common.models.loader import LoadedModel, read_json
+from common.models.loader import LoadedModel
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
 from common.models.rotary import RopeParameters
@@ -62,37 +51,6 @@ def shape_of(
     return replace(QWEN3_0_6B, **sizes | others)
 
 
-# `config.json` of small ones, in addition to the sizes that all have.
-_SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
-_HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-FAMILIES: dict[str, dict[str, object]] = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
-    "llama": {"architectures": ["LlamaForCausalLM"]},
-    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-    "gemma3-text": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 64,
-        "sliding_window_pattern": 3,
-    },
-    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 64},
-    "qwen3-moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-    },
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
-
-
 def random_model(
     config: ModelConfig,
     seed: int = 0,
@@ -118,35 +76,3 @@ def stored(tensor: CheckpointTensor) -> torch.Tensor:
     is_per_head = tuple(tensor.target.shape) != tensor.shape
     held = tensor.target[0] if is_per_head else tensor.target
     return held - tensor.offset if tensor.offset else held  # a copy only where needed
-
-
-def write_random(family: str, path: Path, seed: int = 0) -> None:
-    """Write a small checkpoint, with the shipped one's tokenizer. Raises `ValueError` for a family
-    that is not one of `FAMILIES`."""
-    if family not in FAMILIES:
-        raise ValueError(f"family must be {', '.join(FAMILIES)}, got {family!r}")
-    shipped = read_json(SHIPPED_CHECKPOINT / "config.json")
-    of_tokens = {k: shipped[k] for k in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-    fields = {**_SIZES, **_HEADS, **of_tokens, "dtype": "float32", **FAMILIES[family]}
-    fields["model_type"] = family.replace("-", "_")
-    decoder = random_model(ModelConfig.from_hf(fields), seed).model
-    path.mkdir(parents=True, exist_ok=True)
-    weights = {n: stored(t).clone() for n, t in decoder.checkpoint_tensors().items()}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SHIPPED_CHECKPOINT / name, path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a small checkpoint with random weights.")
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    write_random(arguments.family, arguments.directory, arguments.seed)
-    print(f'make demo ARGS="--model {arguments.directory}"')
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,7 @@ def test_the_command_measures_and_writes_a_record(
     monkeypatch.setattr(logging, "set_verbosity_error", lambda: None)  # it would stay so
     argv = ["--smoke", "--models", str(random_oracle.path), "--records", str(tmp_path)]
     monkeypatch.setattr(vllm_system, "is_installed", lambda _: False)
-    argv += ["--systems", "paged,vllm,static", "--repeats", "2", "--malloc", "default"]
+    argv += ["--systems", "paged,vllm,static", "--repeats", "2"]
     assert bench.main(argv) == 0
     printed = capsys.readouterr().out
     (path,) = tmp_path.glob("bench_*.json")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workshop.measure.bench.bench_floor import (
-    rows_ms,
-    run_floor,
-)
+from workshop.measure.bench.bench_floor import run_floor
 
 # One row takes 10 ms, two take 12, four take 20; 100 rows of a prompt 200 ms; 2 GB a second.
 ROOFLINE = {
@@ -17,14 +14,6 @@ ROOFLINE = {
     "bandwidth": {"matvec_gb_per_s": [2.0, 2.0, 7.0]},
 }
 LENGTHS = [(10, 3), (20, 1), (30, 4), (40, 2)]
-
-
-def test_between_two_measured_numbers_of_rows_lies_a_line() -> None:
-    linear_ms = ROOFLINE["linear_ms"]
-    assert [rows_ms(linear_ms, n) for n in (1, 2, 3, 4)] == [10, 12, 16, 20]
-    for outside in (0, 5):
-        with pytest.raises(ValueError, match=f"num_rows must be from 1 to 4, got {outside}"):
-            rows_ms(linear_ms, outside)
 
 
 def test_the_floor_by_hand() -> None:

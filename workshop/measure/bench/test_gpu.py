@@ -31,7 +31,7 @@ def test_every_test_of_a_kernel_and_every_package_is_named() -> None:
 @pytest.mark.skipif(CANNOT, reason="a rehearsal is of a CPU, with Triton")
 @pytest.mark.parametrize(
     "parts",
-    [["tests", "kernels"], pytest.param(["tokens", "speed"], marks=pytest.mark.slow)],
+    [["tests"], pytest.param(["tokens", "speed"], marks=pytest.mark.slow)],
 )
 def test_a_rehearsal_runs_to_its_end(
     parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys

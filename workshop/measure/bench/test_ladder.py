@@ -10,7 +10,7 @@ from common.requests.tokenizer import load_tokenizer
 from workshop.measure.bench import ladder_bench as ladder
 from workshop.measure.bench.bench_models import load_models
 from workshop.measure.bench.bench_record import read_record
-from workshop.measure.bench.bench_systems import CHUNK
+from workshop.measure.bench.bench_systems import CHUNK, serve_timed
 from workshop.measure.bench.bench_work import BenchRequest, Limits, Served
 from workshop.measure.bench.ladder_bench import RUNGS, describe
 from workshop.measure.bench.ladder_workload import (
@@ -68,7 +68,10 @@ def test_every_rung_serves_the_same_users_the_same_tokens():
     requests = [BenchRequest(p, 6, 256, 0.02 * i) for i, p in enumerate(prompts)]
     limits = Limits(longest=420, num_positions=840, max_num_batched_tokens=256)
     assert limits.num_contiguous == 2
-    outcomes = {name: ladder.serve(name, models, limits, requests) for name in RUNGS}
+    outcomes = {
+        name: serve_timed(system, models, limits, ladder.WARM_UP, requests)
+        for name, (_, system) in RUNGS.items()
+    }
     for name, outcome in outcomes.items():
         assert outcome.token_ids == outcomes["one-at-a-time"].token_ids, name
         for times, request in zip(outcome.token_times, requests):

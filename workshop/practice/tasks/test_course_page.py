@@ -1,4 +1,4 @@
-"""`COURSE.md` says what is there: lines, tasks, exhibits, commands."""
+"""`COURSE.md` says what is there: tasks, exhibits, commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from workshop.book.sync import pages
 from workshop.practice.museum.exhibits import EXHIBITS
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.course import EVENINGS, TASKS, blank_of, minutes_of
-from workshop.practice.tasks.reading import PAGES, counted, sums
 
 COURSE = (ROOT / "COURSE.md").read_text(encoding="utf-8")
 PARTS = ["Predict", "Watch", "Read", "Do", "Break", "Measure"]
@@ -33,14 +32,6 @@ CHAPTER_ROW = r"^\| (\d\.\d) \| ([^|]+) \| (\d+) \| (\w+) \|$"
 
 QUOTING = [page for page in pages() if BLOCK.search(page.read_text(encoding="utf-8"))]
 EVERY_EVENING = pytest.mark.parametrize("number", EVENINGS)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.is_file()], ids=lambda p: p.name)
-def test_the_lines_to_read_are_as_many_as_it_says(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert counted(text) == text, "make sync"
-    assert len(sums(text)) == 6
-    assert all(400 <= number <= 620 for number in sums(text)), "about 500 lines an evening"
 
 
 @EVERY_EVENING

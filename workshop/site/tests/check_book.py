@@ -166,31 +166,3 @@ def test_a_film_asks_inside_its_chapter_and_the_home_page_shows_the_preemption(
         film = home.frame_locator("figure.film iframe")
         film.locator("html[data-ready]").wait_for(state="attached")
         film.locator("output.now", has_text=re.compile(r"\b6\b|第 6 步")).wait_for()
-
-
-def test_from_a_file_a_film_plays_and_the_search_names_its_command(
-    open_page: Callable[..., Page],
-) -> None:
-    page = open_page(f"file://{OUT}/en/index.html")
-    assert "http.server" in page.inner_text("#book-search")
-    film = page.frame_locator("figure.film iframe")
-    film.locator("html[data-ready]").wait_for(state="attached")
-    film.locator("button", has_text="▶").click()
-    film.locator("output.now", has_text=re.compile(r"\b7\b")).wait_for()
-
-
-def test_dark_mode_reaches_the_page_and_its_figures(
-    address: str, open_page: Callable[..., Page]
-) -> None:
-    page = open_page(f"{address}en/04_scheduler/index.html", color_scheme="light")
-    assert _is_light(page)
-    page.evaluate("document.body.dataset.theme = 'dark'")  # as the theme's button does
-    assert not _is_light(page)
-    scheme = "getComputedStyle(document.querySelector('article img')).colorScheme"
-    assert page.evaluate(scheme) == "dark"
-    assert not _is_light(open_page(f"{address}en/index.html", color_scheme="dark"))
-
-
-def _is_light(page: Page) -> bool:
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return sum(map(int, colour.strip("rgba()").split(",")[:3])) > 3 * 128
