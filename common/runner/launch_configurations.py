@@ -119,17 +119,8 @@ def verification_launches(
     from rejection_sampler_triton import matching_launch, rejection_launch
 
     num_drafts = engine.num_rows_per_request - 1
-    launches = [matching_launch(num_drafts, is_fed=False)]
+    launches = [matching_launch(num_drafts)]
     if engine.speculation is not None and engine.speculation.method == "draft":
         single = dtype if dtype == torch.float64 else torch.float32
-        rejection = rejection_launch(
-            vocab_size=vocab_size,
-            max_num_drafts=num_drafts,
-            target_dtype=single,
-            draft_dtype=single,
-            target_stride=vocab_size,
-            draft_stride=vocab_size,
-            is_one_hot=False,
-        )
-        launches.append(rejection)
+        launches.append(rejection_launch(vocab_size, num_drafts, single))
     return launches
