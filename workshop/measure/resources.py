@@ -34,8 +34,11 @@ _WINDOWS = {"Mistral-7B-v0.1": (None, 4096)}
 # For a program, on the smallest GPU of a kind: sm_86 and sm_120 have as much as sm_89.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
-# Operations that IEEE 754 does not define, or that round once where PyTorch rounds twice.
-INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
+# Operations that IEEE 754 does not define, that round once where PyTorch rounds twice, or that make
+# small numbers 0.
+INEXACT = re.compile(
+    r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.|[\w.]+\.ftz\.)\S*f(?:32|64)"
+)
 # Bytes of stack a thread: a few values. The kernels that have them differ with Triton's version.
 FEW_BYTES = 64
 ENGINE = EngineConfig(speculative={"method": "draft"})
