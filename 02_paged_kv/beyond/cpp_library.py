@@ -49,7 +49,7 @@ SCALARS = {
 
 def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     """Compile `source` to machine code. Raises `RuntimeError` without a C++ compiler, or if that
-    fails."""
+    fails, and `OSError` if the library cannot be kept."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise RuntimeError(f"cannot compile: no C++ compiler ({' or '.join(COMPILERS)}) was found")
@@ -80,52 +80,33 @@ def try_to_compile(make: Callable[[], T], name: str, otherwise: str) -> T | None
 
 def _compile(command: list[str], source: Path, library: Path) -> None:
     """Compile the whole library or nothing, because another process may need the same one now."""
-    handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder, library.name)
         for threads in THREADS:
-            whole = [*command, *threads, "-o", made, str(source)]
+            whole = [*command, *threads, "-o", str(made), str(source)]
             done = subprocess.run(whole, capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                os.replace(made, library)
+                made.replace(library)
                 return
-        says = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
-        raise RuntimeError(f"{Path(command[0]).name} failed: {says}")
-    finally:
-        Path(made).unlink(missing_ok=True)
+    says = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
+    raise RuntimeError(f"{Path(command[0]).name} failed: {says}")
 
 
 def cache_folder() -> Path:
     """The folder for libraries and measurements of this processor. Other users must not be able to
-    write there, because its content is executed."""
+    write there, because its content is executed. Raises `OSError` if this user cannot."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home, "vllm-from-scratch")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    return folder if writable else _folder_of_this_process()
-
-
-@cache
-def _folder_of_this_process() -> Path:
-    return Path(tempfile.mkdtemp(prefix="vllm-from-scratch-"))
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 @cache
 def processor() -> str:
     """Everything that `-march=native` depends on: different machines can share a home."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(
-        sorted(
-            {
-                line
-                for line in lines
-                if line.startswith(("flags", "model name", "Features", "CPU part"))
-            }
-        )
-    )
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    kinds = ("flags", "model name", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import stat
 import subprocess
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import cpp_library as module
-from cpp_library import cache_folder, load_library
+from cpp_library import cache_folder, load_library, try_to_compile
 
 
 @pytest.fixture
@@ -54,12 +54,11 @@ def test_without_openmp_one_thread_and_without_a_compiler_a_sentence(source, mon
 
 
 @pytest.mark.needs("C++ compiler")
-def test_a_home_that_cannot_be_written_to_is_left_alone(source, monkeypatch, tmp_path):
+def test_without_a_folder_nothing_is_compiled_and_that_is_said(
+    source, monkeypatch, tmp_path, caplog
+):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = cache_folder()
-    assert folder == cache_folder() and tmp_path not in folder.parents
-    assert load_library(source, {"ANSWER": 3}).answer() == 3
-    assert [path.suffix for path in folder.iterdir()] == [".so"]
-    shutil.rmtree(folder)
-    module._folder_of_this_process.cache_clear()
+    make = partial(load_library, source, {"ANSWER": 3})
+    assert try_to_compile(make, "it", "it is slow") is None
+    assert "it is slow: " in caplog.text and str(tmp_path / "file") in caplog.text

@@ -16,6 +16,9 @@ The tokens are bitwise identical to those of the PyTorch version for the same ra
 floating point they could not be, because a sum depends on the order of addition. So weights are
 converted to the integers of `inverse_cdf.draw`, and p - q is computed in the number format of p.
 
+The rejection rule wants drafts with probabilities, the matching rule a flat list of drafts: the
+other forms that the PyTorch versions take are the same rules, and no engine needs them.
+
 Cost: for a request, one row of p, and one of q if a draft was rejected, are read once, and a tile
 of each again: 1.2 MB of float32 for 152,000 tokens, a fourteenth of the PyTorch version's traffic.
 From other rows, only the numbers of the draft tokens are read. The second walk below happens where
@@ -51,109 +54,88 @@ def _weights(
     tokens,  # [TILE] int32
     p_row,  # address of a row of p
     q_row,  # address of a row of q
-    rejected,  # the rejected draft, -1: there is none, and the weights are p
-    vocab_size,
+    num_q,  # tokens that have a q: vocab_size; 0: the weights are p
+    VOCAB_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
-    IS_ONE_HOT: tl.constexpr,
 ):  # [TILE] int64
-    p = tl.load(p_row + tokens, mask=tokens < vocab_size, other=0.0)
-    if IS_ONE_HOT:
-        weights = tl.where(tokens == rejected, 0.0, p)
-    else:
-        num_read = tl.where(rejected >= 0, vocab_size, 0)
-        q = tl.load(q_row + tokens, mask=tokens < num_read, other=0.0)
-        weights = tl.maximum(p - q.to(p.dtype), 0.0)
-    return (weights.to(tl.float64) * SCALE).to(tl.int64)
+    p = tl.load(p_row + tokens, mask=tokens < VOCAB_SIZE, other=0.0)
+    q = tl.load(q_row + tokens, mask=tokens < num_q, other=0.0)
+    return (tl.maximum(p - q, 0.0).to(tl.float64) * SCALE).to(tl.int64)
 
 
 @jit
 def _tile_sums(
     p_row,
     q_row,
-    rejected,
-    vocab_size,
-    num_tiles,
+    num_q,
+    VOCAB_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
-    IS_ONE_HOT: tl.constexpr,
     TILE: tl.constexpr,
     MAX_TILES: tl.constexpr,
 ):  # [MAX_TILES] int64
     index = tl.arange(0, MAX_TILES)
     sums = tl.full([MAX_TILES], 0, tl.int64)
-    for tile in range(0, num_tiles):
+    for tile in range(0, tl.cdiv(VOCAB_SIZE, TILE)):
         tokens = tile * TILE + tl.arange(0, TILE)
-        weights = _weights(tokens, p_row, q_row, rejected, vocab_size, SCALE, IS_ONE_HOT)
+        weights = _weights(tokens, p_row, q_row, num_q, VOCAB_SIZE, SCALE)
         sums = tl.where(index == tile, tl.sum(weights), sums)
     return sums
 
 
-@jit_for_any("max_num_drafts", "vocab_size", "num_tiles", unaligned=UNALIGNED)
+@jit_for_any("max_num_drafts", unaligned=UNALIGNED)
 def _rejection_kernel(
     token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
     num_sampled,  # [num_reqs] int64, written
     target_probs,  # [num_rows, vocab_size]
     draft_token_ids,  # [num_drafts]
-    draft_probs,  # [num_drafts, vocab_size]; any address if IS_ONE_HOT
+    draft_probs,  # [num_drafts, vocab_size]
     cu_num_logits,  # [num_reqs + 1]
     accept_u,  # [num_drafts]
     sample_u,  # [num_rows]
     max_num_drafts,
-    vocab_size,
-    num_tiles,  # of the vocabulary
-    TARGET_STRIDE: tl.constexpr,  # from row to row
-    DRAFT_STRIDE: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
     PADDING: tl.constexpr,
-    IS_ONE_HOT: tl.constexpr,
     WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two, at least 8
     TILE: tl.constexpr,
-    MAX_TILES: tl.constexpr,  # num_tiles padded to a power of two
+    MAX_TILES: tl.constexpr,  # of the vocabulary, padded to a power of two
 ):
     request = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(cu_num_logits + request).to(tl.int64)
-    num_drafts = tl.load(cu_num_logits + request + 1).to(tl.int64) - first_row - 1
+    first_row = tl.load(cu_num_logits + request)
+    num_drafts = tl.load(cu_num_logits + request + 1) - first_row - 1
     first_draft = first_row - request
 
     # Accept. A lane without a draft has p = 0; an out-of-range id is not looked up.
     column = tl.arange(0, WIDTH)
     is_draft = (column < num_drafts) & (column < max_num_drafts)
-    drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1).to(tl.int64)
-    is_token = (drafts >= 0) & (drafts < vocab_size)
-    p_offset = (first_row + column) * TARGET_STRIDE + drafts
+    drafts = tl.load(draft_token_ids + first_draft + column, mask=is_draft, other=-1)
+    is_token = (drafts >= 0) & (drafts < VOCAB_SIZE)
+    p_offset = (first_row + column) * VOCAB_SIZE + drafts
+    q_offset = (first_draft + column) * VOCAB_SIZE + drafts
     p = tl.load(target_probs + p_offset, mask=is_token, other=0.0).to(tl.float64)
-    bar = tl.load(accept_u + first_draft + column, mask=is_draft, other=0.0).to(tl.float64)
-    if not IS_ONE_HOT:
-        q_offset = (first_draft + column) * DRAFT_STRIDE + drafts
-        bar *= tl.load(draft_probs + q_offset, mask=is_token, other=0.0).to(tl.float64)
-    num_accepted = tl.min(tl.where(bar < p, WIDTH, column))
+    q = tl.load(draft_probs + q_offset, mask=is_token, other=0.0).to(tl.float64)
+    u = tl.load(accept_u + first_draft + column, mask=is_draft, other=0.0)
+    num_accepted = tl.min(tl.where(u * q < p, WIDTH, column))
 
     # Draw, from p - q if a token was rejected. Rounding can leave nothing of it: then from p.
-    rejected = tl.max(tl.where((column == num_accepted) & is_token, drafts, -1))
+    num_q = tl.max(tl.where((column == num_accepted) & is_token, VOCAB_SIZE, 0))
     row = first_row + num_accepted
-    p_row = target_probs + row * TARGET_STRIDE
-    q_row = draft_probs
-    if not IS_ONE_HOT:
-        q_row += (row - request) * DRAFT_STRIDE
-    sums = _tile_sums(
-        p_row, q_row, rejected, vocab_size, num_tiles, SCALE, IS_ONE_HOT, TILE, MAX_TILES
-    )
-    total = tl.sum(sums)
-    if total == 0:
-        rejected = tl.full([], -1, tl.int64)
-        sums = _tile_sums(
-            p_row, q_row, rejected, vocab_size, num_tiles, SCALE, IS_ONE_HOT, TILE, MAX_TILES
-        )
-        total = tl.sum(sums)
-    point = (tl.load(sample_u + row).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    p_row = target_probs + row * VOCAB_SIZE
+    q_row = draft_probs + (row - request) * VOCAB_SIZE
+    sums = _tile_sums(p_row, q_row, num_q, VOCAB_SIZE, SCALE, TILE, MAX_TILES)
+    if tl.sum(sums) == 0:
+        num_q *= 0
+        sums = _tile_sums(p_row, q_row, num_q, VOCAB_SIZE, SCALE, TILE, MAX_TILES)
+    point = (tl.load(sample_u + row) * tl.sum(sums).to(tl.float64)).to(tl.int64)
 
     # Count the tiles, and then the tokens, whose end is at or before the point. In a row of zeros,
     # all are: then it is the last token.
     tile = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
     start = tl.sum(tl.where(tl.arange(0, MAX_TILES) < tile, sums, 0))
     tokens = tile * TILE + tl.arange(0, TILE)
-    weights = _weights(tokens, p_row, q_row, rejected, vocab_size, SCALE, IS_ONE_HOT)
+    weights = _weights(tokens, p_row, q_row, num_q, VOCAB_SIZE, SCALE)
     token = tile * TILE + tl.sum((start + tl.cumsum(weights) <= point).to(tl.int32))
-    token = tl.minimum(token, vocab_size - 1).to(tl.int64)
+    token = tl.minimum(token, VOCAB_SIZE - 1).to(tl.int64)
 
     run = tl.where(column < num_accepted, drafts, PADDING)
     run = tl.where(column == num_accepted, token, run)
@@ -168,26 +150,21 @@ def _matching_kernel(
     token_ids,  # [num_reqs, max_num_drafts + 1] int64, written
     num_sampled,  # [num_reqs] int64, written
     target_sampled,  # [num_rows]
-    draft_tokens,  # [num_drafts], or [num_rows] if IS_FED
+    draft_tokens,  # [num_drafts]
     cu_num_logits,  # [num_reqs + 1]
     max_num_drafts,
     PADDING: tl.constexpr,
-    IS_FED: tl.constexpr,
     WIDTH: tl.constexpr,  # max_num_drafts + 1 padded to a power of two, at least 8
 ):
     request = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(cu_num_logits + request).to(tl.int64)
-    num_drafts = tl.load(cu_num_logits + request + 1).to(tl.int64) - first_row - 1
-    if IS_FED:
-        first_draft = first_row + 1  # a row is fed the draft of the row before
-    else:
-        first_draft = first_row - request
+    first_row = tl.load(cu_num_logits + request)
+    num_drafts = tl.load(cu_num_logits + request + 1) - first_row - 1
 
     column = tl.arange(0, WIDTH)
     is_draft = (column < num_drafts) & (column < max_num_drafts)
     is_row = (column <= num_drafts) & (column <= max_num_drafts)
-    drafts = tl.load(draft_tokens + first_draft + column, mask=is_draft, other=0).to(tl.int64)
-    sampled = tl.load(target_sampled + first_row + column, mask=is_row, other=0).to(tl.int64)
+    drafts = tl.load(draft_tokens + first_row - request + column, mask=is_draft, other=0)
+    sampled = tl.load(target_sampled + first_row + column, mask=is_row, other=0)
     is_accepted = is_draft & (drafts == sampled) & (drafts >= 0)
     num_accepted = tl.min(tl.where(is_accepted, WIDTH, column))
 
@@ -199,52 +176,38 @@ def _matching_kernel(
     tl.store(num_sampled + request, num_tokens.to(tl.int64))
 
 
-def rejection_launch(
-    vocab_size: int,
-    max_num_drafts: int,
-    target_dtype: torch.dtype,
-    draft_dtype: torch.dtype,
-    target_stride: int,
-    draft_stride: int,
-    is_one_hot: bool,
-) -> Launch:
-    arguments = {
-        "token_ids": "*i64",
-        "num_sampled": "*i64",
-        "target_probs": "*" + TRITON_TYPES[target_dtype],
-        "draft_token_ids": "*i64",
-        "draft_probs": "*" + TRITON_TYPES[draft_dtype],
-        "cu_num_logits": "*i64",
-        "accept_u": "*fp64",
-        "sample_u": "*fp64",
-        "max_num_drafts": "i32",
-        "vocab_size": "i32",
-        "num_tiles": "i32",
-    }
+def rejection_launch(vocab_size: int, max_num_drafts: int, dtype: torch.dtype) -> Launch:
+    integers = ("token_ids", "num_sampled", "draft_token_ids", "cu_num_logits")
+    arguments = dict.fromkeys(integers, "*i64") | {"max_num_drafts": "i32"}
+    arguments |= dict.fromkeys(("target_probs", "draft_probs"), "*" + TRITON_TYPES[dtype])
+    arguments |= dict.fromkeys(("accept_u", "sample_u"), "*fp64")
     constants = {
-        "TARGET_STRIDE": target_stride,
-        "DRAFT_STRIDE": draft_stride,
+        "VOCAB_SIZE": vocab_size,
         "SCALE": SCALE,
         "PADDING": PADDING,
-        "IS_ONE_HOT": is_one_hot,
         "WIDTH": _width(max_num_drafts),
         "TILE": TILE,
         "MAX_TILES": _next_power_of_2(-(-vocab_size // TILE)),
     }
-    options = {"enable_fp_fusion": False, "unaligned": UNALIGNED}
-    return Launch(_rejection_kernel, arguments, constants, NUM_WARPS, **options)
+    return Launch(
+        kernel=_rejection_kernel,
+        arguments=arguments,
+        constants=constants,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        unaligned=UNALIGNED,
+    )
 
 
-def matching_launch(max_num_drafts: int, is_fed: bool) -> Launch:
+def matching_launch(max_num_drafts: int) -> Launch:
     names = ("token_ids", "num_sampled", "target_sampled", "draft_tokens", "cu_num_logits")
-    constants = {
-        "PADDING": PADDING,
-        "IS_FED": is_fed,
-        "WIDTH": _width(max_num_drafts),
-    }
-    arguments = dict.fromkeys(names, "*i64") | {"max_num_drafts": "i32"}
-    options = {"num_warps": 1, "unaligned": UNALIGNED_IN_MATCHING}
-    return Launch(_matching_kernel, arguments, constants, **options)
+    return Launch(
+        kernel=_matching_kernel,
+        arguments=dict.fromkeys(names, "*i64") | {"max_num_drafts": "i32"},
+        constants={"PADDING": PADDING, "WIDTH": _width(max_num_drafts)},
+        num_warps=1,
+        unaligned=UNALIGNED_IN_MATCHING,
+    )
 
 
 def _width(max_num_drafts: int) -> int:
@@ -259,55 +222,44 @@ def _next_power_of_2(n: int) -> int:
 def rejection_sample_triton(
     target_probs: torch.Tensor,  # [num_rows, vocab_size] float32 or float64
     draft_token_ids: torch.Tensor,  # [num_drafts] int64, request after request
-    draft_probs: torch.Tensor | None,  # [num_drafts, vocab_size], the same; None: one-hot
+    draft_probs: torch.Tensor,  # [num_drafts, vocab_size], as `target_probs`
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     max_num_drafts: int,  # at least the drafts of any request
     accept_u: torch.Tensor,  # [num_drafts] float64 in [0, 1)
     sample_u: torch.Tensor,  # [num_rows] float64 in [0, 1)
 ) -> VerifiedTokens:
-    """`rejection_sample`. Rows of probabilities may lie apart, as those of a padded buffer do; the
-    numbers of one row must be neighbours.
+    """`rejection_sample` for drafts that have probabilities.
 
     Raises `RuntimeError` without Triton, or on a CPU without its interpreter, and `ValueError` for
-    other number formats and layouts of probabilities."""
+    other number formats of probabilities."""
     _check_available(target_probs.device)
-    is_one_hot = draft_probs is None
-    draft_probs = target_probs if is_one_hot else draft_probs  # some address, not read
-    _check_probs("target_probs", target_probs)
-    _check_probs("draft_probs", draft_probs)
+    dtype = target_probs.dtype
+    if dtype not in (torch.float32, torch.float64) or draft_probs.dtype != dtype:
+        raise ValueError(
+            "target_probs and draft_probs must be float32 or float64, the same, "
+            f"got {dtype} and {draft_probs.dtype}"
+        )
     verified = _empty(cu_num_logits, max_num_drafts)
     num_reqs = len(verified.num_sampled)
-    vocab_size = target_probs.shape[1]
-    launch = rejection_launch(
-        vocab_size,
-        max_num_drafts,
-        target_probs.dtype,
-        draft_probs.dtype,
-        target_probs.stride(0),
-        draft_probs.stride(0),
-        is_one_hot,
-    )
     if num_reqs:
-        launch(
+        rejection_launch(target_probs.shape[1], max_num_drafts, dtype)(
             (num_reqs,),
             verified.token_ids,
             verified.num_sampled,
-            target_probs,
+            target_probs.contiguous(),
             draft_token_ids.contiguous(),
-            draft_probs,
+            draft_probs.contiguous(),
             cu_num_logits.contiguous(),
             accept_u.contiguous(),
             sample_u.contiguous(),
             max_num_drafts,
-            vocab_size,
-            -(-vocab_size // TILE),
         )
     return verified
 
 
 def rejection_sampling_batched_triton(
     target_sampled: torch.Tensor,  # [num_rows] int64, drawn from the target's distribution
-    draft_tokens: torch.Tensor,  # [num_drafts] int64, or [num_rows]: the tokens that were fed
+    draft_tokens: torch.Tensor,  # [num_drafts] int64, request after request
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # at least the drafts of any request
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,8 +268,7 @@ def rejection_sampling_batched_triton(
     verified = _empty(cu_num_logits, num_speculative_steps)
     num_reqs = len(verified.num_sampled)
     if num_reqs:
-        is_fed = len(draft_tokens) == len(target_sampled)
-        matching_launch(num_speculative_steps, is_fed)(
+        matching_launch(num_speculative_steps)(
             (num_reqs,),
             verified.token_ids,
             verified.num_sampled,
@@ -331,10 +282,8 @@ def rejection_sampling_batched_triton(
 
 def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
     num_reqs = len(cu_num_logits) - 1
-    kind = {"dtype": torch.int64, "device": cu_num_logits.device}
-    return VerifiedTokens(
-        torch.empty(num_reqs, max_num_drafts + 1, **kind), torch.empty(num_reqs, **kind)
-    )
+    token_ids = cu_num_logits.new_empty(num_reqs, max_num_drafts + 1)
+    return VerifiedTokens(token_ids=token_ids, num_sampled=cu_num_logits.new_empty(num_reqs))
 
 
 def _check_available(device: torch.device) -> None:
@@ -349,14 +298,4 @@ def _check_available(device: torch.device) -> None:
             "tensors for the Triton rejection sampler must be on a CUDA device, got the CPU; "
             "call the PyTorch version in rejection_sampler.py, or, to try the kernels slowly on "
             "a CPU, set TRITON_INTERPRET=1 in the environment before Python starts"
-        )
-
-
-def _check_probs(name: str, probs: torch.Tensor) -> None:
-    if probs.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name} must be float32 or float64, got {probs.dtype}")
-    if len(probs) and probs.shape[1] > 1 and probs.stride(1) != 1:
-        raise ValueError(
-            f"{name} must have contiguous rows, stride(1) == 1, got strides {probs.stride()}; "
-            "call .contiguous()"
         )

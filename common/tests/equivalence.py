@@ -4,7 +4,8 @@
 float64, over memory full of NaN. Requests arrive over some steps, with rules, grammars, samples,
 stop tokens and salts; one may be aborted. Which are run:
 
-    every pair      `covering_array`: some 40 runs in which every two settings meet that can meet
+    every pair      `covering_array`: some 40 runs in which every two settings meet that can meet,
+                    the first 20 of them in `make test`
     as many as fit  `run_matrix`: the full product in shuffled order, until the time is up
     one             `make matrix ARGS="model=random scheduler=two_phase ..."`
 

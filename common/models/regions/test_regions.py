@@ -103,7 +103,7 @@ def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
     norm reads the sum as it is stored, rounded."""
     plain = Regions()
     is_compiled = isinstance(version.regions, CompiledRegions)
-    for size in (1, 24, 61, 1000):
+    for size in (1, 24, 61, *([1000] if is_compiled else [])):
         weight = version.draw(size, seed=1, norm=True)
         for num_tokens in (0, 1, 5, *([400] if is_compiled else [])):
             hidden, delta = (version.draw(num_tokens, size, seed=i) for i in (2, 3))
@@ -117,7 +117,7 @@ def test_sums_are_normed_and_gates_are_multiplied(version: Version) -> None:
             found = version.regions.rms_norm(part, weight, EPS)
             version.must_be(found, plain.rms_norm(part.double(), weight.double(), EPS))
     for size in (1, 24, CHANNELS_AT_ONCE, CHANNELS_AT_ONCE + 7):
-        for num_tokens in (0, 4):
+        for num_tokens in (0, 2):
             gate_up = 3 * version.draw(num_tokens, 2 * size)
             expected = plain.activate_and_multiply(gate_up.double(), F.silu)
             version.must_be(version.regions.activate_and_multiply(gate_up, F.silu), expected)
@@ -134,7 +134,8 @@ def test_heads_are_normed_turned_and_written(version: Version, has_norm, cache_k
     head_dim = version.kind.head_dim
     block_size = 3
     table = rotary_table(RopeParameters(), head_dim, 300, version.kind.dtype).to(version.device)
-    for heads, kv_heads, num_tokens in ((4, 2, 7), (6, 1, 1), (2, 2, 60), (4, 2, 0)):
+    many = 60 if isinstance(version.regions, CompiledRegions) else 6  # the interpreter is slow
+    for heads, kv_heads, num_tokens in ((4, 2, 3), (6, 1, 1), (2, 2, many), (4, 2, 0)):
         weight = version.draw(heads + kv_heads, head_dim, norm=True) if has_norm else None
         qkv = version.draw(num_tokens, heads + 2 * kv_heads, head_dim, seed=num_tokens)
         generator = torch.Generator().manual_seed(num_tokens)
