@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from common import demo
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models import loader
-from common.models.__main__ import main
-from common.models.model_config import REFUSAL_REASONS, SUPPORTED_ARCHITECTURES
 from common.parallel.test_sharded_model import CountingFile
 from common.tests.model_cases import save_case
 from workshop.book import models_page
@@ -26,11 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WEIGHTS = "model.safetensors"
 
 
-def test_every_family_has_a_checkpoint_a_case_and_a_printed_row(capsys):
+def test_every_family_has_a_checkpoint_and_a_case():
     assert all(cell for row in models_page.rows() for cell in row)
-    main()
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in (*SUPPORTED_ARCHITECTURES, *REFUSAL_REASONS))
 
 
 def fields(**changes: object) -> Callable[[Path], None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.models.families import SUPPORTED_ARCHITECTURES
 from common.models.loader import load_model
-from common.models.model_config import SUPPORTED_ARCHITECTURES
 from common.requests.tokenizer import load_tokenizer
 from common.tests.model_cases import PagedHarness, reference_logits
 from workshop.measure.bench.random_weights import FAMILIES, write_random
