@@ -47,15 +47,12 @@ _SIZES = (
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _WITH_WINDOW = "sliding_attention"
 _BOTH_TYPES = {"full_attention", _WITH_WINDOW}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_FIELDS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
-    | {"truncate"},
-}
-_EVERY_ROPE_FIELD = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
-_EVERY_ROPE_FIELD |= {"partial_rotary_factor"}
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim", "truncate", "partial_rotary_factor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +216,10 @@ def _rope(hf: Any, parameters: dict[str, Any], layer_type: str | None) -> RopePa
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = parameters.get("rope_type", "default")
-    if rope_type not in _ROPE_FIELDS:
-        raise refused("rope_type", rope_type, f"be {', '.join(_ROPE_FIELDS)}")
-    for name in sorted(parameters.keys() - _ROPE_FIELDS[rope_type] - _EVERY_ROPE_FIELD):
-        raise refused(name, parameters[name], f"be absent with rope_type {rope_type!r}")
+    if rope_type not in _ROPE_TYPES:
+        raise refused("rope_type", rope_type, f"be {', '.join(_ROPE_TYPES)}")
+    for name in sorted(parameters.keys() - _ROPE_FIELDS):
+        raise refused(f"rope_parameters: {name}", parameters[name], "be absent (not supported)")
     if parameters.get("partial_rotary_factor") not in (None, 1):
         raise refused("partial_rotary_factor", parameters["partial_rotary_factor"], "be 1")
     theta = parameters["rope_theta"]

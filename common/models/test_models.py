@@ -92,10 +92,9 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "other sizes": (fields(hidden_size=48), "(89, 32) in the checkpoint and (89, 48) by config"),
     "more layers": (fields(num_hidden_layers=4), "lacks tensors that the model needs: model.lay"),
     "a billion layers": (fields(num_hidden_layers=10**9), "num_hidden_layers must"),
-    "999 layers": (fields(num_hidden_layers=999), "the number of layers must be at most"),
     "a billion experts": (
         fields(num_experts=10**9, num_local_experts=10**9),
-        "the number of experts must be at most",
+        "num_experts must be at most",
     ),
     "a shape": (tensors(lambda t: t.update({EXPERT: t[EXPERT][1:]})), "(23, 32) in the checkpoint"),
     "an expert missing": (tensors(lambda found: found.pop(EXPERT)), f"needs: {EXPERT}"),
@@ -104,10 +103,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         "the model lacks: model.layers.0.self_attn.q_proj.bias",
     ),
     "a shard missing": (sharded(lambda path, t: (path / t[QUERY]).unlink()), "model-0.safetensors"),
-    "an index that invents": (sharded(lambda _, t: t | {"more": t[QUERY]}), "disagree about: more"),
-    "a tensor in two shards": (sharded(twice), f"disagree about: {QUERY}"),
+    "a tensor in two shards": (sharded(twice), f"{QUERY} twice"),
     "a weight map of numbers": (sharded(lambda *_: {"a": 3}), "weight_map must map"),
-    "a file elsewhere": (sharded(lambda *_: {"a": "../a.safetensors"}), "file names must"),
     "end of text": (
         file(lambda p: p.write_text('{"eos_token_id": [1, "2"]}'), "generation_config.json"),
         "generation_config.json: eos_token_id",
