@@ -29,7 +29,7 @@ See 06_chunked_prefill/beyond/BATCH_INVARIANCE.md"""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +47,8 @@ class Matrix(Protocol):
     """The interface of a packed matrix, as in `common/models/linear.py`."""
 
     shape: torch.Size  # out, in
-    row_tile: int | None  # products have a multiple of this many rows
-    one_tile_a_call: bool  # and are computed in calls of exactly that many
+
+    def compute_in_tiles(self, tile: int, one_tile_a_call: bool) -> None: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
 
@@ -82,29 +82,27 @@ def make_batch_invariant(
     results still depend on the batch."""
     for mlp in mlps:
         mlp.activation = ACTIVATIONS[activation]
-    first: dict[torch.Size, Matrix] = {}
+    chosen: dict[torch.Size, tuple[int, bool]] = {}
     matrices = list(matrices)
     widths = {matrix.shape[1] for matrix in matrices}  # the residual's is one of them
     for matrix in matrices:
-        if matrix.shape not in first:
-            choose_tile(matrix, dtype, matrix.shape[0] in widths)
-        like = first.setdefault(matrix.shape, matrix)
-        matrix.row_tile = like.row_tile
-        matrix.one_tile_a_call = like.one_tile_a_call
+        if matrix.shape not in chosen:
+            chosen[matrix.shape] = choose_tile(matrix, dtype, matrix.shape[0] in widths)
+        tile, one_tile_a_call = chosen[matrix.shape]
+        matrix.compute_in_tiles(tile, one_tile_a_call)
     check_attention(dtype, head_dim)
 
 
-def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> None:
-    """Set the matrix's `row_tile` and `one_tile_a_call`: the first of `ROW_TILES` in whose
-    multiples a row is bitwise the same, else the first of `CALL_TILES`. `is_added`: its product may
-    be added to a residual. Raises `ValueError`."""
+def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> tuple[int, bool]:
+    """Return the tile of rows that the matrix computes in from now on, and whether in calls of one
+    tile: the first of `ROW_TILES` in whose multiples a row is bitwise the same, else the first of
+    `CALL_TILES`. `is_added`: its product may be added to a residual. Raises `ValueError`."""
     multiples = ROW_TILES
     calls = CALL_TILES.get(dtype, ())
     for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
-        matrix.row_tile = tile
-        matrix.one_tile_a_call = is_one
-        if keeps_bits(matrix, dtype, is_added):
-            return
+        matrix.compute_in_tiles(tile, is_one)
+        if keeps_bits(matrix, tile, (CHECKED_CALLS,) if is_one else CHECKED_TILES, dtype, is_added):
+            return tile, is_one
     raise ValueError(
         f"batch_invariant=True is not supported on this CPU: a {dtype} product with a matrix of "
         f"{tuple(matrix.shape)} depends on the row's position in the batch. Set "
@@ -113,13 +111,12 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> No
     )
 
 
-def keeps_bits(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> bool:
+def keeps_bits(
+    matrix: Matrix, tile: int, counts: Sequence[int], dtype: torch.dtype, is_added: bool
+) -> bool:
     """Whether rows are bitwise the same as in one tile and one thread, at every checked position,
-    in every checked number of tiles, with the threads of this process. `is_added`: as a sum with a
+    in each of `counts` tiles, with the threads of this process. `is_added`: as a sum with a
     residual, too."""
-    tile = matrix.row_tile
-    assert tile is not None
-    counts = (CHECKED_CALLS,) if matrix.one_tile_a_call else CHECKED_TILES
     x = _random(max(counts) * tile, matrix.shape[1]).to(dtype)
     residual = _random(len(x), matrix.shape[0]).to(dtype)
 

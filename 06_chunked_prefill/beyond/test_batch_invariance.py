@@ -20,7 +20,7 @@ from batch_invariance import (
     gelu_tanh,
     silu,
 )
-from common.models.linear import Linear, reason_not_packed
+from common.models.linear import Linear, PackedProduct, reason_not_packed
 from common.models.regions.regions import rms_norm
 from common.models.rotary import rotate
 
@@ -124,28 +124,34 @@ def test_a_row_of_every_other_operation(dtype, num_heads, head_dim):
 # -- a processor that rounds otherwise, emulated: what the checks and the tests have to see
 
 
-class Faulty(Linear):
+class Faulty:
     """A packed product whose rows are other ones where `is_other` (number of rows in the call)
     says. `faults` are those of the plain product, of the sum, or of both."""
 
-    def __init__(self, is_other: Callable[[int], slice], faults: str = "product sum") -> None:
-        super().__init__(nn.Parameter(normal(64, 32) / 32**0.5, requires_grad=False))
+    def __init__(self, product: PackedProduct, is_other: Callable[[int], slice], faults: str):
+        self.product = product
         self.is_other = is_other
         self.faults = faults
         self.calls = set()
-        self.pack()
 
-    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._other(super()._packed_product(x), "product")
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._other(self.product(x), "product")
 
-    def _packed_sum(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._other(super()._packed_sum(residual, x), "sum")
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._other(self.product.add_to(residual, x), "sum")
 
     def _other(self, found: torch.Tensor, kind: str) -> torch.Tensor:
         self.calls.add(len(found))
         if kind in self.faults:
             found[self.is_other(len(found))] *= 1 + 2**-20
         return found
+
+
+def faulty_matrix(is_other: Callable[[int], slice], faults: str = "product sum") -> Linear:
+    linear = Linear(nn.Parameter(normal(64, 32) / 32**0.5, requires_grad=False))
+    linear.pack(keep_weight=True)
+    linear.packed = Faulty(linear.packed, is_other, faults)
+    return linear
 
 
 ALL = slice(None)
@@ -161,14 +167,14 @@ def with_amx(num_rows: int) -> slice:
 @pytest.mark.parametrize("faults", ["product", "sum"])
 def test_where_no_multiple_keeps_the_bits_calls_of_one_tile_do(faults):
     """With AMX (Trap 88), seen in the plain product or with the residual added."""
-    linear = Faulty(with_amx, faults)
-    choose_tile(linear, torch.float32)
-    assert (linear.row_tile, linear.one_tile_a_call) == (CALL_TILES[torch.float32][0], True)
+    linear = faulty_matrix(with_amx, faults)
+    tile = CALL_TILES[torch.float32][0]
+    assert choose_tile(linear, torch.float32) == (tile, True)
     x, residual = normal(160, 32, seed=2), normal(160, 64, seed=3)
-    linear.calls.clear()
+    linear.packed.calls.clear()
     assert num_different(linear, x) == 0
     assert num_different(lambda residual, x: linear.add_to(residual.clone(), x), residual, x) == 0
-    assert linear.calls == {linear.row_tile}
+    assert linear.packed.calls == {tile}
     assert linear(x[:0]).shape == (0, 64)
     torch.testing.assert_close(linear(x), x @ linear.plain_weight().T)
 
@@ -193,9 +199,7 @@ def first_row(sizes: Sequence[int]) -> Callable[[int], slice]:
 def test_the_smallest_tile_and_the_cheapest_call_that_keep_the_bits_are_taken(
     is_other, tile, is_call
 ):
-    linear = Faulty(is_other)
-    choose_tile(linear, torch.float32)
-    assert (linear.row_tile, linear.one_tile_a_call) == (tile, is_call)
+    assert choose_tile(faulty_matrix(is_other), torch.float32) == (tile, is_call)
 
 
 # -- looking, when an engine is made
@@ -217,7 +221,7 @@ def test_a_processor_with_variant_products_is_refused(is_other):
     try:
         torch.set_num_threads(2)
         with pytest.raises(ValueError, match=r"batch_invariant=True .*\(64, 32\).*ONEDNN_MAX_CPU"):
-            choose_tile(Faulty(is_other), torch.float32)
+            choose_tile(faulty_matrix(is_other), torch.float32)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -56,7 +56,7 @@ from common.engine_config import (
     LearnsDurations,
 )
 from common.models.layer_groups import deal_layers
-from common.models.linear import ONEDNN, Packing, linear_layers, reason_not_packed
+from common.models.linear import OneDnnProduct, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
@@ -552,7 +552,7 @@ def packing_of(
     reason = reason_not_packed(dtype, device)
     if reason is not None and config.batch_invariant:
         raise ValueError(f"batch_invariant must be False, got True: no packing, {reason}")
-    return ONEDNN if reason is None else None
+    return OneDnnProduct if reason is None else None
 
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
@@ -560,7 +560,7 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
     if not config.pack_weights:
         return
     matrices = list(linear_layers(model))
-    if not all(matrix.is_packed for matrix in matrices):
+    if not all(matrix.packed for matrix in matrices):
         if (packing := packing_of(config, model)) is not None:
             model.pack_weights(packing)
         else:

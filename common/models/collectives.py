@@ -28,9 +28,8 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -44,77 +43,35 @@ class CollectiveError(RuntimeError):
     """A rank did not answer in time or exited. The message names this rank and the operation."""
 
 
-@dataclass(slots=True)
-class Communication:
-    """The total communication of one rank. `num_bytes` counts the bytes that it passed in: the
-    whole tensor of an `all_reduce` or a `send`, its own part of an `all_gather`."""
+class Collectives:
+    """The collective operations of one rank. Here there is no other rank, so nothing is sent."""
 
-    num_all_reduces: int = 0
-    num_all_gathers: int = 0
-    num_sends: int = 0
-    num_bytes: int = 0
-
-    def __sub__(self, earlier: Communication) -> Communication:
-        names = [field.name for field in fields(self)]
-        return Communication(**{n: getattr(self, n) - getattr(earlier, n) for n in names})
-
-
-class Collectives(Protocol):
-    """The collective operations of one rank. Raises `CollectiveError`."""
-
-    ranks: Ranks
-    counts: Communication
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = Ranks() if ranks is None else ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
-        ...
+        return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the ranks' parts by rank: [..., size] -> [..., tensor_parallel_size * size]."""
-        ...
+        return tensor
 
     def min_across(self, value: int) -> int:
         """Return the minimum over all ranks of all stages."""
-        ...
-
-    def send(self, *tensors: torch.Tensor) -> None:
-        """Send to the next stage's rank with the same `tp_rank`. Waits for that rank only if more
-        steps are in flight than there are stages. The tensors must not be overwritten."""
-        ...
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Wait for the next tensor from the previous stage and return it."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections. A second call does nothing."""
-        ...
-
-
-class SingleProcess:
-    """The collectives of an engine with one rank: nothing to communicate."""
-
-    def __init__(self) -> None:
-        self.ranks = Ranks()
-        self.counts = Communication()
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def min_across(self, value: int) -> int:
         return value
 
-    def send(self, *tensors: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send to the next stage's rank with the same `tp_rank`. Waits for that rank only if more
+        steps are in flight than there are stages. The tensor must not be overwritten."""
         raise ValueError("cannot send: there is no next stage")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Wait for the next tensor from the previous stage and return it."""
         raise ValueError("cannot receive: there is no previous stage")
 
     def close(self) -> None:
-        pass
+        """Close the connections. A second call does nothing."""
 
 
 def connect(
@@ -129,18 +86,17 @@ def connect(
     `timeout_s` applies to each operation. `host` is this machine's address for the other ranks; the
     default works if all ranks are on one machine. Raises `CollectiveError`."""
     if ranks.world_size == 1:
-        return SingleProcess()
+        return Collectives()
     return Connected(ranks, store, device, timeout_s, host)
 
 
-class Connected:
-    """`Collectives` over several ranks, with `torch.distributed` groups."""
+class Connected(Collectives):
+    """Operations over several ranks, with `torch.distributed` groups. Raises `CollectiveError`."""
 
     def __init__(
         self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
     ) -> None:
-        self.ranks = ranks
-        self.counts = Communication()
+        super().__init__(ranks)
         self.device = device
         self._world_group: Any = None
         self._tp_group: Any = None  # its ranks; None: there is one
@@ -165,8 +121,6 @@ class Connected:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._tp_group is not None:
-            self.counts.num_all_reduces += 1
-            self.counts.num_bytes += tensor.nbytes
             with self._named("all_reduce"):
                 self._tp_group.allreduce([tensor]).wait()
         return tensor
@@ -174,8 +128,6 @@ class Connected:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._tp_group is None:
             return tensor
-        self.counts.num_all_gathers += 1
-        self.counts.num_bytes += tensor.nbytes
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.tensor_parallel_size)]
         with self._named("all_gather"):
             self._tp_group.allgather([parts], [tensor]).wait()
@@ -187,16 +139,13 @@ class Connected:
             self._world_group.allreduce([number], dist.ReduceOp.MIN).wait()
         return int(number)
 
-    def send(self, *tensors: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor) -> None:
         if self.ranks.is_last_stage:
             raise ValueError("cannot send: there is no next stage")
         with self._named("send"):
-            for tensor in tensors:
-                self.counts.num_sends += 1
-                self.counts.num_bytes += tensor.nbytes
-                work = self._pp_group.send([tensor], self.ranks.stage + 1, 0)
-                self._sent.append((work, tensor))  # kept alive until it is sent
-            while len(self._sent) > self.ranks.pipeline_parallel_size * len(tensors):
+            work = self._pp_group.send([tensor], self.ranks.stage + 1, 0)
+            self._sent.append((work, tensor))  # kept alive until it is sent
+            while len(self._sent) > self.ranks.pipeline_parallel_size:
                 self._sent[0][0].wait()
                 self._sent.popleft()
 

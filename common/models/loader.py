@@ -11,25 +11,21 @@ few unfilled weights still answers, in gibberish. There are two exceptions, as i
 values. (If they differ, transformers 5 unties them and warns; here it is an error.)
 
 Parameters are allocated once, uninitialised, on their final device. Files are mapped into memory
-and copied tensor by tensor, and the pages of a tensor are released once it is copied, so the peak
-is the model plus one tensor. If the matrices are to be packed (`linear.py`), each is packed as soon
-as it is complete, and its plain copy is freed before the next one is read, so only one plain matrix
-exists at a time. If several processes share a model, each copies its own slices and checks names
-and shapes of the whole.
+and copied tensor by tensor. If the matrices are to be packed (`linear.py`), those of a layer are
+packed, and their plain copies freed, before the next layer is read. If several processes share a
+model, each copies its own slices and checks names and shapes of the whole.
 
 See common/README.md#which-models"""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import mmap
 import re
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.models.blocks import CheckpointTensor
-from common.models.linear import Linear, Packing, linear_layers, overlap_plain_weights
+from common.models.linear import Packing, linear_layers
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig, token_ids
 from common.models.processor import is_bfloat16_fast
@@ -54,7 +50,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.va
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # one, if they are tied
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_LAYERS = 10_000
+_MAX_NUMBER = 10_000  # of layers or experts: lists of them would be memory, too
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
 
@@ -108,13 +104,11 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     `load_model`."""
     path = resolve_checkpoint(model)
     fields = read_json(path / "config.json")
-    layers = fields.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MAX_LAYERS:  # a list of them would be memory, too
-        raise ValueError(f"num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")
-    try:
-        config = ModelConfig.from_hf(fields)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"config.json has a value of the wrong type: {error}") from error
+    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
+        number = fields.get(name)
+        if isinstance(number, int) and number > _MAX_NUMBER:
+            raise ValueError(f"{name} must be at most {_MAX_NUMBER}, got {number}")
+    config = ModelConfig.from_hf(fields)
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
@@ -141,22 +135,16 @@ def load_model(
     float32 on a CPU without fast arithmetic for it. `make` can leave a part of the model to other
     processes (`common/parallel`); only the part it takes is read. `packing_of` returns how the
     matrices are packed while they are read; None: not packed. Raises `FileNotFoundError` for
-    missing files and `ValueError` for tensors that do not fit, before memory is allocated or
-    weights are read (except for a tied matrix that is stored twice and differs)."""
+    missing files and `ValueError` for tensors that do not fit, before weights are
+    read (except for a tied matrix that is stored twice and differs)."""
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(model)
     path = checkpoint.path
     config = checkpoint.config
     device = torch.device(device)
     files = _open_weights(path)
     dtype = _resolve_dtype(dtype, config, files, device)
-    if config.experts is not None:
-        from common.models.experts.fused_experts import per_expert
-
-        files = per_expert(files, config.experts.names)
-    _check_count(config, files)
-    short = replace(config, max_position_embeddings=1)  # no rotary table either
-    _check_tensors(_places(make(short, dtype, torch.device("meta")), files), files)
     decoder = make(config, dtype, device)
+    _check_tensors(_places(decoder, files), files)
     _fill(decoder, files, packing_of(decoder))
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
@@ -177,34 +165,27 @@ def read_json(path: Path) -> dict[str, Any]:
 def _open_weights(path: Path) -> dict[str, Any]:
     """Open safetensors files by tensor name. Maps the files; reads no weights yet."""
     if (path / _WEIGHTS).is_file():
-        index = None
-        file_names = [_WEIGHTS]
+        file_names = {_WEIGHTS}
     elif (path / _INDEX).is_file():
         index = read_json(path / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
             raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
-        file_names = sorted(set(index.values()))
+        file_names = set(index.values())
     else:
         others = [p.name for p in sorted(path.iterdir()) if p.suffix in _PICKLED]
         hint = f"; {others[0]} is not read, because reading it may run any code" if others else ""
         raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{hint}")
     files: dict[str, Any] = {}
-    for file_name in file_names:
+    for file_name in sorted(file_names):
         file = _open_file(path, file_name)
-        names = set(file.keys())
-        if index is not None:
-            promised = {name for name, listed_file in index.items() if listed_file == file_name}
-            if culprits := _shown(sorted(names ^ promised)):
-                raise ValueError(f"{path / _INDEX} and {file_name} disagree about: {culprits}")
-        files.update(dict.fromkeys(sorted(names), file))
+        for name in sorted(file.keys()):
+            if name in files:
+                raise ValueError(f"{path} has {name} twice, the second time in {file_name}")
+            files[name] = file
     return files
 
 
 def _open_file(path: Path, file_name: str) -> Any:
-    if Path(file_name).name != file_name:
-        raise ValueError(f"{path / _INDEX}: file names must not be paths, got {file_name!r}")
-    if not (path / file_name).is_file():
-        raise FileNotFoundError(f"{path / file_name} is missing, although the index names the file")
     try:
         return safe_open(path / file_name, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -249,16 +230,6 @@ def _resolve_dtype(
     return torch.float32
 
 
-def _check_count(config: ModelConfig, files: dict[str, Any]) -> None:
-    """Raise `ValueError` if more layers or experts are configured than there are tensors, before a
-    model of that size is described."""
-    num_experts = 0 if config.experts is None else config.experts.num_experts
-    for name, count in (("layers", config.num_hidden_layers), ("experts", num_experts)):
-        if count > len(files):
-            limit = f"at most {len(files)}, the checkpoint's number of tensors"
-            raise ValueError(f"the number of {name} must be {limit}, got {count}")
-
-
 def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
     """The place of every tensor, by its name in the checkpoint."""
     parts = decoder.checkpoint_tensors()
@@ -288,53 +259,32 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
 
 
 def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
-    """Copy every tensor to its place. With `packing`, pack each matrix when it is complete; the
-    parts of one follow each other in `checkpoint_tensors`."""
-    matrices = [m for m in linear_layers(decoder) if m.weight is not decoder.embed_weight]
-    unpacked = {} if packing is None else overlap_plain_weights(matrices)
+    """Copy every tensor to its place. With `packing`, pack the matrices of a layer when it is
+    complete; the tensors of one follow each other in `checkpoint_tensors`."""
     parts = _places(decoder, files)
     if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
         _check_tied(files, parts[EMBEDDING])
-    num_filled, num_missing = 0, 0
-    matrix: Linear | None = None  # that lacks `num_missing` weights
-    for name, part in parts.items():
-        if (target := part.target) is None:
-            continue
-        if matrix is None and (matrix := unpacked.get(target.data_ptr())) is not None:
-            num_missing = matrix.shape.numel()
-        stored = files[name].get_slice(name)[part.part]
-        target.copy_(stored)
-        _give_back(stored)
-        if part.offset:
-            target.add_(part.offset)
-        num_filled += target.numel()
-        if matrix is not None:
-            assert _is_in(target, matrix.plain_weight()), f"{name} read before a matrix is packed"
-            num_missing -= target.numel()
-            if num_missing == 0:
-                assert packing is not None
+    num_filled = 0
+    for layer, names in groupby(parts, _layer_of):
+        for name in names:
+            part = parts[name]
+            if (target := part.target) is not None:
+                target.copy_(files[name].get_slice(name)[part.part])
+                if part.offset:
+                    target.add_(part.offset)
+                num_filled += target.numel()
+        if packing is not None and layer in decoder.layer_range:
+            for matrix in linear_layers(decoder.layers[layer - decoder.layer_range.start]):
                 matrix.pack(packing=packing)
-                matrix = None
     assert num_filled == decoder.num_parameters, "a parameter got no tensor"
-    if packing is not None:  # those that are left: the embedding as the output's matrix
+    if packing is not None:  # those outside of layers
         decoder.pack_weights(packing)
 
 
-def _is_in(target: torch.Tensor, weight: torch.Tensor) -> bool:
-    return target.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-
-
-def _give_back(stored: torch.Tensor) -> None:
-    """Unmap the pages that lie wholly in a tensor of a mapped file: they count as this process's
-    memory while the file is open. Linux only; elsewhere they stay mapped until it is closed."""
-    if sys.platform == "linux":
-        memory = stored.untyped_storage()
-        page = mmap.PAGESIZE
-        start = -(-memory.data_ptr() // page) * page
-        num_bytes = (memory.data_ptr() + memory.nbytes()) // page * page - start
-        if num_bytes > 0:
-            address, size = ctypes.c_void_p(start), ctypes.c_size_t(num_bytes)
-            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
+def _layer_of(name: str) -> int:
+    """Return the layer of a tensor, -1: outside of layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
 
 
 def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:

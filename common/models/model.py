@@ -37,9 +37,9 @@ from torch.nn import functional as F
 
 from batch_layout import ComposedBatch
 from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
-from common.models.collectives import Collectives, SingleProcess
+from common.models.collectives import Collectives
 from common.models.layer_groups import deal_layers
-from common.models.linear import ONEDNN, Linear, Packing, linear_layers, reason_not_packed
+from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers, reason_not_packed
 from common.models.model_config import SCORED, ModelConfig
 from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
@@ -129,7 +129,7 @@ class DecoderModel(nn.Module):
         self.norm_weight = allocator(config.norm_dtype(dtype), device)(config.hidden_size)
         self.layer_range = range(config.num_hidden_layers)
         layers = [DecoderLayer(config, i, dtype, device) for i in self.layer_range]
-        self._complete(config, layers, SingleProcess())
+        self._complete(config, layers, Collectives())
 
     def _complete(
         self, config: ModelConfig, layers: list[DecoderLayer], collectives: Collectives
@@ -222,7 +222,8 @@ class DecoderModel(nn.Module):
 
     def to_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
-        return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
+        logits = self.lm_head(hidden)
+        return logits if out is None else out.copy_(logits)
 
     def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
         """The hidden states that `forward` needs in a warm-up batch besides the tokens."""
@@ -235,7 +236,7 @@ class DecoderModel(nn.Module):
         reason = None if packing is not None else reason_not_packed(weight.dtype, weight.device)
         if reason is None:
             for matrix in linear_layers(self):
-                matrix.pack(matrix.weight is self.embed_weight, packing or ONEDNN)
+                matrix.pack(matrix.weight is self.embed_weight, packing or OneDnnProduct)
         return reason
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,43 +1,31 @@
 """`ModelConfig`: a decoder's shape, read from a Hugging Face `config.json` and checked.
 
-Eight families are supported: Qwen3, Qwen2 (and 2.5), Llama 3.x, Mistral, Gemma 3 (text alone),
-OLMo 3, Qwen3-MoE and Mixtral. All use one decoder. They differ in biases, in norms of queries and
-keys, and in having experts instead of an MLP (`models/experts/expert_config.py`):
-
-    family     biases of q, k, v    bias of o         biases of the MLP    q_norm, k_norm
-    Qwen3      attention_bias       attention_bias    none                 yes
-    Qwen2      always               none              none                 no
-    Llama      attention_bias       attention_bias    mlp_bias             no
-    Mistral    none                 none              none                 no
-    Gemma 3    attention_bias       attention_bias    none                 yes
-    OLMo 3     attention_bias       attention_bias    none                 of all heads
-    Qwen3-MoE  attention_bias       attention_bias    none                 yes
-    Mixtral    none                 none              none                 no
-
-A feature that a configuration asks for and this decoder lacks raises a `ValueError` that names the
-field: a model that runs without it answers fluently and wrongly. Unknown fields are ignored, as
-`transformers` ignores them, and named in the log.
+`transformers`' configuration class gives the defaults of absent fields, old spellings and rotary
+angles. `families.py` says what our decoder does for each family, and what is refused by name.
 
 Mistral's layers attend to a window, most of Gemma's and OLMo's do, and Qwen's can: `layer_windows`
 lists them. Gemma's and OLMo's windowed layers rotate by other angles, and these families norm a
 block's output before it is added. Gemma stores norm weights minus 1.
 
-Defaults of absent fields are those of `transformers`.
-
 See common/README.md#which-models"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.models.config_fields import positive_float, positive_int, read_ropes, refused
+from common.models.families import (
+    FAMILIES,
+    OLD_NAMES,
+    Family,
+    find_architecture,
+    refuse_unsupported,
+    refused,
+)
 from common.models.layer_groups import Window
 from common.models.rotary import RopeParameters
 from request import check_integers
@@ -45,9 +33,26 @@ from request import check_integers
 if TYPE_CHECKING:
     from common.models.experts.expert_config import ExpertsConfig
 
-logger = logging.getLogger(__name__)
 # The key in `ComposedBatch.staged` of the object that scores the hidden states of all tokens.
 SCORED = "prompt_logprobs"
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_WITH_WINDOW = "sliding_attention"
+_BOTH_TYPES = {"full_attention", _WITH_WINDOW}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_FIELDS = {
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim", "truncate", "partial_rotary_factor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,57 +128,58 @@ class ModelConfig:
         return min([self.max_position_embeddings, *windows])
 
     @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> ModelConfig:
+    def from_hf(cls, given: dict[str, Any]) -> ModelConfig:
         """Read the contents of a `config.json`. Raises `ValueError` for unsupported values."""
-        architecture = _architecture(fields)
+        architecture = find_architecture(given)
         family = FAMILIES[architecture]
-        fields = {**family.defaults, **fields, **family.overrides}
-        _refuse_unsupported(fields, family)
-        num_layers = positive_int(fields, "num_hidden_layers")
-        num_heads = positive_int(fields, "num_attention_heads")
-        num_kv_heads = positive_int(fields, "num_key_value_heads", num_heads)
-        hidden_size = positive_int(fields, "hidden_size")
-        head_dim = positive_int(fields, "head_dim", family.head_dim or hidden_size // num_heads)
-        max_positions = positive_int(fields, "max_position_embeddings")
-        if num_heads % num_kv_heads:
+        hf = _read_by_transformers(given, family)
+        sizes = {name: getattr(hf, name) for name in _SIZES}
+        num_heads = hf.num_attention_heads
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // num_heads
+        check_integers(1, **sizes, head_dim=head_dim)
+        if num_heads % hf.num_key_value_heads:
             rule = f"divide num_attention_heads ({num_heads})"
-            raise refused("num_key_value_heads", num_kv_heads, rule)
+            raise refused("num_key_value_heads", hf.num_key_value_heads, rule)
         if head_dim % 2:
             raise refused("head_dim", head_dim, "be even for rotary embedding")
-        attention_bias = bool(fields.get("attention_bias"))
-        rope, window_rope = read_ropes(fields, family.window_theta, max_positions)
+        act_field = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
+        activation = getattr(hf, act_field)
+        if activation not in _ACTIVATIONS:
+            raise refused(act_field, activation, f"be {' or '.join(_ACTIVATIONS)}")
+        ropes = hf.rope_parameters
+        window_rope = None
+        if ropes.keys() >= _BOTH_TYPES:  # each with angles of its own
+            for name in sorted(ropes.keys() - _BOTH_TYPES):
+                raise refused(f"rope_parameters: {name}", ropes[name], "be in full_attention")
+            window_rope = _rope(hf, ropes[_WITH_WINDOW], _WITH_WINDOW)
+            rope = _rope(hf, ropes["full_attention"], "full_attention")
+            ropes = ropes["full_attention"]
+        else:
+            rope = _rope(hf, ropes, None)
         if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
-            lengthened = int(rope.original_max_position_embeddings * rope.factor)
-            max_positions = max(max_positions, lengthened)
-        query_scalar = None
-        if "query_pre_attn_scalar" in family.extras:
-            query_scalar = positive_float(fields, "query_pre_attn_scalar")
+            lengthened = int(ropes["original_max_position_embeddings"] * ropes["factor"])
+            sizes["max_position_embeddings"] = max(hf.max_position_embeddings, lengthened)
+        has_attention_bias = getattr(hf, "attention_bias", False) and not family.has_qkv_bias
         return cls(
             architecture=architecture,
-            vocab_size=positive_int(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=positive_int(fields, "intermediate_size"),
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
+            **sizes,
             head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rms_norm_eps=positive_float(fields, "rms_norm_eps", 1e-6),
+            rms_norm_eps=hf.rms_norm_eps,
             rope=rope,
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
-            qkv_bias=attention_bias if family.has_attention_bias else family.has_qkv_bias,
-            o_bias=attention_bias and family.has_attention_bias,
-            mlp_bias=bool(fields.get("mlp_bias")),
+            tie_word_embeddings=hf.tie_word_embeddings,
+            qkv_bias=has_attention_bias or family.has_qkv_bias,
+            o_bias=has_attention_bias,
+            mlp_bias=getattr(hf, "mlp_bias", False),
             has_qk_norm=family.has_qk_norm,
-            dtype=_dtype(fields),
-            eos_token_ids=token_ids("config.json: eos_token_id", fields.get("eos_token_id")),
-            layer_windows=_layer_windows(fields, family),
+            dtype=None if hf.dtype is None else str(hf.dtype).removeprefix("torch."),
+            eos_token_ids=token_ids("config.json: eos_token_id", hf.eos_token_id),
+            layer_windows=_layer_windows(hf),
             blocks=family.blocks,
-            experts=None if family.experts is None else resolve_name(family.experts)(fields),
+            experts=None if family.experts is None else resolve_name(family.experts)(hf),
             window_rope=window_rope,
-            query_pre_attn_scalar=query_scalar,
-            embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
-            activation=family.activation[1],
+            query_pre_attn_scalar=getattr(hf, "query_pre_attn_scalar", None),
+            embedding_scale=hf.hidden_size**0.5 if family.scales_embeddings else 1.0,
+            activation=activation,
             norm_offset=family.norm_offset,
             has_post_norms=family.has_post_norms,
         )
@@ -189,263 +195,56 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# -- families and what they may ask for
+def _read_by_transformers(given: dict[str, Any], family: Family) -> Any:
+    """Return the configuration with `transformers`' defaults. Fields that its class does not read
+    are not in it."""
+    from transformers import AutoConfig  # takes seconds, so it is imported only here
+
+    declared = {field.name for field in fields(type(AutoConfig.for_model(family.model_type)))}
+    known = declared | OLD_NAMES | family.reads
+    refuse_unsupported(given, family, known)
+    read = {name: deepcopy(value) for name, value in given.items() if name in known}
+    try:
+        return AutoConfig.for_model(**read | {"model_type": family.model_type})
+    except Exception as error:  # the library's checks share no base
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config.json cannot be read: {reason}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """`transformers`' class for `model_type`. `head_dim` is its default; None: the usual quotient.
-    `sliding_window`: `"optional"` needs `use_sliding_window`, `"always"` is on unless null,
-    `"pattern"` is on in all layers but each `sliding_window_pattern`th, `"never"` has none.
-    `experts` reads the experts' configuration from `extras`. `window_theta` is the default base
-    of layers with a window; None: they use the same angles as the others."""
+def _rope(hf: Any, parameters: dict[str, Any], layer_type: str | None) -> RopeParameters:
+    """Read the rotary parameters of all layers, or of those of a type."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    model_type: str
-    has_attention_bias: bool = False  # is there a field of this name
-    has_mlp_bias: bool = False
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    head_dim: int | None = None
-    sliding_window: str = "never"
-    blocks: tuple[str, str] = ("attention", "mlp")  # that a layer is built of
-    experts: str | None = None
-    activation: tuple[str, str] = ("hidden_act", "silu")  # a field, and what it must be
-    window_theta: float | None = None
-    scales_embeddings: bool = False
-    norm_offset: float = 0.0
-    has_post_norms: bool = False
-    extras: frozenset[str] = frozenset()  # fields that not every family has
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of absent fields
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # values of fields it does not read
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        raise refused("rope_type", rope_type, f"be {', '.join(_ROPE_TYPES)}")
+    for name in sorted(parameters.keys() - _ROPE_FIELDS):
+        raise refused(f"rope_parameters: {name}", parameters[name], "be absent (not supported)")
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        raise refused("partial_rotary_factor", parameters["partial_rotary_factor"], "be 1")
+    theta = parameters["rope_theta"]
+    if rope_type == "default":
+        return RopeParameters(theta=theta)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](hf, layer_type=layer_type)
+    return RopeParameters(
+        theta=theta,
+        rope_type=rope_type,
+        inv_freq=tuple(inv_freq.tolist()),
+        attention_factor=factor,
+    )
 
 
-def _sizes(*sizes: int | None, **others: Any) -> dict[str, Any]:
-    """A `transformers` class's defaults, in this order. None: as many KV heads as heads."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-    return dict(zip(names, sizes, strict=True)) | others
-
-
-_OF_EXPERTS = {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
-FAMILIES = {
-    "Qwen3ForCausalLM": _Family(
-        "qwen3",
-        has_attention_bias=True,
-        has_qk_norm=True,
-        head_dim=128,
-        sliding_window="optional",
-        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
-    ),
-    "Qwen2ForCausalLM": _Family(
-        "qwen2",
-        has_qkv_bias=True,
-        sliding_window="optional",
-        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768, sliding_window=4096),
-    ),
-    "LlamaForCausalLM": _Family(
-        "llama",
-        has_attention_bias=True,
-        has_mlp_bias=True,
-        defaults=_sizes(32_000, 4096, 11_008, 32, 32, None, 2048, eos_token_id=2),
-    ),
-    "MistralForCausalLM": _Family(
-        "mistral",
-        sliding_window="always",
-        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
-        | {"sliding_window": 4096},
-    ),
-    "Gemma3ForCausalLM": _Family(
-        "gemma3_text",
-        has_attention_bias=True,
-        has_qk_norm=True,
-        head_dim=256,
-        sliding_window="pattern",
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
-        window_theta=1e4,
-        scales_embeddings=True,
-        norm_offset=1.0,
-        has_post_norms=True,
-        extras=frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
-        | {"sliding_window_pattern", "cache_implementation"},
-        defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072, eos_token_id=1)
-        | {"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
-        | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
-    ),
-    "Olmo3ForCausalLM": _Family(
-        "olmo3",
-        has_attention_bias=True,
-        sliding_window="pattern",
-        window_theta=5e5,
-        blocks=("post-norm attention", "post-norm mlp"),
-        has_post_norms=True,
-        defaults=_sizes(50_304, 4096, 11_008, 32, 32, None, 2048, eos_token_id=50_279)
-        | {"sliding_window": 4096, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
-        extras=frozenset({"sliding_window_pattern", "rope_local_base_freq"}),
-        overrides={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        "qwen3_moe",
-        has_attention_bias=True,
-        has_qk_norm=True,
-        sliding_window="optional",
-        experts="common.models.experts.expert_config:qwen3_moe",
-        extras=frozenset({"num_experts", "num_local_experts", "decoder_sparse_step", *_OF_EXPERTS})
-        | {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"},
-        defaults=_sizes(151_936, 2048, 6144, 24, 32, 4, 32_768, sliding_window=4096)
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        overrides={"max_window_layers": 0},  # a window is one of all layers
-    ),
-    "MixtralForCausalLM": _Family(
-        "mixtral",
-        sliding_window="always",
-        experts="common.models.experts.expert_config:mixtral",
-        extras=frozenset({"num_local_experts", "router_jitter_noise", *_OF_EXPERTS}),  # in training
-        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, eos_token_id=2)
-        | {"num_local_experts": 8, "num_experts_per_tok": 2}
-        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
-
-# Architectures that are not served, and why: the first pattern that matches applies. Architectures
-# named neither here nor in the families are refused too, without a reason, because they have not
-# been examined. A family takes precedence over a pattern.
-_STATES = "three of four layers keep a state instead of keys and values"
-REFUSAL_REASONS: dict[str, str] = {
-    "GptOssForCausalLM": "its attention has a sink in each head, and its experts are in MXFP4",
-    "Qwen3Next*": _STATES,
-    "Qwen3_5*": _STATES,
-    "*Mamba*": "its layers, or most, keep a state instead of keys and values",
-    "DeepseekV[23]*": "its keys and values are compressed (MLA), and experts come in groups",
-    "Gemma2ForCausalLM": "scores and logits are capped (attn_logit_softcapping)",
-    "Olmo2ForCausalLM": "not compared with a reference; OLMo 3 is served",
-    "*ForConditionalGeneration": "it reads pictures or sound, or has an encoder, too",
-    "*ForMaskedLM": "it is an encoder, which has no next token",
-    "*For*Classification": "it classifies, and has no next token",
-    "*Model": "it has no head, so no next token",
-}
-
-# Parts of field names for features that this decoder does not have.
-_UNSUPPORTED = (
-    "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
-    "softcap", "vision", "audio", "text_config", "multiplier",
-    "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
-    "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
-    "bidirectional", "pruned_heads", "is_encoder_decoder", "relative_attention",
-    "chunk_size_feed_forward", "output_gate",
-)  # fmt: skip
-_NEUTRAL = (None, False, 0, 1, [], {}, "")
-# Fields that are read below, and fields that do not change what the decoder computes.
-_KNOWN = {
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias",
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
-    "use_sliding_window", "max_window_layers", "layer_types", "dtype", "torch_dtype",
-    "original_max_position_embeddings",
-    "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "attention_dropout",
-    "initializer_range", "use_cache", "pretraining_tp", "return_dict", "output_attentions",
-    "output_hidden_states", "problem_type", "id2label", "label2id", "name_or_path", "auto_map",
-}  # fmt: skip
-
-
-def _architecture(fields: dict[str, Any]) -> str:
-    model_type = fields.get("model_type")
-    names = fields.get("architectures") or [
-        name for name, family in FAMILIES.items() if family.model_type == model_type
-    ]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
-        shown = fields.get("architectures") or f"none with model_type {model_type!r}"
-        suffix = f": {found}" if (found := refusal_reason(names)) else ""
-        raise ValueError(f"architectures must be one of {', '.join(FAMILIES)}, got {shown}{suffix}")
-    expected = FAMILIES[names[0]].model_type
-    if model_type not in (None, expected):
-        raise refused("model_type", model_type, f"be {expected!r} with {names[0]}")
-    return names[0]
-
-
-def _is_unsupported(name: str) -> bool:
-    return any(part in name for part in _UNSUPPORTED)
-
-
-def _refuse_unsupported(fields: dict[str, Any], family: _Family) -> None:
-    if code := fields.get("auto_map"):
-        rule = "be absent, because a checkpoint's own code is never run here; remove the field if "
-        rule += f"transformers' {family.model_type} is the same model"
-        raise refused("auto_map", code, rule)
-    for name, value in fields.items():
-        if name in family.extras or not _is_unsupported(name):
-            continue
-        is_cap = "softcap" in name  # one of 1 caps
-        if value is True or value not in (_NEUTRAL[:1] if is_cap else _NEUTRAL):
-            allowed = "absent or null" if is_cap else "absent, null, false, 0 or 1"
-            raise refused(name, value, f"be {allowed}, because this decoder has no such feature")
-    name, only = family.activation
-    if fields.get(name, only) != only:
-        raise refused(name, fields[name], f"be {only!r}")
-    has_biases = {  # Qwen2's do not depend on the field
-        "attention_bias": family.has_attention_bias or family.has_qkv_bias,
-        "mlp_bias": family.has_mlp_bias,
-    }
-    for name, has in has_biases.items():
-        if fields.get(name) and not has:
-            raise refused(name, fields[name], f"be false in {family.model_type}")
-    known = _KNOWN | family.extras | ({"use_qk_norm"} if family.has_qk_norm else set())
-    names = [name for name in sorted(fields.keys() - known) if not name.startswith("_")]
-    if unknown := [name for name in names if not _is_unsupported(name)]:
-        logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
-
-
-def _layer_windows(fields: dict[str, Any], family: _Family) -> tuple[Window, ...]:
-    num_layers = positive_int(fields, "num_hidden_layers")
-    kind = family.sliding_window
-    window = fields.get("sliding_window")
-    if kind == "optional":
-        window = window if fields.get("use_sliding_window") else None
-        first = fields.get("max_window_layers", 28) if window is not None else num_layers
-        check_integers(0, max_window_layers=first)
-        derived = ["full_attention"] * min(first, num_layers)
-        derived += ["sliding_attention"] * (num_layers - len(derived))
-    elif kind == "pattern":
-        every = positive_int(fields, "sliding_window_pattern", 6)
-        derived = [("sliding" if (i + 1) % every else "full") for i in range(num_layers)]
-        derived = [f"{name}_attention" for name in derived]
-    elif window is not None and kind == "never":
-        raise refused("sliding_window", window, f"be null in {family.model_type}")
-    else:
-        derived = ["full_attention" if window is None else "sliding_attention"] * num_layers
-    layer_types = fields.get("layer_types") or derived
-    allowed = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
-    if not isinstance(layer_types, list):
-        raise refused("layer_types", layer_types, "be a list")
-    if unsupported := [kind for kind in layer_types if kind not in allowed]:
-        raise ValueError(
-            f"layer_types must be of {', '.join(allowed)} if sliding_window is {window!r}, got "
-            f"{unsupported[:1]}"
-        )
-    if layer_types and len(layer_types) != num_layers:
-        raise refused("layer_types", layer_types, f"have {num_layers} entries, one for each layer")
-    if window is None or (kind != "always" and "sliding_attention" not in layer_types):
+def _layer_windows(hf: Any) -> tuple[Window, ...]:
+    window = getattr(hf, "sliding_window", None)
+    layer_types = getattr(hf, "layer_types", None)
+    if layer_types is None:
+        layer_types = [_WITH_WINDOW] * hf.num_hidden_layers if window is not None else []
+    allowed = ("full_attention",) if window is None else ("full_attention", _WITH_WINDOW)
+    for layer_type in layer_types:
+        if layer_type not in allowed:
+            rule = f"be of {', '.join(allowed)} if sliding_window is {window!r}"
+            raise refused("layer_types", layer_type, rule)
+    if _WITH_WINDOW not in layer_types:
         return ()
-    window = positive_int({"sliding_window": window}, "sliding_window")
-    if window > (max_positions := positive_int(fields, "max_position_embeddings")):
-        says = "sliding_window is %d and max_position_embeddings %d: it hides nothing, %s"
-        logger.warning(says, window, max_positions, "so all layers are served as full attention")
-    if kind == "always":
-        return (window,) * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _dtype(fields: dict[str, Any]) -> str | None:
-    value = fields.get("dtype", fields.get("torch_dtype"))
-    return value.removeprefix("torch.") if isinstance(value, str) else None
-
-
-def refusal_reason(architectures: object) -> str | None:
-    """Why a model is not served. None: not known. `architectures` is from a `config.json`."""
-    given = architectures if isinstance(architectures, list) else []
-    names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]
-    for pattern, reason in REFUSAL_REASONS.items():
-        if any(fnmatchcase(name, pattern) for name in names):
-            return reason
-    return None
+    check_integers(1, sliding_window=window)
+    return tuple(window if kind == _WITH_WINDOW else None for kind in layer_types)

@@ -18,18 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A rank and the parallel sizes. An invalid field raises a `ValueError` that names it."""
+    """A rank and the parallel sizes."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank: int = 0  # stage * tensor_parallel_size + tp_rank
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in [0, {self.world_size}), got {self.rank}")
 
     @property
     def world_size(self) -> int:

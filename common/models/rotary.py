@@ -5,14 +5,16 @@ The tables hold cosines and sines in float32, cast to the model's dtype, exactly
 computes them. A step looks its rows up by `positions`, so the tables have no state that could
 disagree with a cache.
 
-Source: RoFormer, arXiv 2104.09864. For texts longer than in training: `rope_scaling.py`.
+Source: RoFormer, arXiv 2104.09864. Angles for texts longer than in training (linear, llama3, yarn)
+are computed by `transformers`. Not supported: "dynamic", whose angles change when a text grows, so
+that keys in the KV cache would have to be rotated again; "longrope", which has two lists of factors
+and switches in the middle of a text.
 
 See common/README.md#which-models"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
 
 import torch
 
@@ -21,27 +23,21 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # a layer's rotary factors, from `Re
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """Rotary parameters. `rope_type` is "default", which uses `theta` alone, or a kind of
-    `rope_scaling.READS`."""
+    """Rotary parameters. `rope_type` is "default", which uses `theta` alone, or a kind whose angles
+    are `inv_freq`."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    inv_freq: tuple[float, ...] = ()  # radians per position, for each pair of channels
     attention_factor: float = 1.0  # of cosines and sines
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     """Return the radians per position, `[head_dim / 2]` float32."""
+    if rope.inv_freq:
+        return torch.tensor(rope.inv_freq, dtype=torch.float32)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    inv_freq = 1.0 / rope.theta**exponents
-    if rope.rope_type == "default":
-        return inv_freq
-    return resolve_name(f"common.models.rope_scaling:{rope.rope_type}")(inv_freq, rope)
+    return 1.0 / rope.theta**exponents
 
 
 def rotary_table(

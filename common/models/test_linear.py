@@ -12,8 +12,14 @@ from torch import nn
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.models.linear import Linear, linear_layers, reason_not_packed
-from common.models.regions.compiled_linear import CompiledPacking
+from common.models.linear import (
+    Linear,
+    PlainProduct,
+    WithoutSlowRows,
+    linear_layers,
+    reason_not_packed,
+)
+from common.models.regions.compiled_linear import CompiledPacking, CompiledProduct
 from request import SamplingParams
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
@@ -62,17 +68,16 @@ def test_products_are_products(dtype, packing, has_bias, num_out, num_in, monkey
     elif packing != "none":
         matrix.pack(packing=CompiledPacking())
         stored = torch.bfloat16 if packing == "compiled half" else torch.float32
-        assert matrix._packed.dtype == stored
-        assert matrix.packed_memory[1] >= weight.numel() * stored.itemsize
+        assert matrix.packed.packed.dtype == stored
+        assert matrix.packed.nbytes >= weight.numel() * stored.itemsize
     if packing != "none":
-        assert matrix.is_packed and matrix.weight is None
+        assert matrix.packed and matrix.weight is None
         assert torch.equal(matrix.plain_weight(), weight), "packing loses nothing"
     near = partial(torch.testing.assert_close, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
     for num_rows in (0, 1, 2, 5, 6, 7, 13, 31, 32, 33, 192, 200):
         x, residual = (torch.randn(num_rows, size).to(dtype) for size in (num_in, num_out))
         exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         near(matrix(x).double(), exact)
-        assert torch.equal(matrix.write(x, residual.clone()), matrix(x))
         if packing.startswith("compiled"):
             assert torch.equal(matrix(x[1:4]), matrix(x)[1:4]), "a row depends on the others"
         apart = torch.stack((x, x), 2)[..., 0]
@@ -115,35 +120,33 @@ def test_the_engine_packs_unless_it_cannot_or_packing_is_off(dtype, pack_weights
     reason = reason_not_packed(dtype, CPU)
     model = engine.core.runner.model
     is_packed = pack_weights and reason is None
-    assert {matrix.is_packed for matrix in linear_layers(model)} == {is_packed}
+    assert {matrix.packed is not None for matrix in linear_layers(model)} == {is_packed}
     said = f"weights are not packed: {reason}"
     assert (said in caplog.text) == (pack_weights and reason is not None) and len(tokens) == 5
 
 
 def test_row_counts_that_amx_computes_slowly_are_padded():
-    """On any processor that packs: the result of the rows that were asked for is the same."""
-    dtype = torch.bfloat16 if UNPACKED[torch.bfloat16] is None else torch.float32
-    matrix = make(dtype, True)
+    """The result of the rows that were asked for is the same."""
     num_rows = []
-    if UNPACKED[dtype] is None:
-        matrix.pack()
-    matrix.has_slow_rows = True
 
-    def count(rows: torch.Tensor) -> torch.Tensor:
-        num_rows.append(len(rows))
-        return rows
+    class Counting(PlainProduct):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            num_rows.append(len(x))
+            return super().__call__(x)
 
+    plain = make(torch.float64, True)
+    product = WithoutSlowRows(Counting(plain.weight, plain.bias))
     for given in (16, 17, 32, 33):
-        x = torch.randn(given, 45).to(dtype)
-        assert torch.equal(matrix._in_tiles(count, x), x)
+        x = torch.randn(given, 45).double()
+        torch.testing.assert_close(product(x), plain(x))
     assert num_rows == [16, 33, 33, 33]
 
 
 @COMPILED
 def test_a_large_model_in_float32_is_multiplied_by_compiled_products(monkeypatch, caplog) -> None:
     engine, tokens = run(torch.float32, compile=True)
-    packings = {type(m.packing) for m in linear_layers(engine.core.runner.model)}
-    assert packings == {CompiledPacking}
+    packings = {type(m.packed) for m in linear_layers(engine.core.runner.model)}
+    assert packings == {CompiledProduct}
     assert tokens == run(torch.float32, compile=False)[1]
     monkeypatch.setattr("cpp_library.COMPILERS", ())
     with caplog.at_level(logging.WARNING):

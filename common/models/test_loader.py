@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.models import loader
-from common.models.linear import ONEDNN, Linear, linear_layers, reason_not_packed
+from common.models.linear import Linear, OneDnnProduct, linear_layers, reason_not_packed
 from common.models.loader import load_model, resolve_checkpoint
 from common.models.model import DecoderModel
 from common.models.model_config import ModelConfig
@@ -49,34 +49,39 @@ def assert_same_weights(first: dict, second: dict) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# -- one plain matrix at a time
+# -- one plain layer at a time
 
 
 @pytest.mark.skipif(reason_not_packed(torch.float32, torch.device("cpu")) is not None, reason="ARM")
 @pytest.mark.parametrize("name", CASES)
-def test_a_matrix_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
+def test_a_layer_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypatch):
     path = save_case(name, tmp_path)
-    own = []
-    plain_bytes = []
     expected = dict(load_model(path, torch.float32).model.named_weights())
-    overlap = loader.overlap_plain_weights
+    order = []
+    real = loader._open_file
+
+    class Watched:
+        def __init__(self, file) -> None:
+            self.keys = file.keys
+            self.file = file
+
+        def get_slice(self, name: str):
+            order.append(loader._layer_of(name))
+            return self.file.get_slice(name)
+
     pack = Linear.pack
 
-    def watched_overlap(matrices: list[Linear]) -> dict[int, Linear]:
-        own.extend(matrices)
-        return overlap(matrices)
-
     def watched_pack(matrix: Linear, *naming, **packing) -> None:
-        memory = [m.weight.untyped_storage() for m in own if m.weight is not None]
-        plain_bytes.append(sum({m.data_ptr(): m.nbytes() for m in memory}.values()))
+        order.append("pack")
         pack(matrix, *naming, **packing)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "overlap_plain_weights", watched_overlap)
+        patch.setattr(loader, "_open_file", lambda *names: Watched(real(*names)))
         patch.setattr(Linear, "pack", watched_pack)
-        model = load_model(path, torch.float32, packing_of=lambda model: ONEDNN).model
-    assert max(plain_bytes) <= 4 * (max(m.shape.numel() for m in own) + 64 * len(own))
-    assert all(matrix.is_packed for matrix in linear_layers(model))
+        model = load_model(path, torch.float32, packing_of=lambda model: OneDnnProduct).model
+    first_pack = order.index("pack")
+    assert set(order[:first_pack][-3:]) == {0} and 1 in order[first_pack:]
+    assert all(matrix.packed for matrix in linear_layers(model))
     assert_same_weights(dict(model.named_weights()), expected)
 
 

@@ -12,8 +12,9 @@ from transformers import AutoConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bounded_loops import as_long_as
+from common.models.families import FAMILIES, SUPPORTED_ARCHITECTURES
 from common.models.loader import load_model
-from common.models.model_config import FAMILIES, SUPPORTED_ARCHITECTURES, ModelConfig, token_ids
+from common.models.model_config import ModelConfig, token_ids
 from common.models.rotary import inverse_frequencies, rotary_table
 from common.tests.model_cases import (
     CASES,
@@ -115,27 +116,14 @@ def test_cuda_gives_the_logits_of_transformers_on_the_cpu(name, checkpoints):
 # -- the pieces
 
 
-YARNS = {
-    "defaults": {},
-    "bands": dict(beta_fast=5.0, beta_slow=0.5, rope_theta=90.0),
-    "no range": dict(rope_theta=1e4, beta_fast=1e4, beta_slow=1e3),
-    "no power of two": dict(factor=2.7),
-    "given": dict(attention_factor=0.7),
-    "mscale": dict(mscale=0.7, mscale_all_dim=1.3),
-    "shorter": dict(factor=0.5),
-}
-
-
-@pytest.mark.parametrize("name", YARNS)
+@pytest.mark.parametrize("kind", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("head_dim", [16, 128])
-def test_yarn_has_the_angles_and_the_factor_of_transformers(name: str, head_dim: int) -> None:
-    rope = YARN | YARNS[name]
+def test_scaled_angles_and_their_factor_are_those_of_transformers(kind, head_dim: int) -> None:
     sizes = dict(head_dim=head_dim, num_key_value_heads=2)
-    theirs = tiny_config(Qwen3Config, **sizes, rope_parameters=dict(rope))
-    inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    ours = ModelConfig.from_hf(theirs.to_dict()).rope
+    theirs = tiny_config(Qwen3Config, **sizes, rope_parameters=dict(kind))
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind["rope_type"]](theirs)
+    ours = ModelConfig.from_hf(theirs.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).rope
     assert torch.equal(inverse_frequencies(ours, head_dim), inv_freq)
-    assert ours.attention_factor == factor
     cos = rotary_table(ours, head_dim, 40_960, torch.float64)[-1, : head_dim // 2]
     assert torch.equal(cos, ((40_959 * inv_freq).cos() * factor).double())
 
@@ -234,13 +222,9 @@ def test_windows_are_those_of_transformers(name, changes, checkpoints):
     assert ModelConfig.from_hf(fields).layer_windows == theirs
 
 
-def test_a_window_that_is_absent_has_a_default_and_one_that_is_larger_hides_nothing(
-    tmp_path, caplog
-):
+def test_a_window_that_is_absent_has_a_default_and_one_that_is_larger_hides_nothing(tmp_path):
     fields = read_config(save_case("mistral-window", tmp_path, sliding_window=65))
-    with caplog.at_level(logging.WARNING):
-        model = load_model(tmp_path, torch.float64).model
-    assert "sliding_window is 65 and max_position_embeddings 64: it hides nothing" in caplog.text
+    model = load_model(tmp_path, torch.float64).model
     assert not model.groups.have_windows
     model.group_layers(64)
     assert not model.groups.have_windows
@@ -255,7 +239,7 @@ def test_unknown_fields_are_named_in_the_log(checkpoints, caplog):
         for name, path in checkpoints.items():
             more = {"cache_implementation": "hybrid"} if name == "gemma3" else {}
             ModelConfig.from_hf(fields := {**read_config(path), "_private": 1, **more})
-        assert not caplog.records, "a configuration as transformers writes it has unknown fields"
+        assert "unknown fields" not in caplog.text, "in a configuration as transformers writes it"
         ModelConfig.from_hf({**fields, "favourite_colour": "green"})
     assert "favourite_colour" in caplog.text
 
@@ -276,32 +260,26 @@ REFUSED = {
         "partial_rotary_factor must",
     ),
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'"),
-    "yarn reversed": ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, "beta_fast must exceed"),
-    "yarn with a base of 1": ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta must"),
-    "yarn, truncate": ({"rope_parameters": {**YARN, "truncate": False}}, "truncate must"),
     "dynamic, old": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     "nested rope": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
-    "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor must"),
-    "llama3 reversed": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq"),
-    "negative factor": ({"rope_parameters": {**LINEAR, "factor": -1.0}}, "factor must"),
+    "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "layer_types": ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
     "window type without window": ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
     "window of 0": (
         {"use_sliding_window": True, "sliding_window": 0, "layer_types": KINDS},
         "sliding_window must",
     ),
-    "layer_types of two": ({"layer_types": ["full_attention"] * 2}, "layer_types must have 3"),
+    "layer_types of two": ({"layer_types": ["full_attention"] * 2}, "`layer_types` (2)"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads must"),
-    "odd head_dim": ({"head_dim": 15}, "head_dim must"),
-    "missing": ({"hidden_size": None}, "hidden_size must"),
-    "boolean": ({"num_hidden_layers": True}, "num_hidden_layers must"),
+    "odd head_dim": ({"head_dim": 15}, "head_dim"),
+    "missing": ({"hidden_size": None}, "hidden_size"),
+    "boolean": ({"num_hidden_layers": True}, "num_hidden_layers"),
     "zero": ({"intermediate_size": 0}, "intermediate_size must"),
-    "eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
     "eos": ({"eos_token_id": "</s>"}, "eos_token_id"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias must"),
-    "bias of mistral": ({"attention_bias": True}, "attention_bias must be false in mistral"),
-    "window of llama": ({"sliding_window": 16}, "sliding_window must be null in llama"),
+    "bias of mistral": ({"attention_bias": True}, "attention_bias must be absent in mistral"),
+    "window of llama": ({"sliding_window": 16}, "sliding_window must be absent in llama"),
     "a shared one of moe": (
         {"shared_expert_intermediate_size": 64},
         "shared_expert_intermediate_size must",
@@ -310,14 +288,9 @@ REFUSED = {
     "scores of moe": ({"scoring_func": "sigmoid"}, "scoring_func must"),
     "scale of moe": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor must"),
     "none of moe": ({"num_experts": 0, "num_local_experts": 0}, "num_experts must"),
-    "no size of moe": ({"moe_intermediate_size": None}, "moe_intermediate_size must"),
+    "no size of moe": ({"moe_intermediate_size": None}, "moe_intermediate_size"),
     "too many of moe": ({"num_experts_per_tok": 6}, "num_experts_per_tok must"),
-    "two numbers of moe": (
-        {"num_experts": 5, "num_local_experts": 4},
-        "num_experts and num_local_experts must",
-    ),
     "step of moe": ({"decoder_sparse_step": 0}, "decoder_sparse_step must"),
-    "layers of moe": ({"mlp_only_layers": [6]}, "mlp_only_layers must"),
     "jitter of moe": ({"router_jitter_noise": 0.1}, "router_jitter_noise must"),
 }
 

@@ -12,9 +12,6 @@ def test_every_rank_has_a_place_and_stages_have_every_layer_once(tp_size, num_st
     every = [Ranks(tp_size, num_stages, rank) for rank in range(tp_size * num_stages)]
     assert [r.stage * tp_size + r.tp_rank for r in every] == list(range(len(every)))
     assert [r.stage for r in every if r.is_output_rank] == [num_stages - 1]
-    for rank in (-1, len(every)):
-        with pytest.raises(ValueError, match=f"^rank must .*, got {rank}"):
-            Ranks(tp_size, num_stages, rank)
     assert sum(r.is_first_stage for r in every) == sum(r.is_last_stage for r in every) == tp_size
     for num_layers in range(num_stages, 14):
         for tp_rank in range(tp_size):

@@ -36,6 +36,9 @@ class RowParallelLinear(Linear):
         super().__init__(weight, bias if collectives.ranks.tp_rank == 0 else None)
         self._collectives = collectives
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.summed(self.product(x))
+
     def summed(self, product: torch.Tensor) -> torch.Tensor:
         return self._collectives.all_reduce(product)
 
@@ -57,9 +60,6 @@ class VocabParallelHead(Linear):
         if num_missing := self._num_lanes - logits.shape[-1]:  # parts that are gathered are equal
             logits = F.pad(logits, (0, num_missing))
         return self._collectives.all_gather(logits)[..., : self._vocab_size]
-
-    def write(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(self(x))
 
 
 def vocab_parallel_embedding(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from batch_invariance import make_batch_invariant
 from common.assembly.assembly import kv_namespace
 from common.models import loader
-from common.models.collectives import SingleProcess
+from common.models.collectives import Collectives
 from common.models.linear import linear_layers
 from common.models.loader import load_model
 from common.models.ranks import Ranks
@@ -31,16 +31,8 @@ WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Silent(SingleProcess):
-    """The collectives of a rank that is not to run."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-
 def load(path: Path, ranks: Ranks, dtype: torch.dtype = torch.float64) -> loader.LoadedModel:
-    return load_model(path, dtype, make=partial(ShardedModel, collectives=Silent(ranks)))
+    return load_model(path, dtype, make=partial(ShardedModel, collectives=Collectives(ranks)))
 
 
 def all_ranks(tp_size: int, num_stages: int) -> list[Ranks]:

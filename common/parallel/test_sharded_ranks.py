@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models.collectives import Communication
 from common.models.loader import load_model
 from common.models.model_config import ModelConfig
 from common.models.ranks import Ranks
@@ -18,7 +17,7 @@ from common.tests.adapter_cases import KINDS, save_adapter, with_peft
 from common.tests.forked import Forked
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
-from common.tests.sharded_rank import run_rank
+from common.tests.sharded_rank import Communication, run_rank
 
 NUM_PROCESSES, LIMIT_S = 4, 300
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 88, 0, 44], [7])

@@ -135,17 +135,3 @@ def test_added_tokens_stay_as_transformers_loads_them(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path)
     pad = file.get_vocab_size()
     assert loaded.encode("[PAD]") == [1, pad] and pad in loaded.special_ids
-
-
-@pytest.mark.parametrize(
-    ("writes", "reads"), [("3", "2"), ("2", "3")], ids=["bytes not read", "▁ not read"]
-)
-def test_a_decoder_without_the_space_replacement_is_refused_by_name(
-    writes: str, reads: str, tmp_path: Path
-) -> None:
-    """Texts would show it."""
-    backend = tokenizer_file(*FILES["llama"][writes])
-    backend.decoder = tokenizer_file(*FILES["llama"][reads]).decoder
-    save(backend, tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"^tokenizer must .*pre_tokenizer \(.* the decoder \("):
-        load_tokenizer(tmp_path)

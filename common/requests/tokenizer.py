@@ -145,20 +145,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
         )
     if (path / _FILE).is_file():
         _restore_parts(backend, path / _FILE, type(loaded).__name__)
-    _check_spaces(backend)
     return Tokenizer(backend, loaded.eos_token_id, loaded)
-
-
-def _check_spaces(backend: tokenizers.Tokenizer) -> None:
-    """Raise `ValueError` unless the decoder decodes the character that marks a space in tokens."""
-    written = f"{backend.normalizer!r}, {backend.pre_tokenizer!r}"
-    decoder = repr(backend.decoder)
-    for mark, writes, reads in (("Ġ", "ByteLevel(", "ByteLevel("), ("▁", '="▁"', "▁")):
-        if writes in written and reads not in decoder:
-            raise ValueError(
-                f"tokenizer must read spaces as written: normalizer and pre_tokenizer ({written}) "
-                f"write a space as {mark!r}, which the decoder ({decoder}) does not read"
-            )
 
 
 def _restore_parts(backend: tokenizers.Tokenizer, path: Path, class_name: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from common.assembly.assembly import LocalRunnerParts, find_limits, make_runner
 from common.engine import EngineConfig, LLMEngine
-from common.models.collectives import Communication
+from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, load_model
 from common.models.ranks import Ranks
 from common.parallel import message, remote
@@ -28,32 +28,22 @@ from scheduler_interface import RunnerInput, StepOutput
 PATIENCE_S = 30.0
 
 
-class Line:
+class Line(Collectives):
     """One stage's `Collectives`; `lines` are those of all stages."""
 
     def __init__(self, ranks: Ranks, lines: list[Line]) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self.lines = lines
-        self.counts = Communication()
         self.arrived: queue.Queue[torch.Tensor] = queue.Queue()
         lines.append(self)
 
-    def send(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            self.lines[self.ranks.stage + 1].arrived.put(tensor)
+    def send(self, tensor: torch.Tensor) -> None:
+        self.lines[self.ranks.stage + 1].arrived.put(tensor)
 
     def receive(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.arrived.get(timeout=PATIENCE_S)
         assert tensor.shape == tuple(shape) and tensor.dtype == dtype
         return tensor.clone()  # it is overwritten
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    all_gather = min_across = all_reduce  # of one rank
-
-    def close(self) -> None:
-        pass
 
 
 class Stage:

@@ -6,7 +6,8 @@ process is in several, one after the other, and keeps the connections of all."""
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,36 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
 
 
+@dataclass(slots=True)
+class Communication:
+    """What one rank has passed in: the whole tensor of an `all_reduce` or a `send`, its own part of
+    an `all_gather`."""
+
+    num_all_reduces: int = 0
+    num_all_gathers: int = 0
+    num_sends: int = 0
+    num_bytes: int = 0
+
+
+def count(collectives: Collectives) -> Communication:
+    """The communication of this rank from now on."""
+    counts = Communication()
+
+    def counted(operation: Callable, field: str) -> Callable:
+        def call(tensor: torch.Tensor) -> torch.Tensor | None:
+            setattr(counts, field, getattr(counts, field) + 1)
+            counts.num_bytes += tensor.nbytes
+            return operation(tensor)
+
+        return call
+
+    if collectives.ranks.tensor_parallel_size > 1:
+        collectives.all_reduce = counted(collectives.all_reduce, "num_all_reduces")
+        collectives.all_gather = counted(collectives.all_gather, "num_all_gathers")
+    collectives.send = counted(collectives.send, "num_sends")
+    return counts
+
+
 def load_sharded(path: Path, dtype: torch.dtype, collectives: Collectives) -> ShardedModel:
     model = load_model(path, dtype, make=partial(ShardedModel, collectives=collectives)).model
     assert isinstance(model, ShardedModel)
@@ -36,8 +67,9 @@ def run_steps(
 ) -> list[dict]:
     harness = PagedHarness(model, 3)
     found = []
+    counted = ("all_reduce", "all_gather", "send")
     for work, logit_indices in steps:
-        before = asdict(collectives.counts)
+        counts = count(collectives)
         num_tokens = sum(len(ids) for _, _, ids in work)
         inputs = None
         if not collectives.ranks.is_first_stage:
@@ -46,9 +78,9 @@ def run_steps(
         output = harness.step(work, logit_indices, inputs, **staged)
         if not collectives.ranks.is_last_stage:
             collectives.send(output)
-        after = asdict(collectives.counts)
-        said = {name: after[name] - before[name] for name in after}
-        found.append({"output": output.clone(), "said": said})
+        for name in counted:
+            collectives.__dict__.pop(name, None)
+        found.append({"output": output.clone(), "said": asdict(counts)})
     return found
 
 

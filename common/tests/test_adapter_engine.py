@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.engine import EngineConfig, LLMEngine
-from common.features.adapters.adapter_files import CONFIG, WEIGHTS
+from common.features.adapters.adapter_files import WEIGHTS
 from common.models.loader import load_model
 from common.tests.adapter_cases import KINDS, edited
 from common.tests.engine_oracle import checked_engine, finish, greedy_params
@@ -119,9 +119,6 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
 # -- what is refused
 
 
-YEARS = r"((.)|(..))*[A-Z]"  # trap 87
-
-
 def change(part: str, how: Callable) -> Callable[[dict], None]:
     """`how` makes other tensors of the first of that name."""
 
@@ -207,7 +204,7 @@ def test_names_and_directories_that_are_none(model, directories, prompts, tmp_pa
         lambda: engine.unload_adapter("z"): "adapter must .*'attention', .*, got 'z'",
         lambda: plain.load_adapter("x", "y"): "cannot use adapters",
         lambda: plain.add_request("a", two[0], adapter="attention"): "cannot use adapters",
-        lambda: engine.load_adapter("new", half): f"{CONFIG}|corrupt or incomplete",
+        lambda: engine.load_adapter("new", half): "cannot read an adapter",
         lambda: EngineConfig(adapters=["x"]): "adapters",
         lambda: EngineConfig(adapters={"x": 5}): "adapters",
         lambda: EngineConfig(max_loras=0): "max_loras",

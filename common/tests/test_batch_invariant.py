@@ -13,7 +13,7 @@ import torch
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig
-from common.models.linear import Linear, linear_layers, reason_not_packed
+from common.models.linear import OneDnnProduct, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model
 from common.requests.output_processor import RequestOutput
 from common.tests.engine_oracle import paged_runner
@@ -139,8 +139,9 @@ def test_where_bits_depend_on_the_rows_of_a_call_every_call_has_one_tile(monkeyp
     def depends_on_rows(product):
         return lambda *rows: product(*rows) * (1 + 2**-20 * (len(rows[-1]).bit_count() % 2))
 
-    for name in ("_packed_product", "_packed_sum"):
-        monkeypatch.setattr(Linear, name, depends_on_rows(getattr(Linear, name)))
+    for name in ("__call__", "add_to"):
+        product = getattr(OneDnnProduct, name)
+        monkeypatch.setattr(OneDnnProduct, name, depends_on_rows(product))
     for function in (models, alone):  # those of this processor stay as they are
         monkeypatch.setitem(globals(), function.__name__, cache(function.__wrapped__))
     combination = Combination.parse(["chunked_prefill=16", "block_size=16", "speculative=draft"])
@@ -150,7 +151,7 @@ def test_where_bits_depend_on_the_rows_of_a_call_every_call_has_one_tile(monkeyp
         wanted = [alone(torch.float32, is_invariant)[i] for i in only]
         assert (found == wanted) == is_invariant
     model = models(torch.float32, True)[0].model
-    assert all(matrix.one_tile_a_call for matrix in linear_layers(model))
+    assert all(matrix.product.one_tile_a_call for matrix in linear_layers(model))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +30,6 @@ import regex
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.features.adapters.expressions import matched_by
 from common.models.loader import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,9 +51,11 @@ _REFUSED = {
     "kasa_config": "it changes the base model's weights",
     "velora_config": "its inputs are compressed",
     "monteclora_config": "its matrices are drawn",
-    "layers_pattern": "layers_to_transform counts the layers of a named list (remove the field if "
-    "the name is 'layers')",
+    "layers_to_transform": "only some layers are changed",
+    "layers_pattern": "only some layers are changed",
 }
+# An expression of ten characters, such as `(a|aa)+c`, can keep a matcher busy for years.
+TIMEOUT_S = 1.0
 
 # Initialisations for training that leave the base model unchanged.
 _KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
@@ -89,48 +91,54 @@ def read_adapter(
     """Read an adapter. Raises `FileNotFoundError` if a file is missing, and `ValueError` for an
     adapter that is incomplete, not for this model, an extension of LoRA, or unreadable."""
     path = Path(directory).expanduser()
-    try:
-        return _read(path, shapes, max_rank, dtype)
-    except FileNotFoundError:
-        raise
-    except (regex.error, TypeError, OverflowError, OSError, RuntimeError) as error:
-        raise ValueError(f"cannot read an adapter from {path}: {error}") from error
-
-
-def _read(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], max_rank: int, dtype: torch.dtype
-) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} must be a LoRA adapter's directory, but has no {name}")
-    config = _read_config(path / CONFIG)
-    ranks_and_scales = _ranks_and_scales(config, _targets(config, shapes, path), path)
-    if not ranks_and_scales:
-        raise ValueError(f"{path}: target_modules must match a matrix of this model's layers")
-    for name, (rank, _) in ranks_and_scales.items():
-        if rank > max_rank:
-            raise ValueError(
-                f"{path}: {name} must have rank <= max_lora_rank {max_rank}, got {rank}"
-            )
-    tensors = _read_tensors(path / WEIGHTS)
+    try:
+        config = _read_config(path / CONFIG)
+        ranks_and_scales = _ranks_and_scales(config, list(shapes))
+        for name, (rank, _) in ranks_and_scales.items():
+            if rank > max_rank:
+                raise ValueError(f"{name} must have rank <= max_lora_rank {max_rank}, got {rank}")
+        tensors = _read_tensors(path / WEIGHTS)
+        return _read_matrices(tensors, ranks_and_scales, shapes, dtype)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        OSError,
+        RuntimeError,
+        regex.error,
+        SafetensorError,
+    ) as error:
+        raise ValueError(f"cannot read an adapter from {path}: {error}") from error
+
+
+def _read_matrices(
+    tensors: dict[str, torch.Tensor],
+    ranks_and_scales: dict[str, tuple[int, float]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Adapter:
     matrices = {}
     digest = blake2b(digest_size=16)
     for name, (rank, scale) in sorted(ranks_and_scales.items()):
         num_out, num_in = shapes[name]
-        a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in), path, config)
-        b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank), path, config)
+        a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in))
+        b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank))
         digest.update(f"{name} {scale!r} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         a = a.to(dtype)
         scaled = (b.double() * scale).to(dtype)
         if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
-            raise ValueError(f"{path / WEIGHTS}: {name} must be finite in {dtype}")
+            raise ValueError(f"{name} must be finite in {dtype}")
         matrices[name] = LowRank(a, scaled)
     if tensors:
         left = ", ".join(sorted(tensors)[:3])
         raise ValueError(
-            f"{path / WEIGHTS} has {len(tensors)} tensors that {CONFIG} does not name: {left}"
+            f"{WEIGHTS} has {len(tensors)} tensors that {CONFIG} does not name: {left}"
         )
     return Adapter(digest.hexdigest(), matrices)
 
@@ -141,59 +149,55 @@ def _read(
 def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r}")
+        raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r}")
     for name, reason in _REFUSED.items():
         if config.get(name):
-            raise ValueError(f"{path}: {name} is not supported ({reason}), got {config[name]!r}")
+            raise ValueError(f"{name} is not supported ({reason}), got {config[name]!r}")
     if (init_weights := config.get("init_lora_weights", True)) not in _KEEPS_THE_BASE:
         raise ValueError(
-            f"{path}: init_lora_weights must keep the base model's weights, got {init_weights!r}; "
+            f"init_lora_weights must keep the base model's weights, got {init_weights!r}; "
             "PEFT converts such an adapter when it saves the adapter"
         )
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias must be 'none', got {config['bias']!r}")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"{path}: {name} must be an object, got {config[name]!r}")
+        raise ValueError(f"bias must be 'none', got {config['bias']!r}")
     return config
 
 
-def _targets(config: dict[str, Any], shapes: Mapping[str, Any], path: Path) -> list[str]:
+def _targets(config: dict[str, Any], names: Collection[str]) -> Collection[str]:
     """Return the names of the model's matrices that the adapter changes, by PEFT's rules."""
-    target_modules = config.get("target_modules")
-    excluded = config.get("exclude_modules") or []
-    layers = config.get("layers_to_transform")
-    names = [target_modules] if isinstance(target_modules, str) else target_modules
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: target_modules must be a str or a list, got {target_modules!r}")
+    targets = config.get("target_modules")
+    if not isinstance(targets, str | list):
+        raise ValueError(f"target_modules must be a str or a list, got {targets!r}")
     for outside in ("embed_tokens", "lm_head"):
-        if any(name == outside or name.endswith(f".{outside}") for name in names):
-            raise ValueError(
-                f"{path}: target_modules must name matrices of layers only, got {outside!r}"
-            )
-    if isinstance(layers, int):
-        layers = [layers]
-
-    left_out = set(_all_matched("exclude_modules", excluded, shapes, path))
-    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
-        return [name for name in shapes if name not in left_out]
-
-    def is_layer(name: str) -> bool:
-        is_whole_name = isinstance(target_modules, list) and name in target_modules
-        return is_whole_name or not layers or layer_of(name) in layers
-
-    found = _all_matched("target_modules", target_modules or [], shapes, path)
-    return [name for name in found if name not in left_out and is_layer(name)]
+        for target in [targets] if isinstance(targets, str) else targets:
+            if target.split(".")[-1] == outside:
+                raise ValueError(f"target_modules must name matrices of layers, got {outside!r}")
+    found = names
+    if targets != "all-linear":
+        found = _matched("target_modules", targets, names)
+    excluded = set(_matched("exclude_modules", config.get("exclude_modules") or [], names))
+    return [name for name in found if name not in excluded]
 
 
-def _all_matched(
-    field: str, patterns: str | list[str], names: Collection[str], path: Path
-) -> Collection[str]:
+def _matched(field: str, patterns: str | list[str], names: Collection[str]) -> list[str]:
     """Return the names that match: a `str` is a regular expression for the whole name, a list has
     whole names or suffixes of them."""
-    if isinstance(patterns, str):
-        return matched_by(f"{path}: {field}", "fullmatch", [patterns], names)[0]
-    return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
+    if not isinstance(patterns, str):
+        return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
+    expression = regex.compile(patterns)
+    end = time.monotonic() + TIMEOUT_S
+    found = []
+    for name in names:
+        left = max(end - time.monotonic(), 1e-6)
+        try:
+            if expression.fullmatch(name, timeout=left, concurrent=True):
+                found.append(name)
+        except TimeoutError:
+            raise ValueError(
+                f"{field} must match the names of the model's matrices within {TIMEOUT_S:g} s, got "
+                f"{patterns[:200]!r}"
+            ) from None
+    return found
 
 
 def layer_of(name: str) -> int:
@@ -202,36 +206,33 @@ def layer_of(name: str) -> int:
 
 
 def _ranks_and_scales(
-    config: dict[str, Any], names: Sequence[str], path: Path
+    config: dict[str, Any], names: Collection[str]
 ) -> dict[str, tuple[int, float]]:
-    ranks, alphas = (
-        _by_pattern(config, names, pattern, default, path)
-        for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-    )
-    return {name: _rank_and_scale(config, name, ranks[name], alphas[name], path) for name in names}
+    targets = _targets(config, names)
+    if not targets:
+        raise ValueError("target_modules must match a matrix of this model's layers")
+    ranks = _by_pattern(config, "rank_pattern", "r", targets)
+    alphas = _by_pattern(config, "alpha_pattern", "lora_alpha", targets)
+    return {name: _rank_and_scale(config, name, ranks[name], alphas[name]) for name in targets}
 
 
-def _rank_and_scale(
-    config: dict[str, Any], name: str, rank: Any, alpha: Any, path: Path
-) -> tuple[int, float]:
+def _rank_and_scale(config: dict[str, Any], name: str, rank: Any, alpha: Any) -> tuple[int, float]:
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{path}: the rank of {name} must be an integer >= 1, got {rank!r}")
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not is_number or not math.isfinite(alpha):
-        raise ValueError(f"{path}: lora_alpha of {name} must be a number, got {alpha!r}")
+        raise ValueError(f"the rank of {name} must be an integer >= 1, got {rank!r}")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha of {name} must be a number, got {alpha!r}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _by_pattern(
-    config: dict[str, Any], names: Sequence[str], field: str, default: str, path: Path
+    config: dict[str, Any], field: str, default: str, names: Collection[str]
 ) -> dict[str, Any]:
     """Return the value for each name. The first pattern that matches the end of a name decides."""
     found = dict.fromkeys(names, config.get(default))
     patterns = config.get(field) or {}
-    around = r"(.*\.)?(", ")$"
-    matched = matched_by(f"{path}: {field}", "match", [*patterns], names, around)
-    for value, its_names in reversed([*zip(patterns.values(), matched, strict=True)]):
-        found |= dict.fromkeys(its_names, value)
+    for pattern, value in reversed(patterns.items()):
+        for name in _matched(field, rf"(.*\.)?({pattern})", names):
+            found[name] = value
     return found
 
 
@@ -240,31 +241,17 @@ def _by_pattern(
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the file's tensors by name, without PEFT's prefix."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Copies, because the file can be overwritten while the adapter is served.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is corrupt or incomplete: {error}") from error
-    if strange := [name for name in tensors if not name.startswith(_PREFIX)]:
-        raise ValueError(f"{path}: tensor names must begin with {_PREFIX!r}, got {strange[0]!r}")
+    with safe_open(path, framework="pt") as file:
+        # Copies, because the file can be overwritten while the adapter is served.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def _take(
-    tensors: dict[str, torch.Tensor],
-    name: str,
-    shape: tuple[int, int],
-    path: Path,
-    config: dict[str, Any],
-) -> torch.Tensor:
+def _take(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> torch.Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None:
-        raise ValueError(f"{path / WEIGHTS} lacks {name}, which {CONFIG} names")
+        raise ValueError(f"{WEIGHTS} lacks {name}, which {CONFIG} names")
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        base = Path(str(config.get("base_model_name_or_path"))).name  # without its folder
-        raise ValueError(
-            f"{path / WEIGHTS}: {name} must have shape {shape}, got {tuple(tensor.shape)} of "
-            f"{tensor.dtype}: the adapter was made for {base!r}"
-        )
+        given = f"{tuple(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"{name} must have shape {shape}, got {given}: it is for another model")
     return tensor

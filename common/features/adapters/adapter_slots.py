@@ -29,8 +29,8 @@ See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,9 @@ from torch.nn import functional as F
 
 from common.features.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
 from common.models.blocks import CheckpointTensor
-from common.models.linear import Linear
+from common.models.linear import Linear, Product
 from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
-from worker_thread import WorkerThread
 
 # Matrices of a layer: block, matrix, and the checkpoint's matrices that it fuses.
 _FUSED = (
@@ -87,46 +86,47 @@ class StepAdapters:
 
 
 class AdaptedModel:
-    """The hooks of a model, shared by all engines that use it: they set the adapters of the current
-    pass (`name` in the runner's staged data) for its matrices. The state is per thread, because
-    another thread can be in a pass of another engine."""
+    """The adapters of the model's current pass, which its matrices read: shared by all engines that
+    use the model. `name` in the runner's staged data."""
 
     name = "adapter"
 
     def __init__(self, model: DecoderModel) -> None:
-        self._of_thread = threading.local()
+        self.step: StepAdapters | None = None
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end, always_call=True)
 
-    @property
-    def step(self) -> StepAdapters | None:
-        return getattr(self._of_thread, "step", None)
-
     def _begin(self, model: Any, arguments: tuple[Any, ...]) -> None:
         staged = arguments[0].staged
-        step = staged.get(self.name)
-        if step is not None and SCORED in staged:  # all tokens are computed to the end
-            step = replace(step, sampled=step.tokens)
-        self._of_thread.step = step
+        self.step = staged.get(self.name)
+        if self.step is not None and SCORED in staged:  # all tokens are computed to the end
+            self.step = replace(self.step, sampled=self.step.tokens)
 
     def _end(self, model: Any, arguments: Any, result: Any) -> None:
-        self._of_thread.step = None
+        self.step = None
 
     @classmethod
     def of(cls, model: DecoderModel) -> AdaptedModel:
-        known = model.layers[0].attention.qkv.addition
-        return known.adapted if isinstance(known, MatrixPlace) else cls(model)
+        known = model.layers[0].attention.qkv.adapter
+        return cls(model) if known is None else known.adapted
 
 
-class MatrixPlace:
-    """The adapters' addition to one matrix of the model. No effect in a step without adapters."""
+class AdaptedProduct:
+    """A matrix's product, and what adapters add to it. The same in a step without adapters."""
 
-    def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
+    def __init__(self, product: Product, adapted: AdaptedModel, index: int, lags: bool) -> None:
+        self.product = product
         self.adapted = adapted
         self.index = index
         self.lags = lags
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._add(x, self.product(x))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._add(x, self.product.add_to(residual, x))
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to `y` in place, the matrix's product [rows, out] with `x` [rows, in]."""
         step = self.adapted.step
         if step is None:
@@ -155,7 +155,7 @@ class AdapterSlots:
         for name, layer in zip(here, model.layers, strict=True):
             self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
         # Does not keep the tensors, because plain weights are freed when they are packed.
-        self._cuts = {name: _Cut.of(tensor) for name, tensor in parts.items()}
+        self._parts = {n: tensor.part for n, tensor in parts.items() if tensor.target is not None}
 
     def _adapt(
         self,
@@ -170,8 +170,14 @@ class AdapterSlots:
             if f"{names[0]}.weight" not in parts:  # adapters are not supported in experts
                 continue
             matrix: Linear = getattr(getattr(layer, block), name)
-            sizes = [len(_target(parts[f"{name}.weight"])) for name in names]
-            matrix.addition = MatrixPlace(adapted, len(self.additions), is_last and name != "qkv")
+            targets = [parts[f"{name}.weight"].target for name in names]
+            sizes = [len(target) for target in targets if target is not None]
+            matrix.product = matrix.adapter = AdaptedProduct(
+                product=matrix.product if matrix.adapter is None else matrix.adapter.product,
+                adapted=adapted,
+                index=len(self.additions),
+                lags=is_last and name != "qkv",
+            )
             addition = Addition(
                 weight=matrix.plain_weight(),
                 names=names,
@@ -204,12 +210,14 @@ class AdapterSlots:
 
     def take(self, adapter: Adapter) -> None:
         """Put this rank's part of an adapter into the host's memory."""
-        parts = {
-            name: cut.of_low_rank(matrix)
-            for name, matrix in adapter.matrices.items()
-            if (cut := self._cuts[f"{name}.weight"]).is_here
-        }
-        self.taken[adapter.digest] = Adapter(adapter.digest, parts)
+        matrices = {}
+        for name, matrix in adapter.matrices.items():
+            part = self._parts.get(f"{name}.weight")
+            if part is not None:
+                rows, columns = (*part, slice(None))[:2]
+                # Copies, which free the whole.
+                matrices[name] = LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())
+        self.taken[adapter.digest] = Adapter(adapter.digest, matrices)
 
     def drop(self, digest: str) -> None:
         """Remove an adapter from the host's memory, if present. No row of a future step has it."""
@@ -246,8 +254,9 @@ class Reading:
 
     def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
         self._slots = slots
-        self._thread = WorkerThread("adapter", finishes=False)
-        self._adapter = self._thread.submit(slots.read, directory)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="adapter")
+        self._adapter = thread.submit(slots.read, directory)
+        thread.shutdown(wait=False)
 
     def is_over(self) -> bool:
         return self._adapter.done()
@@ -315,24 +324,3 @@ class Addition:
         for b, of_slice, out in slices:
             out.addmm_(of_slice.flatten(1), b.flatten(1).T)
         return y
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The part of a matrix [out, in] that a rank has."""
-
-    part: tuple[slice, ...]
-    is_here: bool
-
-    @classmethod
-    def of(cls, tensor: CheckpointTensor) -> _Cut:
-        return cls(tensor.part, tensor.target is not None)
-
-    def of_low_rank(self, matrix: LowRank) -> LowRank:
-        rows, columns = (*self.part, slice(None))[:2]
-        return LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())  # frees the whole
-
-
-def _target(tensor: CheckpointTensor) -> torch.Tensor:
-    assert tensor.target is not None
-    return tensor.target

@@ -88,8 +88,7 @@ def _quoted(text: str) -> str:
 def _rules(text: str) -> Iterator[str]:
     at = 0
     names = {"root": "start"}
-    bodies: dict[str, list[str | None]] = {}  # None stands for characters
-    body: list[str | None] = []
+    defined: set[str] = set()
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
@@ -97,71 +96,22 @@ def _rules(text: str) -> Iterator[str]:
         at = found.end()
         kind = found.lastgroup
         part = found[found.lastgroup or 0]
-        if kind in ("defined", "name"):
-            name = names.setdefault(part, f"r{len(names)}")
-            if kind == "defined":
-                if part in bodies:
-                    raise ValueError(f"rule {part!r} must be defined once")
-                body = bodies[part] = []
-            else:
-                body.append(part)
-            yield f"\n{name}:" if kind == "defined" else name
+        if kind == "defined":
+            if part in defined:
+                raise ValueError(f"rule {part!r} must be defined once")
+            defined.add(part)
+            yield f"\n{names.setdefault(part, f'r{len(names)}')}:"
+        elif kind == "name":
+            yield names.setdefault(part, f"r{len(names)}")
         elif kind == "text":
-            body.append(None)
             yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
         elif kind == "chars":
-            body.append(None)
             yield f"/{_class(part[1:-1])}/"
         elif kind == "sign":
-            body.append(None if part == "." else part)
             yield "/(?s:.)/" if part == "." else part
-    if unknown := [name for name in names if name not in bodies]:
-        raise ValueError(f"rule {unknown[0]!r} is not defined")
-    if endless := _without_end(bodies):
-        raise ValueError(f"rule {endless[0]!r} must match a text of finite length")
-
-
-def _without_end(bodies: dict[str, list[str | None]]) -> list[str]:
-    """Return rules that need themselves in each of their alternatives. The library would accept the
-    start of such a rule and then find that no text fits."""
-    ends = set[str]()
-    left = [*bodies]
-    for _ in range(30):  # a hostile order of rules can need more; the library checks those
-        found = len(ends)
-        for name in left:
-            if _can_end(bodies[name], ends):
-                ends.add(name)
-        left = [name for name in reversed(left) if name not in ends]
-        if not left or len(ends) == found:
-            return sorted(left)
-    return []
-
-
-def _can_end(body: list[str | None], ends: set[str]) -> bool:
-    """Whether a text fits the rule with only rules in `ends`."""
-    outer = list[tuple[bool, bool]]()
-    found = False
-    before = True
-    last = True
-    for part in body:
-        if part == "(":
-            outer.append((found, before and last))
-            found = False
-            before = True
-            last = True
-        elif part == ")" and outer:
-            last = found or (before and last)
-            found, before = outer.pop()
-        elif part == "|":
-            found = found or (before and last)
-            before = True
-            last = True
-        elif part is not None and (part in "?*" or re.match(r"\{\s*0+\b", part)):
-            last = True
-        elif part is None or part[0] not in "+{":
-            before = before and last
-            last = part is None or part in ends
-    return found or (before and last) or bool(outer)  # the library reports unclosed brackets
+    for name in names:
+        if name not in defined:
+            raise ValueError(f"rule {name!r} is not defined")
 
 
 def _class(inside: str) -> str:

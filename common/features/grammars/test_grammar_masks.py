@@ -24,14 +24,9 @@ from common.engine_config import SHIPPED_CHECKPOINT
 from common.features.grammars import grammar_compiler
 from common.features.grammars.grammar_compiler import SHORT, GrammarCompiler, GrammarJob
 from common.features.grammars.grammar_masks import GrammarMasks
-from common.features.grammars.json_schema import FORMAT_PATTERNS, FORMATS, rewritten
+from common.features.grammars.json_schema import FORMATS, rewritten
 from common.features.grammars.lark_text import TOO_MANY_WAYS, compile_source
-from common.features.grammars.vocabulary import (
-    Vocabulary,
-    beginning_of,
-    tokenizer_of,
-    tokenizer_of_bytes,
-)
+from common.features.grammars.vocabulary import Vocabulary, beginning_of, tokenizer_of
 from common.requests.tokenizer import load_tokenizer
 from common.sampling.sampling_constraints import forbid
 from common.tests.grammar_cases import (
@@ -39,7 +34,6 @@ from common.tests.grammar_cases import (
     EOS,
     LIMITS,
     may_come,
-    may_follow,
     small_tokenizer,
     texts_of,
 )
@@ -59,6 +53,7 @@ TOKENIZER = small_tokenizer()
 SMALL = Vocabulary.of(TOKENIZER, TOKENIZER.vocab_size, [EOS])
 SPELL = {TOKENIZER.token_bytes(i).decode(): i for i in range(TOKENIZER.vocab_size)}
 DATE = r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]+)*"
+BYTES = Vocabulary((b"", *(bytes([i]) for i in range(256))), eos_token_ids=(0,))
 HEADS = ["def f(self):", "def f(self, x):", 'a "b" \\ c\n', "größer"]
 # The same grammar, as xgrammar compiles it. (For recursive rules its masks lack tokens that its
 # matcher takes: after "a" of `root ::= "a" root "b" | "ab"` a token "abb". A string with
@@ -200,8 +195,8 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
         (Ebnf('root ::= "a"\nroot ::= "b"'), "rule 'root' must be defined once"),
         (Ebnf(r"root ::= [\d]"), r"got \d"),
         (Ebnf(r'root ::= "\ud83d"'), r"\ud83d is not a character"),
-        (Ebnf("root ::= root"), "rule 'root' must match a text"),
-        (Ebnf('root ::= "a" x?\nx ::= y {1,2}\ny ::= x+ | "b" y'), "rule 'x' must match a text"),
+        (Ebnf("root ::= root"), "no text fits it"),
+        (Json({"patternProperties": {"^a": {}}}), "patternProperties is not served"),
         (Regex("[a&&b]"), "no text fits it"),
         (Ebnf('root := "a"'), "cannot parse ':= \"a\"' at character 5"),
         (Regex("(a"), "unclosed group"),
@@ -210,7 +205,6 @@ def test_rules_allow_the_texts_that_they_say(rules, pattern) -> None:
         (Json({"$ref": "#/nowhere"}), "nowhere"),
         # Names that are keywords elsewhere, and what an empty keyword evaluates.
         (Json({"dependentRequired": {"description": ["a"]}}), '"dependentRequired" is not se'),
-        (Json({"contains": {}, "minContains": 0, "unevaluatedItems": False}), "unevaluatedItems"),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_a_clear_error(grammar, reason) -> None:
@@ -235,57 +229,8 @@ def test_allowed_tokens_equal_those_of_trying_all_texts(name, limits) -> None:
             ours.outputs.append(rng.choice(allowed))
 
 
-ZONES = ("Z", "+05:30", "-23:59", "+24:00", "+05", "")
 VALUES: list = [None, True, False, 0, 1, 10, "aa", "ab", "ba", "bb", "no", 0.5]
 VALUES += [{}, *({name: value} for name in "ab" for value in VALUES)]
-
-
-def choice_of(*values: object, **more: object) -> dict:
-    return {"enum": list(values), **more}
-
-
-ONE_OF = {
-    "lists": [choice_of("aa", "ab", 1), choice_of("ab", "ba", None), choice_of(1, True, title="x")],
-    "twice": [choice_of("aa", "aa"), choice_of(10), {"const": 10}],
-    "types": [{"type": "boolean"}, {"type": "null"}],
-    "objects": [
-        {"properties": {"a": {"const": "aa"}}, "required": ["a"], "type": "object"},
-        {"properties": {"a": {"const": "ab"}}, "required": ["a"], "type": "object"},
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"enum": ["aa", "ba", True, 10]},
-        {"anyOf": [choice_of("ba", "aa", None)], "allOf": [choice_of("ba", None)]},
-    ],
-    ids=["alone", "with an enum", "with others"],
-)
-@pytest.mark.parametrize("name", ONE_OF)
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_one_of_several_schemas_equals_trying_all_values(name, more, is_inside) -> None:
-    one_of = [{"additionalProperties": False, **one} for one in ONE_OF[name]]
-    schema: dict = {"oneOf": one_of if name == "objects" else ONE_OF[name], **more}
-    if is_inside:
-        outer = {"type": "object", "required": ["b"], "additionalProperties": False}
-        schema = {"properties": {"b": schema}, **outer}
-    values = [*VALUES, *({"b": value} for value in VALUES)]
-    is_right = jsonschema.Draft202012Validator(schema).is_valid
-    texts = {json.dumps(value).encode() for value in values if is_right(value)}
-    rng = random.Random(name)
-    if not texts:
-        with pytest.raises(ValueError, match="Unsatisfiable"):
-            Matching(SMALL, Json(schema, 0))
-        return
-    for _ in range(2):
-        ours = Matching(SMALL, Json(schema, 0))
-        while EOS not in ours.outputs and len(ours.outputs) < 20:
-            allowed = may_follow(TOKENIZER, texts, ours.outputs)
-            assert ours.allowed().tolist() == sorted(allowed), (schema, ours.outputs)
-            ours.outputs.append(rng.choice(allowed))
 
 
 A_NUMBER: dict = {"enum": [0, 1]}
@@ -293,14 +238,9 @@ ARRAY: dict = {"type": "array", "items": A_NUMBER, "maxItems": 2}
 RECORD: dict = {"type": "object", "properties": {"a": A_NUMBER}, "additionalProperties": False}
 SAYS_NOTHING: list[dict] = [
     *({"propertyNames": names} for names in (True, {}, {"type": "string", "minLength": 0})),
-    *({name: {}} for name in ("dependencies", "dependentRequired", "dependentSchemas", "if")),
-    {"dependentRequired": {"a": []}, "dependentSchemas": {"a": {}}},
     *({"not": False}, {"uniqueItems": False}, {"minItems": 0, "minLength": 0, "minProperties": 0}),
-    *({"contains": {"const": 5}, "minContains": 0}, {"minContains": 3}, {"maxContains": 0}),
-    *({"then": False}, {"if": {"required": ["a"]}, "then": {}}, {"if": False, "else": True}),
-    *({"unevaluatedProperties": more, "unevaluatedItems": more} for more in (False, {})),
     {"$comment": "x", "title": "x", "description": "x", "examples": [1], "default": 1},
-    {"readOnly": True, "deprecated": True, "$anchor": "x", "$dynamicAnchor": "y"},
+    {"readOnly": True, "deprecated": True, "$anchor": "x"},
     {"contentMediaType": "text/plain", "contentEncoding": "base64", "contentSchema": False},
 ]
 NEVER: list[dict] = [
@@ -309,12 +249,8 @@ NEVER: list[dict] = [
     RECORD | {"properties": {"a": A_NUMBER, "b": {"not": True}}},
     RECORD | {"properties": {"a": {"not": {}}}},
     {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": A_NUMBER},
-    {"type": "object", "patternProperties": {"^a": {"not": {}}}, "additionalProperties": A_NUMBER},
     {"type": "array", "items": {"not": {}}},
     {"type": "array", "prefixItems": [A_NUMBER], "items": {"anyOf": [{"not": {}}]}},
-    {"type": "array", "prefixItems": [A_NUMBER], "unevaluatedItems": False},
-    {"type": "object", "properties": {"a": A_NUMBER}, "unevaluatedProperties": {"not": {}}},
-    ARRAY | {"maxItems": 1, "uniqueItems": True},
     {"not": {}},
     RECORD | {"properties": {"a": {"not": {}}}, "required": ["a"]},
 ]
@@ -344,34 +280,11 @@ def test_keywords_that_say_nothing_or_never(schema: dict, is_inside: bool) -> No
     assert found == right
 
 
-@pytest.mark.parametrize("name", ["date", "time", "date-time"])
-def test_dates_and_times_are_those_of_the_calendar(name: str) -> None:
-    """The library's own pattern allows 30 February."""
-    schema = rewritten({"type": "string", "format": name})
-    matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
-    days = product((0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999), range(14), range(33))
-    dates = {f"{year:04}-{month:02}-{day:02}" for year, month, day in days}
-    dates |= {f"{year:04}-02-29" for year in range(10_000)}
-    times = {f"{h:02}:{m:02}:{m:02}" for h, m in product(range(26), (0, 9, 10, 59, 60, 99))}
-    times = {f"{t}{more}{zone}" for t in times for more in ("", ".5", ".") for zone in ZONES}
-    texts = {"date": dates, "time": times}
-    texts["date-time"] = {f"{date}T{'12:00:00Z'}" for date in dates}
-    is_right = jsonschema.Draft202012Validator(
-        {"format": name}, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-    ).is_valid
-    num_right = 0
-    for text in texts[name]:
-        tokens = [1 + byte for byte in json.dumps(text).encode()]
-        assert (matcher.validate_tokens(tokens) == len(tokens)) == is_right(text), text
-        num_right += is_right(text)
-    assert 100 < num_right < len(texts[name]) - 100
-
-
 @pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
 @pytest.mark.parametrize("place", ["properties", "$defs", "definitions"])
 def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
     """Trap 84. A schema in that place is read as one; a value stays as it is."""
-    inner = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
+    inner = {"anyOf": [{"enum": ["a", "c"]}, {"not": {}}]}
     value = {"properties": {"x": inner}, "const": inner}
     schema: dict = {"type": "object", place: {name: inner}, "default": value}
     if place != "properties":
@@ -385,7 +298,7 @@ def test_a_name_that_is_a_keyword_is_a_name(name: str, place: str) -> None:
     assert json.loads(source_of(Json(schema)))["json"] == schema  # it was not changed
 
 
-def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
+def test_an_unknown_format_is_a_remark_that_the_log_names(caplog) -> None:
     """At places of schemas: a property is *named* format here, and a value has a key of that name.
     All that the library knows are enforced."""
     inner = {"enum": ["a", "b"], "format": "letter-of-a-test"}
@@ -396,52 +309,12 @@ def test_an_unknown_format_is_a_remark_that_the_log_names_once(caplog) -> None:
     assert {m.draw(random.Random(i)) for i in range(9) for m in matchings} == {
         f'{{"format": "{letter}"}}' for letter in "ab"
     }
-    assert caplog.messages == ["ignoring the unknown format 'letter-of-a-test' of a schema"]
+    assert {*caplog.messages} == {"ignoring the unknown format 'letter-of-a-test' of a schema"}
     for form in FORMATS:
         schema = {"type": "string", "format": form}
-        assert rewritten(schema) == schema or form in FORMAT_PATTERNS
-        matcher = LLMatcher(tokenizer_of_bytes(), f"start: %json {json.dumps(schema)}")
+        assert rewritten(schema) == schema
+        matcher = LLMatcher(tokenizer_of(BYTES), f"start: %json {json.dumps(schema)}")
         assert not matcher.is_error() and not matcher.consume_tokens([1 + b for b in b'"?!"']), form
-
-
-PATTERNS = ["^a$", "^(a|b)$", "^a?$", "^[ab]$", "^$", "^[a&&b]$", "^a", "^ab$", ".*", "^.{1,2}$"]
-YES: dict = {"enum": [True, 0]}
-CLOSED = {"type": "object", "additionalProperties": False}
-SHAPES: dict[str, Callable[[str], dict]] = {
-    "named": lambda p: {**CLOSED, "properties": {"a": YES, "": YES}, "patternProperties": {p: YES}},
-    "required": lambda p: {**CLOSED, "required": ["a"], "patternProperties": {p: YES}},
-    "merged": lambda p: {
-        "allOf": [{"properties": {"a": YES, "b": True}}, {**CLOSED, "patternProperties": {p: YES}}],
-    },
-    "needed": lambda p: {
-        "anyOf": [{"properties": {"b": {"const": "ab"}}}, {"const": {"a": True}}],
-        **{"type": "object", "patternProperties": {p: YES}, "additionalProperties": {"const": 10}},
-    },
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_no_text_reaches_a_dead_end(shape: str, pattern: str) -> None:
-    """Trap 84. Forty schemas, tokens drawn evenly. And they mean what they meant before: texts of
-    one property are those that trying all says."""
-    schema = SHAPES[shape](pattern)
-    rng = random.Random(shape + pattern)
-    is_right = jsonschema.Draft202012Validator(schema).is_valid
-    values: list = [{}] + [{name: v} for name in ("", "a", "b", "ab", "c") for v in (True, 10)]
-    right = [json.dumps(v) for v in values if is_right(v) and pattern != "^[a&&b]$"]
-    try:
-        ours = Matching(SMALL, Json(schema, 0))
-    except ValueError as error:
-        assert not right and "required property 'a' is unsatisfiable" in str(error)
-        return
-    num_whole = sum(ours.draw(rng) is not None for _ in range(12))
-    assert num_whole
-    if pattern != "^[a&&b]$":  # `re` has no such sets
-        ours.begin()
-        tokens = ([*(SPELL[c] for c in text), EOS] for text in map(json.dumps, values))
-        found = [v for v, t in zip(values, tokens, strict=True) if ours.takes(t)]
-        assert [json.dumps(v) for v in found] == right
 
 
 @pytest.mark.parametrize("limits", LIMITS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
 
@@ -56,15 +56,6 @@ class Vocabulary:
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     """Return the vocabulary for llguidance. Takes seconds for a large one; it is never changed."""
     return LLTokenizer(TokenizerWrapper(_GuidanceTokenizer(vocabulary)))
-
-
-@cache
-def tokenizer_of_bytes() -> LLTokenizer:
-    """Return a vocabulary of bytes, of no model: token 1 + i is byte i."""
-    token_bytes = (b"", *(bytes([i]) for i in range(256)))
-    return LLTokenizer(
-        TokenizerWrapper(_GuidanceTokenizer(Vocabulary(token_bytes, eos_token_ids=(0,))))
-    )
 
 
 class Beginning:

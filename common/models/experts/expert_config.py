@@ -45,68 +45,43 @@ class ExpertsConfig:
         return replace(self, layers=expert_layers, intermediate_size=size)
 
 
-def qwen3_moe(fields: dict[str, Any]) -> ExpertsConfig | None:
-    """Read Qwen3-MoE's fields. None: no layer has experts. Raises `ValueError`."""
-    # transformers 5 writes the second name; older checkpoints have the first.
-    numbers = {
-        name: fields[name] for name in ("num_experts", "num_local_experts") if name in fields
-    }
-    if len(set(map(repr, numbers.values()))) > 1:
-        raise ValueError(f"num_experts and num_local_experts must be equal, got {numbers}")
-    every = _integers(fields, decoder_sparse_step=1)[0]
-    dense = fields.get("mlp_only_layers") or []
-    num_layers = fields["num_hidden_layers"]
-    if not isinstance(dense, list) or not all(i in range(num_layers) for i in dense):
-        allowed = f"a list of layers in [0, {num_layers})"
-        raise ValueError(f"mlp_only_layers must be {allowed}, got {dense!r}")
-    layers = [i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense]
+def qwen3_moe(hf: Any) -> ExpertsConfig | None:
+    """Read `transformers`' Qwen3-MoE configuration. None: no layer has experts."""
+    every = hf.decoder_sparse_step
+    check_integers(1, decoder_sparse_step=every, moe_intermediate_size=hf.moe_intermediate_size)
+    layers = [i for i in range(hf.num_hidden_layers) if (i + 1) % every == 0]
+    layers = [i for i in layers if i not in hf.mlp_only_layers]
     if not layers:
         return None
-    name = next(iter(numbers), "num_experts")
-    names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-    num_experts, num_active, size = _integers(
-        fields,
-        **{name: None if numbers else 128},
-        num_experts_per_tok=None,
-        moe_intermediate_size=None,
-    )
-    return _checked(
-        num_experts,
-        num_active,
-        size,
-        is_renormalised=bool(fields.get("norm_topk_prob")),
+    _check_numbers(hf)
+    return ExpertsConfig(
+        num_experts=hf.num_experts,
+        num_active=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        is_renormalised=hf.norm_topk_prob,
         is_rounded=True,
         layers=tuple(layers),
-        names=names,
+        names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     )
 
 
-def mixtral(fields: dict[str, Any]) -> ExpertsConfig:
-    """Read Mixtral's fields. Raises `ValueError`."""
-    names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-    num_experts, num_active, size = _integers(
-        fields, num_local_experts=None, num_experts_per_tok=None, intermediate_size=None
-    )
-    return _checked(
-        num_experts,
-        num_active,
-        size,
+def mixtral(hf: Any) -> ExpertsConfig:
+    """Read `transformers`' Mixtral configuration."""
+    _check_numbers(hf)
+    return ExpertsConfig(
+        num_experts=hf.num_experts,
+        num_active=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
         is_renormalised=True,
         is_rounded=False,
-        layers=tuple(range(fields["num_hidden_layers"])),
-        names=names,
+        layers=tuple(range(hf.num_hidden_layers)),
+        names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     )
 
 
-def _integers(fields: dict[str, Any], **defaults: int | None) -> list[int]:
-    values: dict[str, Any] = dict(defaults)
-    values |= {name: fields[name] for name in defaults if fields.get(name) is not None}
-    check_integers(1, **values)
-    return list(values.values())
-
-
-def _checked(num_experts: int, num_active: int, size: int, **options: Any) -> ExpertsConfig:
-    if num_active > num_experts:
-        limit = f"<= the {num_experts} experts"
+def _check_numbers(hf: Any) -> None:
+    num_active = hf.num_experts_per_tok
+    check_integers(1, num_experts=hf.num_experts, num_experts_per_tok=num_active)
+    if num_active > hf.num_experts:
+        limit = f"<= the {hf.num_experts} experts"
         raise ValueError(f"num_experts_per_tok must be {limit}, got {num_active}")
-    return ExpertsConfig(num_experts, num_active, size, **options)

@@ -59,7 +59,7 @@ def test_a_block_is_that_of_transformers(name, is_captured, tmp_path):
                     continue
                 for matrix in linear_layers(block):
                     matrix.pack()
-                assert block.gate_up[0].is_packed and block.gate_up[0].weight is None
+                assert block.gate_up[0].packed and block.gate_up[0].weight is None
             block.prepare(is_captured)
             for number in (1, 2, 7, 40):
                 x = rows(number, dtype, number)

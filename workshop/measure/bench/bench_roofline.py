@@ -59,7 +59,7 @@ def measure_linear(
     matrices = [*of_layers, (model.lm_head, loaded.config.hidden_size)]
     dtype = model.embed_weight.dtype
     sizes = [
-        matrix.packed_memory[1] if matrix.is_packed else matrix.shape.numel() * dtype.itemsize
+        matrix.packed.nbytes if matrix.packed else matrix.shape.numel() * dtype.itemsize
         for matrix, _ in matrices
     ]
 
