@@ -9,6 +9,7 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import atexit
 import logging
 import os
@@ -57,7 +58,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=by_template)
     parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
     parser.add_argument("--drain-seconds", type=float, default=20.0, metavar="S")
-    parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
     parser.add_argument("--kv-events", metavar="ADDRESS", help="tcp://*:5557: told to routers")
     parser.add_argument("--kv-events-replay", metavar="ADDRESS", help="and what they missed")
@@ -81,11 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"serve: cannot listen on {address}: {reason} ({another})", file=sys.stderr)
         return 2
     try:
-        from common.serve.running import make_event_loop, serve
+        from common.serve.running import serve
     except ModuleNotFoundError as error:
         print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
         return 2
-    loop = make_event_loop()
+    loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(serve(args, engine_settings(args), listener))
     except (ValueError, OSError) as error:

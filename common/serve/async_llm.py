@@ -12,24 +12,28 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
 from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
 from common.serve.deltas import EngineUpdate, RequestDelta
-from common.serve.engine_loop import EngineError, EngineLoop, EngineStopped, QueueFull
-from common.serve.fair_thread import text_thread
-from common.serve.prompt_length import PromptTooLong, longest_token
+from common.serve.engine_loop import (
+    EngineError,
+    EngineLoop,
+    EngineStopped,
+    PromptTooLong,
+    QueueFull,
+)
 from request import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,9 +44,21 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
-COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
+MAX_SHORT = 64 << 10  # characters; tokenizing them takes about 50 ms
 MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
+# Texts are tokenized and rendered here, so that megabytes delay neither the loop nor short texts.
+_SHORT_TEXTS = ThreadPoolExecutor(1, "short texts")
+_LONG_TEXTS = ThreadPoolExecutor(1, "long texts")
+
+
+T = TypeVar("T")
+
+
+async def run_on_text(num_chars: int, call: Callable[..., T], *arguments: Any) -> T:
+    """Return `call(*arguments)`, run in the thread for texts of this length."""
+    executor = _SHORT_TEXTS if num_chars <= MAX_SHORT else _LONG_TEXTS
+    return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
 
 
 class Mailbox:
@@ -100,7 +116,6 @@ class AsyncLLM:
         self.model_config = engine.model_config
         self.stats = engine.stats()
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
-        self._max_token_bytes = longest_token(self.tokenizer)
         self.adapters = _adapters_of(engine)  # names that are loaded
 
     def _make_engine(self) -> LLMEngine:
@@ -172,53 +187,31 @@ class AsyncLLM:
         prompt: str | list[int],
         params: SamplingParams,
         add_special_tokens: bool = True,
-        client: str = "",
     ) -> list[int]:
-        """Return the token ids of a prompt. Long texts of one `client` are tokenized one after
-        another. Raises `ValueError` for invalid text, and `PromptTooLong`."""
-        is_cut = params.truncate_prompt_tokens is not None
+        """Return the token ids of a prompt. Raises `ValueError` for invalid text, and
+        `PromptTooLong`."""
         if isinstance(prompt, str):
-            counted = COUNTED_BYTES if is_cut else 0
-            prompt = await self.encode(prompt, add_special_tokens, counted, client)
-        if not is_cut:
-            self._check_room(len(prompt))
-        return prompt
-
-    def check_chat(self, num_messages: int, num_chars: int) -> None:
-        """Raise `PromptTooLong` for messages that must exceed the model's maximum length, before a
-        template renders them: each takes a token or more."""
-        num_tokens = max(num_messages, math.ceil(num_chars / self._max_token_bytes))
-        self._check_room(num_tokens, " or more")
-
-    def _check_room(self, num_tokens: int, more: str = "") -> None:
-        if num_tokens >= self.max_model_len:
+            prompt = await self.encode(prompt, add_special_tokens)
+        if params.truncate_prompt_tokens is None and len(prompt) >= self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens{more}, but this model takes at most "
+                f"the prompt has {len(prompt)} tokens, but this model takes at most "
                 f"{self.max_model_len - 1}, since prompt and output together may have "
                 f"{self.max_model_len}"
             )
+        return prompt
 
-    async def encode(
-        self,
-        text: str,
-        add_special_tokens: bool = True,
-        counted: int = COUNTED_BYTES,
-        client: str = "",
-    ) -> list[int]:
-        """Return the token ids of a text. Raises `ValueError` for invalid text, and `PromptTooLong`
-        for a text of more than `counted` bytes that must exceed the model's maximum length."""
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises `ValueError` for invalid text."""
         try:
-            num_bytes = len(text.encode())
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError("prompt contains an unpaired surrogate") from error
-        if num_bytes > counted:
-            self._check_room(math.ceil(num_bytes / self._max_token_bytes), " or more")
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
         call = partial(encode, [text], add_special_tokens=add_special_tokens)
-        return (await text_thread(len(text)).run(client, call))[0].ids
+        return (await run_on_text(len(text), call))[0].ids
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""

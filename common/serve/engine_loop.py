@@ -33,6 +33,10 @@ class QueueFull(Exception):
     """A valid request is refused because too many are waiting."""
 
 
+class PromptTooLong(ValueError):
+    """The prompt and an answer exceed the model's maximum length."""
+
+
 class EngineError(RuntimeError):
     """An accepted request cannot continue; the message gives the reason. All requests of a step get
     the message, so it names only an exception's type; `__cause__` is the exception itself."""

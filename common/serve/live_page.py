@@ -32,17 +32,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.engine import LLMEngine
 from common.events.event_page import put_together
 from common.events.hidden_frames import hide_texts
-from common.serve.answers import to_json
 from common.serve.async_llm import AsyncLLM
-from common.serve.errors import ApiError, bad
+from common.serve.errors import ApiError, bad, to_json
 from common.serve.gate import Gate
-from common.serve.streams import EventStream, within
+from common.serve.streams import EventStream
 
 if TYPE_CHECKING:
     from common.events.frame_recorder import FrameRecorder
@@ -100,10 +100,8 @@ class Viewer:
 
     async def take(self) -> list[str]:
         """Return the unread texts; [] if none arrived within `LOOK_S` seconds."""
-        try:
-            await within(LOOK_S, self._is_full.wait())
-        except asyncio.TimeoutError:
-            return []
+        with anyio.move_on_after(LOOK_S):
+            await self._is_full.wait()
         self._is_full.clear()
         texts = self._texts
         self._texts = []
@@ -125,10 +123,9 @@ class Sink(io.TextIOBase):
 class LivePage:
     """The routes `/` and `/events`."""
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, little: AsyncLLM | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
         self.llm = llm
         self.gate = gate
-        self.little = little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: FrameRecorder | None = None  # belongs to the engine's thread
@@ -140,18 +137,13 @@ class LivePage:
         text, policy = self._page
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
-    @property
-    def _num_little(self) -> int:
-        """The number of blocks of the small engine; 0 if there is none."""
-        return 0 if self.little is None else (self.little.config.num_blocks or 1) - 1
-
     @cached_property
     def _page(self) -> tuple[str, str]:
         """The page, and its Content-Security-Policy: its own script, and requests to this server
         only."""
         text = put_together(
             TITLE[0],
-            {"is_live": True, "title": TITLE, "num_little": self._num_little},
+            {"is_live": True, "title": TITLE},
             starts=[FILES / name for name in SCRIPTS],
             styles=[FILES / "live.css"],
             policy="; connect-src 'self'",

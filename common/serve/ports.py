@@ -16,10 +16,6 @@ def open_port(host: str, port: int) -> socket.socket:
     # With an explicit protocol, asyncio sets TCP_NODELAY on accepted connections; otherwise small
     # packets wait 40 ms for each other.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except BaseException:
-        listener.close()
-        raise
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
     return listener

@@ -24,7 +24,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
-from starlette.datastructures import State
 
 from common.engine_config import STEP_SIZES, EngineStats
 from common.serve.async_llm import AsyncLLM
@@ -75,7 +74,6 @@ _SPECULATION = {  # counters of an engine that has it
     "spec_decode_num_draft_tokens": ("num_drafted_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted."),
 }
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # labels are not endless
 
 
 class ServerMetrics:
@@ -107,43 +105,15 @@ class ServerMetrics:
         )
         for reason in _REASONS:
             self._ended_by(reason)
-        of_route = ("handler", "method")
-        self._responses = Counter(
-            "http_requests",
-            "Requests by path, method and status, but for those of health and metrics.",
-            (*of_route, "status"),
-            registry=self._registry,
-        )
-        self._response_times = Histogram(
-            "http_request_duration_seconds",
-            "From a request's headers to the end of its response.",
-            of_route,
-            buckets=_SHORT,
-            registry=self._registry,
-        )
         for collector in ProcessCollector, GCCollector, PlatformCollector:
             collector(registry=self._registry)
-
-    def on_response(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP response. `handler` is the path of a route, or "none"."""
-        known = method if method in _METHODS else "none"
-        self._responses.labels(handler, known, f"{status // 100}xx").inc()
-        self._response_times.labels(handler, known).observe(seconds)
-
-    def count_abandoned(self) -> None:
-        """Count a request whose client disconnected before the engine's part of it began."""
-        self._ended_by("abort").inc()
 
     async def counted(
         self,
         request: AsyncIterator[RequestDelta],
         params: SamplingParams,
-        state: State | None = None,
     ) -> AsyncIterator[RequestDelta]:
-        """Yield the deltas of a request unchanged, and count them. `state.is_counted` is set when
-        this begins: a generator that never begins counts nothing."""
-        if state is not None:
-            state.is_counted = True
+        """Yield the deltas of a request unchanged, and count them."""
         reason = "abort"  # unless the request finishes
         begin = time.monotonic()
         is_first = True

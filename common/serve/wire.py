@@ -1,16 +1,16 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
-A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
+Numbers may be strings, as in vLLM; `null` means that the field is absent. `SamplingParams` and the
 engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For
-each field that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no
-answer; the others are rejected by name.
+each field that would change an answer and that this server has not, `NOT_BUILT` says which values
+change nothing; the others are rejected by name.
 
 See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from pydantic import (
     Field,
     ValidationError,
     create_model,
-    model_validator,
 )
 
 from common.requests.input_processor import RequestOptions
@@ -35,11 +34,11 @@ logger = logging.getLogger(__name__)
 MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
-MAX_ENTRIES = 2_000_000  # log-probabilities in one answer
+MAX_ENTRIES = 500_000  # log-probabilities in one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
-# All fields of OpenAI's and vLLM's requests that this server does not have, each with the values
-# that are accepted, because they change no answer. None: every value.
-NOT_BUILT: dict[str, tuple | None] = {
+# The fields of OpenAI's and vLLM's requests that would change an answer and that this server does
+# not have, each with the values that are accepted, because they change nothing.
+NOT_BUILT: dict[str, tuple] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -63,16 +62,6 @@ NOT_BUILT: dict[str, tuple | None] = {
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
-    # The client and its account, and where an answer may be kept.
-    **dict.fromkeys(["user", "safety_identifier", "session_id", "metadata", "store"]),
-    **dict.fromkeys(["service_tier", "prompt_cache_key", "prompt_cache_options"]),
-    "prompt_cache_retention": None,
-    "kv_transfer_params": None,  # a pool finds blocks by their content
-    # About images, experts and beams, which no request has; the size of a stream's chunks; spaces
-    # between special tokens, which only slow tokenizers write.
-    **dict.fromkeys(["ec_transfer_params", "media_io_kwargs", "mm_processor_kwargs"]),
-    **dict.fromkeys(["return_mm_kwargs", "routed_experts_prompt_start", "length_penalty"]),
-    **dict.fromkeys(["stream_interval", "spaces_between_special_tokens"]),
 }
 _named: set[str] = set()
 
@@ -92,16 +81,6 @@ NO_VARIABLES |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
 
 
-def _whole(value: Any, depth: int = 2) -> Any:
-    """Return `value` with numbers such as 4.0 as `int`, also within lists and lists of lists,
-    because JSON does not distinguish the two."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list) and depth:
-        return [_whole(item, depth - 1) for item in value]
-    return value
-
-
 def _only_variables(kwargs: dict[str, Any]) -> dict[str, Any]:
     if wrong := sorted(NO_VARIABLES & kwargs.keys()):
         raise ValueError(f"must have variables of the template only, got {wrong[0]!r}")
@@ -112,28 +91,26 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _read(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+    def parsed(cls, data: bytes) -> Body:
+        """Return the body that a client sent as JSON. Raises `ApiError`."""
         try:
-            return handler(data)
+            return cls.model_validate(json.loads(data))
         except ValidationError as error:
-            floats = (isinstance(e["input"], float) for e in error.errors(include_url=False))
-            if not isinstance(data, dict) or not any(floats):
-                raise
-            return handler({name: _whole(value) for name, value in data.items()})
+            raise _wrong_body(error) from None
+        except (ValueError, RecursionError) as error:
+            raise bad(f"the body must be JSON: {error}") from None
 
     def check_extra(self) -> None:
         """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
         an unsupported one, and logs each unknown name once."""
         for name, value in (self.model_extra or {}).items():
-            accepted = NOT_BUILT.get(name)
-            if accepted is not None and value is not None and value not in accepted:
-                raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name[:MAX_NAME] in _named
-            if not known and len(_named) < 1000:
+            if name in NOT_BUILT:
+                if value is not None and value not in NOT_BUILT[name]:
+                    raise bad(f"{name} is not supported by this server", name)
+            elif name[:MAX_NAME] not in _named and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
@@ -155,6 +132,17 @@ class Body(BaseModel):
     def _names_in_engine(self) -> dict[str, str]:
         """The body's field by the name with which the engine's messages begin, if it is another."""
         return {}
+
+
+def _wrong_body(error: ValidationError) -> ApiError:
+    """Return the error that names the wrong field. Where a value can have several forms, each has
+    an error: the one that got furthest in a list is said."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    furthest = max(errors, key=lambda one: [i for i in one["loc"] if isinstance(i, int)])
+    place = ".".join(map(str, furthest["loc"]))
+    message = furthest["msg"].removeprefix("Value error, ")
+    field = str(furthest["loc"][0]) if place else None
+    return bad(f"{place or 'the body'}: {message}", field)
 
 
 class StreamOptions(Body):
