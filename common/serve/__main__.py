@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-events", metavar="ADDRESS", help="tcp://*:5557: told to routers")
     parser.add_argument("--kv-events-replay", metavar="ADDRESS", help="and what they missed")
     parser.add_argument("--adapter-root", type=Path, metavar="DIR", help="adapters over HTTP")
-    add_engine_flags(parser.add_argument_group("the engine"))
+    add_engine_flags(parser.add_argument_group("the engine: see common/engine_config.py"))
     args = parser.parse_args(argv)
     if args.kv_events_replay is not None and args.kv_events is None:
         parser.error("--kv-events-replay needs --kv-events")
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         listener = open_port(args.host, args.port)
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         address = f"port {args.port} of {args.host}"
         another = 'another: --port 8001, or make serve ARGS="--port 8001"'

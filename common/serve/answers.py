@@ -63,7 +63,6 @@ class Answer:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reader: Reader | None = None  # parses a chat's texts; None: the text is the content
     prompt_end: str = ""  # of a chat, for its `Reply`
-    ignored_fields: list[str] = field(default_factory=list)  # of a chat's body
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -175,8 +174,6 @@ class Answer:
         """Return the fields about the request. As in vLLM, a chat has them once, a completion in
         each choice."""
         fields: dict[str, Any] = {}
-        if self.ignored_fields:
-            fields["ignored_fields"] = self.ignored_fields
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_ids[prompt]
         if self.body.prompt_logprobs is not None:

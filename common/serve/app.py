@@ -129,7 +129,6 @@ class Server:
             request_id=_name_of(body, request),
             reader=reader,
             prompt_end=self.chat.prompt_end(text, continued),
-            ignored_fields=body.ignored_fields,
         )
         body.messages.clear()
         body.tools = None

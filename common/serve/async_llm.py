@@ -99,8 +99,7 @@ class AsyncLLM:
         self._names: dict[str, str] = {}  # the engine's request name, by the caller's
         self.owners: dict[str, str] = {}  # by the engine's request name, the newest last
         self._num_requests = 0
-        self._calls: dict[int, asyncio.Future] = {}
-        self._num_calls = 0
+        self._calls: set[asyncio.Future] = set()
         self._given: deque[RequestDelta] = deque()
         self._is_closed = False
         self.stats = EngineStats()  # as of the engine's last delivery
@@ -116,7 +115,7 @@ class AsyncLLM:
         self.model_config = engine.model_config
         self.stats = engine.stats()
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
-        self.adapters = _adapters_of(engine)  # names that are loaded
+        self.adapters = engine.adapters  # names that are loaded
 
     def _make_engine(self) -> LLMEngine:
         """Create the engine. Runs in the engine's thread."""
@@ -249,25 +248,22 @@ class AsyncLLM:
         while not await self.call(lambda engine: loading.is_over()):
             await asyncio.sleep(0.01)
         await self.call(_end_load, name, loading)
-        self.adapters = await self.call(_adapters_of)
+        self.adapters = await self.call(lambda engine: engine.adapters)
 
     async def unload_adapter(self, name: str) -> None:
         """`LLMEngine.unload_adapter`."""
         await self.call(LLMEngine.unload_adapter, name)
-        self.adapters = await self.call(_adapters_of)
+        self.adapters = await self.call(lambda engine: engine.adapters)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
-        loop = self._bind()
-        self._num_calls += 1
-        number = self._num_calls
-        future = loop.create_future()
-        self._calls[number] = future
-        self._engine_loop.call(number, method, *arguments)
+        self._bind()
+        future = asyncio.wrap_future(self._engine_loop.call(method, *arguments))
+        self._calls.add(future)
         try:
             return await future
         finally:
-            del self._calls[number]
+            self._calls.discard(future)
 
     def close(self) -> None:
         """End all requests and the engine. Can be called from any thread."""
@@ -296,19 +292,12 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(self._receive, engine_update)
 
     def _receive(self, engine_update: EngineUpdate) -> None:
-        for number, answer in engine_update.answers.items():
-            future = self._calls.get(number)
-            if future is not None and not future.done():
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
         if engine_update.is_last:
             error = EngineStopped(self.death_reason or "the engine is closed; create a new one")
             engine_update.deltas += [
                 RequestDelta(name, finished=True, error=error) for name in self._mailboxes
             ]
-            for future in self._calls.values():
+            for future in self._calls:
                 if not future.done():
                     future.set_exception(error)
         is_busy = bool(self._given)
@@ -333,7 +322,3 @@ def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
 def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
     with engine.lock:
         engine.named_adapters().end_load(name, loading)
-
-
-def _adapters_of(engine: LLMEngine) -> list[str]:
-    return engine.adapters

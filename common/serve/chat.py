@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
-from common.serve.content_forms import ContentForms
+from common.serve.content_forms import ContentForms, text_of
 from common.serve.errors import ApiError, bad
 from common.serve.flags import ALWAYS_THINKING
 from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
@@ -71,10 +71,9 @@ class ChatPrompts:
     def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
         """Return the prompt's end from its last mark of reasoning on, if the answer begins after
         it, else "". `continued` is the message that the answer continues."""
-        begun = "" if continued is None else self._forms.content(continued, "messages")
+        begun = "" if continued is None else continued.get("content") or ""
         if not isinstance(begun, str):
-            texts = [part.get("text") for part in begun]
-            begun = "".join(text for text in texts if isinstance(text, str))
+            begun = "".join(text_of(part, "messages") for part in begun)
         marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
         if marks:
             return begun[marks[-1].start() :]

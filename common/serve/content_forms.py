@@ -45,7 +45,7 @@ class ContentForms:
         role = message["role"] if message["role"] in ROLES else "user"
         given = message.get("content")
         if isinstance(given, list):
-            texts = [_text_of(part, path) for part in given]
+            texts = [text_of(part, path) for part in given]
             if self._reads(role, True):
                 return [{"type": "text", "text": text} for text in texts]
             given = "\n".join(texts)
@@ -84,7 +84,7 @@ class ContentForms:
         return [message, user]
 
 
-def _text_of(part: Any, path: str) -> str:
+def text_of(part: Any, path: str) -> str:
     """Return the text of a part. Raises `ApiError` for a part of another type."""
     if isinstance(part, str):  # as in vLLM
         return part

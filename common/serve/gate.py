@@ -167,7 +167,7 @@ class Gate:
 def _log(scope: Scope, status: int, seconds: float) -> None:
     """Log a response. The path is one word of ASCII without the query, which can hold anything."""
     host, port = scope.get("client") or ("-", 0)
-    path = quote(scope["path"][:MAX_ID].encode("utf-8", "replace"), safe="/%:,;=@-._~+&$!*'()")
+    path = quote(scope["path"][:MAX_ID])
     name = scope["state"]["request_id"]
     ms = seconds * 1e3
     logger.info(

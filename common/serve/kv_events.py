@@ -17,7 +17,7 @@ See common/serve/KV_EVENTS.md"""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
@@ -42,26 +42,18 @@ MAX_TOKENS = 500_000
 
 class CacheChanges:
     """Observes `cache`. `take` and `restart_stream` belong to one thread, the other methods to the
-    cache's. `adapter_names`: the names that requests have for an adapter, by its digest."""
+    cache's. `adapter_names()`: the names that requests have for an adapter, by its digest."""
 
-    def __init__(self, cache: PrefixCache, adapter_names: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, cache: PrefixCache, adapter_names: Callable[[], Mapping[str, list[str]]]
+    ) -> None:
         self._cache = cache
         self._adapter_names = adapter_names
         self._lock = Lock()
         self._held: dict[int, HeldBlock] = {}  # by block id
         self._events: list[Event] = []  # to be sent
         self._must_restart = True
-
-    def put_in(self) -> None:
-        """Start listening. Cost: O(cached blocks x depth)."""
-        blocks: dict[tuple, Block] = {}
-        for keys, tokens, block in sorted(
-            self._cache.cached_prefixes(), key=lambda prefix: len(prefix.token_ids)
-        ):
-            start = len(tokens) - self._cache.block_size
-            self.block_cached(block, blocks.get((keys, tokens[:start])), tokens[start:], keys)
-            blocks[keys, tokens] = block
-        observe(self._cache, self)
+        observe(cache, self)
 
     def take_out(self) -> None:
         """Stop listening and report all blocks as removed."""
@@ -70,13 +62,6 @@ class CacheChanges:
             self._held.clear()
             self._must_restart = True
 
-    def set_adapter_names(self, names: Mapping[str, list[str]]) -> None:
-        """Take the adapters' present names. The stream restarts if they have changed."""
-        if names != self._adapter_names:
-            with self._lock:
-                self._adapter_names = names
-                self._must_restart = True
-
     # -- called by the cache
 
     def block_cached(
@@ -84,17 +69,18 @@ class CacheChanges:
     ) -> None:
         before = None if parent is None else self._held[parent.block_id].name
         keys = {tag: value.partition(":")[2] for tag, value in extra_keys}
-        adapter = keys.pop("lora", None)
+        digest = keys.pop("lora", None)
+        lora_name = None if digest is None else self._adapter_names().get(digest, [digest])[0]
         held = HeldBlock(
             name=compute_block_hash(before, token_ids, None if before else extra_keys),
             parent=before,
             token_ids=token_ids,
-            adapter=adapter,
+            lora_name=lora_name,
             salts=() if before else tuple(keys.values()),
         )
         with self._lock:
             self._held[block.block_id] = held
-            add_stored(self._events, held, self._name_of(held))
+            add_stored(self._events, held)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         with self._lock:
@@ -106,11 +92,6 @@ class CacheChanges:
     blocks_invalidated = blocks_evicted
 
     # -- events to be sent
-
-    def _name_of(self, held: HeldBlock) -> str | None:
-        """Return the first name of the block's adapter."""
-        adapter = held.adapter
-        return None if adapter is None else self._adapter_names.get(adapter, [adapter])[0]
 
     def restart_stream(self) -> None:
         """Restart the stream with the next batch, for readers that missed a batch for good."""
@@ -150,26 +131,32 @@ class CacheChanges:
                 path.append(remaining.pop(parent))
                 parent = path[-1].parent
             for held in reversed(path):
-                add_stored(events, held, self._name_of(held))
+                add_stored(events, held)
         return events
 
 
 class KVEvents(SchedulerPlugin):
-    """Publishes one engine's KV events from construction until `take_out`, starting with all cached
-    blocks. Create it between two steps, in the engine's thread. Addresses as in `EventPublisher`.
-    Raises `ValueError`, and then leaves the engine unchanged."""
+    """Publishes one engine's KV events from construction until `take_out`. Create it in the
+    engine's thread, before anything is cached. Addresses as in `EventPublisher`. Raises
+    `ValueError`, and then leaves the engine unchanged."""
 
     def __init__(
-        self, engine: LLMEngine, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+        self, engine: LLMEngine, endpoint: str, replay_endpoint: str | None = None
     ) -> None:
-        if engine.prefix_cache is None:
+        cache = engine.prefix_cache
+        if cache is None:
             raise ValueError("kv_events needs a prefix cache, which this engine does not have")
+        if cache.num_cached_blocks:
+            raise ValueError("kv_events needs an empty prefix cache (reset_prefix_cache)")
         if isinstance(engine.kv_manager, GroupedKVMemory):  # its cache may be wrapped
             raise ValueError("kv_events is not supported for layers with a window")
-        self._engine = weakref.proxy(engine)  # because the engine references this object
-        self._changes = CacheChanges(engine.prefix_cache, engine.adapters_by_digest)
-        self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint, topic)
-        self._changes.put_in()
+        proxy = weakref.proxy(engine)  # because the engine references this object
+        self._changes = CacheChanges(cache, lambda: proxy.adapters_by_digest)
+        try:
+            self.publisher = EventPublisher(self._changes, endpoint, replay_endpoint)
+        except ValueError:
+            self._changes.take_out()
+            raise
         scheduler = cast("BaseScheduler", engine.scheduler)
         scheduler.set_plugins([*scheduler.plugins, self])
         self._close = weakref.finalize(engine, self.publisher.close)  # if `take_out` is not called
@@ -177,7 +164,6 @@ class KVEvents(SchedulerPlugin):
 
     def on_plan(self, plan: SchedulerOutput) -> None:
         """Wake the publisher, which sends while the step is computed."""
-        self._changes.set_adapter_names(self._engine.adapters_by_digest)
         if self._changes.has_news:
             self.publisher.wake()
 

@@ -30,7 +30,7 @@ class HeldBlock:
     name: bytes
     parent: bytes | None
     token_ids: tuple[int, ...]
-    adapter: str | None  # its digest
+    lora_name: str | None
     salts: tuple[str, ...]  # of a first block
 
 
@@ -39,11 +39,11 @@ def wire_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def add_stored(events: list[Event], block: HeldBlock, lora_name: str | None) -> None:
+def add_stored(events: list[Event], block: HeldBlock) -> None:
     """Add a stored block to `events`: to the last event if that ends where `block` begins, else as
     a new event."""
     parent = None if block.parent is None else wire_hash(block.parent)
-    adapter = [] if lora_name is None else [lora_name]
+    adapter = [] if block.lora_name is None else [block.lora_name]
     extra_keys = [*adapter, *block.salts] or None
     last = events[-1] if events else CLEARED
     if last.get("token_ids") and last["block_hashes"][-1] == parent:
@@ -60,7 +60,7 @@ def add_stored(events: list[Event], block: HeldBlock, lora_name: str | None) -> 
         "block_size": len(block.token_ids),
         "lora_id": None,
         "medium": GPU,
-        "lora_name": lora_name,
+        "lora_name": block.lora_name,
     }
     if extra_keys:
         event["extra_keys"] = [extra_keys]

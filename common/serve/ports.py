@@ -8,10 +8,8 @@ import socket
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet. Raises `OSError`, and `ValueError` for
-    an invalid port number."""
-    if not 0 <= port <= 65535:
-        raise ValueError("ports must be numbers from 0 to 65535")
+    """Return a socket that is bound but does not listen yet. Raises `OSError`, and `OverflowError`
+    for an invalid port number."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With an explicit protocol, asyncio sets TCP_NODELAY on accepted connections; otherwise small
     # packets wait 40 ms for each other.

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import resource
 import socket
 import sys
 from pathlib import Path
@@ -26,21 +24,10 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 65  # proxies keep a connection for 60
 LAST_WORDS_SECONDS = 5  # for clients to read their answers, at the end
 CUT_SHORT = 3  # exit code: some requests were ended before their end
-PROGRESS_S = 10.0
-MAX_OPEN_FILES = 65_536
 WAITING_BATCHES = 4  # by default, 4 * `max_num_seqs` sequences may wait
 KV_EVENTS_HOLD = "anyone who can reach it reads the token ids and salts of all prompts"
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"  # for the shipped checkpoint
-TRY_IT = "def read_lines(path):\n    with open(path) as"  # the shipped checkpoint continues it well
 SWITCH_S = 0.0005  # how long the engine's thread may hold Python's lock while the loop wants it
-
-
-def allow_many_connections() -> None:
-    """Raise the limit of open files: each connection is one, and the default is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    max_files = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < max_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard))
 
 
 class DrainingServer(uvicorn.Server):
@@ -93,7 +80,6 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
     _print_line(f"loading {name} ...")
     template_file = args.chat_template or (CHAT_TEMPLATE if args.model is None else None)
     template = template_file and template_file.read_text(encoding="utf-8")
-    allow_many_connections()
     # The loop and the engine share Python's lock. Its default of 5 ms is too long for the loop.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
     freeze_gc_heap()
@@ -128,38 +114,12 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
         _print_addresses(args, name, listener)
-        progress_log = asyncio.ensure_future(log_progress(llm))
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            progress_log.cancel()
+        await server.serve(sockets=[listener])
         return CUT_SHORT if server.num_cut_short else 0
     finally:
         if kv_events is not None and llm.death_reason is None:
             await llm.call(kv_events.take_out)
         await asyncio.to_thread(llm.close)
-
-
-async def log_progress(llm: AsyncLLM) -> None:
-    """Log a line every `PROGRESS_S` seconds in which the engine has run a step."""
-    before = llm.stats
-    while True:
-        await asyncio.sleep(PROGRESS_S)
-        now = llm.stats
-        if now.num_steps == before.num_steps:
-            continue
-        looked_up = now.looked_up_tokens - before.looked_up_tokens
-        logger.info(
-            "prompts %.1f tok/s, outputs %.1f tok/s, running %d, waiting %d, KV blocks in use "
-            "%.1f%%, prompt tokens found in the cache %.1f%%",
-            (now.prompt_tokens - before.prompt_tokens) / PROGRESS_S,
-            (now.output_tokens - before.output_tokens) / PROGRESS_S,
-            now.num_running,
-            now.num_waiting,
-            100 * now.kv_blocks_in_use / max(now.kv_blocks_total, 1),
-            100 * (now.cached_tokens - before.cached_tokens) / max(looked_up, 1),
-        )
-        before = now
 
 
 def _name(model: str | None) -> str:
@@ -169,12 +129,8 @@ def _name(model: str | None) -> str:
 def _print_addresses(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    key = ' -H "Authorization: Bearer $KEY"' if args.api_key else ""
     _print_line(f"{name} is served at http://{address}/v1 until Ctrl-C")
     _print_line(f"  watch it, and try it, at http://{address}/")
-    body = json.dumps({"model": name, "prompt": TRY_IT, "max_tokens": 16, "temperature": 0})
-    kind = "-H 'Content-Type: application/json'"
-    _print_line(f"  curl http://{address}/v1/completions{key} {kind} -d '{body}'")
     _print_line(f"  {_open_access_lines(GateConfig(args.host, args.api_key or None))}")
 
 

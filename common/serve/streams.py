@@ -54,20 +54,9 @@ async def gathered(
     first_deltas: list[RequestDelta], requests: Sequence[Deltas]
 ) -> list[RequestDelta]:
     """Return each request's deltas merged into one. If one request fails, the others are ended."""
-
-    async def whole(total: RequestDelta, request: Deltas) -> RequestDelta:
-        async for delta in request:
-            total.extend(delta)
-        return total
-
-    tasks = [
-        asyncio.ensure_future(whole(first, request))
-        for first, request in zip(first_deltas, requests, strict=True)
-    ]
-    try:
-        return [await task for task in tasks]
-    finally:
-        await _end(tasks)
+    async for i, delta in merged(requests):
+        first_deltas[i].extend(delta)
+    return first_deltas
 
 
 async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:

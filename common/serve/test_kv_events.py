@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +47,7 @@ class Index:
             names = event.get("block_hashes", ())
             if event == CLEARED:
                 self.held.clear()
+                self.blocks.clear()
             elif event["type"] == "BlockRemoved":
                 assert self.held >= set(names), "removed, and never stored"
                 self.held -= set(names)
@@ -174,9 +174,7 @@ def frames(socket: Any) -> list[bytes]:
 
 def observed(cache: PrefixCache) -> tuple[CacheChanges, Index]:
     """Observe `cache`. Returns the changes, and an index that has read nothing yet."""
-    changes = CacheChanges(cache, {})
-    changes.put_in()
-    return changes, Index()
+    return CacheChanges(cache, dict), Index()
 
 
 # -- the cache alone
@@ -207,16 +205,13 @@ def work(cache: PrefixCache, rng: random.Random) -> None:
 def test_the_stream_alone_determines_the_cached_blocks(
     kind: str, max_events: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the middle on, and with a thread that comes late; a chain is one event, and no batch is
-    too large."""
+    """With a thread that comes late; a chain is one event, and no batch is too large."""
     monkeypatch.setattr(kv_events, "MAX_EVENTS", max_events)
     monkeypatch.setattr(kv_events, "MAX_TOKENS", 3 * max_events)
     max_cached = 0
     for seed in range(20):
         rng = random.Random(seed)
         cache = PREFIX_CACHES[kind](BlockPool(24), 2)
-        for _ in range(rng.randint(0, 20)):
-            work(cache, rng)
         changes, index = observed(cache)
         check(changes, index, cache)
         for _ in range(60):
@@ -242,7 +237,6 @@ def test_after_each_step_the_stream_says_what_is_cached(
     kind: str, oracle: Oracle, loaded, one_thread
 ) -> None:
     engine = engine_of(loaded, kind, preempt_every=7)
-    serve(engine, oracle, [0, 1, 2], 3, salt="b")
     changes, index = observed(engine.prefix_cache)
     seen = set[str]()
 
@@ -300,7 +294,7 @@ def publish() -> Iterator[Publish]:
     """Return a function that makes a publisher, not started yet, and a reader of it."""
     with ExitStack() as stack:
 
-        def _publish(source: Scripted, **options: Any) -> tuple[EventPublisher, Reader]:
+        def _publish(source: Any, **options: Any) -> tuple[EventPublisher, Reader]:
             publisher = EventPublisher(source, LOOPBACK, LOOPBACK, **options)
             reader = stack.enter_context(closing(Reader(publisher)))
             return stack.enter_context(closing(publisher)), reader
@@ -397,6 +391,9 @@ def test_an_address_that_cannot_be_had_changes_nothing(publish: Publish, loaded)
         with pytest.raises(ValueError, match=rf"^{name} must .*'tcp://\*:5557', got '"):
             KVEvents(engine, *wrong)
     assert engine.scheduler.plugins == plugins
+    engine.generate_batch([list(range(9))], greedy_params(1))
+    with pytest.raises(ValueError, match="kv_events needs an empty prefix cache"):
+        KVEvents(engine, LOOPBACK)
     with pytest.raises(ValueError, match="kv_events needs a prefix cache"):
         KVEvents(engine_of(loaded, None), LOOPBACK)
 
@@ -405,15 +402,7 @@ def test_an_adapter_goes_by_the_name_that_requests_have_for_it(shipped_loaded, o
     """By the first of several."""
     config = EngineConfig(block_size=4, num_blocks=60, adapters={"tests": SHIPPED_ADAPTER})
     with heard(engine := LLMEngine(config, loaded=shipped_loaded)) as reader:
-        engine.generate_batch([list(range(9))] * 2, greedy_params(2), adapter=[None, "tests"])
-        for change, expected in (
-            (lambda: None, {None, "tests"}),
-            (partial(engine.load_adapter, "again", SHIPPED_ADAPTER), {None, "tests"}),
-            (partial(engine.unload_adapter, "tests"), {None, "again"}),
-            (partial(engine.prefix_cache.evict, 60), set[str | None]()),
-        ):
-            change()
-            engine.generate_batch([[7]], greedy_params(1))  # a step, and no block
-            reader.read_until(lambda e=expected: {a for a, *_ in reader.index.prefixes()} == e)
-            by_name = {a: {t for b, *_, t in reader.index.prefixes() if b == a} for a in expected}
-            assert len({frozenset(tokens) for tokens in by_name.values()}) <= 1, "same prefixes"
+        engine.load_adapter("again", SHIPPED_ADAPTER)
+        engine.generate_batch([list(range(9))] * 2, greedy_params(2), adapter=[None, "again"])
+        names = {None, "tests"}
+        reader.read_until(lambda: {name for name, *_ in reader.index.prefixes()} == names)

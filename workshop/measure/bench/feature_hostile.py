@@ -20,7 +20,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from common.engine_config import SHIPPED_ADAPTER
-from common.serve.fleet.programs import start_server
+from common.serve.fleet.testing.programs import start_server
 from workshop.measure.bench.bench_record import markdown_table
 
 SECONDS = 30.0  # at most, for a body

@@ -30,7 +30,7 @@ from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.loader import LoadedModel, load_model
 from common.requests.gc_utils import freeze_gc_heap
 from common.serve.async_llm import AsyncLLM
-from common.serve.fleet.programs import start_server
+from common.serve.fleet.testing.programs import start_server
 from request import SamplingParams
 from scheduler_interface import RunnerInput, StepHandle, StepOutput
 from workshop.measure.bench import feature_hostile
