@@ -9,6 +9,7 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import atexit
 import logging
 import os
@@ -57,12 +58,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=by_template)
     parser.add_argument("--max-waiting", type=int, metavar="N", help=WAITING)
     parser.add_argument("--drain-seconds", type=float, default=20.0, metavar="S")
-    parser.add_argument("--heartbeat-seconds", type=float, metavar="S", help="in streams")
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, metavar="N")
     parser.add_argument("--kv-events", metavar="ADDRESS", help="tcp://*:5557: told to routers")
     parser.add_argument("--kv-events-replay", metavar="ADDRESS", help="and what they missed")
     parser.add_argument("--adapter-root", type=Path, metavar="DIR", help="adapters over HTTP")
-    add_engine_flags(parser.add_argument_group("the engine"))
+    add_engine_flags(parser.add_argument_group("the engine: see common/engine_config.py"))
     args = parser.parse_args(argv)
     if args.kv_events_replay is not None and args.kv_events is None:
         parser.error("--kv-events-replay needs --kv-events")
@@ -74,18 +74,18 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         listener = open_port(args.host, args.port)
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         address = f"port {args.port} of {args.host}"
         another = 'another: --port 8001, or make serve ARGS="--port 8001"'
         print(f"serve: cannot listen on {address}: {reason} ({another})", file=sys.stderr)
         return 2
     try:
-        from common.serve.running import make_event_loop, serve
+        from common.serve.running import serve
     except ModuleNotFoundError as error:
         print(f"serve: {NOT_INSTALLED} ({error.name} is not there)", file=sys.stderr)
         return 2
-    loop = make_event_loop()
+    loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(serve(args, engine_settings(args), listener))
     except (ValueError, OSError) as error:

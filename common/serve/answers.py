@@ -10,33 +10,24 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
 from common.sampling.distributions import TokenLogprobs
 from common.serve.deltas import CompletionDelta, RequestDelta
-from common.serve.large_json import json_chunks, to_json
-from common.serve.text_places import TextPlaces
-from common.serve.tool_calls import Reader, Reply, ThoughtSpan
+from common.serve.errors import to_json
+from common.serve.tool_calls import END_THINK, THINK, Reader, Reply
 from common.serve.wire import GenerateBody
 from request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 NO_LOGPROB = -9999.0  # JSON has no infinity
-BYTES_OF_AN_ENTRY = 80  # approximate size of one log-probability
 
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % to_json(content)
-
-
-def event_chunks(content: Any) -> Iterator[bytes]:
-    """Yield the same bytes in small parts."""
-    return chain([b"data: "], json_chunks(content), [b"\n\n"])
 
 
 @dataclass(slots=True)
@@ -58,37 +49,6 @@ class Usage:
         return found
 
 
-class ThoughtTokens:
-    """Counts the tokens of one choice's thought: those that begin between its marks, as in vLLM. A
-    mark can be several tokens. (The count can differ by one after bytes that are not UTF-8.)"""
-
-    def __init__(self, tokenizer: Tokenizer, skips_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skips_special_tokens else frozenset[int]()
-        self._begins: list[int] = []  # of each token, in bytes of the text
-        self._num_bytes = self._num = 0
-        self._is_over = False
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        for token_id in () if self._is_over else token_ids:
-            self._begins.append(self._num_bytes)
-            if token_id not in self._skipped:
-                self._num_bytes += len(self._tokenizer.token_bytes(token_id))
-
-    def num_new(self, thought: ThoughtSpan) -> int:
-        """Return how many tokens are in `thought`, minus the result of the previous calls."""
-        if self._is_over or thought.begin is None:
-            return 0
-        end = self._num_bytes + 1 if thought.end is None else thought.end
-        num = bisect_left(self._begins, end) - bisect_left(self._begins, thought.begin)
-        new = num - self._num
-        self._num = num
-        if thought.end is not None:
-            self._is_over = True
-            self._begins = []
-        return new
-
-
 @dataclass(slots=True)
 class Answer:
     """The response to one HTTP request, `body`: `n` choices for each of its prompts."""
@@ -103,15 +63,13 @@ class Answer:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     reader: Reader | None = None  # parses a chat's texts; None: the text is the content
     prompt_end: str = ""  # of a chat, for its `Reply`
-    ignored_fields: list[str] = field(default_factory=list)  # of a chat's body
     usage: Usage = field(default_factory=Usage)
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)  # choices whose first text was written
-    _places: dict[int, TextPlaces] = field(default_factory=dict)  # choices with log-probabilities
+    _num_characters: dict[int, int] = field(default_factory=dict)  # of a choice's tokens so far
     _prompt_ids: dict[int, list[int]] = field(default_factory=dict)
     _replies: list[Reply] = field(default_factory=list)
-    _thoughts: list[ThoughtTokens] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -124,30 +82,16 @@ class Answer:
             self._prompt_ids[prompt] = delta.prompt_token_ids
             if self.reader is not None:  # a chat, which has one prompt
                 end = self.prompt_end
-                skips = self.params.skip_special_tokens
                 self._replies = [Reply(self.reader, end) for _ in range(self.params.n)]
-                self._thoughts = [ThoughtTokens(self.tokenizer, skips) for _ in self._replies]
         if not self.only_echo:
             new = (len(completion.token_ids) for completion in delta.completions.values())
             self.usage.completion_tokens += sum(new)
-        if self.reader is not None and self.reader.has_reasoning:
-            for completion in delta.completions.values():
-                self._thoughts[completion.index].append(completion.token_ids)
         if delta.finished:
             self.usage.cached_tokens += delta.num_cached_tokens
 
-    def num_bytes(self, prompt: int, delta: RequestDelta) -> int:
-        """Return the approximate size of the JSON for `delta`, in bytes."""
-        num = 0
-        width = 1 + (self.params.logprobs or 0)
-        n = self.params.n
-        for completion in delta.completions.values():
-            num += len(completion.text) + 8 * len(completion.token_ids)
-            num += len(completion.logprobs or ()) * width * BYTES_OF_AN_ENTRY
-        num_first = sum(prompt * n + i not in self._begun for i in delta.completions)
-        width = (1 + (self.params.prompt_logprobs or 0)) * BYTES_OF_AN_ENTRY
-        ids = delta.prompt_token_ids if self.body.return_token_ids else None
-        return num + num_first * len(delta.prompt_logprobs or ()) * width + 8 * n * len(ids or ())
+    @property
+    def has_logprobs(self) -> bool:
+        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     # -- whole
 
@@ -215,8 +159,7 @@ class Answer:
                 is_last = reason is not None
                 message = reply.message(text) if is_complete else reply.delta(text, is_last)
                 reason = reply.finish_reason(reason)
-                new = self._thoughts[completion.index].num_new(reply.thought)
-                self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + new
+                self._count_thought(reply, completion.token_ids)
             if is_complete:
                 message = {"role": "assistant", "refusal": None} | message
             choice = self._chat_choice(index, key, message, completion)
@@ -231,12 +174,10 @@ class Answer:
         """Return the fields about the request. As in vLLM, a chat has them once, a completion in
         each choice."""
         fields: dict[str, Any] = {}
-        if self.ignored_fields:
-            fields["ignored_fields"] = self.ignored_fields
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_ids[prompt]
         if self.body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = map(self._scored, of.prompt_logprobs or [])
+            fields["prompt_logprobs"] = [self._scored(entry) for entry in of.prompt_logprobs or ()]
         return fields
 
     def _chat_choice(
@@ -244,7 +185,7 @@ class Answer:
     ) -> dict[str, Any]:
         logprobs = None
         if completion is not None and completion.logprobs is not None:
-            logprobs = {"content": map(self._chat_logprobs, completion.logprobs)}
+            logprobs = {"content": [self._chat_logprobs(entry) for entry in completion.logprobs]}
         return {"index": index, key: content, "logprobs": logprobs, "finish_reason": None}
 
     def _text_choice(
@@ -262,15 +203,20 @@ class Answer:
             entries = None if entries is None else (of.prompt_logprobs or []) + entries
         logprobs = None
         if entries is not None:
-            prompt_ids = self._prompt_ids[prompt]
-            if is_first:
-                echoed = self.prompts[prompt] if self.prompts else None
-                skips = self.params.skip_special_tokens
-                self._places[index] = TextPlaces(self.tokenizer, prompt_ids, echoed, skips)
-            first = prompt_ids[0]
-            ids = [first if entry is None else entry.token_id for entry in entries]
-            logprobs = self._text_logprobs(entries, self._places[index].take(ids), prompt)
+            logprobs = self._text_logprobs(entries, index)
         return about | {"index": index, "text": text, "logprobs": logprobs}
+
+    def _count_thought(self, reply: Reply, token_ids: Sequence[int]) -> None:
+        """Count the tokens up to the mark that ends the thought, if it is a token, as in vLLM."""
+        token_id_of = self.tokenizer.backend.token_to_id
+        begin = token_id_of(THINK)
+        end = token_id_of(END_THINK)
+        for token_id in token_ids:
+            reply.is_thought_over |= end in (None, token_id)
+            reply.num_thought_tokens += not (reply.is_thought_over or token_id == begin)
+        self.usage.reasoning_tokens = sum(
+            one.num_thought_tokens for one in self._replies if one.has_thought
+        )
 
     # -- log-probabilities
 
@@ -293,23 +239,22 @@ class Answer:
         data = list(self.tokenizer.token_bytes(token_id))
         return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": data}
 
-    def _text_logprobs(
-        self, entries: list[TokenLogprobs | None], offsets: list[int], prompt: int
-    ) -> dict[str, Any]:
-        tokens, logprobs = [], []
-        for entry in entries:
-            if entry is None:  # the first token of a prompt, which has no preceding token
-                token = self._text(self._prompt_ids[prompt][0])
-                logprobs.append(None)
-            else:
-                token = self._text(entry.token_id)
-                logprobs.append(finite(entry.logprob))
-            tokens.append(token)
+    def _text_logprobs(self, entries: list[TokenLogprobs | None], index: int) -> dict[str, Any]:
+        """Return the log-probabilities of a completion. As in vLLM, a token's offset is the sum of
+        the lengths of the tokens before it. An entry is None for a prompt's first token."""
+        first = self._prompt_ids[index // self.params.n][0]
+        ids = [first if entry is None else entry.token_id for entry in entries]
+        offset = self._num_characters.get(index, 0)
+        offsets = []
+        for token_id in ids:
+            offsets.append(offset)
+            offset += len(token_text(self.tokenizer, token_id))
+        self._num_characters[index] = offset
         return {
             "text_offset": offsets,
-            "token_logprobs": logprobs,
-            "tokens": tokens,
-            "top_logprobs": map(self._top, entries),
+            "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
+            "tokens": [self._text(token_id) for token_id in ids],
+            "top_logprobs": [self._top(entry) for entry in entries],
         }
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:

@@ -7,36 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import Scope
+from starlette.responses import PlainTextResponse, Response
 
 from common.sampling.sampling_defaults import sampling_defaults
-from common.serve.answers import DONE, Answer, event, event_chunks, token_text
-from common.serve.async_llm import AsyncLLM
-from common.serve.chat import ChatPrompts, num_chars
+from common.serve.answers import DONE, Answer, event, token_text
+from common.serve.async_llm import AsyncLLM, run_on_text
+from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
-from common.serve.errors import ApiError, ErrorAnswer, api_error, bad
-from common.serve.fair_thread import text_thread
-from common.serve.gate import LITTLE, Gate, GateConfig, error_response
-from common.serve.large_json import (
-    LARGE,
-    answered,
-    client_of,
-    encode_in_thread,
-    read_body,
-    run_in_thread,
-)
+from common.serve.errors import ApiError, api_error, bad, error_response, json_response
+from common.serve.gate import Gate, GateConfig
 from common.serve.live_page import LivePage, watch_token
 from common.serve.server_metrics import ServerMetrics
 from common.serve.streams import (
@@ -51,6 +39,7 @@ from common.serve.streams import (
 )
 from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -64,14 +53,7 @@ from request import SamplingParams
 
 logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
-# Additions to the OpenAPI schema: error responses, and responses that can be streams.
-ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorAnswer, "description": "OpenAI's error object"} for code in ("4XX", "5XX")
-}
-STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-MAY_STREAM = ("/v1/completions", "/v1/chat/completions")
-FOR_PEOPLE = ("/", "/events")
-MESSAGE_CHARS = 64  # a message takes a template about as long as so many characters of text
+ERRORS: dict[int | str, Any] = {code: {"description": "an error"} for code in ("4XX", "5XX")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +67,12 @@ class ServeConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     adapter_root: Path | None = None
-    heartbeat_seconds: float | None = None
 
 
 class Server:
     """The handlers of the routes, and the state that they share."""
 
-    def __init__(
-        self, llm: AsyncLLM, config: ServeConfig, gate: Gate, little: AsyncLLM | None = None
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServeConfig, gate: Gate) -> None:
         self.llm = llm
         self.config = config
         self.defaults = sampling_defaults(llm.config)
@@ -104,7 +83,7 @@ class Server:
             config.reasoning_parser,
         )
         self.metrics = ServerMetrics(llm, config.model_name)
-        self.live = LivePage(llm, gate, little)
+        self.live = LivePage(llm, gate)
 
     # -- generating
 
@@ -112,14 +91,21 @@ class Server:
         model = self._model(body)
         params = body.params(self.defaults)
         params = await self.llm.without_texts(params)  # once for all prompts
-        ids = await self._ids(body, params, client_of(request))
+        ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
         body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
-        name = _name_of(body, request)
-        only_echo = body.only_echo
-        answer = Answer("completion", model, tokenizer, body, params, texts, only_echo, name)
+        answer = Answer(
+            kind="completion",
+            model=model,
+            tokenizer=tokenizer,
+            body=body,
+            params=params,
+            prompts=texts,
+            only_echo=body.only_echo,
+            request_id=_name_of(body, request),
+        )
         return await self._generate(answer, ids, request)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
@@ -134,11 +120,16 @@ class Server:
         params = await self.llm.without_texts(params)
         text, ids = await self._chat_prompt(body, params, request)
         continued = body.messages[-1] if body.continue_final_message else None
-        name = _name_of(body, request)
-        tokenizer = self.llm.tokenizer
-        answer = Answer("chat", model, tokenizer, body, params, request_id=name, reader=reader)
-        answer.prompt_end = self.chat.prompt_end(text, continued)
-        answer.ignored_fields = body.ignored_fields
+        answer = Answer(
+            kind="chat",
+            model=model,
+            tokenizer=self.llm.tokenizer,
+            body=body,
+            params=params,
+            request_id=_name_of(body, request),
+            reader=reader,
+            prompt_end=self.chat.prompt_end(text, continued),
+        )
         body.messages.clear()
         body.tools = None
         return await self._generate(answer, [ids], request)
@@ -159,22 +150,18 @@ class Server:
             options["adapter"] = answer.model
         owner = watch_token(request)
         calls = [self.llm.generate(ids, answer.params, owner=owner, **options) for ids in prompts]
-        state = request.state
-        requests = [self.metrics.counted(call, answer.params, state) for call in calls]
+        requests = [self.metrics.counted(call, answer.params) for call in calls]
         stream_owns_requests = False  # whether the stream owns `requests` and closes them
         try:
             first_deltas = await accepted(requests)
             if answer.body.stream:
                 events = self._events(answer, first_deltas, requests)
                 stream_owns_requests = True
-                return EventStream(events, self.config.heartbeat_seconds, requests)
+                return EventStream(events, requests)
             totals = await gathered(first_deltas, requests)
-            num_bytes = sum(answer.num_bytes(i, total) for i, total in enumerate(totals))
-            is_large = num_bytes > LARGE
-            whole = await run_in_thread(answer.whole, totals) if is_large else None
-            return answered(whole or answer.whole(totals), num_bytes)
-        except ValueError as error:
-            raise answer.body.error(error) from error
+            if answer.has_logprobs:  # there can be `MAX_ENTRIES`
+                return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
+            return json_response(answer.whole(totals))
         finally:
             if not stream_owns_requests:
                 await close_all(requests)
@@ -184,45 +171,36 @@ class Server:
     ) -> AsyncIterator[bytes]:
         stream_options = answer.body.stream_options or StreamOptions()
 
-        async def made(i: int, delta: RequestDelta) -> AsyncIterator[bytes]:
-            is_large = answer.num_bytes(i, delta) > LARGE
-            if is_large:
-                chunks = await run_in_thread(answer.chunks, i, delta)
-            else:
+        async def made(i: int, delta: RequestDelta) -> bytes:
+            if answer.params.prompt_logprobs is None:
                 chunks = answer.chunks(i, delta)
+            else:  # an echo, which has one for each token of the prompt
+                chunks = await asyncio.to_thread(answer.chunks, i, delta)
             for chunk in chunks if stream_options.include_usage else ():
-                chunk["usage"] = (
-                    answer.usage.content() if stream_options.continuous_usage_stats else None
-                )
-            if is_large:
-                async for data in encode_in_thread(chain.from_iterable(map(event_chunks, chunks))):
-                    yield data
-            elif data := b"".join(map(event, chunks)):
-                yield data
+                chunk["usage"] = None
+                if stream_options.continuous_usage_stats:
+                    chunk["usage"] = answer.usage.content()
+            return b"".join(map(event, chunks))
 
         try:
             for i, first in enumerate(first_deltas):
-                async for data in made(i, first):
-                    yield data
+                yield await made(i, first)
             async for i, delta in merged(requests):
-                async for data in made(i, delta):
-                    yield data
+                yield await made(i, delta)
             if stream_options.include_usage:
                 yield event(answer.usage_chunk())
         except Exception as error:  # the answer has begun, so its status cannot change
             yield event(answer.body.error(error).content())
         yield DONE
 
-    async def _ids(
-        self, body: CompletionBody, params: SamplingParams, client: str
-    ) -> list[list[int]]:
+    async def _ids(self, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
         adds = body.add_special_tokens is not False
         found = list[list[int]]()
         for prompt in body.prompts():
             await asyncio.sleep(0)  # each can take a millisecond, and there can be thousands
             if not isinstance(prompt, str):
                 self._check_ids(prompt, "prompt")
-            found.append(await self.llm.prompt_ids(prompt, params, adds, client))
+            found.append(await self.llm.prompt_ids(prompt, params, adds))
             if not found[-1]:  # an empty text is served if the tokenizer adds a BOS
                 raise bad("prompt must have at least one token", "prompt")
         return found
@@ -231,14 +209,8 @@ class Server:
         self, body: ChatBody, params: SamplingParams, request: Request
     ) -> tuple[str, list[int]]:
         """Return the prompt's text and token ids."""
-        adds = bool(body.add_special_tokens)
-        try:
-            if params.truncate_prompt_tokens is None:
-                self.llm.check_chat(len(body.messages), num_chars(body.messages))
-            text = await self._chat_text(body, request)
-            return text, await self.llm.prompt_ids(text, params, adds, client_of(request))
-        except ValueError as error:
-            raise body.error(error) from error
+        text = await self._chat_text(body, request)
+        return text, await self.llm.prompt_ids(text, params, bool(body.add_special_tokens))
 
     async def _chat_text(self, body: ChatBody | TokenizeBody, request: Request) -> str:
         assert body.messages is not None
@@ -249,9 +221,8 @@ class Server:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
-        size = request.state.num_body_bytes + MESSAGE_CHARS * len(body.messages)
-        return await text_thread(size).run(
-            client_of(request),
+        return await run_on_text(
+            request.state.num_body_bytes,
             self.chat.text,
             body.messages,
             body.add_generation_prompt,
@@ -270,7 +241,7 @@ class Server:
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
-    # -- tokens: encoded here, because FastAPI takes ten times as long for a list
+    # -- tokens
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         self._model(body)
@@ -282,20 +253,17 @@ class Server:
         if text is None:
             text = await self._chat_text(body, request)
             adds = bool(body.add_special_tokens)
-        try:
-            ids = await self.llm.encode(text, adds, client=client_of(request))
-        except ValueError as error:
-            raise body.error(error) from error
+        ids = await self.llm.encode(text, adds)
         found = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = map(partial(token_text, self.llm.tokenizer), ids)
-        return answered(found, 16 * len(ids))
+            found["token_strs"] = [token_text(self.llm.tokenizer, i) for i in ids]
+        return json_response(found)
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         self._model(body)
         self._check_ids(body.tokens, "tokens")
         text = await self._decode(body.tokens)
-        return answered({"prompt": text}, len(text))
+        return json_response({"prompt": text})
 
     def _check_ids(self, ids: list[int], field: str) -> None:
         vocab_size = self.llm.model_config.vocab_size
@@ -310,15 +278,14 @@ class Server:
         """Return the token ids of each prompt, for routers that match prefixes."""
         model = self._model(body)
         params = body.params(self.defaults)
-        all_ids = await self._ids(body, params, client_of(request))
-        found = ({"model": model, "token_ids": ids} for ids in all_ids)
-        return answered(found, 8 * sum(map(len, all_ids)))
+        all_ids = await self._ids(body, params)
+        return json_response([{"model": model, "token_ids": ids} for ids in all_ids])
 
     async def render_chat(self, body: ChatBody, request: Request) -> Response:
         model = self._model(body)
         params = body.params(self.defaults)
         _, ids = await self._chat_prompt(body, params, request)
-        return answered({"model": model, "token_ids": ids}, 8 * len(ids))
+        return json_response({"model": model, "token_ids": ids})
 
     # -- the server
 
@@ -344,7 +311,7 @@ class Server:
         ]
         return {"object": "list", "data": data}
 
-    async def load_adapter(self, body: LoadAdapterBody) -> Response:
+    async def load_adapter(self, body: LoadAdapterBody, request: Request) -> Response:
         root = self.config.adapter_root
         if root is None:
             raise ApiError(403, "cannot load adapters over HTTP without --adapter-root")
@@ -364,7 +331,7 @@ class Server:
             raise bad(message, None if message == str(error) else "lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
+    async def unload_adapter(self, body: UnloadAdapterBody, request: Request) -> Response:
         if self.config.adapter_root is None:
             raise ApiError(403, "cannot unload adapters over HTTP without --adapter-root")
         if body.lora_name not in self.llm.adapters:
@@ -392,8 +359,7 @@ def _name_of(body: GenerateBody, request: Request) -> str:
 
 
 class BodyRoute(APIRoute):
-    """A route with FastAPI's schema whose body is read by `read_body`. FastAPI would read the body
-    in the loop, and keep its bytes and objects until the answer is complete."""
+    """A route whose work ends when its client leaves, which FastAPI does not do."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hints = get_type_hints(self.endpoint)
@@ -401,22 +367,24 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            body = await read_body(request, hints["body"])
-            answer = self.endpoint(body, request) if "request" in hints else self.endpoint(body)
-            return await unless_disconnected(request.receive, answer) or CLIENT_DISCONNECTED
+            data = b"".join([part async for part in request.stream()])
+            request.state.num_body_bytes = len(data)
+            body: Body = hints["body"].parsed(data)
+            try:
+                answer = await unless_disconnected(request.receive, self.endpoint(body, request))
+            except ValueError as error:
+                raise body.error(error) from error
+            return answer or CLIENT_DISCONNECTED
 
         return handle
 
 
-def make_app(
-    llm: AsyncLLM, config: ServeConfig, little: AsyncLLM | None = None
-) -> tuple[FastAPI, Gate]:
-    """Return the application, and the gate that wraps it, which is the ASGI app to serve. `little`:
-    a second engine for the page's switch, with so few blocks that requests are preempted."""
+def make_app(llm: AsyncLLM, config: ServeConfig) -> tuple[FastAPI, Gate]:
+    """Return the application, and the gate that wraps it, which is the ASGI app to serve."""
     app = FastAPI(title="vllm-from-scratch", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     gate = Gate(app, config.gate)
-    server = app.state.server = Server(llm, config, gate, little)
+    server = app.state.server = Server(llm, config, gate)
     post: dict[str, Any] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
@@ -427,8 +395,6 @@ def make_app(
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
-    gate.posts = post.keys()
-    gate.metrics = server.metrics
     get: dict[str, Any] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.model,
@@ -438,43 +404,23 @@ def make_app(
         "/": server.live.page,
         "/events": server.live.events,
     }
-    small = server
-    if little is not None:
-        small = app.state.little = Server(little, config, gate)
-        post[f"{LITTLE}/v1/completions"] = small.completions
-        post[f"{LITTLE}/v1/chat/completions"] = small.chat_completions
-        get[f"{LITTLE}/events"] = small.live.events
-
-    def count_abandoned(scope: Scope) -> None:
-        path = scope["path"]
-        if path.removeprefix(LITTLE) in MAY_STREAM and not scope["state"].get("is_counted"):
-            found = small if path.startswith(LITTLE) else server
-            found.metrics.count_abandoned()
-
-    gate.on_abandoned = count_abandoned
     for path, route in [*post.items(), *get.items()]:
-        is_json = path not in ("/metrics", "/health") and "lora" not in path
         app.add_api_route(
             path,
             route,
             methods=["POST" if path in post else "GET"],
             response_model=None,
-            response_class=JSONResponse if is_json else Response,
-            responses={**ERRORS, **(STREAMS if path in MAY_STREAM else {})},
-            include_in_schema=path not in FOR_PEOPLE and not path.startswith(LITTLE),
+            responses=ERRORS,
+            include_in_schema=path != "/events",
         )
-    # A `ValueError` comes from an invalid text or a path. Other errors are logged with a traceback.
-    for kind in (ApiError, ValueError, QueueFull, EngineError, Exception):
-        app.add_exception_handler(kind, partial(_on_error, post))
+    for kind in (ApiError, QueueFull, EngineError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     return app, gate
 
 
-def _on_error(routes: Mapping[str, Any], request: Request, error: Exception) -> Response:
-    """Return the response for an error. `routes`: the routes with a body, by path."""
-    route = routes.get(request.url.path)
-    body = None if route is None else get_type_hints(route)["body"]
-    return error_response(api_error(error, () if body is None else body.model_fields))
+def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:

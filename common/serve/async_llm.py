@@ -12,24 +12,28 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig, EngineStats
 from common.requests.input_processor import plain
 from common.requests.token_rules import without_texts
 from common.serve.deltas import EngineUpdate, RequestDelta
-from common.serve.engine_loop import EngineError, EngineLoop, EngineStopped, QueueFull
-from common.serve.fair_thread import text_thread
-from common.serve.prompt_length import PromptTooLong, longest_token
+from common.serve.engine_loop import (
+    EngineError,
+    EngineLoop,
+    EngineStopped,
+    PromptTooLong,
+    QueueFull,
+)
 from request import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,9 +44,21 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
 LONG_TEXT = 4096  # characters; a longer prompt is tokenized outside the loop
-COUNTED_BYTES = 1 << 20  # largest text that is tokenized even if it cannot fit; 4 s of a core
+MAX_SHORT = 64 << 10  # characters; tokenizing them takes about 50 ms
 MAX_DELTAS_PER_TURN = 8  # deltas delivered before the loop can run something else
 MAX_OWNERS = 10_000  # requests whose owner is remembered
+# Texts are tokenized and rendered here, so that megabytes delay neither the loop nor short texts.
+_SHORT_TEXTS = ThreadPoolExecutor(1, "short texts")
+_LONG_TEXTS = ThreadPoolExecutor(1, "long texts")
+
+
+T = TypeVar("T")
+
+
+async def run_on_text(num_chars: int, call: Callable[..., T], *arguments: Any) -> T:
+    """Return `call(*arguments)`, run in the thread for texts of this length."""
+    executor = _SHORT_TEXTS if num_chars <= MAX_SHORT else _LONG_TEXTS
+    return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
 
 
 class Mailbox:
@@ -83,8 +99,7 @@ class AsyncLLM:
         self._names: dict[str, str] = {}  # the engine's request name, by the caller's
         self.owners: dict[str, str] = {}  # by the engine's request name, the newest last
         self._num_requests = 0
-        self._calls: dict[int, asyncio.Future] = {}
-        self._num_calls = 0
+        self._calls: set[asyncio.Future] = set()
         self._given: deque[RequestDelta] = deque()
         self._is_closed = False
         self.stats = EngineStats()  # as of the engine's last delivery
@@ -100,8 +115,7 @@ class AsyncLLM:
         self.model_config = engine.model_config
         self.stats = engine.stats()
         self._vocab_size = engine.vocab_size  # tokens that can be sampled
-        self._max_token_bytes = longest_token(self.tokenizer)
-        self.adapters = _adapters_of(engine)  # names that are loaded
+        self.adapters = engine.adapters  # names that are loaded
 
     def _make_engine(self) -> LLMEngine:
         """Create the engine. Runs in the engine's thread."""
@@ -172,53 +186,31 @@ class AsyncLLM:
         prompt: str | list[int],
         params: SamplingParams,
         add_special_tokens: bool = True,
-        client: str = "",
     ) -> list[int]:
-        """Return the token ids of a prompt. Long texts of one `client` are tokenized one after
-        another. Raises `ValueError` for invalid text, and `PromptTooLong`."""
-        is_cut = params.truncate_prompt_tokens is not None
+        """Return the token ids of a prompt. Raises `ValueError` for invalid text, and
+        `PromptTooLong`."""
         if isinstance(prompt, str):
-            counted = COUNTED_BYTES if is_cut else 0
-            prompt = await self.encode(prompt, add_special_tokens, counted, client)
-        if not is_cut:
-            self._check_room(len(prompt))
-        return prompt
-
-    def check_chat(self, num_messages: int, num_chars: int) -> None:
-        """Raise `PromptTooLong` for messages that must exceed the model's maximum length, before a
-        template renders them: each takes a token or more."""
-        num_tokens = max(num_messages, math.ceil(num_chars / self._max_token_bytes))
-        self._check_room(num_tokens, " or more")
-
-    def _check_room(self, num_tokens: int, more: str = "") -> None:
-        if num_tokens >= self.max_model_len:
+            prompt = await self.encode(prompt, add_special_tokens)
+        if params.truncate_prompt_tokens is None and len(prompt) >= self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens{more}, but this model takes at most "
+                f"the prompt has {len(prompt)} tokens, but this model takes at most "
                 f"{self.max_model_len - 1}, since prompt and output together may have "
                 f"{self.max_model_len}"
             )
+        return prompt
 
-    async def encode(
-        self,
-        text: str,
-        add_special_tokens: bool = True,
-        counted: int = COUNTED_BYTES,
-        client: str = "",
-    ) -> list[int]:
-        """Return the token ids of a text. Raises `ValueError` for invalid text, and `PromptTooLong`
-        for a text of more than `counted` bytes that must exceed the model's maximum length."""
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises `ValueError` for invalid text."""
         try:
-            num_bytes = len(text.encode())
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError("prompt contains an unpaired surrogate") from error
-        if num_bytes > counted:
-            self._check_room(math.ceil(num_bytes / self._max_token_bytes), " or more")
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         # As a batch, because for a single text the library holds Python's lock until the end.
         encode = self.tokenizer.backend.encode_batch_fast
         call = partial(encode, [text], add_special_tokens=add_special_tokens)
-        return (await text_thread(len(text)).run(client, call))[0].ids
+        return (await run_on_text(len(text), call))[0].ids
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, and an `EngineError`."""
@@ -256,25 +248,22 @@ class AsyncLLM:
         while not await self.call(lambda engine: loading.is_over()):
             await asyncio.sleep(0.01)
         await self.call(_end_load, name, loading)
-        self.adapters = await self.call(_adapters_of)
+        self.adapters = await self.call(lambda engine: engine.adapters)
 
     async def unload_adapter(self, name: str) -> None:
         """`LLMEngine.unload_adapter`."""
         await self.call(LLMEngine.unload_adapter, name)
-        self.adapters = await self.call(_adapters_of)
+        self.adapters = await self.call(lambda engine: engine.adapters)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
-        loop = self._bind()
-        self._num_calls += 1
-        number = self._num_calls
-        future = loop.create_future()
-        self._calls[number] = future
-        self._engine_loop.call(number, method, *arguments)
+        self._bind()
+        future = asyncio.wrap_future(self._engine_loop.call(method, *arguments))
+        self._calls.add(future)
         try:
             return await future
         finally:
-            del self._calls[number]
+            self._calls.discard(future)
 
     def close(self) -> None:
         """End all requests and the engine. Can be called from any thread."""
@@ -303,19 +292,12 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(self._receive, engine_update)
 
     def _receive(self, engine_update: EngineUpdate) -> None:
-        for number, answer in engine_update.answers.items():
-            future = self._calls.get(number)
-            if future is not None and not future.done():
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
         if engine_update.is_last:
             error = EngineStopped(self.death_reason or "the engine is closed; create a new one")
             engine_update.deltas += [
                 RequestDelta(name, finished=True, error=error) for name in self._mailboxes
             ]
-            for future in self._calls.values():
+            for future in self._calls:
                 if not future.done():
                     future.set_exception(error)
         is_busy = bool(self._given)
@@ -340,7 +322,3 @@ def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
 def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
     with engine.lock:
         engine.named_adapters().end_load(name, loading)
-
-
-def _adapters_of(engine: LLMEngine) -> list[str]:
-    return engine.adapters

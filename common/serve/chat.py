@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from common.requests.tokenizer import Tokenizer
-from common.serve.content_forms import TEXT_TYPES, ContentForms
+from common.serve.content_forms import ContentForms, text_of
 from common.serve.errors import ApiError, bad
 from common.serve.flags import ALWAYS_THINKING
-from common.serve.template_errors import words_of
 from common.serve.tool_calls import CALL, END_THINK, MARKS, THINK, Reader, ToolUse, calls_of_history
 
 logger = logging.getLogger(__name__)
@@ -72,10 +71,9 @@ class ChatPrompts:
     def prompt_end(self, prompt: str, continued: dict[str, Any] | None = None) -> str:
         """Return the prompt's end from its last mark of reasoning on, if the answer begins after
         it, else "". `continued` is the message that the answer continues."""
-        begun = "" if continued is None else self._forms.content(continued, "messages")
+        begun = "" if continued is None else continued.get("content") or ""
         if not isinstance(begun, str):
-            texts = [part.get("text") for part in begun]
-            begun = "".join(text for text in texts if isinstance(text, str))
+            begun = "".join(text_of(part, "messages") for part in begun)
         marks = list(re.finditer(f"{THINK}|{END_THINK}", begun))
         if marks:
             return begun[marks[-1].start() :]
@@ -120,8 +118,7 @@ class ChatPrompts:
         try:
             return self._render(read, adds, continues, kwargs)
         except Exception as error:  # a template is a program that can raise its own errors
-            words = words_of(error, self._template_text)
-            raise bad(f"cannot render these messages: {words}", "messages") from error
+            raise bad(f"cannot render these messages: {error}", "messages") from error
 
     def _render(
         self, messages: list[dict[str, Any]], adds: bool, continues: bool, kwargs: dict[str, Any]
@@ -149,13 +146,3 @@ class ChatPrompts:
         if message.get("reasoning"):  # vLLM's name; templates use another one
             found.setdefault("reasoning_content", message["reasoning"])
         return found
-
-
-def num_chars(messages: list[dict[str, Any]]) -> int:
-    """Return the number of characters of the messages' texts."""
-    contents = [message.get("content") for message in messages]
-    texts = [content for content in contents if not isinstance(content, list)]
-    keys = set(TEXT_TYPES.values())
-    for part in (part for content in contents if isinstance(content, list) for part in content):
-        texts += [part.get(key) for key in keys] if isinstance(part, dict) else [part]
-    return sum(len(text) for text in texts if isinstance(text, str))

@@ -30,7 +30,7 @@ from common.llm import LLM
 from common.serve.app import ServeConfig, make_app
 from common.serve.async_llm import AsyncLLM
 from common.serve.ports import open_port
-from common.serve.running import DrainingServer, little_settings, make_event_loop
+from common.serve.running import DrainingServer
 
 SMALL = dict(num_blocks=400, dtype="float64", num_threads=1, compile=False)
 # Too little memory for all: some are preempted.
@@ -239,20 +239,15 @@ def in_thread(
 def running(
     config: ServeConfig | None = None,
     max_waiting: int | None = None,
-    *,
-    has_little: bool = False,
     **settings: Any,
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         llm = AsyncLLM(max_waiting=max_waiting, **(SMALL | settings))
         stack.callback(llm.close)
-        little = AsyncLLM(**(SMALL | little_settings(settings))) if has_little else None
-        if little is not None:
-            stack.callback(little.close)
-        app, gate = make_app(llm, config or ServeConfig(MODEL), little)
-        server = DrainingServer(llm, gate, 2.0, little)
+        app, gate = make_app(llm, config or ServeConfig(MODEL))
+        server = DrainingServer(llm, gate, 2.0)
         server.config.timeout_keep_alive = 1  # tests wait for it
-        loop = make_event_loop()
+        loop = asyncio.new_event_loop()
         listener = stack.enter_context(in_thread(server, loop))
         yield Running(llm, listener.getsockname()[1], loop, app, listener)
 

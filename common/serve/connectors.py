@@ -20,16 +20,16 @@ def make_connector(fields: Mapping[str, Any]) -> KVConnector:
     invalid fields, and if there is no store."""
     from mooncake_master import MooncakeUnavailableError
 
-    others = dict(fields)
-    if (kind := others.pop("kind", None)) != "mooncake":
-        raise ValueError(f"kv_connector must have kind 'mooncake', got {kind!r}")
+    if fields.get("kind") != "mooncake":
+        raise ValueError(f"kv_connector must have kind 'mooncake', got {fields.get('kind')!r}")
     try:
-        return _mooncake(**others)
+        return _mooncake(**fields)
     except (TypeError, MooncakeUnavailableError) as error:
         raise ValueError(f"kv_connector: {error}") from error
 
 
 def _mooncake(
+    kind: str,
     master: str,
     metadata: str,
     segment_mbytes: int = 256,

@@ -6,7 +6,6 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.engine_config import EngineStats
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestMetrics
@@ -65,12 +64,11 @@ class RequestDelta:
 
 @dataclass(slots=True)
 class EngineUpdate:
-    """The results of one step for other threads. `answers`: results of calls, by their number.
-    `is_last`: no update follows, so everything still pending has failed."""
+    """The results of one step for other threads. `is_last`: no update follows, so everything still
+    pending has failed."""
 
     deltas: list[RequestDelta]
     stats: EngineStats
-    answers: dict[int, Any] = field(default_factory=dict)
     is_last: bool = False
 
 

@@ -33,6 +33,10 @@ class QueueFull(Exception):
     """A valid request is refused because too many are waiting."""
 
 
+class PromptTooLong(ValueError):
+    """The prompt and an answer exceed the model's maximum length."""
+
+
 class EngineError(RuntimeError):
     """An accepted request cannot continue; the message gives the reason. All requests of a step get
     the message, so it names only an exception's type; `__cause__` is the exception itself."""
@@ -67,7 +71,6 @@ class EngineLoop:
         self._num_sequences = 0  # of the requests in `_sources`
         self._deltas: list[RequestDelta] = []  # to be delivered
         self._has_aborted = False  # since the last delivery, whose statistics are now outdated
-        self._answers: dict[int, Any] = {}
         self._last_error: Exception | None = None  # set if the last step failed
         self._death_error: BaseException | None = None
         self._num_failures = 0
@@ -88,10 +91,11 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         self._inbox.put((self._abort, (request_id,)))
 
-    def call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
-        """Run `method(engine, *arguments)` between two steps. Its result, or the exception that it
-        raised, is delivered under `number`."""
-        self._inbox.put((self._call, (number, method, *arguments)))
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Future:
+        """Run `method(engine, *arguments)` between two steps. Returns its result to come."""
+        future = Future()
+        self._inbox.put((self._call, (future, method, *arguments)))
+        return future
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._inbox.put((self._close, ()))
@@ -204,14 +208,12 @@ class EngineLoop:
         return delta
 
     def _send_update(self, is_last: bool = False) -> None:
-        deltas = self._deltas
-        answers = self._answers
-        if not (deltas or answers or is_last or self._has_aborted):
+        if not (self._deltas or is_last or self._has_aborted):
             return
         self._has_aborted = False
+        update = EngineUpdate(self._deltas, self._engine.stats(), is_last)
         self._deltas = []
-        self._answers = {}
-        self._deliver(EngineUpdate(deltas, self._engine.stats(), answers, is_last))
+        self._deliver(update)
 
     def _enqueue(self, request_id: str, *arguments: Any) -> None:
         self._new_requests[request_id] = arguments
@@ -248,13 +250,13 @@ class EngineLoop:
     def _remove_source(self, request_id: str) -> None:
         self._num_sequences -= len(self._sources.pop(request_id).group.sequences)
 
-    def _call(self, number: int, method: Callable[..., Any], *arguments: Any) -> None:
+    def _call(self, future: Future, method: Callable[..., Any], *arguments: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            self._answers[number] = method(self._engine, *arguments)
-        except StopIteration as error:  # a future does not accept it
-            self._answers[number] = RuntimeError(f"StopIteration: {error}")
+            future.set_result(method(self._engine, *arguments))
         except Exception as error:
-            self._answers[number] = error
+            future.set_exception(error)
 
     def _close(self) -> None:
         self._is_closing = True

@@ -4,13 +4,13 @@ See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
-from pydantic import BaseModel
+from starlette.responses import Response
 
-from common.serve.engine_loop import EngineError, EngineStopped, QueueFull
-from common.serve.prompt_length import PromptTooLong
+from common.serve.engine_loop import EngineError, EngineStopped, PromptTooLong, QueueFull
 
 _TYPES = {
     401: "authentication_error",
@@ -21,19 +21,6 @@ _TYPES = {
 }
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000  # characters of a message, which may quote what the client has sent
-
-
-class ErrorContent(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of an error response, for the API's schema."""
-
-    error: ErrorContent
 
 
 class ApiError(Exception):
@@ -59,6 +46,19 @@ class ApiError(Exception):
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def to_json(content: Any) -> bytes:
+    """Return `content` as JSON in ASCII: some clients end lines at U+2028."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def json_response(content: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.content(), error.status, error.headers())
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,5 +1,5 @@
-"""Every field of `EngineConfig` as a flag: its name, default and comment are read from there, so
-that they are written only once.
+"""Every field of `EngineConfig` as a flag: its name and default are read from there, so that they
+are written only once.
 
 See common/serve/README.md"""
 
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -24,14 +22,11 @@ TOOL_CALL_PARSERS = ("hermes", "granite4")
 ALWAYS_THINKING = ("deepseek_r1", "kimi_k2", "minimax_m2", "olmo3", "step3")
 REASONING_PARSERS = (*ALWAYS_THINKING, "deepseek_v3", "glm45", "holo2", "mimo", "nemotron_v3")
 REASONING_PARSERS += ("qwen3", "step3p5")
-_FIELD = re.compile(r"    (\w+): [^#]*?(?:# (.*))?$")
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    comments = field_comments()
     for field in dataclasses.fields(EngineConfig):
         if field.name not in NO_FLAG:
-            help_text = f"{comments.get(field.name, '')} (default: {field.default})"
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
                 type=_reader(field),
@@ -39,7 +34,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
                 const=True,
                 default=argparse.SUPPRESS,
                 metavar="V",
-                help=help_text.replace("%", "%%"),
+                help=f"(default: {field.default})",
             )
 
 
@@ -52,21 +47,6 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
         given["kv_connector"] = make_connector(given["kv_connector"])
     return given
-
-
-def field_comments() -> dict[str, str]:
-    """Return the comment next to each field of `EngineConfig`, or directly above it."""
-    found: dict[str, str] = {}
-    above: list[str] = []
-    for line in inspect.getsource(EngineConfig).splitlines():
-        if line.startswith("    # "):
-            above.append(line[6:])
-        elif (match := _FIELD.match(line)) is not None:
-            found[match[1]] = match[2] or " ".join(above)
-            above = []
-        elif line.startswith("    def "):
-            break
-    return found
 
 
 def _reader(field: dataclasses.Field) -> Callable[[str], Any]:

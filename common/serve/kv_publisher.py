@@ -20,10 +20,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from common.serve.kv_wire import Event, pack_batch
+
+if TYPE_CHECKING:
+    from common.serve.kv_events import CacheChanges
 
 logger = logging.getLogger(__name__)
 BUFFER_STEPS = 10_000  # batches that are kept
@@ -32,25 +34,15 @@ POLL_S = 0.1  # between checks for events without `wake`, and for replay request
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-class EventSource(Protocol):
-    def take(self) -> Iterable[list[Event]]:
-        """Return the batches to send now."""
-        ...
-
-    def restart_stream(self) -> None:
-        """Make the next batch restart the stream with the complete state."""
-        ...
-
-
 class EventPublisher:
-    """Sends an `EventSource`'s batches from a separate thread. The constructor binds the sockets
+    """Sends the batches of `source` from a separate thread. The constructor binds the sockets
     and raises `ValueError` for an unavailable address; sending begins with `start`. `tcp://*:5557`
     is reachable from other machines, `tcp://127.0.0.1:*` only from this one, at a free port, which
     `endpoint` then contains."""
 
     def __init__(
         self,
-        source: EventSource,
+        source: CacheChanges,
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",

@@ -23,8 +23,6 @@ See common/serve/README.md#seen-live"""
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import io
 import json
 from collections.abc import AsyncIterator, Callable
@@ -32,17 +30,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.engine import LLMEngine
 from common.events.event_page import put_together
 from common.events.hidden_frames import hide_texts
-from common.serve.answers import to_json
 from common.serve.async_llm import AsyncLLM
-from common.serve.errors import ApiError, bad
+from common.serve.errors import ApiError, bad, to_json
 from common.serve.gate import Gate
-from common.serve.streams import EventStream, within
+from common.serve.streams import EventStream
 
 if TYPE_CHECKING:
     from common.events.frame_recorder import FrameRecorder
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 FILES = Path(__file__).parent / "live_page"
 SCRIPTS = ("live.js", "playground_words.js", "playground.js", "live_caption.js", "live_start.js")
 TITLE = ("The engine, live", "引擎实况")
+POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"  # and the page's own
 MAX_VIEWERS = 16
 MAX_BEHIND = 1 << 20  # characters that a viewer has not read
 AGAIN_S = 1.0  # between two beginnings for one viewer, because each costs the engine time
@@ -100,10 +99,8 @@ class Viewer:
 
     async def take(self) -> list[str]:
         """Return the unread texts; [] if none arrived within `LOOK_S` seconds."""
-        try:
-            await within(LOOK_S, self._is_full.wait())
-        except asyncio.TimeoutError:
-            return []
+        with anyio.move_on_after(LOOK_S):
+            await self._is_full.wait()
         self._is_full.clear()
         texts = self._texts
         self._texts = []
@@ -125,10 +122,9 @@ class Sink(io.TextIOBase):
 class LivePage:
     """The routes `/` and `/events`."""
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, little: AsyncLLM | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, gate: Gate) -> None:
         self.llm = llm
         self.gate = gate
-        self.little = little
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: FrameRecorder | None = None  # belongs to the engine's thread
@@ -137,32 +133,17 @@ class LivePage:
     # -- the page
 
     async def page(self) -> Response:
-        text, policy = self._page
-        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
-
-    @property
-    def _num_little(self) -> int:
-        """The number of blocks of the small engine; 0 if there is none."""
-        return 0 if self.little is None else (self.little.config.num_blocks or 1) - 1
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": POLICY})
 
     @cached_property
-    def _page(self) -> tuple[str, str]:
-        """The page, and its Content-Security-Policy: its own script, and requests to this server
-        only."""
-        text = put_together(
+    def _page(self) -> str:
+        return put_together(
             TITLE[0],
-            {"is_live": True, "title": TITLE, "num_little": self._num_little},
+            {"is_live": True, "title": TITLE},
             starts=[FILES / name for name in SCRIPTS],
             styles=[FILES / "live.css"],
             policy="; connect-src 'self'",
         )
-        script = text.rpartition("<script>")[2].partition("</script>")[0]
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy = (
-            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        return text, policy
 
     # -- the frames
 

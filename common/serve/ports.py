@@ -8,18 +8,12 @@ import socket
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet. Raises `OSError`, and `ValueError` for
-    an invalid port number."""
-    if not 0 <= port <= 65535:
-        raise ValueError("ports must be numbers from 0 to 65535")
+    """Return a socket that is bound but does not listen yet. Raises `OSError`, and `OverflowError`
+    for an invalid port number."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With an explicit protocol, asyncio sets TCP_NODELAY on accepted connections; otherwise small
     # packets wait 40 ms for each other.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except BaseException:
-        listener.close()
-        raise
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
     return listener

@@ -4,7 +4,6 @@ See common/serve/README.md"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
@@ -24,9 +23,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
-from starlette.datastructures import State
 
 from common.engine_config import STEP_SIZES, EngineStats
+from common.requests.output_processor import RequestMetrics
 from common.serve.async_llm import AsyncLLM
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import QueueFull
@@ -75,7 +74,6 @@ _SPECULATION = {  # counters of an engine that has it
     "spec_decode_num_draft_tokens": ("num_drafted_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted."),
 }
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # labels are not endless
 
 
 class ServerMetrics:
@@ -107,43 +105,15 @@ class ServerMetrics:
         )
         for reason in _REASONS:
             self._ended_by(reason)
-        of_route = ("handler", "method")
-        self._responses = Counter(
-            "http_requests",
-            "Requests by path, method and status, but for those of health and metrics.",
-            (*of_route, "status"),
-            registry=self._registry,
-        )
-        self._response_times = Histogram(
-            "http_request_duration_seconds",
-            "From a request's headers to the end of its response.",
-            of_route,
-            buckets=_SHORT,
-            registry=self._registry,
-        )
         for collector in ProcessCollector, GCCollector, PlatformCollector:
             collector(registry=self._registry)
-
-    def on_response(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP response. `handler` is the path of a route, or "none"."""
-        known = method if method in _METHODS else "none"
-        self._responses.labels(handler, known, f"{status // 100}xx").inc()
-        self._response_times.labels(handler, known).observe(seconds)
-
-    def count_abandoned(self) -> None:
-        """Count a request whose client disconnected before the engine's part of it began."""
-        self._ended_by("abort").inc()
 
     async def counted(
         self,
         request: AsyncIterator[RequestDelta],
         params: SamplingParams,
-        state: State | None = None,
     ) -> AsyncIterator[RequestDelta]:
-        """Yield the deltas of a request unchanged, and count them. `state.is_counted` is set when
-        this begins: a generator that never begins counts nothing."""
-        if state is not None:
-            state.is_counted = True
+        """Yield the deltas of a request unchanged, and count them."""
         reason = "abort"  # unless the request finishes
         begin = time.monotonic()
         is_first = True
@@ -158,15 +128,12 @@ class ServerMetrics:
                     self._observe("time_to_first_token_seconds", time.monotonic() - begin)
                     is_first = False
                 if delta.metrics is not None and delta.error is None:
-                    reason = await self._note(delta, max(num_generated))
+                    self._note_end(delta.metrics, params, num_generated)
                     self._observe("request_prompt_tokens", num_prompt)
-                    self._observe("request_generation_tokens", sum(num_generated))
                     num_computed = num_prompt - delta.num_cached_tokens
                     self._observe("request_prefill_kv_computed_tokens", num_computed)
-                    self._observe("request_params_n", params.n)
-                    if params.max_tokens is not None:  # a number of any size
-                        limit = min(params.max_tokens, self.llm.max_model_len)
-                        self._observe("request_params_max_tokens", limit)
+                    reasons = [one.finish_reason for one in delta.completions.values()]
+                    reason = next(filter(None, reasons))
                 yield delta
         except Exception as error:
             reason = "refused" if isinstance(error, ValueError | QueueFull) else "error"
@@ -182,12 +149,13 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    async def _note(self, delta: RequestDelta, max_num_generated: int) -> str:
-        times = delta.metrics
-        assert times is not None
+    def _note_end(
+        self, times: RequestMetrics, params: SamplingParams, num_generated: list[int]
+    ) -> None:
         begin = times.first_scheduled_time
         first = times.first_token_time
         last = times.last_token_time
+        longest = max(num_generated)
         if times.queue_time is not None:
             self._observe("request_queue_time_seconds", times.queue_time)
         if begin is not None and first is not None and last is not None:
@@ -195,15 +163,17 @@ class ServerMetrics:
             self._observe("request_prefill_time_seconds", first - begin)
             self._observe("request_decode_time_seconds", last - first)
             self._observe("request_inference_time_seconds", last - begin)
-            if max_num_generated > 1:
-                per_token = (last - first) / (max_num_generated - 1)
+            if longest > 1:
+                per_token = (last - first) / (longest - 1)
                 self._observe("request_time_per_output_token_seconds", per_token)
-        self._observe("request_max_num_generation_tokens", max_num_generated)
-        for i, seconds in enumerate(times.inter_token_latencies):
+        for seconds in times.inter_token_latencies:
             self._observe("inter_token_latency_seconds", seconds)
-            if i % 1000 == 999:  # with n=128 there can be 200,000
-                await asyncio.sleep(0)
-        return next(c.finish_reason for c in delta.completions.values() if c.finish_reason)
+        self._observe("request_generation_tokens", sum(num_generated))
+        self._observe("request_max_num_generation_tokens", longest)
+        self._observe("request_params_n", params.n)
+        if params.max_tokens is not None:  # a number of any size
+            limit = min(params.max_tokens, self.llm.max_model_len)
+            self._observe("request_params_max_tokens", limit)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics. Called by the registry."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -17,26 +16,12 @@ from common.serve.deltas import RequestDelta
 T = TypeVar("T")
 Deltas = AsyncIterator[RequestDelta]
 CLIENT_DISCONNECTED = Response(status_code=499)  # nginx's status for it; no client reads it
-HEARTBEAT = b": still here\n\n"
 
 
 async def listen_for_disconnect(receive: Receive) -> None:
     """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-    """Return the result of `awaitable`. Raises `asyncio.TimeoutError` after `seconds`. Before
-    Python 3.12, `asyncio.wait_for` ignores a cancellation that comes with the result
-    (python/cpython#86296); this does not."""
-    work = asyncio.ensure_future(awaitable)
-    try:
-        if not (await asyncio.wait({work}, timeout=seconds))[0]:
-            raise asyncio.TimeoutError
-        return await work
-    finally:
-        await _end([work])
 
 
 async def unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
@@ -69,20 +54,9 @@ async def gathered(
     first_deltas: list[RequestDelta], requests: Sequence[Deltas]
 ) -> list[RequestDelta]:
     """Return each request's deltas merged into one. If one request fails, the others are ended."""
-
-    async def whole(total: RequestDelta, request: Deltas) -> RequestDelta:
-        async for delta in request:
-            total.extend(delta)
-        return total
-
-    tasks = [
-        asyncio.ensure_future(whole(first, request))
-        for first, request in zip(first_deltas, requests, strict=True)
-    ]
-    try:
-        return [await task for task in tasks]
-    finally:
-        await _end(tasks)
+    async for i, delta in merged(requests):
+        first_deltas[i].extend(delta)
+    return first_deltas
 
 
 async def merged(requests: Sequence[Deltas]) -> AsyncIterator[tuple[int, RequestDelta]]:
@@ -129,15 +103,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        heartbeat_s: float | None = None,
-        requests: Sequence[Deltas] = (),
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Deltas] = ()) -> None:
         super().__init__()
         self.events = events
-        self.heartbeat_s = heartbeat_s
         self.requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,21 +118,6 @@ class EventStream(Response):
             await close_all([self.events, *self.requests])
 
     async def _send_all(self, send: Send) -> None:
-        events = self.events if self.heartbeat_s is None else self._with_heartbeats()
-        async with aclosing(events):  # pyright: ignore[reportArgumentType]
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        async for data in self.events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-    async def _with_heartbeats(self) -> AsyncIterator[bytes]:
-        while True:
-            coming = asyncio.ensure_future(anext(self.events))
-            try:
-                while not (await asyncio.wait({coming}, timeout=self.heartbeat_s))[0]:
-                    yield HEARTBEAT
-                data = await coming
-            except StopAsyncIteration:
-                return
-            finally:
-                await _end([coming])
-            yield data

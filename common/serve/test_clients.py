@@ -16,17 +16,27 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import msgpack
 import openai
 import pytest
+import zmq
 
 from common.engine_config import SHIPPED_ADAPTER
 from common.llm import LLM, SamplingParams
 from common.serve.__main__ import main as command
 from common.serve.conftest import MODEL, Running, fail_next, posted, running, wait_for
-from common.serve.kv_listen import listen
 from common.serve.kv_wire import Event
 from common.serve.ports import open_port
 from common.tests.forked import Forked, start_program
+
+
+def listen(endpoint: str) -> Iterator[Event]:
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(endpoint)
+    socket.subscribe("")
+    while True:
+        yield from msgpack.unpackb(socket.recv_multipart()[2])[1]
+
 
 PROMPT = "def fibonacci(n):\n    if n"
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
@@ -235,7 +245,7 @@ def test_kv_events_of_a_server_are_heard() -> None:
         one, heard = client_of(log), listen(address)
 
         def hear(kind: str) -> Event:
-            return next(event for _, event in heard if event["type"] == kind)
+            return next(event for event in heard if event["type"] == kind)
 
         coming = pool.submit(hear, "BlockStored")
         for i in range(300):  # until the reader is connected

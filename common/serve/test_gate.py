@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.serve.gate import MAX_BODIES, Gate, GateConfig
-from common.serve.large_json import LARGE
+from common.serve.gate import MAX_CHUNKS, Gate, GateConfig
 
 JSON = {"content-type": "application/json", "host": "localhost"}
 DISCONNECT = {"type": "http.disconnect"}
@@ -19,22 +18,19 @@ COMPLETIONS = "POST /v1/completions"
 
 
 class Asked:
-    """One request, in parts, at a gate, with its result. `read`: what the application read of it,
-    `counted`: the bytes that were held then."""
+    """One request, in parts, at a gate, with its result. `read`: what the application read."""
 
     def __init__(
         self, config: GateConfig, headers: dict[str, str], *parts: Any, **scope: Any
     ) -> None:
-        self.sent, self.read, self.counted, self.abandoned = ([] for _ in range(4))
+        self.sent, self.read = [], []
         self._parts: list[Any] = [*parts]
         self.gate = Gate(self._app, config)
         self.gate.is_draining = scope.pop("is_draining", False)
-        held = self.gate.num_body_bytes = scope.pop("held", 0)
-        self.gate.on_abandoned = self.abandoned.append
         own = [(name.encode(), value.encode()) for name, value in headers.items()]
         about = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": own}
         asyncio.run(self.gate(about | scope, self._receive, self._send))
-        assert self.gate.num_posts == 0 and self.gate.num_body_bytes == held
+        assert self.gate.num_posts == 0
         self.status = self.sent[0]["status"]
         self.headers = {k.decode().lower(): v.decode() for k, v in self.sent[0]["headers"]}
 
@@ -44,7 +40,7 @@ class Asked:
         part = self._parts.pop(0)
         if not isinstance(part, bytes):
             return part
-        has_more = bytes in map(type, self._parts)
+        has_more = bool(self._parts) and isinstance(self._parts[0], bytes)
         return {"type": "http.request", "body": part, "more_body": has_more}
 
     async def _send(self, reason: Any) -> None:
@@ -54,7 +50,6 @@ class Asked:
         assert self.gate.num_posts == (scope["method"] == "POST"), "a shutdown waits for it"
         while self._parts or (scope["method"] == "POST" and not self.read):
             self.read.append(await receive())
-            self.counted.append(self.gate.num_body_bytes)
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
     @property
@@ -72,7 +67,6 @@ OWN = GateConfig("0.0.0.0", "k")
 OTHERS = GateConfig(allowed_hosts=("Host.Docker.internal",), allowed_origins=(PAGE,))
 DOCKER = JSON | {"host": "host.docker.internal:8000"}
 OPEN_METRICS = GateConfig(api_key="k", metrics_need_key=False)
-BOTH = JSON | {"content-length": "2", "transfer-encoding": "chunked"}  # RFC 9112, 6.3
 SEEN = "GET /health"
 WRONG = ("Bearer ", "", "Bearer kk", "Basic k", "k", "Bearer  k", "Bearer k ")
 ANYWHERE = GateConfig("0.0.0.0")
@@ -111,11 +105,10 @@ ADMITTED: list[tuple[GateConfig, dict[str, str], str, int]] = [
     (OTHERS, JSON | {"origin": PAGE}, COMPLETIONS, 204),
     (OTHERS, JSON | {"origin": EVIL}, COMPLETIONS, 403),
     (GateConfig(allowed_origins=("*",)), JSON | {"origin": EVIL}, COMPLETIONS, 204),
-    # a body is JSON, and of one length
+    # a body is JSON
     (LOCAL, JSON | {"content-type": "Application/JSON ; charset=utf-8"}, COMPLETIONS, 204),
     *((LOCAL, JSON | {"content-type": kind}, COMPLETIONS, 415) for kind in ("text/plain", "")),
     (LOCAL, JSON | {"transfer-encoding": "chunked"}, COMPLETIONS, 204),
-    *((LOCAL, BOTH, asked, 400) for asked in (COMPLETIONS, "POST /nothing", SEEN)),
 ]
 
 
@@ -126,7 +119,6 @@ def test_who_is_admitted(
     method, path = asked.split()
     found = Asked(config, headers, b"{}", method=method, path=path)
     assert found.status == status
-    assert (found.headers.get("connection") == "close") == (status == 400)
     if status == 401:
         assert found.error["code"] == "invalid_api_key"
         assert found.headers["www-authenticate"] == "Bearer"
@@ -137,49 +129,39 @@ def test_who_is_admitted(
 def test_another_page_asks_first() -> None:
     with_key = GateConfig(api_key="k", allowed_origins=(PAGE,))
     asks = JSON | {"origin": PAGE, "access-control-request-headers": "authorization,x-y"}
+    asks |= {"access-control-request-method": "POST"}
     preflight = Asked(with_key, asks, method="OPTIONS")
-    assert preflight.status == 204 and not preflight.read
+    assert preflight.status == 200 and not preflight.read
     assert preflight.headers["access-control-allow-headers"] == "authorization,x-y"
     for origin, name in (PAGE, PAGE), ("null", None):
         refused = Asked(with_key, JSON | {"origin": origin}, b"{}")
         assert refused.headers.get("access-control-allow-origin") == name
-    assert Asked(with_key, asks | {"origin": "null"}, method="OPTIONS").status == 401
+    assert Asked(with_key, asks | {"origin": "null"}, method="OPTIONS").status == 400
 
 
 def test_a_body_is_read_here_and_again_by_the_application() -> None:
     found = Asked(LOCAL, JSON, b'{"a"', b": 1}", DISCONNECT)
-    whole = {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
+    whole = {"type": "http.request", "body": b'{"a": 1}'}
     assert found.status == 204 and found.read == [whole, DISCONNECT]
-    assert found.counted == [8, 0] and found.abandoned == [], "the second time it is parsed"
     part = {"body": b"{", "more_body": True, "type": ""}
     found = Asked(LOCAL, JSON, part, DISCONNECT)
-    assert found.status == 499 and len(found.abandoned) == 1 and not found.read
+    assert found.status == 499 and not found.read
     late = Asked(GateConfig(body_seconds=0.05), JSON, {"type": "http.request", "more_body": True})
     assert late.status == 408
 
 
-TEN, MANY, LARGE_ONES = (GateConfig(max_body_bytes=num) for num in (10, 320, 300_000))
-HELD = MAX_BODIES * 300_000
-
-
 @pytest.mark.parametrize(
-    ("config", "length", "body", "held", "status"),
+    ("chunks", "status"),
     [
-        (TEN, "10", b"x" * 10, 0, 204),
-        *((TEN, length, b"", 0, 413) for length in ("11", "9" * 5000, "x")),
-        (TEN, "0", b"x" * 11, 0, 413),  # whatever was said
-        (MANY, "10", b"," * 10, 0, 204),  # commas cost more
-        (MANY, "11", b"," * 11, 0, 413),
-        (LARGE_ONES, "9", b"x" * (LARGE + 1), HELD - LARGE - 1, 204),  # all together
-        (LARGE_ONES, "9", b"x" * (LARGE + 1), HELD - LARGE, 429),
-        (LARGE_ONES, "9", b"x" * LARGE, HELD, 204),
+        ([b"x", b"x" * 9], 204),
+        ([b"x", b"x" * 10], 413),
+        ([b"x", *[b""] * (MAX_CHUNKS - 1)], 204),
+        ([b"x", *[b""] * MAX_CHUNKS], 413),
     ],
 )
-def test_a_body_has_its_limit(
-    config: GateConfig, length: str, body: bytes, held: int, status: int
-) -> None:
-    parts = [body[:1], body[1:]] if len(body) < 12 else [body]
-    assert Asked(config, JSON | {"content-length": length}, *parts, held=held).status == status
+def test_a_body_has_its_limit(chunks: list[bytes], status: int) -> None:
+    said = JSON | {"content-length": "10"}  # whatever was said
+    assert Asked(GateConfig(max_body_bytes=10), said, *chunks).status == status
 
 
 def test_each_request_has_a_line_in_the_log_without_its_texts(
@@ -188,12 +170,12 @@ def test_each_request_has_a_line_in_the_log_without_its_texts(
     """Trap 86: neither query nor body nor key; a path cannot begin another line."""
     caplog.set_level("INFO")
     sent = bearer("Bearer secret") | {"x-request-id": "mine"}
-    query = {"raw_path": b"/v1/completions?secret=1", "client": ("10.0.0.7", 5123)}
+    query = {"query_string": b"secret=1", "client": ("10.0.0.7", 5123)}
     Asked(LOCAL, sent, b'{"prompt": "secret"}', **query)
-    Asked(LOCAL, sent, method="GET", path="/a\nb\u00e9", raw_path=b"/a%0Ab\n\xe9")
+    Asked(LOCAL, sent, method="GET", path="/a\nb\u00e9")
     one, other = (record.getMessage() for record in caplog.records)
     assert re.fullmatch(r"10.0.0.7:5123 POST /v1/completions 204 in \d+ ms, mine", one)
-    assert other.startswith("-:0 GET /a%0Ab%0A%E9 204 in ") and "\n" not in other
+    assert other.startswith("-:0 GET /a%0Ab%C3%A9 204 in ") and "\n" not in other
 
 
 def test_while_draining_new_requests_are_refused_and_health_reports_it() -> None:

@@ -4,8 +4,6 @@ clients nothing."""
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import http.client
 import json
 import re
@@ -276,11 +274,9 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server(keyed: Running) 
     page = content.decode()
     policy = headers["content-security-policy"]
     assert status == 200 and headers["content-type"].startswith("text/html")
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.startswith("default-src 'none'") and "secret" not in page
-    for says in f"script-src 'sha256-{digest}'", "frame-ancestors 'none'", "connect-src 'self'":
-        assert says in policy
+    assert "frame-ancestors 'none'" in policy and "secret" not in page
+    for says in "default-src 'none'", "connect-src 'self'":
+        assert says in page
     assert set(re.findall(r"https?://[\w./-]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert not any(name.lower().startswith("access-control") for name in headers)
 
@@ -457,17 +453,15 @@ def test_an_error_is_shown_input_is_kept_and_a_run_can_be_stopped(
 
 
 def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., Page]) -> None:
-    """With little memory, of the small engine beside a large one, sharing and preemption are seen
-    in the first try. A tool call has the API's answer."""
+    """With little memory, sharing and preemption are seen in the first try. A tool call has the
+    API's answer."""
     config = ServeConfig(MODEL, chat_template=TEMPLATE)
-    with running(config, has_little=True, num_blocks=5000) as server:
+    with running(config, num_blocks=28) as server:
         page = open_tab(server)
-        room = "4,999 blocks of 16 tokens: room for 79,984 tokens"
+        room = "27 blocks of 16 tokens: room for 432 tokens"
         until(page, "Watch.store.films.length === 1")
         page.wait_for_selector(".film-caption .text:has-text('Press “Eight at once”, then “Run”')")
         expect(page.locator(".head .about")).to_have_text(room)
-        page.check("[name=little]")
-        until(page, "Watch.store.films[0].run.num_blocks === 28")
         page.click("[data-example=eight]")
         run_all(page)
         expect(page.locator(".film-caption .text")).to_contain_text("The engine is idle")
@@ -477,8 +471,6 @@ def test_the_examples_invite_and_then_say_where_to_look(open_tab: Callable[..., 
         assert "found 32 tokens in the cache" in looks and "came back" in looks
         page.click(".film-caption .look:has-text('was preempted')")
         page.wait_for_selector(".words-list:has-text('is preempted')")
-        assert server.call(lambda engine: engine.stats().num_steps) == 0, "it is not disturbed"
-        page.uncheck("[name=little]")
         page.fill("[name=max_tokens]", "90")
         page.click("[data-example=tool]")
         run_all(page)

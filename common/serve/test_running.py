@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from common.engine_config import EngineStats
-from common.llm import LLM, SamplingParams
 from common.serve import running
 from common.serve.__main__ import main, parse_args
 from common.serve.app import ServeConfig
 from common.serve.conftest import TEMPLATE
-from common.serve.fleet.programs import free_port
+from common.serve.fleet.testing.programs import free_port
 from common.serve.gate import GateConfig
 from common.serve.running import CUT_SHORT, DrainingServer, serve
 
@@ -51,20 +50,20 @@ class Engine:
 async def test_running_requests_can_finish_in_time(
     num: int, drain_seconds: float, does_finish: bool, num_signals: int
 ) -> None:
-    engines: Any = [Engine(), Engine()]
+    engine: Any = Engine()
     gate: Any = SimpleNamespace(is_draining=False, num_posts=num)
-    server = DrainingServer(engines[0], gate, drain_seconds, engines[1])
+    server = DrainingServer(engine, gate, drain_seconds)
     for _ in range(num_signals):
         server.handle_exit(15, None)
         assert gate.is_draining and not server.should_exit, "what runs may finish"
         await asyncio.sleep(0.05)
     if does_finish:
-        assert not server.should_exit and not engines[0].calls
+        assert not server.should_exit and not engine.calls
         gate.num_posts = 0
     for _ in range(200):
         await asyncio.sleep(0.01 * (not server.should_exit))
     assert server.should_exit and server.num_cut_short == gate.num_posts
-    assert [engine.calls for engine in engines] == [["aborted: the server is shut down"]] * 2
+    assert engine.calls == ["aborted: the server is shut down"]
 
 
 @pytest.fixture
@@ -77,11 +76,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         found.settings = settings
         return found.engine
 
-    def make_app(llm: Engine, config: ServeConfig, little: Any) -> tuple[None, None]:
+    def make_app(llm: Engine, config: ServeConfig) -> tuple[None, None]:
         found.config = config
         return None, None
 
-    def make_server(llm: Engine, gate: Any, drain_seconds: float, little: Any) -> Any:
+    def make_server(llm: Engine, gate: Any, drain_seconds: float) -> Any:
         found.drain_seconds = drain_seconds
         end = partial(asyncio.sleep, 0)
         return SimpleNamespace(serve=lambda sockets: end(), num_cut_short=found.num_cut_short)
@@ -105,18 +104,18 @@ def test_every_flag_arrives_where_it_counts(
     flags |= {"chat-template": tmp_path / "t", "adapter-root": tmp_path / "a"}
     (tmp_path / "t").write_text("é: {{ messages }}", encoding="utf-8")
     flags |= {"allowed-host": "a.b", "allowed-origin": "http://a.b"}
-    flags |= {"heartbeat-seconds": 2, "max-body-bytes": 1000}
+    flags |= {"max-body-bytes": 1000}
     flags |= {"tool-call-parser": "hermes", "reasoning-parser": "deepseek_r1"}  # as at vLLM
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--metrics-without-key", "--enable-auto-tool-choice"]
     assert run(*given, num_blocks=9) == 0
     gate = GateConfig("::1", "k", 1000, 30.0, ("a.b",), ("http://a.b",), False)
-    own = "é: {{ messages }}", "hermes", "deepseek_r1", tmp_path / "a", 2.0
+    own = "é: {{ messages }}", "hermes", "deepseek_r1", tmp_path / "a"
     assert served.config == ServeConfig(tmp_path.name, gate, *own)
     assert (served.model, served.drain_seconds) == (str(tmp_path), 3.0)
     assert served.settings == {"max_waiting": 7, "num_blocks": 9}
     printed = capsys.readouterr().err
-    assert f"loading {tmp_path.name} ..." in printed and "Bearer $KEY" in printed
+    assert f"loading {tmp_path.name} ..." in printed
     assert served.engine.calls == ["spared", "closed"]
 
 
@@ -158,14 +157,6 @@ def test_a_model_has_a_name_and_a_line_lists_the_open_endpoints(
     assert served.config.chat_template == (None if name == "a/b" else TEMPLATE)
 
 
-def test_the_printed_example_gets_a_good_continuation(alone: LLM) -> None:
-    """A newcomer's first answer: code that works, and the same each time."""
-    params = SamplingParams(temperature=0, max_tokens=16)
-    (output,) = alone.generate(running.TRY_IT, params, use_tqdm=False)
-    assert output.outputs[0].text.startswith(" fp:\n        return fp.read()\n")
-    compile(running.TRY_IT + output.outputs[0].text, "answer", "exec")
-
-
 def connector(**fields: Any) -> str:
     store = {"kind": "mooncake", "master": "127.0.0.1:1", "metadata": "127.0.0.1:1"}
     return f"--kv-connector={json.dumps(store | fields)}"
@@ -174,7 +165,7 @@ def connector(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--port=99999999"], "port 99999999 of 127.0.0.1: ports must be numbers from 0 to 65535"),
+        (["--port=99999999"], "port 99999999 of 127.0.0.1: bind(): port must be 0-65535"),
         (["--port=TAKEN"], " of 127.0.0.1: Address already in use (another: --"),
         (["--host=nowhere.invalid"], "of nowhere.invalid: "),
         (["--host", "x" * 70], "x: "),

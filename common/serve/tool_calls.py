@@ -8,10 +8,9 @@ arguments.
 
 The text is parsed in order and output is never retracted, so a stream's deltas add up to the
 complete answer, wherever they are split. Marks are not sent to clients, and neither are the
-newlines next to them, which chat templates add again. A call begins when its name and `{` have
-arrived. A call with other keys, or in another order, is sent when its object is complete. As in
-vLLM, a call ends the reasoning, and the markup of a call that is cut before its arguments is
-dropped. Text after `<tool_call>` that is not a call stays where it is.
+newlines next to them, which chat templates add again. A call is sent when its object is complete,
+the arguments of a named function as they come. As in vLLM, a call ends the reasoning. Text after
+`<tool_call>` that is not a complete call stays where it is.
 
 See common/serve/README.md#tools-and-reasoning"""
 
@@ -32,12 +31,7 @@ from grammars import Json, map_schemas
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
-# A call up to its arguments' value. A call in another form is parsed when it is complete.
-_HEAD = re.compile(r'\s*{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={)')
-# JSON's signs, with an escape as both of its characters, and the marks that end a cut object.
-_SIGN = re.compile(rf'\\.|["{{}}\[\]]|{CALL}|{END_CALL}', re.DOTALL)
-_BRACKETS = {"{": 1, "[": 1, "]": -1, "}": -1}
-_PARTS = (r"\.", CALL, END_CALL)  # signs of more than one character
+_DECODER = json.JSONDecoder(strict=False)  # a model can write line breaks within strings
 _ID_LETTERS = string.ascii_letters + string.digits  # Mistral's templates allow only nine of these
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 State = Callable[[dict[str, Any]], bool]
@@ -155,15 +149,6 @@ class Reader:
     shows_reasoning: bool = True  # False: the client wants none (`include_reasoning`)
 
 
-@dataclass(slots=True)
-class ThoughtSpan:
-    """The bytes of an answer's text between the marks of its thought. `begin` None: there is no
-    thought; `end` None: it has not ended."""
-
-    begin: int | None = None
-    end: int | None = None
-
-
 class Reply:
     """An incremental parser for the text of one choice. `prompt_end` is the end of the prompt from
     its last mark of reasoning on, if the answer begins after that mark. The states are methods that
@@ -172,23 +157,24 @@ class Reply:
     def __init__(self, reader: Reader, prompt_end: str = "") -> None:
         self._tools = reader.tools
         self._shows_reasoning = reader.shows_reasoning
-        self.thought = ThoughtSpan()
-        self._num_bytes = 0  # of all text that has arrived
-        self._text = ""  # `_text`: arrived and not parsed yet
+        self.has_thought = False
+        self.is_thought_over = False  # this and the next are counted by the answer
+        self.num_thought_tokens = 0
+        self._new_text = ""
+        self._text = ""  # arrived and not parsed yet, with the new text
         self._is_last = False
         self._mark = ""  # the last mark, with the newlines before it
         self._is_after_mark = False
-        self._mark_begin = 0  # of the last mark, in bytes of the answer's text
         self._field = ""  # the field of the text before the last mark
         self._content_marks: dict[str, State] = {}  # with the state after each mark
         if self._tools.choice == "auto":
-            self._content_marks[CALL] = self._head
+            self._content_marks[CALL] = self._object
         self._num_calls = 0
-        self._depth = 0  # of an object in `_text`
-        self._is_in_string = False
-        self._num_scanned = 0
-        if self._tools.choice in ("named", "required"):
-            self._state = self._named if self._tools.name else self._head
+        self._is_array = self._tools.choice == "required"
+        if self._tools.choice == "named":
+            self._state = self._named
+        elif self._is_array:
+            self._state = self._object
         elif reader.has_reasoning:
             self._begins_in_thought = prompt_end.startswith(THINK)
             self._is_after_mark = prompt_end.rstrip() == THINK
@@ -198,9 +184,9 @@ class Reply:
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
         """Return the fields of a stream's delta for the new `text`."""
+        self._new_text = text
         self._text += text
         self._is_last = is_last
-        self._num_bytes += len(text.encode())
         fields: dict[str, Any] = {}
         while self._state(fields):
             pass
@@ -234,98 +220,67 @@ class Reply:
         if has_mark:
             self._text = text[len(THINK) :]
             self._is_after_mark = True
-        if has_mark or self._begins_in_thought:
-            self._state = self._reasoning
-            self.thought.begin = self._num_parsed_bytes()
-        else:
-            self._state = self._content
+        self.has_thought = has_mark or self._begins_in_thought
+        self._state = self._reasoning if self.has_thought else self._content
         return True
 
     def _reasoning(self, fields: dict[str, Any]) -> bool:
         marks = {END_THINK: self._content} | self._content_marks
-        is_over = self._take(fields, "reasoning_content", marks)
-        if is_over and self._state == self._content:
-            self.thought.end = self._mark_begin
-        return is_over
+        return self._take(fields, "reasoning_content", marks)
 
     def _content(self, fields: dict[str, Any]) -> bool:
         return self._take(fields, "content", self._content_marks)
 
-    def _head(self, fields: dict[str, Any]) -> bool:
-        """Parse from the mark, or from the text between two calls of an array, to the arguments."""
-        if self._tools.choice == "required":
-            self._text = self._text.lstrip(" \n\r\t,}][")
-        if (head := _HEAD.match(self._text)) is not None:
-            self._call(fields, "", head[1])
-            self._text = self._text[head.end() :]
-            self._state = self._arguments
-            self._open_object(0)
-            return True
-        return self._tools.choice != "required" and self._other_head(fields)
-
-    def _other_head(self, fields: dict[str, Any]) -> bool:
-        """Parse a call in another form, which waits for its end."""
-        text = self._text.lstrip()
-        if text.startswith("{"):
-            self._num_scanned = self._num_of_object()
-        is_open = bool(self._depth) if text.startswith("{") else not text
-        if is_open and (not self._is_last or END_CALL not in text):
-            self._text = "" if self._is_last else self._text  # the call is cut
-            return False
-        call = None if is_open else _whole_call(self._text[: self._num_scanned])
-        if call is None:
-            self._is_after_mark = False
-            self._state = self._content if self._field == "content" else self._reasoning
-            fields[self._field] = fields.get(self._field, "") + self._mark
-        else:
-            self._call(fields, **call)
-            self._text = self._text[self._num_scanned :]
-            self._state = self._after_call
-        return True
-
     def _named(self, fields: dict[str, Any]) -> bool:
-        if self._text:
-            self._call(fields, self._text, "" if self._num_calls else self._tools.name)
-            self._text = ""
+        """Pass on the arguments as they come."""
+        if self._text and not self._num_calls:
+            self._call(fields, self._tools.name, self._text)
+        elif self._text:
+            fields["tool_calls"] = [{"index": 0, "function": {"arguments": self._text}}]
+        self._text = ""
         return False
 
-    def _arguments(self, fields: dict[str, Any]) -> bool:
-        if num := self._num_of_object():
-            self._call(fields, self._text[:num])
-        self._text = self._text[num:]
-        if is_complete := not self._depth:
-            self._state = self._head if self._tools.choice == "required" else self._other_keys
-            self._open_object(1)
-        return is_complete
+    def _object(self, fields: dict[str, Any]) -> bool:
+        """Parse the object of a call, when it is complete."""
+        text = self._text.lstrip(" \n\r\t,[]" if self._is_array else None)
+        if not text and (self._is_array or not self._is_last):
+            return False
+        if not text.startswith("{"):
+            return self._no_call(fields)
+        if "}" not in self._new_text and not self._is_last:
+            return False
+        try:
+            found, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            return self._is_last and self._no_call(fields)
+        call = _whole_call(found)
+        if call is None:
+            return self._no_call(fields)
+        self._call(fields, *call)
+        self._text = text[end:]
+        self._state = self._object if self._is_array else self._after_call
+        return True
 
-    def _other_keys(self, fields: dict[str, Any]) -> bool:
-        """Skip what follows the arguments in the object of a call."""
-        self._text = self._text[self._num_of_object() :]
-        self._state = self._other_keys if self._depth else self._after_call
-        return not self._depth
+    def _no_call(self, fields: dict[str, Any]) -> bool:
+        """Go on with the text before the mark, which was not that of a call."""
+        self._is_after_mark = False
+        self._state = self._reasoning if self._field == "reasoning_content" else self._content
+        if self._mark:
+            fields[self._field] = fields.get(self._field, "") + self._mark
+        return True
 
     def _after_call(self, fields: dict[str, Any]) -> bool:
-        """Skip the mark that ends a call. Before it, there can be another call."""
-        text = self._text.lstrip(" \n\r\t}")
+        """Skip the mark that ends a call."""
+        text = self._text.lstrip()
         is_part = END_CALL.startswith(text)
         if is_part and text != END_CALL and not self._is_last:
             return False
-        if text.startswith("{"):
-            self._text = text
-            self._mark = ""
-            self._field = "content"
-            self._state = self._head
-            self._open_object(0)
-            return True
         self._text = "" if is_part else text.removeprefix(END_CALL)
         self._is_after_mark = True
         self._state = self._content
         return True
 
     # -- helpers of the states
-
-    def _num_parsed_bytes(self) -> int:
-        return self._num_bytes - len(self._text.encode())
 
     def _take(self, fields: dict[str, Any], name: str, marks: dict[str, State]) -> bool:
         """Add the text before the first mark, and skip the mark if it has arrived. Text that can be
@@ -346,54 +301,25 @@ class Reply:
             self._text = text[end:]
             self._is_after_mark = True
             self._state = marks[found]
-            self._mark_begin = self._num_parsed_bytes() - len(found)
-            self._open_object(0)
         if taken:
             fields[name] = fields.get(name, "") + taken
         return bool(found)
 
-    def _call(self, fields: dict[str, Any], arguments: str, name: str = "") -> None:
-        """Begin the call of a function, or extend its arguments. As in vLLM, a call ends the
-        reasoning, so the mark for its end means nothing afterwards."""
-        self._num_calls += bool(name)
+    def _call(self, fields: dict[str, Any], name: str, arguments: str) -> None:
+        """Add the call of a function. As in vLLM, a call ends the reasoning, so the mark for its
+        end means nothing afterwards."""
+        self._num_calls += 1
         if self._field == "reasoning_content":
             self._content_marks[END_THINK] = self._content
-            self.thought.end = self._mark_begin
         if self._num_calls > 1 and not self._tools.is_parallel:
             return
-        calls = fields.setdefault("tool_calls", [])
-        if name or not calls:
-            calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-        if name:
-            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
-            calls[-1] |= {"id": call_id, "type": "function"}
-            calls[-1]["function"]["name"] = name
-        calls[-1]["function"]["arguments"] += arguments
-
-    def _open_object(self, depth: int) -> None:
-        """From now on, `_text` is within an object."""
-        self._depth = depth
-        self._is_in_string = False
-        self._num_scanned = 0
-
-    def _num_of_object(self) -> int:
-        """Return the number of characters up to the end of the object, or of all that can be
-        parsed. The object ends at the bracket that closes it, or at a mark outside its strings."""
-        end = self._num_scanned
-        for found in _SIGN.finditer(self._text, end):
-            end = found.end()
-            sign = found[0]
-            self._is_in_string ^= sign == '"'
-            if self._is_in_string:
-                continue
-            if sign in (CALL, END_CALL):
-                self._depth = 0
-                return found.start()
-            self._depth += _BRACKETS.get(sign, 0)
-            if sign in _BRACKETS and not self._depth:
-                return end
-        pending = 0 if self._is_last else _num_pending(self._text[end:], _PARTS)
-        return len(self._text) - pending
+        call = {
+            "index": self._num_calls - 1,
+            "id": "".join(secrets.choice(_ID_LETTERS) for _ in range(9)),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        fields.setdefault("tool_calls", []).append(call)
 
 
 def _num_pending(text: str, marks: Iterable[str]) -> int:
@@ -402,14 +328,10 @@ def _num_pending(text: str, marks: Iterable[str]) -> int:
     return max(lengths, default=0)
 
 
-def _whole_call(text: str) -> dict[str, str] | None:
-    """Parse a call with other keys, or with its arguments in another form. None: not a call."""
-    try:
-        call = json.loads(text)
-        name = call["name"]
-        arguments = call.get("arguments") or call.get("parameters") or {}
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None
-    return {"name": name, "arguments": arguments} if name and isinstance(name, str) else None
+def _whole_call(call: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call; None: it is not one."""
+    name = call.get("name")
+    arguments = call.get("arguments") or call.get("parameters") or {}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return (name, arguments) if name and isinstance(name, str) else None

@@ -1,27 +1,25 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
-A number must not be a string; `null` means that the field is absent. `SamplingParams` and the
+Numbers may be strings, as in vLLM; `null` means that the field is absent. `SamplingParams` and the
 engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For
-each field that OpenAI or vLLM has and this server has not, `NOT_BUILT` says which values change no
-answer; the others are rejected by name.
+each field that would change an answer and that this server has not, `NOT_BUILT` says which values
+change nothing; the others are rejected by name.
 
 See common/serve/README.md#what-it-answers"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
     create_model,
-    model_validator,
 )
 
 from common.requests.input_processor import RequestOptions
@@ -35,11 +33,11 @@ logger = logging.getLogger(__name__)
 MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
-MAX_ENTRIES = 2_000_000  # log-probabilities in one answer
+MAX_ENTRIES = 500_000  # log-probabilities in one answer
 MAX_TEXT = 64 << 10  # bytes of all `bad_words`, and of all `stop` strings
-# All fields of OpenAI's and vLLM's requests that this server does not have, each with the values
-# that are accepted, because they change no answer. None: every value.
-NOT_BUILT: dict[str, tuple | None] = {
+# The fields of OpenAI's and vLLM's requests that would change an answer and that this server does
+# not have, each with the values that are accepted, because they change nothing.
+NOT_BUILT: dict[str, tuple] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -63,16 +61,6 @@ NOT_BUILT: dict[str, tuple | None] = {
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
-    # The client and its account, and where an answer may be kept.
-    **dict.fromkeys(["user", "safety_identifier", "session_id", "metadata", "store"]),
-    **dict.fromkeys(["service_tier", "prompt_cache_key", "prompt_cache_options"]),
-    "prompt_cache_retention": None,
-    "kv_transfer_params": None,  # a pool finds blocks by their content
-    # About images, experts and beams, which no request has; the size of a stream's chunks; spaces
-    # between special tokens, which only slow tokenizers write.
-    **dict.fromkeys(["ec_transfer_params", "media_io_kwargs", "mm_processor_kwargs"]),
-    **dict.fromkeys(["return_mm_kwargs", "routed_experts_prompt_start", "length_penalty"]),
-    **dict.fromkeys(["stream_interval", "spaces_between_special_tokens"]),
 }
 _named: set[str] = set()
 
@@ -84,56 +72,30 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
-# Arguments of transformers' `apply_chat_template`, and the variable that it sets.
-NO_VARIABLES = {"self", "conversation", "messages", "chat_template", "tokenize", "padding"}
-NO_VARIABLES |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length"}
-NO_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
-NO_VARIABLES |= {"tokenizer_kwargs", "sanitize_control_tokens"}
 MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
 
 
-def _whole(value: Any, depth: int = 2) -> Any:
-    """Return `value` with numbers such as 4.0 as `int`, also within lists and lists of lists,
-    because JSON does not distinguish the two."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list) and depth:
-        return [_whole(item, depth - 1) for item in value]
-    return value
-
-
-def _only_variables(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if wrong := sorted(NO_VARIABLES & kwargs.keys()):
-        raise ValueError(f"must have variables of the template only, got {wrong[0]!r}")
-    return kwargs
-
-
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_only_variables)]
-
-
 class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _read(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+    def parsed(cls, data: bytes) -> Body:
+        """Return the body that a client sent as JSON. Raises `ApiError`."""
         try:
-            return handler(data)
+            return cls.model_validate(json.loads(data))
         except ValidationError as error:
-            floats = (isinstance(e["input"], float) for e in error.errors(include_url=False))
-            if not isinstance(data, dict) or not any(floats):
-                raise
-            return handler({name: _whole(value) for name, value in data.items()})
+            raise _wrong_body(error) from None
+        except (ValueError, RecursionError) as error:
+            raise bad(f"the body must be JSON: {error}") from None
 
     def check_extra(self) -> None:
         """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
         an unsupported one, and logs each unknown name once."""
         for name, value in (self.model_extra or {}).items():
-            accepted = NOT_BUILT.get(name)
-            if accepted is not None and value is not None and value not in accepted:
-                raise bad(f"{name} is not supported by this server", name)
-            known = name in NOT_BUILT or name[:MAX_NAME] in _named
-            if not known and len(_named) < 1000:
+            if name in NOT_BUILT:
+                if value is not None and value not in NOT_BUILT[name]:
+                    raise bad(f"{name} is not supported by this server", name)
+            elif name[:MAX_NAME] not in _named and len(_named) < 1000:
                 _named.add(name[:MAX_NAME])
                 logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
         if self.model_extra is not None:
@@ -155,6 +117,17 @@ class Body(BaseModel):
     def _names_in_engine(self) -> dict[str, str]:
         """The body's field by the name with which the engine's messages begin, if it is another."""
         return {}
+
+
+def _wrong_body(error: ValidationError) -> ApiError:
+    """Return the error that names the wrong field. Where a value can have several forms, each has
+    an error: the one that got furthest in a list is said."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    furthest = max(errors, key=lambda one: [i for i in one["loc"] if isinstance(i, int)])
+    place = ".".join(map(str, furthest["loc"]))
+    message = furthest["msg"].removeprefix("Value error, ")
+    field = str(furthest["loc"][0]) if place else None
+    return bad(f"{place or 'the body'}: {message}", field)
 
 
 class StreamOptions(Body):
@@ -187,7 +160,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -211,8 +184,7 @@ class GenerateBody(RuleNumbers):
         self._check()
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
-        given |= {"grammar": self._grammar(), "structured_outputs": None}
-        given |= {"logit_bias": self._logit_bias()} | others
+        given |= {"grammar": self._grammar(), "structured_outputs": None} | others
         try:
             return SamplingParams(**defaults | {k: v for k, v in given.items() if v is not None})
         except ValueError as error:
@@ -242,38 +214,26 @@ class GenerateBody(RuleNumbers):
         lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
         `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
         limit."""
-        names = ("max_tokens", "max_completion_tokens")
-        is_given = any(getattr(self, name, None) is not None for name in names)
         width = _width(params.logprobs)
-        if not is_given and width:
+        names = ("max_tokens", "max_completion_tokens")
+        if width and all(getattr(self, name, None) is None for name in names):
             fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
             if fits < min(params.max_tokens or max_model_len, max_model_len - min(num_tokens)):
                 params = replace(params, max_tokens=fits)
-        num_entries = {"logprobs": 0, "prompt_logprobs": 0}
-        for num in num_tokens:
-            room = max(0, max_model_len - num)
-            num_new = room if params.max_tokens is None else min(params.max_tokens, room)
-            num_entries["logprobs"] += num_new * _width(params.logprobs)
-            num_entries["prompt_logprobs"] += min(num, max_model_len) * _width(
-                params.prompt_logprobs
-            )
-        if (found := params.n * sum(num_entries.values())) > MAX_ENTRIES:
-            name = max(num_entries, key=lambda name: num_entries[name])
-            name = "echo" if name == "prompt_logprobs" and self.prompt_logprobs is None else name
+        in_prompts = _width(params.prompt_logprobs) * sum(num_tokens)
+        rooms = [max(0, max_model_len - num) for num in num_tokens]
+        in_outputs = width * sum(min(params.max_tokens or room, room) for room in rooms)
+        found = params.n * (in_prompts + in_outputs)
+        if found > MAX_ENTRIES:
+            name = "logprobs"
+            if in_prompts > in_outputs:
+                name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
             raise bad(
                 f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
                 f"{found:,}; ask for fewer of them, or lower max_tokens",
                 name,
             )
         return params
-
-    def _logit_bias(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
-        try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except ValueError as error:
-            raise bad("logit_bias must have token ids as keys", "logit_bias") from error
 
     def _grammar(self) -> Any:
         form = self.response_format
@@ -324,19 +284,24 @@ class CompletionBody(GenerateBody):
         )
 
 
-class ChatBody(GenerateBody):
+class TemplateBody(Body):
+    """The fields of a chat that reach its template."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    tools: Messages | None = None
+
+
+class ChatBody(GenerateBody, TemplateBody):
     messages: Messages = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    documents: list[dict[str, Any]] | None = None  # this and the next two are for the template
-    reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
-    tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -355,12 +320,6 @@ class ChatBody(GenerateBody):
         tools = self.tool_use()
         grammar = super()._grammar()
         return grammar if tools.choice == "none" else tools.grammar()
-
-    @property
-    def ignored_fields(self) -> list[str]:
-        """The format, if a tool can be called: the tools win, as in vLLM."""
-        has_format = bool(super()._grammar()) and self.tool_use().choice != "none"
-        return [super()._names_in_engine["grammar"]] if has_format else []
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the sampling parameters. Without `max_tokens`, only the model's length limits an
@@ -382,18 +341,11 @@ def _width(num_top: int | None) -> int:
     return 0 if num_top is None else max(1, num_top)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
-    tools: Messages | None = None
     return_token_strs: bool | None = None
 
     @property

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from common.llm import LLM, SamplingParams
 from common.serve.conftest import Running, in_thread, posted
 from common.serve.fleet.pd_proxy import ASK, make_proxy
-from common.serve.fleet.programs import Program, start_router, start_server
+from common.serve.fleet.testing.programs import Program, start_router, start_server
 from conftest import need
 from mooncake_master import MooncakeMaster
 

@@ -59,19 +59,6 @@ Watch.dataOf = async function* (answer) {
   }
 };
 
-// -- which engine: the server's, or the small one beside it, on which memory runs out
-
-const IN_LITTLE = "little-memory";
-Watch.isLittle = () =>
-  Boolean(Watch.settings.num_little) && sessionStorage.getItem(IN_LITTLE) === "1";
-Watch.engine = () => (Watch.isLittle() ? "/little" : "");
-Watch.useLittle = (isLittle) => {
-  sessionStorage.setItem(IN_LITTLE, isLittle ? "1" : "0");
-  toEnd(); // the other film begins at once
-  if (stream === null) wake();
-  else stream.abort();
-};
-
 // -- the film
 
 let stream = null; // an AbortController, while events come
@@ -113,7 +100,7 @@ function show() {
 async function read() {
   stream = new AbortController();
   try {
-    const answer = await Watch.ask(`${Watch.engine()}/events`, {signal: stream.signal});
+    const answer = await Watch.ask("/events", {signal: stream.signal});
     for await (const lines of Watch.dataOf(answer)) {
       for (const line of lines) take(Watch.parseLine(line));
     }

@@ -5,9 +5,6 @@ Watch.words({
   "invite.try": [
     "Press “{eight}”, then “{run}”. Four of the eight prompts begin alike: see which request computes that beginning, and which ones share its blocks.",
     "点“{eight}”，再点“{run}”。八条 prompt 里有四条开头相同：看哪个请求计算这个开头，哪些请求共享它的块。"],
-  "invite.little": [
-    "With “little memory” there are fewer blocks than eight requests need, so some are preempted and computed again.",
-    "勾选“小内存”，块就不够八个请求用：有的会被抢占，之后重新计算。"],
   "invite.now": [
     "{steps} steps and {n} requests so far. Running now: {running}; waiting: {waiting}.",
     "到目前为止 {steps} 步，{n} 个请求。正在运行 {running} 个，等待 {waiting} 个。"],
@@ -26,9 +23,7 @@ function words(film) {
   const [running, waiting] = [now.running.length, now.waiting.length];
   const key = running + waiting ? "invite.now" : "invite.idle";
   if (steps > 0) return t(key, {steps, n, running, waiting});
-  const names = {eight: t("play.eight"), run: t("play.run")};
-  const isTold = Watch.settings.num_little && !Watch.isLittle();
-  return [t("invite.try", names), isTold && t("invite.little")].filter(Boolean).join(" ");
+  return t("invite.try", {eight: t("play.eight"), run: t("play.run")});
 }
 
 // The last of each kind: of ten evictions one is enough.

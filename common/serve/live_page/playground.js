@@ -44,10 +44,6 @@ const schema = h("textarea", {name: "schema", rows: 5, spellcheck: "false", clas
 const run = h("button", {class: "run", type: "submit", says: "play.run", title: "Ctrl+Enter"});
 const stop = h("button", {type: "button", says: "play.stop", onclick: () => sent?.abort()});
 const problem = h("p", {class: "problem", role: "alert", hidden: true});
-const little = h("input", {type: "checkbox", name: "little", onchange: () => {
-  Watch.useLittle(little.checked);
-}});
-const littleName = h("span", {says: () => t("play.little", {n: Watch.settings.num_little})});
 const form = h("form", {class: "prompts", oninput: keep, onsubmit: (event) => {
   event.preventDefault();
   send();
@@ -63,7 +59,6 @@ h("div", {class: "fields"},
   ...fields, h("label", {class: "wide"}, h("span", {}, "stop"), stopText)),
 h("details", {}, h("summary", {says: () => t(kind.value === "tool" ? "play.schema.tool"
   : "play.schema")}), schema),
-h("label", {class: "little", hidden: !Watch.settings.num_little}, little, littleName),
 h("p", {class: "go"}, run, stop), problem);
 const answers = h("ol", {class: "answers", label: "play.answers"});
 const root = h("aside", {class: "playground"},
@@ -84,7 +79,7 @@ function write(name) {
   Watch.redraw();
 }
 
-const kept = () => [...form.elements].filter(({name}) => name && name !== "little");
+const kept = () => [...form.elements].filter(({name}) => name);
 function keep() {
   const said = Object.fromEntries(kept().map(({name, value}) => [name, value]));
   sessionStorage.setItem(KEPT, JSON.stringify(said));
@@ -94,7 +89,6 @@ function restore() {
   const said = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
   if (said === null) write("one");
   else for (const field of kept()) field.value = said[field.name] ?? field.value;
-  little.checked = Watch.isLittle();
 }
 
 const tell = (words) => {
@@ -166,7 +160,7 @@ async function send() {
     const {signal} = sent;
     const options = {method: "POST", body, headers, signal};
     const route = isChat() ? "chat/completions" : "completions";
-    const answer = await Watch.ask(`${Watch.engine()}/v1/${route}`, options);
+    const answer = await Watch.ask(`/v1/${route}`, options);
     for await (const lines of Watch.dataOf(answer)) lines.forEach(take);
   } catch (error) {
     if (error.status === 401) askForKey(true);

@@ -21,7 +21,6 @@ Watch.words({
   "play.stop": ["Stop", "停止"],
   "play.key": ["API key", "API 密钥"],
   "play.use": ["Use it", "使用"],
-  "play.little": ["little memory: an engine with {n} blocks", "小内存：只有 {n} 个块的引擎"],
   "play.no_number": ["{name} must be a number, got “{given}”.", "{name} 必须是数字，收到的是“{given}”。"],
   "play.no_json": ["The schema is no JSON: {why}", "schema 不是 JSON：{why}"],
   "play.stopped": ["stopped", "已停止"],

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 START_SECONDS = 120
 HOW_TO_INSTALL = "vllm-router is not installed: pip install vllm-router, or say VLLM_ROUTER=FILE"
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
