@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -160,16 +161,27 @@ class LocalRunner:
             config=config,
             loaded=loaded,
             draft=draft,
-            backend=attention.backend,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
+            make_runner=self.make_trial_runner,
             kind=attention.kv_cache_kind,
-            make_graphs=self.make_graphs,
-            adapters=self.adapters,
         )
-        self.kv_cache = make_kv_cache(demand, peers)
+        self._make_runner(make_kv_cache(demand, peers), sequences, wrap_length)
 
+    def make_trial_runner(self, kv_cache: PagedKVCache) -> ModelRunner:
+        """Return a runner with parts of its own over another KV cache, to measure its memory."""
+        trial = copy(self)
+        trial._make_runner(kv_cache, sequences=None, wrap_length=None)
+        return trial.outermost
+
+    def _make_runner(
+        self,
+        kv_cache: PagedKVCache,
+        sequences: Mapping[str, OutputProcessor] | None,
+        wrap_length: Callable[[DraftLength], DraftLength] | None,
+    ) -> None:
         # The runner's copy of the requests, and what samples and proposes their tokens.
+        self.kv_cache = kv_cache
         self.state = make_state(self)
         self.proposer = make_proposer(self)
         self.sampler = make_sampler(self)
