@@ -12,7 +12,7 @@ from common.engine_config import EngineConfig
 from common.models.loader import LoadedModel
 from common.runner import kv_sizing
 from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
-from common.sampling.sampling_rules import BITS, LOGPROBS, MIN_TOKENS, WIDE, needs_of
+from common.sampling.sampling_rules import BITS, DRAWN, LOGPROBS, MIN_TOKENS, needs_of
 from kv_budget import MemoryReading
 from paged_attention import PagedKVCache
 from scheduler_interface import RunnerInput
@@ -115,7 +115,7 @@ def test_the_largest_steps_have_all_tokens_and_rows_with_every_rule_and_drafts(l
     steps = [(lens, []), ([5] * 8, [4] * 8), ([], [])]
     assert events == ["reset", "read", 3, *steps, "read", "gone", "reset"]
     assert kv_cache.num_blocks == 8 * 2 + 1
-    everything = WIDE | sum(BITS.values()) | MIN_TOKENS | LOGPROBS
+    everything = DRAWN | sum(BITS.values()) | MIN_TOKENS | LOGPROBS
     assert needs_of(kv_sizing.largest_params(VOCAB_SIZE)) == everything
 
 

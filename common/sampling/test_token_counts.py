@@ -76,10 +76,10 @@ def check(
         for part in parts
     ]
     upload = UploadBuffer(CPU)
-    staged = [counts.stage(batch, upload, vocab_size) for batch in batches]
+    staged = [counts.prepare(batch, upload, vocab_size) for batch in batches]
     upload.send()
     for batch, counted in zip(batches, staged):
-        is_known, output_counts = counted()
+        is_known, output_counts = counted.count()
         expected, known = [], []
         for row, num_outputs in zip(batch.rows.tolist(), batch.num_outputs.tolist(), strict=True):
             output = (rows.outputs[row] + drafts.get(row, []))[:num_outputs]
@@ -127,7 +127,7 @@ def test_kept_counts_are_those_of_a_recount(seed: int) -> None:
             rows.admit(len(rows.prompts), [0, *tokens(8)], [])
         chosen = rng.sample(range(len(rows.prompts)), rng.randint(1, len(rows.prompts)))
         if rng.random() < 0.2:  # staged and never computed: it has counted nothing
-            counts.stage(rows.batch(chosen, {}), UploadBuffer(CPU), VOCAB)
+            counts.prepare(rows.batch(chosen, {}), UploadBuffer(CPU), VOCAB)
         cut = rng.choice([0, 0, rng.randint(0, len(chosen))])
         parts = [part for part in (chosen[:cut], chosen[cut:]) if part]
         with torch.inference_mode(rng.random() < 0.5):
