@@ -10,11 +10,11 @@ shapes, the dtype and the GPU's architecture:
                                       -> Launch         what is compiled ahead of time, for any
                                                         GPU, where there is none
 
-`common/runner/launch_configurations.py` lists all of an engine's, and its test compiles them.
+`workshop/measure/launch_configurations.py` lists all of an engine's, and its test compiles them.
 
 A launch is Python that puts a kernel on a queue, so PyTorch does not see it. While a
 `TorchDispatchMode` is on, PyTorch has to see it: fake tensors have shapes and a device but no
-memory, so a kernel cannot run on them; the recorder of `common/runner/graph_emulator.py` records
+memory, so a kernel cannot run on them; the recorder of `common/tests/graph_emulator.py` records
 operations. Then the same launch is an operation of PyTorch with a schema:
 
     kernels::_merge_splits_kernel_1f0c3a(int[] grid, Tensor(a!) output, ..., int num_seqs) -> ()

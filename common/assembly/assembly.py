@@ -335,8 +335,6 @@ def prepare_models(local: LocalRunner) -> None:
             dtype=model.embed_weight.dtype,
             head_dim=numbers.head_dim,
         )
-    if is_triton and device.type == "cuda":
-        compile_kernels(config, model, draft, local.limits.vocab_size)
 
 
 def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False) -> None:
@@ -388,27 +386,6 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             weight = model.embed_weight
             reason = reason_not_packed(weight.dtype, weight.device)
             logger.info("weights are not packed: %s", reason)
-
-
-def compile_kernels(
-    config: EngineConfig, model: DecoderModel, draft: DecoderModel | None, vocab_size: int
-) -> None:
-    """Compile all kernels that the engine can launch on its GPU, so that no step has to wait."""
-    from common.runner.launch_configurations import launch_configurations
-    from common.runner.warm_up import warm_up
-    from kernel_launch import architecture_of
-
-    device = model.embed_weight.device
-    launches = launch_configurations(
-        model.rank_config,
-        config,
-        model.embed_weight.dtype,
-        architecture_of(device),
-        draft=None if draft is None else draft.rank_config,
-        vocab_size=vocab_size,
-        windows=model.groups.windows,
-    )
-    warm_up(launches, device)
 
 
 # -- KV

@@ -38,7 +38,7 @@ from common.sampling.sampling_rules import (
     PENALTIES,
     TOKEN_RULES,
 )
-from common.sampling.token_counts import CountArgs, TokenCounts
+from common.sampling.token_counts import Histories, count, prepare_histories
 from scheduler_interface import StepOutput
 
 
@@ -46,7 +46,7 @@ from scheduler_interface import StepOutput
 class Penalties:
     rows: Any  # [P] int64: the rows with penalties
     numbers: Any  # [3, P] float64: repetition, presence, frequency
-    counts: CountArgs
+    histories: Histories
 
 
 @dataclass(eq=False)
@@ -77,9 +77,7 @@ class RowArgs:
     draws: Draws | None = None
 
 
-def prepare(
-    sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int, counts: TokenCounts
-) -> RowArgs:
+def prepare(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> RowArgs:
     """Return the arguments of these rows, whose arrays are tensors after the upload."""
     needs = sampling.batch_needs
     args = RowArgs(row_uniforms(sampling, sampling.streams))
@@ -93,7 +91,7 @@ def prepare(
         args.penalties = Penalties(
             rows=rows,
             numbers=sampling.columns.penalties[:, part.rows],
-            counts=counts.prepare(part, upload, vocab_size),
+            histories=prepare_histories(part, upload, vocab_size),
         )
         upload.fill(args.penalties)
     if needs & DRAWN:
@@ -176,7 +174,7 @@ def _constrain(logits: torch.Tensor, args: RowArgs) -> torch.Tensor:
         logits = flat.view_as(logits)
     if args.penalties is not None:
         rows = args.penalties.rows
-        is_known, counted = args.penalties.counts.count()
+        is_known, counted = count(args.penalties.histories)
         repetition, presence, frequency = args.penalties.numbers.unbind()
         logits = as_float(logits)
         changed = constraints.apply_penalties(

@@ -38,7 +38,6 @@ from common.sampling.greedy_rows import BAD, as_float, greedy
 from common.sampling.runner_plugin import UploadBuffer
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.sampling_rules import LOGPROBS
-from common.sampling.token_counts import TokenCounts
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput, StepTimer
 
 if TYPE_CHECKING:
@@ -67,12 +66,10 @@ class BatchSampler(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled.
-    Keeps token counts for requests with penalties."""
+    """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.counts = TokenCounts()
 
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         """Stage one token for each row."""
@@ -86,7 +83,7 @@ class Sampler(BatchSampler):
     def prepare(self, sampling: SamplingBatch, upload: UploadBuffer) -> RowArgs:
         from common.sampling.distributions import prepare
 
-        return prepare(sampling, upload, self.vocab_size, self.counts)
+        return prepare(sampling, upload, self.vocab_size)
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits without padding. On a GPU they are converted where they are used; on a

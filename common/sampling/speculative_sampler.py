@@ -194,6 +194,5 @@ class ConstrainedDrafts:
             state=state,
             drafts={},
             streams=streams,
-            are_counted=num_drafted > 0,
         )
         return self.sampler.prepare(sampling, self._upload)
