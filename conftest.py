@@ -44,7 +44,7 @@ PARTLY_CHECKED = tuple(
     f"common/tests/test_{name}.py" for name in ("equivalence_matrix", "sampling_fields")
 )
 # Kernels in the interpreter, ranks, instruction sets and the program are left to `make test`.
-UNCHECKED = ("launch_configurations", "processor", "ranks", "warm_up")
+UNCHECKED = ("processor", "ranks")
 UNCHECKED += ("demo", "llm", "thread_count")
 # `make test-book`: what is made of the code, and the machine that makes it. All others are of
 # `make test`: the engine, the chapters, the server and the page. Of a file that is not named here,

@@ -48,14 +48,11 @@ class LLM:
         known = set(EngineConfig.__dataclass_fields__)
         if unknown := sorted(set(config) - known):
             raise ValueError(f"arguments of LLM must be among {sorted(known)}, got {unknown[0]!r}")
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: its processes are the ranks
-            from common.parallel import remote_launch
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: as many ranks as it starts
+            from common.parallel.remote_launch import torchrun_size
 
-            stages = config.get("pipeline_parallel_size", 1)
-            config.setdefault("tensor_parallel_size", remote_launch.torchrun_size(stages))
-            made = EngineConfig(model=model, **config)
-            remote_launch.check_torchrun(made.tensor_parallel_size, made.pipeline_parallel_size)
-            remote_launch.serve_if_not_first()
+            size = torchrun_size(config.get("pipeline_parallel_size", 1))
+            config.setdefault("tensor_parallel_size", size)
         self.engine: LLMEngine = LLMEngine(EngineConfig(model=model, **config))
 
     def generate(

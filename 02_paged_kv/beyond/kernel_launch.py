@@ -10,7 +10,7 @@ shapes, the dtype and the GPU's architecture:
                                       -> Launch         what is compiled ahead of time, for any
                                                         GPU, where there is none
 
-`common/runner/launch_configurations.py` lists all of an engine's, and its test compiles them.
+`workshop/measure/launch_configurations.py` lists all of an engine's, and its test compiles them.
 
 See 02_paged_kv/beyond/README.md"""
 

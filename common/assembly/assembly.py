@@ -214,7 +214,6 @@ def make_runner(
     """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
     and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
     model = loaded.model
-    is_last_stage = model.collectives.ranks.is_last_stage
 
     # The models: groups of layers with a block table each, attention, adapters, kernels.
     model.group_layers(limits.max_model_len)
@@ -230,8 +229,6 @@ def make_runner(
     if draft is not None and draft.model is not model:
         set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
         pack_weights(config, draft.model)
-    if attention.is_triton and model.embed_weight.device.type == "cuda":
-        compile_kernels(config, model, draft and draft.model, limits.vocab_size)
 
     # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
     make_graphs: GraphMaker | None = None
@@ -246,18 +243,46 @@ def make_runner(
             max_model_len=limits.max_model_len,
             parts=[] if adapters is None else [adapters],
         )
+    over = partial(
+        make_runner_over,
+        config=config,
+        loaded=loaded,
+        draft=draft,
+        limits=limits,
+        attention=attention,
+        adapters=adapters,
+        make_graphs=make_graphs,
+        tokenizer=tokenizer,
+    )
     demand = KVDemand(
         config=config,
         loaded=loaded,
         draft=draft,
-        backend=attention.backend,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
+        make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
         kind=attention.kv_cache_kind,
-        make_graphs=make_graphs,
-        adapters=adapters,
     )
-    kv_cache = make_kv_cache(demand, peers)
+    return over(make_kv_cache(demand, peers), sequences=sequences, wrap_length=wrap_length)
+
+
+def make_runner_over(
+    kv_cache: PagedKVCache,
+    *,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    limits: Limits,
+    attention: Attention,
+    adapters: AdapterSlots | None,
+    make_graphs: GraphMaker | None,
+    tokenizer: Tokenizer | None,
+    sequences: Mapping[str, OutputProcessor] | None = None,
+    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
+) -> LocalRunnerParts:
+    """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
+    model = loaded.model
+    is_last_stage = model.collectives.ranks.is_last_stage
 
     # The runner's copy of the requests, with its plugins in order. Those of `LAZY_PLUGINS` are made
     # when the first request has their feature; they need logits, which the last stage has.
@@ -567,27 +592,6 @@ def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
             weight = model.embed_weight
             reason = reason_not_packed(weight.dtype, weight.device)
             logger.info("weights are not packed: %s", reason)
-
-
-def compile_kernels(
-    config: EngineConfig, model: DecoderModel, draft: DecoderModel | None, vocab_size: int
-) -> None:
-    """Compile all kernels that the engine can launch on its GPU, so that no step has to wait."""
-    from common.runner.launch_configurations import launch_configurations
-    from common.runner.warm_up import warm_up
-    from kernel_launch import architecture_of
-
-    device = model.embed_weight.device
-    launches = launch_configurations(
-        model.rank_config,
-        config,
-        model.embed_weight.dtype,
-        architecture_of(device),
-        draft=None if draft is None else draft.rank_config,
-        vocab_size=vocab_size,
-        windows=model.groups.windows,
-    )
-    warm_up(launches, device)
 
 
 # -- KV tensors

@@ -33,7 +33,8 @@ from scheduler_interface import (
     StepOutput,
 )
 
-VERSION = 2
+VERSION = 3
+START = 0  # the number of "start", and of its answer
 # The fields of each kind.
 TO_WORKER = {
     # The rank, the configuration, and where the ranks meet.
@@ -42,13 +43,13 @@ TO_WORKER = {
         "rank",
         "limits",
         "eos_token_ids",
-        "meeting",
+        "store_port",
         "threads",
         "log_level",
         "has_connector",
     ),
-    "plan": ("step", "plan", "times"),  # a step's `RunnerInput` (chapter 1)
-    "read": ("block_id",),  # the bytes of a KV block
+    "plan": ("number", "plan", "times"),  # a step's `RunnerInput` (chapter 1)
+    "read": ("number", "block_id"),  # the bytes of a KV block
     "write": ("block_id", "data"),
     "adapter": ("number", "directory"),  # read this directory while steps go on
     "take": ("number", "is_wanted"),  # use the read adapter from now on, or discard it
@@ -56,9 +57,9 @@ TO_WORKER = {
     "close": (),
 }
 FROM_WORKER = {
-    "ready": ("facts",),  # what the worker's model is
-    "output": ("step", "output", "digest"),  # to "plan": `StepOutput`; most ranks send none
-    "block": ("data",),  # to "read"
+    "ready": ("number", "facts"),  # what the worker's model is
+    "output": ("number", "output", "digest"),  # to "plan": `StepOutput`; most ranks send none
+    "block": ("number", "data"),  # to "read"
     "adapter": ("number", "digest", "kind_of_error", "sentence"),  # or why it is refused
     "error": ("kind_of_error", "sentence", "is_collective"),
 }

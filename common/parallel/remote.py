@@ -31,8 +31,7 @@ from common.models.loader import Checkpoint, LoadedModel, read_checkpoint
 from common.models.model import DecoderModel
 from common.models.ranks import Ranks
 from common.parallel import message
-from common.parallel.channel import interrupts_held
-from common.parallel.executor import OF_THE_USER, Executor, WorkerError
+from common.parallel.executor import OF_THE_USER, START_TIMEOUT_S, Executor, WorkerError
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
 from common.requests.output_processor import OutputProcessor
@@ -53,16 +52,12 @@ class RemoteRunner:
     def __init__(self, executor: Executor, tells_times: bool = False) -> None:
         self.executor = executor
         self.tells_times = tells_times
-        self._num_steps = 0
         self._times: list[list] = []  # not sent yet: step, ms of verifying, ms of drafting
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
-        step = self._num_steps
-        self._num_steps += 1
         times = self._times
         self._times = []
-        plan_map = message.plan_to_map(plan)
-        self.executor.send(message.pack("plan", step=step, plan=plan_map, times=times))
+        step = self.executor.ask("plan", plan=message.plan_to_map(plan), times=times)
         return RemoteStep(self, step)
 
     def take(self, step: int) -> StepOutput:
@@ -145,9 +140,8 @@ class RemoteBlockIO:
     def read_block(self, block_id: int) -> bytes:
         """The block's bytes after the steps so far. Raises `ValueError` for a missing block."""
         self._check_block(block_id)
-        with interrupts_held():  # a leftover answer would be taken for the next request's
-            self.executor.send(message.pack("read", block_id=block_id))
-            parts = self.executor.collect("reading a KV block")
+        number = self.executor.ask("read", block_id=block_id)
+        parts = self.executor.answers(number, "reading a KV block")
         return b"".join(part["data"] for part in parts)
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
@@ -173,30 +167,18 @@ class RemoteBlockIO:
 class RemoteLoading:
     """A `Loading` over all ranks: each reads a file that all can see, in a thread."""
 
-    def __init__(self, executor: Executor, number: int, path: str) -> None:
+    def __init__(self, executor: Executor, path: str) -> None:
         self._executor = executor
-        self._number = number
         self._path = path
-        self._answers = executor.loading[number] = {}
-        try:
-            executor.send(message.pack("adapter", number=number, directory=path))
-        except BaseException:
-            self.discard()
-            raise
+        self._number = executor.ask("adapter", directory=path)
 
     def is_over(self) -> bool:
-        return self._has_all_answers(0)
-
-    def _has_all_answers(self, seconds: float) -> bool:
-        num_ranks = len(self._executor.links)
-        if len(self._answers) < num_ranks:
-            self._executor.look(seconds)
-        return len(self._answers) == num_ranks
+        return self._executor.is_answered(self._number)
 
     def digest(self) -> str:
-        while not self._has_all_answers(1.0):  # a rank that is gone is an error
-            pass
-        answers = [self._answers[rank] for rank in sorted(self._answers)]
+        answers = self._executor.answers(
+            self._number, "reading an adapter", timeout_s=START_TIMEOUT_S
+        )
         for answer in answers:
             if answer["digest"] is None:
                 raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
@@ -214,7 +196,7 @@ class RemoteLoading:
             self._end(is_wanted=False)
 
     def _end(self, is_wanted: bool) -> None:
-        self._executor.loading.pop(self._number, None)
+        self._executor.forget(self._number)
         self._executor.send(message.pack("take", number=self._number, is_wanted=is_wanted))
 
 
@@ -223,12 +205,9 @@ class RemoteAdapters:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self._num_begun = 0
 
     def begin(self, directory: str | Path) -> RemoteLoading:
-        self._num_begun += 1
-        path = Path(directory).expanduser().resolve()
-        return RemoteLoading(self.executor, self._num_begun, str(path))
+        return RemoteLoading(self.executor, str(Path(directory).expanduser().resolve()))
 
     def drop(self, digest: str) -> None:
         """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""
@@ -266,7 +245,11 @@ def start_runner(
     started = launch(config.num_ranks, device, num_parameters, config.num_threads)
     output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
     executor = Executor(
-        started.links, output_rank, config.worker_timeout_s, compares=config.check_invariants
+        links=started.links,
+        folder=started.folder,
+        output_rank=output_rank,
+        timeout_s=config.worker_timeout_s,
+        compares=config.check_invariants,
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
@@ -304,12 +287,12 @@ def _start_messages(
             rank=link.rank,
             limits=[limits.max_model_len, limits.vocab_size],
             eos_token_ids=list(limits.eos_token_ids),
-            meeting=[started.store_host, started.store_port, host],
+            store_port=started.store.port,
             threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),
             has_connector=has_connector,
         )
-        for link, host in zip(started.links, started.own_hosts, strict=True)
+        for link in started.links
     ]
 
 

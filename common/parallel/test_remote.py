@@ -10,6 +10,7 @@ import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -47,7 +48,7 @@ DRIVERS = {  # what is in the driver only, for the same workers
     "two stages": [SCARCE, dict(scheduler="fcfs", prefix_cache=None)],
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-STEP = 10**6  # of a plan that no scheduler made
+STEP = 10**6  # the number of a plan that no scheduler made
 FEW = SamplingParams(temperature=0, max_tokens=2)
 OTHER_SUMS = 1e-6  # of log-probabilities: ranks add in another order than one process
 
@@ -66,7 +67,7 @@ def tokens_of(
 
 
 def plan_message(plan: RunnerInput) -> bytes:
-    return message.pack("plan", step=STEP, plan=message.plan_to_map(plan), times=[])
+    return message.pack("plan", number=STEP, plan=message.plan_to_map(plan), times=[])
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
@@ -124,7 +125,7 @@ def test_two_ranks_equal_one_process_and_a_killed_or_stuck_one_is_named(
     if sizes == STAGES:
         rank = 0
         number = signal.SIGSTOP
-        said = "is stuck: no sign of life, .* in 2 s"
+        said = "is stopped: no end of step .* in 2 s"
     executor_of(engine).timeout_s = 2.0
     signal_in_step(engine, pids[rank], number)
     must_be_dead(engine, pids, rf"rank {rank} \(process {pids[rank]}\) {said}")
@@ -216,7 +217,7 @@ def test_ranks_draft_alike_and_one_that_raises_is_named(shipped_loaded, shipped_
     config = EngineConfig(**RANKS, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)
     executor = executor_of(engine)
-    pids = pids_of(executor_of(engine))
+    pids = pids_of(executor)
     here = one_process(shipped_loaded, shipped_tokenizer)
     # A seed drawn by the engine can be another draw where drafts have probabilities.
     expected, said = everything_said(here), everything_said(engine)
@@ -272,6 +273,7 @@ def test_two_engines_at_once_one_forgotten_one_whose_ranks_differ(
     news = [NewRequestData("x", [1, 2, 3], p, 0, ([5],)) for p in params]
     plans = [RunnerInput([new], num_scheduled_tokens={"x": 3}) for new in news]
     executor = executor_of(engine)
+    executor._answers[STEP] = {}
     executor.send(list(map(plan_message, plans)))
     names = rf"rank 1 \(process {pids[1]}\) has sampled other tokens in step {STEP} than rank 0"
     with pytest.raises(WorkerError, match=names):
@@ -286,5 +288,6 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(random_oracle
         arguments = EngineConfig(**WORKERS), read_checkpoint(random_oracle.path)
         ranks = [facts, facts | {name: other}]
         limits = Limits(64, 97, ())
+        executor = Executor([], TemporaryDirectory(), 0, 1.0)
         with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
-            remote._make_runner(*arguments, Executor([], 0, 1.0), ranks, limits, 0, {})
+            remote._make_runner(*arguments, executor, ranks, limits, 0, {})

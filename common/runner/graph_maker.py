@@ -7,8 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from pkgutil import resolve_name
 
 from common.engine_config import EngineConfig, is_instance_arg
 from common.models.model import DecoderModel
@@ -16,6 +15,8 @@ from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphP
 from paged_attention import AttentionBackend, PagedKVCache
 
 logger = logging.getLogger(__name__)
+
+EMULATOR = "common.tests.graph_emulator:EmulatedGraphs"  # `Graphs` of `emulate_graphs`
 
 
 @dataclass(slots=True)
@@ -28,7 +29,6 @@ class GraphMaker:
     backend: AttentionBackend
     max_model_len: int
     parts: Sequence[GraphPart] = ()
-    unsplit_len: int = 0  # longest sequence, in keys, that the backend does not split
     is_possible: bool = True
 
     @classmethod
@@ -61,55 +61,36 @@ class GraphMaker:
             return None
         if config.speculative is not None:
             logger.warning("steps with draft tokens run without graphs: they are not decode steps")
-        unsplit_len = 0
         if not is_triton:
             from tensor_attention import TensorAttentionBackend
 
             backend = TensorAttentionBackend()
-        else:
-            from paged_attention_triton import SPLIT_KEYS
-
-            unsplit_len = SPLIT_KEYS
-        return cls(config, model, backend, max_model_len, parts, unsplit_len)
+        return cls(config, model, backend, max_model_len, parts)
 
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:
         if not self.is_possible:
             return None
-        short = self.unsplit_len // kv_cache.block_size * kv_cache.block_size
         try:
-            graphs = self._capture(kv_cache, self.max_model_len)
-            if 0 < short < self.max_model_len:
-                graphs.short = self._capture(kv_cache, short, logits=graphs.logits)
-            graphs.beside = {
-                part.name: self._capture(kv_cache, self.max_model_len, part) for part in self.parts
-            }
+            graphs = self._capture(kv_cache)
+            graphs.beside = {part.name: self._capture(kv_cache, part) for part in self.parts}
             return graphs
         except CannotCapture as error:
             logger.warning("decode steps run without graphs: %s", error)
             self.is_possible = False
             return None
 
-    def _capture(
-        self,
-        kv_cache: PagedKVCache,
-        max_model_len: int,
-        part: GraphPart | None = None,
-        logits: torch.Tensor | None = None,
-    ) -> DecodeGraphs:
+    def _capture(self, kv_cache: PagedKVCache, part: GraphPart | None = None) -> DecodeGraphs:
         return DecodeGraphs(
             graphs=self._make(),
             model=self.model,
             kv_cache=kv_cache,
             backend=self.backend,
             max_num_seqs=self.config.max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=self.max_model_len,
             part=part,
-            logits=logits,
         )
 
     def _make(self) -> Graphs:
         if self.config.emulate_graphs:
-            from common.runner.graph_emulator import EmulatedGraphs
-
-            return EmulatedGraphs()
+            return resolve_name(EMULATOR)()
         return CudaGraphs(self.model.embed_weight.device)

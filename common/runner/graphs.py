@@ -20,8 +20,7 @@ the memory of the logits, which the next replay overwrites.
 
 A step uses the smallest bucket that holds it. A step with more than one token for a request (prompt
 chunks, draft tokens to verify) is computed without graphs. A plugin that stages arrays can have
-separate graphs for the steps that use the plugin: they read one more column. Steps in which all
-sequences are short can have separate graphs too, because attention then has fewer kernels.
+separate graphs for the steps that use the plugin: they read one more column.
 
 Invariants: a replay reads only the static inputs, the weights and the KV cache; no row of a request
 depends on padding; the largest bucket holds `max_num_seqs` (Trap 33).
@@ -201,19 +200,6 @@ class Graphs(Protocol):
         ...
 
 
-class EagerGraphs:
-    """`Graphs` that call the function again: only the buckets and their padding are tested."""
-
-    def __init__(self) -> None:
-        self._functions: dict[int, Callable[[], torch.Tensor]] = {}
-
-    def capture(self, bucket, function, tensors) -> None:
-        self._functions[bucket] = function
-
-    def replay(self, bucket: int, num_rows: int) -> torch.Tensor:
-        return self._functions[bucket]()
-
-
 class CudaGraphs:
     """CUDA graphs, which share one pool of scratch memory."""
 
@@ -267,9 +253,7 @@ class CudaGraphs:
 class DecodeGraphs:
     """One graph for each bucket, over one KV cache. The largest is captured first, so that smaller
     ones reuse its scratch memory. Raises `CannotCapture`. `beside` has the graphs (with a `part`)
-    of steps that use a plugin, by plugin name. `short` has the graphs of steps in which no sequence
-    exceeds its `max_seq_len`: with a smaller bound, a backend plans fewer launches.
-    """
+    of steps that use a plugin, by plugin name."""
 
     def __init__(
         self,
@@ -280,7 +264,6 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         part: GraphPart | None = None,
-        logits: torch.Tensor | None = None,  # [max_num_seqs, vocab_size]: other graphs' memory
     ) -> None:
         self.graphs = graphs
         self.model = model
@@ -288,16 +271,13 @@ class DecodeGraphs:
         self.backend = backend
         self.part = part
         self.beside = dict[str, DecodeGraphs]()
-        self.short: DecodeGraphs | None = None
         self.buckets = graph_buckets(max_num_seqs)
         table_width = -(-max_model_len // kv_cache.block_size)
         self.max_seq_len = table_width * kv_cache.block_size
         device = model.embed_weight.device
         self.memory = StaticMemory(max_num_seqs, table_width, device, model.num_groups)
         self.column = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # the part's
-        if logits is None:
-            logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
-        self.logits = logits
+        self.logits = model.embed_weight.new_empty(max_num_seqs, model.config.vocab_size)
         self.inputs = {bucket: self.memory.inputs(bucket) for bucket in self.buckets}
         self.attention = {bucket: self._metadata(bucket) for bucket in self.buckets}
         self.num_replays = 0
@@ -435,11 +415,8 @@ class GraphRunner(PagedModelRunner):
         bucket = self.graphs.bucket_for(queries)
         graphs = self.graphs
         concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
-        short = self.graphs.short
         if concerned:  # no graphs for several plugins together
             graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
-        elif short is not None and queries.starts.max() < short.max_seq_len:
-            graphs = short
         if bucket is None or graphs is None:
             return self._compose_eager(state, queries, block_size)
         column = concerned[0].column(queries.rows) if concerned else None

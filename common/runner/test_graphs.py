@@ -15,12 +15,10 @@ import torch
 
 from batch_layout import Queries, compose_in_order
 from common.runner.batch_state import BatchState
-from common.runner.graph_emulator import EmulatedGraphs, GraphError
 from common.runner.graphs import (
     COLUMNS,
     CannotCapture,
     DecodeGraphs,
-    EagerGraphs,
     StaticMemory,
     bucket_of,
     column_stride,
@@ -28,6 +26,7 @@ from common.runner.graphs import (
 )
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.sampling_columns import SamplingColumns
+from common.tests.graph_emulator import EagerGraphs, EmulatedGraphs, GraphError
 from paged_attention import TorchAttentionBackend
 from request import SamplingParams
 from scheduler_interface import NewRequestData

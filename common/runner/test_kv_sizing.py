@@ -1,23 +1,21 @@
-"""The work of the measuring step of a GPU, run here on a CPU with a fake reader of memory."""
+"""The work of the measuring steps of a GPU, run here on a CPU with a fake reader of memory."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
+from common.assembly.assembly import LocalRunner
+from common.assembly.scheduler_assembly import Limits
 from common.engine_config import EngineConfig
-from common.features.adapters.adapter_slots import AdapterSlots
 from common.models.loader import LoadedModel
 from common.runner import kv_sizing
 from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
-from common.sampling import speculative_sampler
-from common.sampling.sampling_rules import BITS, LOGPROBS, MIN_TOKENS, TOKEN_RULES, WIDE
-from common.sampling.speculative_sampler import SpeculativeSampler
+from common.sampling.sampling_rules import BITS, DRAWN, LOGPROBS, MIN_TOKENS, needs_of
 from kv_budget import MemoryReading
-from paged_attention import TorchAttentionBackend
+from paged_attention import PagedKVCache
+from scheduler_interface import RunnerInput
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 TINY = replace(
@@ -35,31 +33,33 @@ VOCAB_SIZE = 290
 BLOCK_BYTES = 2 * 2 * 16 * 1 * 4 * 4  # keys and values, layers, tokens, heads, head_dim, float32
 
 
-def test_a_cpu_is_asked_for_its_free_memory_and_runs_a_short_step(loaded, monkeypatch) -> None:
-    steps = spy_on_forward(monkeypatch)
-    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
-    config = EngineConfig(max_num_seqs=1000)
-    assert make(config, loaded, max_model_len=4096).num_blocks == 500
-    assert steps == [([8], 1)]
-    with pytest.raises(ValueError, match=r"num_blocks=501 .* on each of 2 ranks, but only 0"):
-        demand = demand_of(replace(config, num_blocks=501), loaded)
-        make_kv_cache(demand, Peers(num_here=2))
-    monkeypatch.undo()
-    assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
+class Runner:
+    """A runner that writes down the plans and their sampling."""
 
+    def __init__(self, local: LocalRunner, kv_cache: PagedKVCache, events: list) -> None:
+        self.runner = local.make_trial_runner(kv_cache)
+        self.events = events
+        events.append(kv_cache.num_blocks)
 
-# -- a GPU
+    def execute(self, plan: RunnerInput):
+        handle = self.runner.execute(plan)
+        drafts = [len(ids) for ids in plan.scheduled_draft_token_ids.values()]
+        self.events.append((list(plan.num_scheduled_tokens.values()), drafts))
+        return handle
+
+    def __del__(self) -> None:
+        self.events.append("gone")
 
 
 class FakeMemory:
-    """A `MemoryReader` of a GPU on which the step's activations peak at `peak` bytes. Graphs add
-    the memory they keep to `kept`."""
+    """A `MemoryReader` of a GPU on which the steps' activations peak at `peak` bytes, and graphs
+    keep `kept`."""
 
-    def __init__(self, peak: int, events: list) -> None:
-        self.peak = peak
+    def __init__(self, events: list, peak: int = 0, kept: int = 0) -> None:
         self.events = events
+        self.peak = peak
+        self.kept = kept
         self.num_reads = 0
-        self.kept = 0
 
     def reset(self) -> None:
         self.events.append("reset")
@@ -67,12 +67,12 @@ class FakeMemory:
     def read(self) -> MemoryReading:
         self.events.append("read")
         self.num_reads += 1
+        kept = self.kept * (self.num_reads == 2)
         return MemoryReading(
             total=40_000 * BLOCK_BYTES,
-            free=27_000 * BLOCK_BYTES - self.kept,
-            reserved=10_000 * BLOCK_BYTES + self.kept,
-            # PyTorch gives back the activations before it captures.
-            peak_reserved=10_000 * BLOCK_BYTES + max(self.kept, self.peak * (self.num_reads == 2)),
+            free=27_000 * BLOCK_BYTES - kept,
+            reserved=10_000 * BLOCK_BYTES + kept,
+            peak_reserved=10_000 * BLOCK_BYTES + kept + self.peak * (self.num_reads == 2),
         )
 
 
@@ -81,90 +81,56 @@ def loaded() -> LoadedModel:
     return random_model(TINY)
 
 
-def demand_of(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, draft=None, **rest):
-    backend = TorchAttentionBackend()
-    return KVDemand(config, loaded, draft, backend, max_model_len, VOCAB_SIZE, **rest)
+def make(config: EngineConfig, loaded, max_model_len=4096, memory=None, draft=None, peers=None):
+    events = [] if memory is None else memory.events
+
+    def make_runner(kv_cache: PagedKVCache) -> Runner:
+        limits = Limits(max_model_len, VOCAB_SIZE, ())
+        local = LocalRunner(replace(config, num_blocks=9), loaded, draft, limits)
+        return Runner(local, kv_cache, events)
+
+    demand = KVDemand(config, loaded, draft, max_model_len, VOCAB_SIZE, make_runner)
+    return make_kv_cache(demand, peers or Peers(), memory=memory)
 
 
-def make(config: EngineConfig, loaded: LoadedModel, max_model_len=4096, memory=None, **rest):
-    return make_kv_cache(demand_of(config, loaded, max_model_len, **rest), memory=memory)
+def test_a_cpu_is_asked_for_its_free_memory(loaded, monkeypatch) -> None:
+    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 2 * 500 * BLOCK_BYTES)
+    config = EngineConfig(max_num_seqs=1000)
+    assert make(config, loaded).num_blocks == 500
+    monkeypatch.setattr(kv_sizing, "free_memory_bytes", lambda: 0)
+    with pytest.raises(ValueError, match=r"num_blocks=501 .* on each of 2 ranks, but only 0"):
+        make(replace(config, num_blocks=501), loaded, peers=Peers(num_here=2))
+    monkeypatch.undo()
+    assert make(EngineConfig(max_num_seqs=2), loaded, max_model_len=160).num_blocks == 2 * 10 + 1
 
 
-def spy_on_forward(monkeypatch: pytest.MonkeyPatch) -> list:
-    real = kv_sizing.run_forward
-    steps = []
-
-    def run_forward(*step) -> torch.Tensor:
-        steps.append((list(step[3]), step[4]))
-        return real(*step)
-
-    monkeypatch.setattr(kv_sizing, "run_forward", run_forward)
-    return steps
-
-
-def test_the_largest_step_has_all_rows_with_every_constraint_drafts_and_adapters(
-    loaded, monkeypatch
-) -> None:
-    """Between the two readings, twice: as many tokens as a step may have, a row for each request
-    and draft, each with every constraint and an adapter of the highest rank, in each matrix."""
+def test_the_largest_steps_have_all_tokens_and_rows_with_every_rule_and_drafts(loaded) -> None:
+    """Between the two readings: a step of as many tokens as it may have, in as few prompts, and all
+    requests sampled; then all requests with as many drafts as they may have."""
     events: list = []
-    steps = spy_on_forward(monkeypatch)
-
-    class SpySampler(SpeculativeSampler):
-        def sample(self, logits, batch):
-            everything = WIDE | sum(BITS.values()) | MIN_TOKENS | LOGPROBS | TOKEN_RULES
-            assert (batch.sampling.needs == everything).all()
-            output = super().sample(logits, batch)
-            assert all(len(found[0].top) == 20 for found in output.logprobs.values())
-            events.append((logits.shape, sum(map(len, batch.sampling.drafts.values()))))
-            return output
-
-    monkeypatch.setattr(speculative_sampler, "SpeculativeSampler", SpySampler)
-    monkeypatch.setitem(sys.modules, "common.features.grammars", None)  # nothing of it is loaded
-    slots = AdapterSlots(loaded.model, 3, 16)
-    sizes = []
-    for addition in slots.additions:
-        assert addition.ranks[1] == [16] * len(addition.names)
-
-        def add(rows, x, y, add=addition.add) -> torch.Tensor:
-            sizes.append((len(x), len(rows.order), rows.segments))
-            return add(rows, x, y)
-
-        addition.add = add
-    speculative = {"method": "draft", "num_spec_tokens": 4}
+    speculative = {"method": "draft", "num_spec_tokens": 4, "adaptive": False}
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=38, speculative=speculative)
-    memory = FakeMemory(0, events)
-    kv_cache = make(config, loaded, 30, draft=loaded, memory=memory, adapters=slots)
-    # 38 tokens: 7 requests of 5 rows, one of 3.
-    assert events == ["reset", "read", *[((38, 300), 30)] * 2, "read", "reset"]
-    assert steps == [([30, 8], 38)] * 2
-    assert sizes == [(38, 38, [(1, 0, 38)])] * len(slots.additions) * 2
+    kv_cache = make(config, loaded, 30, draft=loaded, memory=FakeMemory(events))
+    lens = [25, 7, 1, 1, 1, 1, 1, 1]
+    steps = [(lens, []), ([5] * 8, [4] * 8), ([], [])]
+    assert events == ["reset", "read", 3, *steps, "read", "gone", "reset"]
     assert kv_cache.num_blocks == 8 * 2 + 1
+    everything = DRAWN | sum(BITS.values()) | MIN_TOKENS | LOGPROBS
+    assert needs_of(kv_sizing.largest_params(VOCAB_SIZE)) == everything
 
 
-def test_the_peak_of_the_largest_step_is_not_given_to_kv_and_neither_are_graphs(loaded) -> None:
-    """Graphs keep scratch memory as long as they live, in addition to a step's, so they exist while
-    memory is read, and not later. KV gets what neither needs, however large the other is."""
+def test_the_peak_of_the_largest_steps_is_not_given_to_kv_and_neither_are_graphs(loaded) -> None:
+    """The runner that is measured exists while memory is read, with its graphs, and not later."""
     events: list = []
-    memory = FakeMemory(7 * BLOCK_BYTES, events)
-
-    class Graphs:
-        def __init__(self, kv_cache) -> None:
-            events.append(kv_cache.num_blocks)
-            memory.kept = 5 * BLOCK_BYTES
-
-        def __del__(self) -> None:
-            events.append("gone")
-
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=160)
-    kv_cache = make(config, loaded, memory=memory, make_graphs=Graphs)
-    # 90 % of 40,000; 10,000 without the warm-up's 10 blocks and null block; 3,000 of others.
-    assert kv_cache.num_blocks == 36_000 - (10_000 - 11) - 7 - 5 - 3_000
-    around = ["reset", "read", 10 + 1, "reset", "read", "gone"]
-    assert events == ["reset", "read", "read", *around, "reset"]
+    memory = FakeMemory(events, peak=7 * BLOCK_BYTES, kept=5 * BLOCK_BYTES)
+    kv_cache = make(config, loaded, memory=memory)
+    # 90 % of 40,000; 10,000 without the trial's 1 block and null block; 3,000 of others.
+    assert kv_cache.num_blocks == 36_000 - (10_000 - 2) - 7 - 5 - 3_000
+    assert events[-3:] == ["read", "gone", "reset"]
     events.clear()
-    make(replace(config, num_blocks=50), loaded, memory=memory, make_graphs=Graphs)
+    make(replace(config, num_blocks=50), loaded, memory=memory)
     assert events == []  # nothing is measured
     half = replace(config, gpu_memory_utilization=0.5)
-    kv_cache = make(half, loaded, memory=FakeMemory(4000 * BLOCK_BYTES, []))
-    assert kv_cache.num_blocks == 20_000 - (10_000 - 11) - 4000 - 3_000
+    kv_cache = make(half, loaded, memory=FakeMemory([], peak=4000 * BLOCK_BYTES))
+    assert kv_cache.num_blocks == 20_000 - (10_000 - 2) - 4000 - 3_000

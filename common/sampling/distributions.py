@@ -1,23 +1,27 @@
 """Rows that need more than their highest logit: constraints, draws, log-probabilities.
 
-Rows with the same needs are computed together, and each row gets the same result as alone. The
-host's arrays are sent to the device in one copy, before the logits exist. Nothing here waits for
-the device, except on a CPU to find how many tokens top-p keeps.
+    prepare(sampling, upload, ...)     `RowArgs`: arrays; the step's one upload makes them tensors
+    sample_rows(logits, args)          tokens
+    row_probs(logits, args)            distributions
+
+Each row gets the same result as alone. Nothing here waits for the device, except on a CPU to find
+how many tokens top-p keeps.
 
 See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.sampling import sampling_constraints as constraints
+from common.sampling.constrained_rows import RuleArgs, keep_to_rules, prepare_rules
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.greedy_rows import BAD, as_float, highest_logits, is_bad
 from common.sampling.runner_plugin import UploadBuffer
@@ -28,22 +32,72 @@ from common.sampling.sampling_rules import (
     LIMITS,
     LOGPROBS,
     MIN_TOKENS,
-    NARROW,
     NEG_INF,
-    NEXT_BIT,
     NUM_PENALTIES,
     NUMBERS,
     PENALTIES,
     TOKEN_RULES,
-    TOP_K,
 )
+from common.sampling.token_counts import Histories, count, prepare_histories
 from scheduler_interface import StepOutput
 
-if TYPE_CHECKING:
-    from common.sampling.token_counts import TokenCounts
 
-_LIMITS = {rule.name: rule.apply or constraints.apply_top_p for rule in LIMITS}
-_GROUPED = DRAWN | TOP_K | sum(BITS[rule.name] for rule in LIMITS)
+@dataclass(eq=False)
+class Penalties:
+    rows: Any  # [P] int64: the rows with penalties
+    numbers: Any  # [3, P] float64: repetition, presence, frequency
+    histories: Histories
+
+
+@dataclass(eq=False)
+class Limit:
+    """A rule that removes tokens from some of the drawn rows."""
+
+    apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    rows: Any  # [L] int64, of the drawn rows
+    numbers: Any  # [L]
+
+
+@dataclass(eq=False)
+class Draws:
+    rows: Any  # [D] int64: the rows that are drawn
+    temperature: Any  # [D] float64
+    top_k: Limit | None = None
+    limits: list[Limit] = field(default_factory=list)  # after the temperature
+
+
+@dataclass(eq=False)
+class RowArgs:
+    """What rows need besides their logits. None: no row needs it."""
+
+    u: Any  # [R] float64: uniform numbers
+    rules: RuleArgs | None = None
+    forbidden: Any = None  # [N] int64: indices into the flattened logits
+    penalties: Penalties | None = None
+    draws: Draws | None = None
+
+
+def prepare(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> RowArgs:
+    """Return the arguments of these rows, whose arrays are tensors after the upload."""
+    needs = sampling.batch_needs
+    args = RowArgs(row_uniforms(sampling, sampling.streams))
+    if needs & TOKEN_RULES:
+        args.rules = prepare_rules(sampling, upload, vocab_size)
+    if needs & MIN_TOKENS:
+        args.forbidden = _forbidden(sampling, vocab_size)
+    if needs & PENALTIES:
+        rows = np.flatnonzero(sampling.needs & PENALTIES)
+        part = sampling.select(rows)
+        args.penalties = Penalties(
+            rows=rows,
+            numbers=sampling.columns.penalties[:, part.rows],
+            histories=prepare_histories(part, upload, vocab_size),
+        )
+        upload.fill(args.penalties)
+    if needs & DRAWN:
+        args.draws = _prepare_draws(sampling, upload, vocab_size)
+    upload.fill(args)
+    return args
 
 
 def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarray:
@@ -65,143 +119,100 @@ def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
     return flat_index(np.repeat(at, list(map(len, forbidden))), ids, vocab_size)[0]
 
 
-class HasCounts(Protocol):
-    """The part of a sampler that its rows use."""
-
-    vocab_size: int
-
-    @cached_property
-    def counts(self) -> TokenCounts: ...
-
-
-class StagedRows:
-    """The staged constraints and draws of a batch. `__init__` makes all arrays for them."""
-
-    def __init__(self, sampler: HasCounts, sampling: SamplingBatch, upload: UploadBuffer) -> None:
-        columns = sampling.columns
-        vocab_size = sampler.vocab_size
-        self.batch_needs = sampling.batch_needs
-        self.u = upload.add(row_uniforms(sampling, sampling.streams))
-        if self.batch_needs & TOKEN_RULES:
-            from common.sampling.constrained_rows import stage_rules
-
-            self.keep_to_rules = stage_rules(sampling, upload, vocab_size)
-        if self.batch_needs & MIN_TOKENS:
-            self.forbidden = upload.add(_forbidden(sampling, vocab_size))
-        if self.batch_needs & PENALTIES:
-            at = np.flatnonzero(sampling.needs & PENALTIES)
-            part = sampling.select(at)
-            self.penalised = upload.add(at)
-            self.penalties = upload.add(columns.penalties[:, part.rows])
-            self.count = sampler.counts.stage(part, upload, vocab_size)
-        if self.batch_needs & DRAWN:
-            order, self.groups = _groups(sampling, vocab_size)
-            rows = sampling.rows[order]
-            self.order = upload.add(order)
-            self.top_k = upload.add(columns.top_k[rows])
-            self.shaping = upload.add(columns.shaping[:, rows])
-
-    def draw(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the token [R] of each row of `raw` [R, V], or `BAD`."""
-        logits = self._constrain(raw)
-        highest, tokens = highest_logits(logits)
-        for at, probs, ids in self._distributions(logits, highest):
-            drawn = sample_from_probs(probs, _rows(self.u(), at))
-            if ids is not None:
-                drawn = ids.gather(1, drawn[:, None])[:, 0]
-            if len(at) == len(tokens):
-                tokens = drawn
-            else:
-                tokens[at] = drawn
-        return tokens.masked_fill_(is_bad(highest), BAD)
-
-    def probs(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the distribution [R, V] of each row's token, after every constraint. A greedy row
-        is one-hot. A row without a finite maximum is all NaN."""
-        logits = self._constrain(as_float(raw))
-        highest, tokens = highest_logits(logits)
-        probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
-        for at, row_probs, ids in self._distributions(logits, highest):
-            if ids is not None:
-                empty = logits.new_zeros(len(ids), logits.shape[1])
-                row_probs = empty.scatter_(1, ids, row_probs.to(logits.dtype))
-            probs[at] = row_probs
-        return probs.masked_fill_(is_bad(highest)[:, None], float("nan"))
-
-    def _constrain(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits with forbidden tokens removed, and with biases and penalties. The given
-        `logits` are unchanged."""
-        if self.batch_needs & (TOKEN_RULES | MIN_TOKENS | PENALTIES):
-            logits = as_float(logits)
-        if self.batch_needs & TOKEN_RULES:
-            logits = self.keep_to_rules(logits)
-        if self.batch_needs & MIN_TOKENS:
-            flat = logits.flatten().scatter(0, self.forbidden(), NEG_INF)
-            logits = flat.view_as(logits)
-        if self.batch_needs & PENALTIES:
-            at = self.penalised()
-            is_known, counted = self.count()
-            repetition, presence, frequency = self.penalties().unbind()
-            changed = constraints.apply_penalties(
-                _rows(logits, at),
-                is_known=is_known,
-                output_counts=counted,
-                repetition_penalty=repetition,
-                presence_penalty=presence,
-                frequency_penalty=frequency,
-            )
-            logits = changed if len(at) == len(logits) else logits.index_copy(0, at, changed)
-        return logits
-
-    def _distributions(
-        self, logits: torch.Tensor, highest: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Yield `(at, probs [len(at), C], ids)` of the drawn rows. `ids` [len(at), C], ascending,
-        are the tokens of the columns; None: the columns are the vocabulary."""
-        if not self.batch_needs & DRAWN:
-            return
-        order, top_k = self.order(), self.top_k()
-        numbers = dict(zip(NUMBERS[NUM_PENALTIES:], self.shaping().unbind()))
-        for part, kind, max_top_k, is_cut in self.groups:
-            x, ids = constraints.shape(
-                _rows(logits, order[part]),
-                _rows(highest, order[part]),
-                numbers["temperature"][part],
-                top_k[part] if is_cut else None,
-                max_top_k,
-                bool(kind & NARROW),
-            )
-            for name, apply in _LIMITS.items():
-                if kind & BITS[name]:
-                    x = apply(x, numbers[name][part])
-            yield order[part], x.softmax(dim=-1), ids
+def _prepare_draws(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> Draws:
+    columns = sampling.columns
+    drawn = np.flatnonzero(sampling.needs & DRAWN)
+    rows = sampling.rows[drawn]
+    needs = sampling.needs[drawn]
+    numbers = dict(zip(NUMBERS[NUM_PENALTIES:], columns.shaping[:, rows]))
+    draws = Draws(drawn, numbers["temperature"])
+    at = np.flatnonzero(needs & BITS["top_k"])
+    if len(at):
+        top_k = columns.top_k[rows[at]].clip(max=vocab_size)
+        apply = partial(constraints.apply_top_k, max_top_k=int(top_k.max()))
+        draws.top_k = Limit(apply, at, top_k)
+        upload.fill(draws.top_k)
+    for rule in LIMITS:
+        at = np.flatnonzero(needs & BITS[rule.name])
+        if len(at):
+            limit = Limit(rule.apply or constraints.apply_top_p, at, numbers[rule.name][at])
+            draws.limits.append(limit)
+            upload.fill(limit)
+    upload.fill(draws)
+    return draws
 
 
-def _groups(sampling: SamplingBatch, vocab_size: int) -> tuple[np.ndarray, list[tuple]]:
-    """Return the drawn rows, ordered by group, and the groups: slice, needs, an upper bound of
-    their top-k (0: no bound), and whether top-k removes tokens from any row.
+def sample_rows(raw: torch.Tensor, args: RowArgs) -> torch.Tensor:
+    """Return the token [R] of each row of `raw` [R, V], or `BAD`."""
+    logits = _constrain(raw, args)
+    highest, tokens = highest_logits(logits)
+    draws = args.draws
+    if draws is not None:
+        drawn = sample_from_probs(_drawn_probs(logits, highest, draws), _rows(args.u, draws.rows))
+        tokens = tokens.index_copy(0, draws.rows, drawn)
+    return tokens.masked_fill_(is_bad(highest), BAD)
 
-    Rows with a small top-k leave the wide tensors first, grouped by top-k rounded up to a power of
-    two, so the columns that a row sums over do not depend on the other rows of the batch."""
-    top_k = sampling.columns.top_k[sampling.rows]
-    needs = sampling.needs & _GROUPED
-    narrow = np.flatnonzero(needs & NARROW)
-    needs[narrow] += NEXT_BIT << np.ceil(np.log2(top_k[narrow])).astype(int)
-    order = np.argsort(needs, kind="stable")[np.count_nonzero(needs == 0) :]
-    kinds, starts = np.unique(needs[order], return_index=True)
-    groups = []
-    for kind, start, stop in zip(kinds.tolist(), starts, [*starts[1:], len(order)]):
-        num_kept = top_k[order[start:stop]].clip(max=vocab_size)
-        is_narrow = kind & NARROW
-        max_top_k = min(kind // NEXT_BIT, vocab_size) if is_narrow else int(num_kept.max())
-        is_cut = bool(kind & TOP_K) and num_kept.min() < (max_top_k if is_narrow else vocab_size)
-        groups.append((slice(start, stop), kind, max_top_k, is_cut))
-    return order, groups
+
+def row_probs(raw: torch.Tensor, args: RowArgs) -> torch.Tensor:
+    """Return the distribution [R, V] of each row's token, after every constraint. A greedy row is
+    one-hot. A row without a finite maximum is all NaN."""
+    logits = _constrain(as_float(raw), args)
+    highest, tokens = highest_logits(logits)
+    probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
+    if args.draws is not None:
+        probs[args.draws.rows] = _drawn_probs(logits, highest, args.draws)
+    return probs.masked_fill_(is_bad(highest)[:, None], float("nan"))
+
+
+def _constrain(logits: torch.Tensor, args: RowArgs) -> torch.Tensor:
+    """Return logits with forbidden tokens removed, and with biases and penalties. The given
+    `logits` are unchanged."""
+    if args.rules is not None:
+        logits = keep_to_rules(as_float(logits), args.rules)
+    if args.forbidden is not None:
+        flat = as_float(logits).flatten().scatter(0, args.forbidden, NEG_INF)
+        logits = flat.view_as(logits)
+    if args.penalties is not None:
+        rows = args.penalties.rows
+        is_known, counted = count(args.penalties.histories)
+        repetition, presence, frequency = args.penalties.numbers.unbind()
+        logits = as_float(logits)
+        changed = constraints.apply_penalties(
+            _rows(logits, rows),
+            is_known=is_known,
+            output_counts=counted,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+        )
+        logits = _replaced(logits, rows, changed)
+    return logits
+
+
+def _drawn_probs(logits: torch.Tensor, highest: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Return the distributions [D, V] of the drawn rows. top-k is first, because the k highest
+    tokens do not depend on the temperature."""
+    x = as_float(_rows(logits, draws.rows))
+    if draws.top_k is not None:
+        x = _limited(x, draws.top_k)
+    x = constraints.apply_temperature(x, _rows(highest, draws.rows), draws.temperature)
+    for limit in draws.limits:
+        x = _limited(x, limit)
+    return x.softmax(dim=-1)
+
+
+def _limited(x: torch.Tensor, limit: Limit) -> torch.Tensor:
+    return _replaced(x, limit.rows, limit.apply(_rows(x, limit.rows), limit.numbers))
 
 
 def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return the rows `at`, which are distinct: no copy if these are all rows."""
+    """Return the rows `at`, ascending: no copy if these are all rows."""
     return x if len(at) == len(x) else x[at]
+
+
+def _replaced(x: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return `x` with these rows at `at`."""
+    return rows if len(at) == len(x) else x.index_copy(0, at, rows)
 
 
 # -- log-probabilities
@@ -243,16 +254,16 @@ class Logprobs:
     """The log-probabilities of the rows that request them."""
 
     def __init__(self, sampling: SamplingBatch, upload: UploadBuffer) -> None:
-        self.rows = np.flatnonzero(sampling.needs & LOGPROBS)
-        self.num_top = sampling.columns.num_logprobs[sampling.rows[self.rows]].tolist()
-        self.width = max(self.num_top)
-        self.at = upload.add(self.rows)
+        rows = np.flatnonzero(sampling.needs & LOGPROBS)
+        self.rows = rows.tolist()
+        self.num_top = sampling.columns.num_logprobs[sampling.rows[rows]].tolist()
+        self.at: Any = rows
+        upload.fill(self)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return `logprob_numbers` of these rows."""
-        at = self.at()
-        self.width = min(self.width, raw.shape[1])
-        return logprob_numbers(as_float(_rows(raw, at)), tokens[at].clamp(min=0), self.width)
+        width = min(max(self.num_top), raw.shape[1])
+        return logprob_numbers(as_float(_rows(raw, self.at)), tokens[self.at].clamp(min=0), width)
 
     def add_to(
         self, output: StepOutput, req_ids: list[str], tokens: np.ndarray, read: np.ndarray
@@ -260,6 +271,6 @@ class Logprobs:
         """Add the entries to `output`. `read` is the host's copy of `numbers`."""
         read = read.reshape(len(self.rows), -1)
         entries = entries_of(read, tokens[self.rows].tolist(), self.num_top)
-        for row, entry in zip(self.rows.tolist(), entries, strict=True):
+        for row, entry in zip(self.rows, entries, strict=True):
             if entry.token_id >= 0:
                 output.logprobs.setdefault(req_ids[row], []).append(entry)

@@ -48,6 +48,7 @@ class UploadBuffer:
         self.device = device
         self.arrays = list(arrays)
         self.tensors: Sequence[torch.Tensor] = ()  # the same arrays on the device, after `send`
+        self._places: list[tuple[object, str, int]] = []  # of `fill`
 
     def add(self, array: np.ndarray) -> Callable[[], torch.Tensor]:
         """Add an array. Returns a function that returns its tensor: call it after `send`."""
@@ -55,8 +56,21 @@ class UploadBuffer:
         self.arrays.append(np.ascontiguousarray(array))  # as kernels need it
         return lambda: self.tensors[index]
 
+    def fill(self, part: object) -> None:
+        """Add each array among the attributes of `part`. `send` puts its tensor in its place."""
+        for name, value in vars(part).items():
+            if isinstance(value, np.ndarray):
+                self._places.append((part, name, len(self.arrays)))
+                self.arrays.append(np.ascontiguousarray(value))
+
     def send(self) -> None:
-        self.tensors = all_to_device(self.device, self.arrays)
+        self.take(all_to_device(self.device, self.arrays))
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the tensors of the arrays, which another part has sent."""
+        self.tensors = tensors
+        for part, name, index in self._places:
+            setattr(part, name, tensors[index])
 
 
 class HasTokens(Protocol):

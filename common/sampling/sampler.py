@@ -9,7 +9,7 @@
         | logit_bias; then repetition, frequency, presence penalties
         +--> greedy rows: the highest; if equal, the lowest id
         | top-k, temperature, min-p, top-p
-        | softmax                                    `StagedRows.probs` (for chapter 5)
+        | softmax                                    `row_probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
 This is the order of vLLM (0.33), up to the last step, but vLLM applies top-k after min-p: the same
@@ -28,7 +28,7 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ from common.sampling.sampling_rules import LOGPROBS
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput, StepTimer
 
 if TYPE_CHECKING:
-    from common.sampling.token_counts import TokenCounts
+    from common.sampling.distributions import RowArgs
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,35 +66,30 @@ class BatchSampler(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled.
-    Keeps token counts for requests with penalties."""
+    """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    @cached_property
-    def counts(self) -> TokenCounts:
-        from common.sampling.token_counts import TokenCounts
-
-        return TokenCounts()
-
     def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
         """Stage one token for each row."""
-        return AsyncStepOutput(sampling, upload, self.raw_logits, self.stage_draw(sampling, upload))
+        draw = greedy
+        if sampling.batch_needs | LOGPROBS != LOGPROBS:
+            from common.sampling.distributions import sample_rows
+
+            draw = partial(sample_rows, args=self.prepare(sampling, upload))
+        return AsyncStepOutput(sampling, upload, self.raw_logits, draw)
+
+    def prepare(self, sampling: SamplingBatch, upload: UploadBuffer) -> RowArgs:
+        from common.sampling.distributions import prepare
+
+        return prepare(sampling, upload, self.vocab_size)
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits without padding. On a GPU they are converted where they are used; on a
         CPU here, because NumPy, which finds the maximum, has no bfloat16."""
         raw = logits[:, : self.vocab_size]
         return raw if raw.is_cuda else as_float(raw)
-
-    def stage_draw(self, sampling: SamplingBatch, upload: UploadBuffer) -> Draw:
-        """Return the function from raw logits to the token [R] of each row, or `BAD`."""
-        if sampling.batch_needs | LOGPROBS == LOGPROBS:
-            return greedy
-        from common.sampling.distributions import StagedRows
-
-        return StagedRows(self, sampling, upload).draw
 
 
 class AsyncStepOutput:

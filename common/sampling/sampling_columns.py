@@ -35,10 +35,9 @@ class SamplingColumns(RunnerPlugin):
         self.numbers = np.zeros((len(NUMBERS), num_rows))  # of the rules in `NUMBERS`
         self.penalties = self.numbers[:NUM_PENALTIES]
         self.shaping = self.numbers[NUM_PENALTIES:]
-        self._integers = np.zeros((7, num_rows), dtype=np.int64)
+        self._integers = np.zeros((6, num_rows), dtype=np.int64)
         self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
         self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
-        self.num_writes = self._integers[6]  # distinguishes the requests of a row
         self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
         self.rules: dict[int, TokenRules] = {}  # by row, where needed
 
@@ -59,9 +58,7 @@ class SamplingColumns(RunnerPlugin):
         self.numbers[:, row] = [getattr(p, name) for name in NUMBERS]
         needs = needs_of(p) | TOKEN_RULES * (rules is not None)
         integers = needs, min(p.top_k, ALL), min(p.min_tokens, ALL), p.seed or 0, num_logprobs
-        is_seed_drawn = isinstance(p, DrawnSeedParams)
-        num_writes = self.num_writes[row] + 1
-        self._integers[:, row] = *integers, is_seed_drawn, num_writes
+        self._integers[:, row] = *integers, isinstance(p, DrawnSeedParams)
         self.forbidden.pop(row, None)
         if rules is not None:
             from common.requests.token_rules import TokenRules
@@ -115,7 +112,6 @@ class SamplingBatch:
     state: HasTokens  # only for penalties and bad words
     drafts: dict[str, list[int]]  # as in the plan; empty: no token is a draft
     streams: np.ndarray | int = 0  # [R], of random numbers: 0 (`TOKEN_STREAM`) for tokens
-    are_counted: bool = False  # new tokens were already staged for penalties, in the same upload
     needs: np.ndarray = field(init=False)  # [R]
     batch_needs: int = field(init=False)  # the needs of all rows; 0: all rows are greedy
 

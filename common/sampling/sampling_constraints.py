@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from common.sampling.greedy_rows import as_float
 from common.sampling.sampling_rules import NEG_INF
 from inverse_cdf import SCALE
 
@@ -62,13 +61,11 @@ def apply_temperature(
     return (logits - highest[:, None]).div_(temperature[:, None])
 
 
-def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int = 0) -> torch.Tensor:
-    """Keep exactly the `top_k` [R] highest logits; 0 or more than V keeps all. Among equal logits
-    the lower ids are kept. `max_top_k` is an upper bound of `top_k`; 0: no bound."""
-    vocab_size = logits.shape[1]
-    ids = ranked_ids(logits, min(max_top_k or vocab_size, vocab_size))
-    num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None]
-    is_kept = torch.arange(ids.shape[1], device=ids.device) < num_kept
+def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """Keep exactly the `top_k` [R] highest logits, each in [1, max_top_k]. Among equal logits the
+    lower ids are kept."""
+    ids = ranked_ids(logits, max_top_k)
+    is_kept = torch.arange(max_top_k, device=ids.device) < top_k[:, None]
     is_masked = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     return logits.masked_fill(is_masked, NEG_INF)
 
@@ -98,35 +95,6 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(is_masked, NEG_INF)
 
 
-def shape(
-    logits: torch.Tensor,
-    highest: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    max_top_k: int,
-    is_narrow: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply temperature and top-k. Returns logits `[R, C]`, and `ids` [R, C], ascending, the tokens
-    of the columns. `highest` [R] is the maximum of the logits.
-
-    Narrow: the `max_top_k` highest columns, in float64. Otherwise all columns, in the dtype of
-    `logits`, and no ids. `max_top_k` is an upper bound of `top_k`; 0: no bound. `top_k` None:
-    unused. top-k is first, because the k highest tokens do not depend on the temperature."""
-    ids = None
-    logits = as_float(logits)
-    if is_narrow:
-        ids = top_ids(logits, max_top_k)
-        logits = logits.gather(1, ids).to(torch.float64)
-    if top_k is not None:
-        logits = apply_top_k(logits, top_k, max_top_k)
-    return apply_temperature(logits, highest, temperature), ids
-
-
-def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return `ranked_ids` in ascending order."""
-    return ranked_ids(logits, k).sort(dim=-1).values
-
-
 def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return the ids [R, k] of the `k` <= V highest logits of each row, best first. Among equal
     logits the lower ids are first. A row without a finite maximum gives any ids.
@@ -139,7 +107,7 @@ def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
         return _order(logits, k)
     next_offset = num_blocks * _BLOCK
     blocks = logits[:, :next_offset].unflatten(1, (num_blocks, _BLOCK))
-    best = top_ids(blocks.amax(dim=-1), k)
+    best = ranked_ids(blocks.amax(dim=-1), k).sort(dim=-1).values
     columns = torch.arange(logits.shape[1], device=logits.device)
     ids = (best[:, :, None] * _BLOCK + columns[:_BLOCK]).flatten(1)
     ids = torch.cat([ids, columns[next_offset:].expand(len(ids), -1)], dim=1)
@@ -148,14 +116,4 @@ def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 def _order(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return `ranked_ids` by comparing all logits."""
-    if logits.dtype == torch.float64:
-        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    # Integer keys, lowest for the highest logit; the id in the low bits makes all keys different.
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    inverse = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    keys = inverse.to(torch.int64).bitwise_left_shift_(32).add_(ids)
-    if logits.is_cuda or 8 * k < logits.shape[1]:
-        return keys.topk(k, largest=False).values & 0xFFFFFFFF
-    keys.numpy().sort(axis=-1)  # in place, and vectorised
-    return keys[:, :k] & 0xFFFFFFFF
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]

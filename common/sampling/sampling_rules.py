@@ -59,21 +59,17 @@ NUM_PENALTIES = sum(rule.is_penalty for rule in SAMPLING_RULES)
 # The rules after temperature and top-k.
 LIMITS = tuple(rule for rule in SAMPLING_RULES if rule.name in NUMBERS[NUM_PENALTIES + 1 :])
 
-# Bits of `needs`. A drawn row is narrow (top-k of at most `MAX_NARROW`) or wide.
-NARROW, WIDE, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(5))
-BITS = {rule.name: 1 << i for i, rule in enumerate(SAMPLING_RULES, start=5)}
-DRAWN = NARROW | WIDE
-TOP_K = BITS["top_k"]
-NEXT_BIT = 1 << 5 + len(SAMPLING_RULES)
+# Bits of `needs`.
+DRAWN, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(4))
+BITS = {rule.name: 1 << i for i, rule in enumerate(SAMPLING_RULES, start=4)}
 PENALTIES = sum(BITS[rule.name] for rule in SAMPLING_RULES if rule.is_penalty)
-MAX_NARROW = 256
 
 
 def needs_of(params: SamplingParams) -> int:
     """Return the bits of what a request needs. 0: only its highest logits."""
     needs = LOGPROBS * (params.logprobs is not None) | MIN_TOKENS * (params.min_tokens > 0)
+    needs |= DRAWN * (not params.is_greedy)
     for rule in SAMPLING_RULES:
         if rule.is_penalty or not params.is_greedy:
             needs |= BITS[rule.name] * (getattr(params, rule.name) != rule.default)
-    narrow_or_wide = NARROW if 0 < params.top_k <= MAX_NARROW else WIDE
-    return needs if params.is_greedy else needs | narrow_or_wide
+    return needs

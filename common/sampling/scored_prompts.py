@@ -36,15 +36,6 @@ class ScoredPrompts:
         self.vocab_size = vocab_size
         self._reads: list[Callable[[], np.ndarray]] = []
 
-    @classmethod
-    def of_many(cls, num_rows: int, vocab_size: int, device: torch.device) -> ScoredPrompts:
-        """Return as many rows as are ever scored at a time, to measure their memory."""
-        num_rows = min(num_rows, MAX_ROWS)
-        at = torch.arange(num_rows, device=device)
-        tokens = np.zeros(num_rows, dtype=np.int64)
-        runs = [("", num_rows, min(20, vocab_size))]
-        return cls(at, torch.zeros_like(at), tokens, runs, vocab_size)
-
     def score(
         self, hidden: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:

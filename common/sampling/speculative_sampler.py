@@ -14,8 +14,9 @@ See 05_spec_decode/README.md#8-how-the-engine-uses-it"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,24 +28,27 @@ from common.sampling.counter_random import (
     TOKEN_STREAM,
     sample_from_probs,
 )
-from common.sampling.distributions import StagedRows, row_uniforms
+from common.sampling.distributions import RowArgs, row_probs, row_uniforms, sample_rows
 from common.sampling.greedy_rows import BAD, REJECTED
 from common.sampling.runner_plugin import HasTokens, UploadBuffer
-from common.sampling.sampler import AsyncStepOutput, BatchSampler, Draw, Sampler
+from common.sampling.sampler import AsyncStepOutput, BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
-from common.sampling.sampling_rules import DRAWN
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
-
-Rule = Callable[[torch.Tensor], VerifiedTokens]
 
 
 class _Runs:
     """Requests that the same rule verifies. The rows of each start at `first` and are `lens` many:
-    one for each draft and one more."""
+    one for each draft and one more. `draft_probs` [number of drafts, V] of each, or none."""
 
     def __init__(
-        self, batch: SamplingBatch, first: np.ndarray, lens: np.ndarray, upload: UploadBuffer
+        self,
+        batch: SamplingBatch,
+        first: np.ndarray,
+        lens: np.ndarray,
+        draft_probs: list[torch.Tensor],
+        sampler: Sampler,
+        upload: UploadBuffer,
     ) -> None:
         run = np.repeat(np.arange(len(lens)), lens)
         start = np.cumsum(lens) - lens
@@ -52,22 +56,19 @@ class _Runs:
         width = int(lens.max())
         rows = first[run] + column
         drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
-        self.sampling = batch.select(rows)
+        sampling = batch.select(rows)
+        self.draft_probs = draft_probs
         self.max_drafts = width - 1
-        self.is_draft = column < lens[run] - 1
-        self.at = upload.add(rows)  # rows in the batch
-        self.cells = upload.add(run * width + column)  # in a grid [num_runs, max_drafts + 1]
-        self.cu_num_logits = upload.add(np.append(start, len(rows)))  # [num_runs + 1] int64
-        self.drafts = upload.add(np.fromiter(drafts, dtype=np.int64))  # of all runs
-
-    def verify(self, raw: torch.Tensor, tokens: torch.Tensor, rule: Rule) -> None:
-        """Verify these rows of `raw` and write their `tokens`."""
-        at = self.at()
-        verified = rule(raw if len(at) == len(raw) else raw[at])
-        columns = torch.arange(self.max_drafts + 1, device=tokens.device)
-        lags = columns >= verified.num_sampled[:, None]
-        grid = verified.token_ids.masked_fill(lags, REJECTED)
-        tokens[at] = grid.flatten()[self.cells()]
+        self.args = sampler.prepare(sampling, upload)
+        # Arrays until the upload, then tensors.
+        self.at: Any = rows  # rows in the batch
+        self.cells: Any = run * width + column  # in a grid [num_runs, max_drafts + 1]
+        self.cu_num_logits: Any = np.append(start, len(rows))  # [num_runs + 1] int64
+        self.drafts: Any = np.fromiter(drafts, dtype=np.int64)  # of all runs
+        self.accept_u: Any = None
+        if draft_probs:
+            self.accept_u = row_uniforms(sampling, ACCEPT_STREAM)[column < lens[run] - 1]
+        upload.fill(self)
 
 
 class SpeculativeSampler(BatchSampler):
@@ -96,60 +97,47 @@ class SpeculativeSampler(BatchSampler):
         names = [sampling.req_ids[row] for row in first]
         probs = [self.draft_probs(name) if name in drafts else None for name in names]
         has_probs = np.array([q is not None for q in probs], dtype=bool)
-        parts: list[tuple[_Runs, Rule]] = []
-        if has_probs.any():  # can include trimmed drafts, which `kept` leaves out
-            part = _Runs(sampling, first[has_probs], lens[has_probs], upload)
-            kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
-            parts.append((part, self._rejection(part, kept, upload)))
-        if not has_probs.all():
-            part = _Runs(sampling, first[~has_probs], lens[~has_probs], upload)
-            parts.append((part, self._matching(part, upload)))
-
-        def draw(raw: torch.Tensor) -> torch.Tensor:
-            tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
-            for part, rule in parts:
-                part.verify(raw, tokens, rule)
-            return tokens
-
+        # They can include trimmed drafts, which `kept` leaves out.
+        kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
+        parts = [
+            _Runs(sampling, first[chosen], lens[chosen], draft_probs, self.sampler, upload)
+            for chosen, draft_probs in ((has_probs, kept), (~has_probs, []))
+            if chosen.any()
+        ]
+        draw = partial(self._verify_all, parts)
         return AsyncStepOutput(sampling, upload, self.sampler.raw_logits, draw)
 
-    def _matching(self, part: _Runs, upload: UploadBuffer) -> Rule:
-        draw = self.sampler.stage_draw(part.sampling, upload)
+    def _verify_all(self, parts: list[_Runs], raw: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [R] of the rows, `REJECTED` after a rejected draft."""
+        tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
+        for part in parts:
+            rows = raw if len(part.at) == len(raw) else raw[part.at]
+            token_ids, num_sampled = self._verify(part, rows)
+            columns = torch.arange(part.max_drafts + 1, device=tokens.device)
+            grid = token_ids.masked_fill(columns >= num_sampled[:, None], REJECTED)
+            tokens[part.at] = grid.flatten()[part.cells]
+        return tokens
 
-        def rule(raw: torch.Tensor) -> VerifiedTokens:
-            target = draw(raw)
-            token_ids, num_sampled = self.match(
-                target, part.drafts(), part.cu_num_logits(), part.max_drafts
-            )
-            return VerifiedTokens(token_ids=token_ids, num_sampled=num_sampled)
-
-        return rule
-
-    def _rejection(
-        self, part: _Runs, draft_probs: list[torch.Tensor], upload: UploadBuffer
-    ) -> Rule:
-        rows = StagedRows(self.sampler, part.sampling, upload)
-        accept_u = upload.add(row_uniforms(part.sampling, ACCEPT_STREAM)[part.is_draft])
-
-        def rule(raw: torch.Tensor) -> VerifiedTokens:
-            target_probs = rows.probs(raw)
-            cu_num_logits = part.cu_num_logits()
-            verified = self.reject(
-                target_probs,
-                part.drafts(),
-                torch.cat(draft_probs),
-                cu_num_logits,
-                part.max_drafts,
-                accept_u(),
-                rows.u(),
-            )
-            # The last token of a run was drawn from its row's distribution, which may be NaN.
-            last = (verified.num_sampled - 1)[:, None]
-            is_nan = target_probs[cu_num_logits[:-1, None] + last, 0].isnan()
-            drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, BAD)
-            return VerifiedTokens(verified.token_ids.scatter(1, last, drawn), verified.num_sampled)
-
-        return rule
+    def _verify(self, part: _Runs, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids [num_runs, max_drafts + 1], and how many of each run are sampled."""
+        if not part.draft_probs:
+            target = sample_rows(raw, part.args)
+            return self.match(target, part.drafts, part.cu_num_logits, part.max_drafts)
+        target_probs = row_probs(raw, part.args)
+        verified = self.reject(
+            target_probs,
+            part.drafts,
+            torch.cat(part.draft_probs),
+            part.cu_num_logits,
+            part.max_drafts,
+            part.accept_u,
+            part.args.u,
+        )
+        # The last token of a run was drawn from its row's distribution, which may be NaN.
+        last = (verified.num_sampled - 1)[:, None]
+        is_nan = target_probs[part.cu_num_logits[:-1, None] + last, 0].isnan()
+        drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, BAD)
+        return verified.token_ids.scatter(1, last, drawn), verified.num_sampled
 
 
 class HasRows(HasTokens, Protocol):
@@ -176,23 +164,23 @@ class ConstrainedDrafts:
         self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
     ) -> Sequence[np.ndarray]:
         self._upload = UploadBuffer(device)
-        self._rounds = [self._stage(requests, n) for n, requests in enumerate(rounds)]
+        self._rounds = [self._prepare(requests, n) for n, requests in enumerate(rounds)]
         return self._upload.arrays
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._upload.tensors = tensors
+        self._upload.take(tensors)
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         raw = self.sampler.raw_logits(logits)
-        staged = self._rounds[num_drafted]
-        if not isinstance(staged, StagedRows):
-            return staged(raw).clamp(min=0), None
-        probs = staged.probs(raw)
-        return sample_from_probs(probs, staged.u()), probs
+        args = self._rounds[num_drafted]
+        if args.draws is None:
+            return sample_rows(raw, args).clamp(min=0), None
+        probs = row_probs(raw, args)
+        return sample_from_probs(probs, args.u), probs
 
-    def _stage(self, requests: Sequence[RunnerRequest], num_drafted: int) -> StagedRows | Draw:
+    def _prepare(self, requests: Sequence[RunnerRequest], num_drafted: int) -> RowArgs:
         columns = self.columns
         state = self.state
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
@@ -206,8 +194,5 @@ class ConstrainedDrafts:
             state=state,
             drafts={},
             streams=streams,
-            are_counted=num_drafted > 0,
         )
-        if sampling.batch_needs & DRAWN:
-            return StagedRows(self.sampler, sampling, self._upload)
-        return self.sampler.stage_draw(sampling, self._upload)
+        return self.sampler.prepare(sampling, self._upload)

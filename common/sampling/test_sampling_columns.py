@@ -19,26 +19,24 @@ from common.sampling.sampling_rules import BITS, NUMBERS
 from request import SamplingParams
 from scheduler_interface import NewRequestData
 
-OTHERS = {
-    name: getattr(sampling_rules, name) for name in ("NARROW", "WIDE", "MIN_TOKENS", "LOGPROBS")
-}
+OTHERS = {name: getattr(sampling_rules, name) for name in ("DRAWN", "MIN_TOKENS", "LOGPROBS")}
 NO_RULES = {"allowed": None, "biased": [], "bias": [], "bad_words": []}
 CASES: list[tuple[SamplingParams, str]] = [
     (SamplingParams(temperature=0), ""),
     (SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1), ""),
-    (SamplingParams(), "WIDE"),
-    (SamplingParams(temperature=1e-9), "WIDE temperature"),
-    (SamplingParams(top_k=1), "NARROW top_k"),
-    (SamplingParams(top_k=256, top_p=0.9), "NARROW top_k top_p"),
-    (SamplingParams(top_k=257, min_p=0.1), "WIDE top_k min_p"),
+    (SamplingParams(), "DRAWN"),
+    (SamplingParams(temperature=1e-9), "DRAWN temperature"),
+    (SamplingParams(top_k=1), "DRAWN top_k"),
+    (SamplingParams(top_k=256, top_p=0.9), "DRAWN top_k top_p"),
+    (SamplingParams(top_k=257, min_p=0.1), "DRAWN top_k min_p"),
     (SamplingParams(temperature=0, logprobs=0), "LOGPROBS"),
     (SamplingParams(temperature=0, logprobs=-1), "LOGPROBS"),  # of the whole vocabulary
     (SamplingParams(temperature=0, repetition_penalty=0.5), "repetition_penalty"),
     (SamplingParams(temperature=0, presence_penalty=-0.5), "presence_penalty"),
-    (SamplingParams(seed=-3, frequency_penalty=0.1), "WIDE frequency_penalty"),
+    (SamplingParams(seed=-3, frequency_penalty=0.1), "DRAWN frequency_penalty"),
     (SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[9, 1]), "MIN_TOKENS"),
     (SamplingParams(temperature=0, min_tokens=2, ignore_eos=True), "MIN_TOKENS"),
-    (DrawnSeedParams(seed=2**63 - 1), "WIDE"),
+    (DrawnSeedParams(seed=2**63 - 1), "DRAWN"),
 ]
 
 
@@ -76,12 +74,10 @@ def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: i
                 every = (c for c in vars(columns).values() if isinstance(c, np.ndarray))
                 assert all(c.shape[-1] == num_rows for c in every)
             case _:
-                before = columns.num_writes[row]
                 live[row] = *rng.choice(CASES), rng.choice([None, rng.randrange(20)])
                 params, _, bad = live[row]
                 rules = None if bad is None else NO_RULES | {"bad_words": [[bad]]}
                 columns.write(row, params, (4, 1), rules)
-                assert columns.num_writes[row] > before
         for row, (params, bits, bad) in live.items():
             check(columns, row, params, bits)
             assert bool(columns.needs[row] & sampling_rules.TOKEN_RULES) == (bad is not None)

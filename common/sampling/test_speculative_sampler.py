@@ -62,7 +62,7 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
     rounds = [[SimpleNamespace(req_id="r0")]] * 3
     arrays = drafts.stage(rounds, device)  # type: ignore[arg-type]
     drafts.take([torch.from_numpy(array) for array in arrays])
-    found = [float(staged.u()) for staged in drafts._rounds]  # type: ignore[union-attr]
+    found = [float(args.u) for args in drafts._rounds]
     assert found == uniforms(torch.tensor([5] * 3), torch.tensor([2, 3, 4]), stream).tolist()
 
 

@@ -236,5 +236,5 @@ def num_replays(engine) -> int:
     graphs = getattr(paged_runner(engine), "graphs", None)
     if graphs is None:
         return 0
-    every = graphs, graphs.short, *graphs.beside.values()
+    every = graphs, *graphs.beside.values()
     return sum(each.num_replays for each in every if each is not None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
-import socket
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import psutil
@@ -13,7 +14,6 @@ from common.assembly.assembly import RunnerParts
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import LoadedModel
 from common.parallel import remote, worker
-from common.parallel.channel import Channel
 from common.parallel.executor import Executor, Link
 from common.parallel.remote import KVSizeOfRanks, RemoteRunner
 from common.requests.tokenizer import Tokenizer
@@ -23,16 +23,16 @@ BLOCK_SIZE = 4
 WORKERS = dict(block_size=BLOCK_SIZE, num_blocks=300, dtype="float64", max_num_seqs=8)
 
 
-def start_forked(rank: int) -> Link:
+def start_forked(folder: str, rank: int) -> Link:
     """In place of `remote_launch.start_process`: a worker that need not load PyTorch."""
-    (channel, its_channel), (lifeline, its_lifeline) = (socket.socketpair() for _ in range(2))
-    with its_channel, its_lifeline:
-        process = Forked(_work, its_channel, its_lifeline)
-    return Link(rank, Channel(channel), Channel(lifeline), process)  # type: ignore
+    its_end, ours = multiprocessing.Pipe(duplex=False)
+    with its_end:
+        process = Forked(_work, folder, rank, its_end)
+    return Link(rank, process, ours)  # type: ignore
 
 
-def _work(*ends: socket.socket) -> None:
-    worker.main([str(end.detach()) for end in ends])
+def _work(folder: str, rank: int, lifeline: Connection) -> None:
+    worker.main([folder, str(rank), str(lifeline.fileno())])
 
 
 def executor_of(engine: LLMEngine) -> Executor:
@@ -67,7 +67,7 @@ def one_process(loaded: LoadedModel, tokenizer: Tokenizer, **config) -> LLMEngin
 
 
 def pids_of(executor: Executor) -> list[int]:
-    return [link.process.pid for link in executor.links if link.process is not None]
+    return [link.process.pid for link in executor.links]
 
 
 def is_there(pid: int) -> bool:

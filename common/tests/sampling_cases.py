@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,6 @@ from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from common.sampling.sampling_rules import SAMPLING_RULES
 from request import SamplingParams
 from scheduler_interface import StepOutput
-
-if TYPE_CHECKING:
-    from common.sampling.distributions import StagedRows
 
 GREEDY = SamplingParams(temperature=0)
 # Each rule of the table alone, and what they do together.
@@ -141,14 +137,9 @@ def as_plain(output: StepOutput) -> tuple:
 def sampling_probs(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """The distribution [R, V] of each row of `logits` without padding; histories are counted
     anew."""
-    return staged(Sampler(logits.shape[1]), sampling, logits.device).probs(as_float(logits))
+    from common.sampling.distributions import row_probs
 
-
-def staged(sampler: Sampler, sampling: SamplingBatch, device: torch.device) -> StagedRows:
-    """Rows whose arrays are where they are needed."""
-    from common.sampling.distributions import StagedRows
-
-    upload = UploadBuffer(device)
-    rows = StagedRows(sampler, sampling, upload)
+    upload = UploadBuffer(logits.device)
+    args = Sampler(logits.shape[1]).prepare(sampling, upload)
     upload.send()
-    return rows
+    return row_probs(as_float(logits), args)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from common.runner.batch_state import BatchState
-from common.runner.graphs import DecodeGraphs, EagerGraphs, GraphRunner, ReplayMetadata
+from common.runner.graphs import DecodeGraphs, GraphRunner, ReplayMetadata
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from common.sampling.test_waits import KINDS
+from common.tests.graph_emulator import EagerGraphs
 from common.tests.pretend_device import place_of, pretend_device
 from common.tests.small_models import subject
 from mixed_batch import compose

@@ -55,8 +55,8 @@ def add_and_use_it() -> None:
     import torch
 
     from common.parallel.message import plan_from_map, plan_to_map
-    from common.runner.kv_sizing import SamplerWarmUp
-    from common.sampling.sampling_rules import BITS
+    from common.runner.kv_sizing import largest_params
+    from common.sampling.sampling_rules import BITS, needs_of
     from common.serve.errors import ApiError
     from common.serve.wire import CompletionBody
     from common.tests.sampling_cases import RECIPES, mixed_sampling, sampling_probs
@@ -77,4 +77,4 @@ def add_and_use_it() -> None:
         CompletionBody(prompt="x", top_a=2).params({})
     plan = plan_from_map(plan_to_map(SchedulerOutput([NewRequestData("r", [0], alone)])))
     assert plan.scheduled_new_reqs[0].sampling_params == alone
-    assert (SamplerWarmUp.of([2, 1], 60).sampling.needs & BITS["top_a"]).all()
+    assert needs_of(largest_params(60)) & BITS["top_a"]

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from common.engine_config import EngineConfig
-from common.runner.launch_configurations import attention_shape, launch_configurations
 from kernel_launch import DEFAULT_ARCHITECTURE, Launch
 from paged_attention_triton import write_kv_launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
+from workshop.measure.launch_configurations import attention_shape, launch_configurations
 
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,

@@ -192,13 +192,6 @@ class AdapterSlots:
         slot_mask = column[:, None] == torch.arange(self.num_slots, device=column.device)
         return StepAdapters(self, slot_mask, slot_mask.index_select(0, logit_indices))
 
-    def of_largest_step(self, num_tokens: int, num_logit_rows: int) -> dict[str, StepAdapters]:
-        """The staged data of a step of this size in which every row has a highest-rank adapter."""
-        device = self.additions[0].a.device
-        tokens = Ordered(torch.arange(num_tokens, device=device), [(1, 0, num_tokens)])
-        sampled = Ordered(torch.arange(num_logit_rows, device=device), [(1, 0, num_logit_rows)])
-        return {self.name: StepAdapters(slots=self, tokens=tokens, sampled=sampled)}
-
     # -- loading adapters
 
     def begin(self, directory: str | Path) -> Reading:
@@ -287,7 +280,7 @@ class Addition:
         # A is zero beyond the rank of a slot's adapter, because a graph reads all of A.
         self.a = weight.new_zeros(num_slots, len(names), max_rank, weight.shape[1])
         self.b = [weight.new_zeros(size, num_slots, max_rank) for size in sizes]
-        # An empty slot computes like an adapter of zeros, for `of_largest_step`.
+        # An empty slot computes like an adapter of zeros.
         self.ranks = [[max_rank] * len(names) for _ in range(num_slots)]
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:

@@ -118,23 +118,37 @@ class Ranks:
     """An executor whose two ranks answer in turn, one of them a look, until they are gone."""
 
     def __init__(self, *answers: str | None) -> None:
-        self.answers = list(answers)
-        self.links = [0, 1]
-        self.loading = {}
+        self.coming = list(answers)
+        self.found: dict[int, list[dict]] = {}
+        self.num_asked = 0
         self.taken = []
 
-    def send(self, content: bytes) -> None:
-        if not self.answers:
+    def ask(self, kind: str, directory: str) -> int:
+        if not self.coming:
             raise WorkerError("gone")
-        kinds = {"adapter": ["number", "directory"], "take": ["number", "is_wanted"]}
-        kind, sent = unpack(content, kinds | {"drop": ["digest"]})
+        self.num_asked += 1
+        self.found[self.num_asked] = []
+        return self.num_asked
+
+    def send(self, content: bytes) -> None:
+        if not self.coming:
+            raise WorkerError("gone")
+        kinds = {"take": ["number", "is_wanted"], "drop": ["digest"]}
+        kind, sent = unpack(content, kinds)
         self.taken += [tuple(sent.values())] * (kind == "take")
 
-    def look(self, seconds: float) -> None:
-        number = max(self.loading)
+    def is_answered(self, number: int) -> bool:
         reason = {"kind_of_error": "ValueError", "sentence": "half a file"}
-        found = self.loading[number]
-        found[len(found)] = {"digest": self.answers.pop(0), **reason}
+        self.found[number].append({"digest": self.coming.pop(0), **reason})
+        return len(self.found[number]) == 2
+
+    def answers(self, number: int, late_for: str, timeout_s: float) -> list[dict]:
+        while len(self.found[number]) < 2:
+            self.is_answered(number)
+        return self.found[number]
+
+    def forget(self, number: int) -> None:
+        del self.found[number]
 
 
 def test_ranks_keep_only_adapters_that_all_have_read() -> None:
@@ -142,7 +156,7 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
     ranks = Ranks("a", "a", "a", "b", "a", None, "c", "d", "left")
     adapters = RemoteAdapters(ranks)
     loading = adapters.begin("x")
-    assert [loading.is_over() for _ in range(3)] == [False, True, True]
+    assert [loading.is_over() for _ in range(2)] == [False, True]
     assert loading.digest() == "a"
     loading.take()
     names = AdapterNames(adapters, int)
@@ -150,12 +164,12 @@ def test_ranks_keep_only_adapters_that_all_have_read() -> None:
         with pytest.raises(ValueError, match=reason):
             names.load("x", "x")
     assert ranks.taken == [(1, True), (2, False), (3, False), (4, False)]
-    assert not ranks.loading and not names.names
-    ranks.answers.clear()
+    assert not ranks.found and not names.names
+    ranks.coming.clear()
     adapters.drop("a")
     with pytest.raises(WorkerError):
         names.load("x", "x")
-    assert not ranks.loading
+    assert not ranks.found
 
 
 def test_files_are_read_in_a_thread_and_taken_when_it_is_said(random_loaded, monkeypatch) -> None:

@@ -2,8 +2,8 @@
 
 A backend launches only what `attention_launch` and similar functions return, so their results for
 the shapes of a model are all kernels that are ever compiled. They are few: for example, two tile
-sizes of one attention kernel. They can be compiled before the first request, so that no step waits
-for a compiler, and for a GPU that this machine does not have (`resources.py`).
+sizes of one attention kernel. They can be compiled for a GPU that this machine does not have
+(`resources.py`).
 
     kernel                       once for each
     attention, merging of splits tile size, model
@@ -11,7 +11,7 @@ for a compiler, and for a GPU that this machine does not have (`resources.py`).
     between matrices, 3 kernels  model
     rejection, matching          where drafts come with probabilities, where they come without
 
-See common/models/regions/README.md#compiled-at-the-start"""
+See common/models/regions/README.md#the-gate"""
 
 from __future__ import annotations
 

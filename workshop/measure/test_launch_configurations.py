@@ -11,13 +11,13 @@ import torch
 from common.assembly.assembly import set_regions
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import load_model
-from common.runner.launch_configurations import launch_configurations
 from common.tests.engine_oracle import serve
 from common.tests.model_cases import save_case
 from common.tests.paged_harness import PagedHarness
 from common.tests.small_models import subject
 from kernel_launch import TRITON_TYPES, Launch
 from request import SamplingParams
+from workshop.measure.launch_configurations import launch_configurations
 
 pytestmark = pytest.mark.needs("triton")
 
