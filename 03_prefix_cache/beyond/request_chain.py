@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from prefix_cache import extra_keys_of, normalise_extra_keys
-from prefix_cache_local import compute_block_hash, compute_hash_chain
+from prefix_cache import NormalKeys, extra_keys_of, normalise_extra_keys
+from prefix_cache_local import Link, extend_hash_chain
 from request import Request
-
-Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
 
 
 def root_keys(
-    namespace: Sequence[tuple[str, str]], extra_keys: Sequence[tuple[str, str]]
+    namespace: Sequence[tuple[str, str]], extra_keys: NormalKeys
 ) -> list[tuple[str, str]]:
-    """The extra keys of a first block outside its engine; `extra_keys` normalised."""
-    return [(f"engine {tag}", value) for tag, value in namespace] + [
-        (f"request {tag}", value) for tag, value in extra_keys
-    ]
+    """The extra keys of a first block outside its engine."""
+    of_engine = [(f"engine {tag}", value) for tag, value in namespace]
+    return of_engine + [(f"request {tag}", value) for tag, value in extra_keys]
 
 
 class RequestChains:
@@ -43,12 +40,9 @@ class RequestChains:
         """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
         keeps all."""
         chain = self._chains.setdefault(request, [])
-        tokens = request.all_token_ids
-        size = self.block_size
-        if not chain and num_blocks:
+        if len(chain) < num_blocks:
             keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
-            chain += compute_hash_chain(tokens[: num_blocks * size], size, keys)
-        for start in range(len(chain) * size, num_blocks * size, size):
-            link = tuple(tokens[start : start + size])
-            chain.append((compute_block_hash(chain[-1][0], link), link))
+            tokens = request.all_token_ids
+            size = self.block_size
+            extend_hash_chain(chain, tokens, size, num_blocks, normalise_extra_keys(keys))
         return chain
