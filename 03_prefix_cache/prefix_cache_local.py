@@ -38,7 +38,6 @@ from request import check_integers
 
 BLOCK_SIZE = 16
 HASH_BYTES = 32
-Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
 
 
 @lru_cache(maxsize=1024)
@@ -73,29 +72,16 @@ def _link(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent_hash + tokens, digest_size=HASH_BYTES).digest()
 
 
-def extend_hash_chain(
-    chain: list[Link],
-    token_ids: Sequence[int],
-    block_size: int,
-    num_blocks: int,
-    extra_keys: NormalKeys = (),
-) -> None:
-    """Append the links of `token_ids` to their chain until it has `num_blocks`, all of them
-    full."""
-    parent_hash = chain[-1][0] if chain else _mix_in(b"", extra_keys)
-    for start in range(len(chain) * block_size, num_blocks * block_size, block_size):
-        tokens = tuple(token_ids[start : start + block_size])
-        parent_hash = _link(parent_hash, tokens)
-        chain.append((parent_hash, tokens))
-
-
 def compute_hash_chain(
     token_ids: Sequence[int], block_size: int, extra_keys: ExtraKeys | None = None
-) -> list[Link]:
-    """The links of all full blocks."""
-    chain: list[Link] = []
-    num_blocks = len(token_ids) // block_size
-    extend_hash_chain(chain, token_ids, block_size, num_blocks, normalise_extra_keys(extra_keys))
+) -> list[tuple[bytes, tuple[int, ...]]]:
+    """`(hash, tokens)` of every full block."""
+    chain: list[tuple[bytes, tuple[int, ...]]] = []
+    parent_hash = None
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        tokens = tuple(token_ids[start : start + block_size])
+        parent_hash = compute_block_hash(parent_hash, tokens, None if chain else extra_keys)
+        chain.append((parent_hash, tokens))
     return chain
 
 
@@ -141,31 +127,32 @@ class PrefixCacheLocal(PrefixCache):
 
     def compute_hash_chain(
         self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
-    ) -> list[Link]:
+    ) -> list[tuple[bytes, tuple[int, ...]]]:
         return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
         for index in range(begin, end):
-            cached = self._by_hash.get(self._link_at(prefix, index)[0])
+            cached = self._by_hash.get(self._hash(prefix, index))
             if cached is None:
                 break
             blocks.append(cached)
         return blocks
 
-    def _link_at(self, prefix: PrefixKey, index: int) -> Link:
-        """Hash and tokens of block `index`. The cursor keeps the chain that is hashed so far."""
-        chain = prefix.cursor.state = prefix.cursor.state or []
-        if len(chain) <= index:
-            size = self.block_size
-            extend_hash_chain(chain, prefix.token_ids, size, index + 1, prefix.keys)
-        return chain[index]
+    def _hash(self, prefix: PrefixKey, index: int) -> bytes:
+        """The hash of block `index`, in the same chain as `compute_hash_chain`. The cursor stores
+        the hashes computed so far."""
+        hashes = prefix.cursor.state = prefix.cursor.state or [_mix_in(b"", prefix.keys)]
+        while len(hashes) <= index + 1:
+            hashes.append(_link(hashes[-1], prefix.tokens(len(hashes) - 1)))
+        return hashes[index + 1]
 
     def _insert(
         self, prefix: PrefixKey, first: int, parent: CachedBlock | None, blocks: list[Block]
     ) -> None:
         for index, block in enumerate(blocks, first):
-            name, tokens = self._link_at(prefix, index)
+            name = self._hash(prefix, index)
+            tokens = prefix.tokens(index)
             parent = CachedBlock(block.block_id, block, name, tokens, parent, prefix.keys)
             self._by_hash[name] = self._by_block_id[block.block_id] = parent
 

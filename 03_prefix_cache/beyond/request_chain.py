@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from prefix_cache import NormalKeys, extra_keys_of, normalise_extra_keys
-from prefix_cache_local import Link, extend_hash_chain
+from prefix_cache import extra_keys_of, normalise_extra_keys
+from prefix_cache_local import compute_block_hash
 from request import Request
+
+Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
 
 
 def root_keys(
-    namespace: Sequence[tuple[str, str]], extra_keys: NormalKeys
+    namespace: Sequence[tuple[str, str]], extra_keys: Sequence[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """The extra keys of a first block outside its engine."""
-    of_engine = [(f"engine {tag}", value) for tag, value in namespace]
-    return of_engine + [(f"request {tag}", value) for tag, value in extra_keys]
+    """The extra keys of a first block outside its engine; `extra_keys` normalised."""
+    return [(f"engine {tag}", value) for tag, value in namespace] + [
+        (f"request {tag}", value) for tag, value in extra_keys
+    ]
 
 
 class RequestChains:
@@ -40,9 +43,13 @@ class RequestChains:
         """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
         keeps all."""
         chain = self._chains.setdefault(request, [])
-        if len(chain) < num_blocks:
-            keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
-            tokens = request.all_token_ids
-            size = self.block_size
-            extend_hash_chain(chain, tokens, size, num_blocks, normalise_extra_keys(keys))
+        size = self.block_size
+        for start in range(len(chain) * size, num_blocks * size, size):
+            tokens = tuple(request.all_token_ids[start : start + size])
+            if chain:
+                block_hash = compute_block_hash(chain[-1][0], tokens)
+            else:
+                keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
+                block_hash = compute_block_hash(None, tokens, keys)
+            chain.append((block_hash, tokens))
         return chain
