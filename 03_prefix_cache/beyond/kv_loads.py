@@ -113,14 +113,14 @@ class KVLoads:
         return True
 
     def _cache_arrived(self, load: Load, num_arrived: int) -> None:
-        result = self.cache.insert(
+        cached = self.cache.insert(
             load.request.all_token_ids,
             load.blocks[:num_arrived],
             extra_keys_of(load.request),
             start=len(load.prefix),
         )
         self.cache.pool.free(load.blocks[num_arrived:][::-1])
-        load.blocks = result.blocks
+        load.blocks = cached
         load.has_arrived = True
 
     def drop(self, request_id: str) -> None:
