@@ -87,10 +87,6 @@ class KVConnector(ABC):
         called for a finished request that was only looked up; no state may be kept for it. Unknown
         ids are ignored."""
 
-    def clear(self) -> None:  # noqa: B027
-        """Recover from an interrupted call, maybe of this connector. All requests have been
-        cancelled; a connector with other state repairs it."""
-
     @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Called when a request frees its blocks. `block_ids` hold its first full blocks, published

@@ -59,17 +59,12 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     ) -> ComputedBlocks | NotReady:
         self.current_req_id = request.request_id
         reads = not request.sampling_params.skip_reading_prefix_cache
-        if request.request_id not in self._tables and reads and self._is_loading(request):
-            return NotReady.LOADING
+        if reads and request.request_id not in self._tables:
+            if request.request_id not in self.loads:
+                self.loads.start(request, self._get_computed_blocks(request))
+            if self.loads.is_in_flight(request.request_id):
+                return NotReady.LOADING
         return super().get_computed_blocks(request, wait_for_others)
-
-    def _is_loading(self, request: Request) -> bool:
-        """Whether KV of the request is being loaded. Starts a load, if there is something to
-        load."""
-        if request.request_id in self.loads:
-            return self.loads.is_in_flight(request.request_id)
-        computed = self._get_computed_blocks(request)
-        return self.loads.wants_load(request, computed) and not self.loads.start(request, computed)
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
         super()._begin(request, computed)
@@ -86,7 +81,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return super()._allocate_blocks(num_blocks)
 
     def _take_blocks_to_load(self, num_blocks: int) -> list[Block] | None:
-        blocks = self._allocate_blocks(num_blocks)
+        blocks = super()._allocate_blocks(num_blocks)
         if blocks is not None:
             self.wait_for_steps()
         return blocks
@@ -126,5 +121,5 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
-        self.loads.check_invariants()
-        assert self.loads.request_ids().isdisjoint(self._tables), "both loading and running"
+        loading = {load.request.request_id for load in self.loads.loads()}
+        assert loading.isdisjoint(self._tables), "both loading and running"

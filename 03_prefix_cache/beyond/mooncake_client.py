@@ -1,7 +1,7 @@
 """A client of the Mooncake store that cannot harm its caller.
 
     engine's process           client's process              elsewhere
-    +----------------+ socket  +---------------------+  TCP  +--------------------------------+
+    +----------------+  zmq    +---------------------+  TCP  +--------------------------------+
     | MooncakeClient |-------->| library, and memory |<----->| master: which key is where     |
     | (with a limit) |<--------| lent to the store   |<----->| other clients: the bytes       |
     +----------------+         +---------------------+       +--------------------------------+
@@ -10,10 +10,14 @@ The library assumes that the store is available. When the master is gone, a call
 takes 10 s with Python's global lock held, and a process that ends with a call in flight may crash.
 So the library runs in a separate process, which is called with a time limit and killed if it is
 late: no store, however broken, costs its caller more than that, once. From then on the client is
-down and answers immediately. The price is one more copy of the bytes.
+down and answers immediately. The price is that the bytes are copied.
+
+zmq carries the calls, and hides a peer that is gone: it waits for another. So the engine's process
+asks the operating system whether the client's process lives, and the client's process ends when its
+standard input, a pipe from the engine's process, closes.
 
 Invariants: a call ends within `timeout_s` of its turn; a client that is down stays down; keys and
-values are the caller's, unchanged; importing this module needs only the standard library.
+values are the caller's, unchanged; importing this module needs no PyTorch.
 
 vLLM and SGLang have the library in the engine's process, which lets RDMA read the KV memory without
 any copy. Source: Mooncake, arXiv 2407.00079.
@@ -22,31 +26,55 @@ See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
-from mooncake_master import (
-    HOW_TO_INSTALL,
-    MooncakeAddress,
-    MooncakeUnavailableError,
-    can_connect,
-    end_of_log,
-)
+import msgpack
+import zmq
 
 logger = logging.getLogger(__name__)
 
 RPC_FAILED = -900  # the library's code for a master that does not answer
-_FRAME = struct.Struct("<IQ")  # bytes of the JSON head, bytes of the payload
+_LOOK_S = 0.02  # between two looks at the client's process
+HOW_TO_INSTALL = (
+    "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
+    "with: apt-get install libibverbs1 libnuma1 libcurl4"
+)
+
+
+class MooncakeUnavailableError(RuntimeError):
+    """The store cannot be started or reached; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeAddress:
+    """The addresses of a store: `host:port` of the master and of its metadata server."""
+
+    master: str
+    metadata: str
+
+
+def can_connect(address: str, timeout_s: float = 1.0) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def end_of_log(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")[-600:].strip()
 
 
 class StoreDownError(RuntimeError):
@@ -77,63 +105,79 @@ class MooncakeClient:
         for endpoint in (address.master, address.metadata):
             if not can_connect(endpoint):  # the library would try for 90 s
                 raise MooncakeUnavailableError(f"cannot reach a Mooncake store at {endpoint}")
-        self.timeout_s = timeout_s
+        self.timeout_s = start_timeout_s
         self.down_reason: str | None = None
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(prefix="mooncake_client_")  # noqa: SIM115
-        self._socket, self.process = _start_client_process(self._log)
-        metadata_url = f"http://{address.metadata}/metadata"
-        setup = [host, metadata_url, segment_nbytes, buffer_nbytes, "tcp", "", address.master]
-        try:
-            self._call("setup", setup, timeout_s=start_timeout_s)
-        except StoreDownError as failure:
-            raise MooncakeUnavailableError(
-                f"{failure}\nIts log ends: {end_of_log(self._log)}"
-            ) from failure
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        metadata = f"http://{address.metadata}/metadata"
+        with tempfile.TemporaryDirectory(prefix="mooncake_client_") as folder:  # only its owner's
+            endpoint = f"ipc://{folder}/calls"
+            self._socket.bind(endpoint)
+            self.process = _start_client_process(endpoint, self._log)
+            try:
+                self._call("setup", host, metadata, segment_nbytes, buffer_nbytes, address.master)
+            except StoreDownError as failure:
+                raise MooncakeUnavailableError(
+                    f"{failure}\nIts log ends: {end_of_log(self._log)}"
+                ) from failure
+        self.timeout_s = timeout_s
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """A client that has the value, for each key up to the first that is not in the store."""
-        found: Any = self._call("locate", list(keys))[0] if keys else []
-        return found
+        return self._call("locate", list(keys)) if keys else []
 
     def put(self, key: str, value: bytes) -> bool:
         """Store a value, in the memory that this client lends if there is space. Returns False if
         there is no space. An existing key stays unchanged."""
-        return self._call("put", key, value)[0] == 0
+        return self._call("put", key, value) == 0
 
-    def get(self, key: str) -> bytearray | None:
+    def get(self, key: str) -> bytes | None:
         """Return the value; None if the key does not exist, or the client with the value is
         gone."""
-        value = self._call("get", key)[1]
-        return value or None
+        return self._call("get", key) or None
 
     def remove(self, key: str) -> None:
         self._call("remove", key)
 
-    def _call(
-        self, operation: str, argument: object, payload: bytes = b"", timeout_s: float = 0.0
-    ) -> tuple[object, bytearray]:
+    def _call(self, operation: str, *arguments: object) -> Any:
         """Send one call and return its answer. Any failure brings the client down."""
         with self._lock:
             if self.down_reason is not None:
                 raise StoreDownError(self.down_reason)
-            deadline = time.monotonic() + (timeout_s or self.timeout_s)
             try:
-                _send(self._socket, [operation, argument], payload, deadline)
-                (error, answer), value = _receive(self._socket, deadline)
-            except OSError as failure:
-                error = f"the client did not answer {operation!r}: {failure!r}"
-            if error is None:
-                return answer, value
-            self.down_reason = error
-            self._kill()
-        logger.warning("the Mooncake store is not used any longer: %s", error)
-        raise StoreDownError(error)
+                return self._ask(operation, *arguments)
+            except StoreDownError as failure:
+                self.down_reason = str(failure)
+                self._kill()
+                logger.warning("the Mooncake store is not used any longer: %s", failure)
+                raise
+
+    def _ask(self, operation: str, *arguments: object) -> Any:
+        deadline = time.monotonic() + self.timeout_s
+        self._wait(zmq.POLLOUT, operation, deadline)
+        self._socket.send(msgpack.packb([operation, arguments]))
+        self._wait(zmq.POLLIN, operation, deadline)
+        error, answer = msgpack.unpackb(self._socket.recv())
+        if error is not None:
+            raise StoreDownError(error)
+        return answer
+
+    def _wait(self, event: int, operation: str, deadline: float) -> None:
+        """Wait until a message can be sent, or received."""
+        left_s = deadline - time.monotonic()
+        while not self._socket.poll(1000 * max(0.0, min(left_s, _LOOK_S)), event):
+            left_s = deadline - time.monotonic()
+            if self.process.poll() is not None:
+                raise StoreDownError(f"no answer to {operation!r}: the client's process has exited")
+            if left_s <= 0:
+                raise StoreDownError(f"no answer to {operation!r} in {self.timeout_s:g} s")
 
     def _kill(self) -> None:
-        self._socket.close()
+        self._context.destroy(linger=0)
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
     def close(self) -> None:
         """Take the lent memory back, or leave that to the master if it is slow. Can be called
@@ -141,92 +185,49 @@ class MooncakeClient:
         with self._lock:
             if self.down_reason is None:
                 self.down_reason = "the client is closed"
-                deadline = time.monotonic() + self.timeout_s
                 try:
-                    _send(self._socket, ["close", None], b"", deadline)
-                    _receive(self._socket, deadline)
-                except OSError as failure:
-                    logger.warning("the Mooncake client was killed: %r", failure)
+                    self._ask("close")
+                except StoreDownError as failure:
+                    logger.warning("the Mooncake client was killed: %s", failure)
             self._kill()
 
 
-# -- between the two processes: a JSON head, then bytes
-
-
-def _send(channel: socket.socket, head: object, payload: bytes, deadline: float | None) -> None:
-    text = json.dumps(head).encode()
-    for data in (_FRAME.pack(len(text), len(payload)) + text, payload):
-        channel.settimeout(_left_s(deadline))
-        channel.sendall(data)
-
-
-def _receive(channel: socket.socket, deadline: float | None) -> tuple[list, bytearray]:
-    """Receive one message. Raises `OSError` at the deadline, and if the other side is gone."""
-    head_nbytes, payload_nbytes = _FRAME.unpack(_receive_bytes(channel, _FRAME.size, deadline))
-    head = json.loads(_receive_bytes(channel, head_nbytes, deadline))
-    return head, _receive_bytes(channel, payload_nbytes, deadline)
-
-
-def _receive_bytes(channel: socket.socket, nbytes: int, deadline: float | None) -> bytearray:
-    data = bytearray(nbytes)
-    view = memoryview(data)
-    while view:
-        channel.settimeout(_left_s(deadline))
-        num_read = channel.recv_into(view)
-        if num_read == 0:
-            raise ConnectionError("cannot reach the Mooncake client: its process has exited")
-        view = view[num_read:]
-    return data
-
-
-def _left_s(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    return left_s
-
-
-def _start_client_process(log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
+def _start_client_process(endpoint: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
     # The library would ask a proxy for the metadata.
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    return ours, process
+    return subprocess.Popen(
+        [sys.executable, __file__, endpoint],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 # -- the client's process
 
 
 class _StoreCalls:
-    """The calls of the client's process. Each returns `(error, answer, payload)`."""
+    """The calls of the client's process. What they raise brings the client down."""
 
-    def setup(self, arguments: list, _: bytearray) -> tuple[str | None, object, bytes]:
+    def setup(
+        self, host: str, metadata: str, segment_nbytes: int, buffer_nbytes: int, master: str
+    ) -> None:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as failure:
-            return f"the library does not load: {failure}. {HOW_TO_INSTALL}", None, b""
+            raise RuntimeError(f"the library does not load: {failure}. {HOW_TO_INSTALL}") from None
         self._store = MooncakeDistributedStore()
-        host, metadata, segment_nbytes, buffer_nbytes, protocol, devices, master = arguments
-        code = self._store.setup(
-            host, metadata, segment_nbytes, buffer_nbytes, protocol, devices, master
-        )
+        code = self._store.setup(host, metadata, segment_nbytes, buffer_nbytes, "tcp", "", master)
+        if code:
+            raise RuntimeError(f"the store's set-up failed with code {code}")
         self._placement = ReplicateConfig()
         self._placement.preferred_segment = self._store.get_hostname()
-        return (f"the store's set-up failed with code {code}" if code else None), code, b""
 
-    def locate(self, keys: list[str], _: bytearray) -> tuple[str | None, object, bytes]:
+    def locate(self, keys: list[str]) -> list[str]:
         codes = self._store.batch_is_exist(keys)
+        _checked(min(codes))
         num_found = next((i for i, code in enumerate(codes) if code != 1), len(keys))
         found = self._store.batch_get_replica_desc(keys[:num_found]) if num_found else {}
         nodes: list[str] = []
@@ -235,44 +236,50 @@ class _StoreCalls:
                 break
             memory = found[key][0].get_memory_descriptor()
             nodes.append(memory.buffer_descriptor.transport_endpoint)
-        return _error_of(min(codes)), nodes, b""
+        return nodes
 
-    def put(self, key: str, value: bytearray) -> tuple[str | None, object, bytes]:
-        code = self._store.put(key, value, self._placement)
-        return _error_of(code), code, b""
+    def put(self, key: str, value: bytes) -> int:
+        return _checked(self._store.put(key, value, self._placement))
 
-    def get(self, key: str, _: bytearray) -> tuple[str | None, object, bytes]:
+    def get(self, key: str) -> bytes:
         value = self._store.get(key)
-        return (None if value else _error_of(self._store.is_exist(key))), None, value
+        if not value:
+            _checked(self._store.is_exist(key))
+        return value
 
-    def remove(self, key: str, _: bytearray) -> tuple[str | None, object, bytes]:
-        code = self._store.remove(key, True)
-        return _error_of(code), code, b""
+    def remove(self, key: str) -> None:
+        _checked(self._store.remove(key, True))
 
-    def close(self, _: None, __: bytearray) -> tuple[str | None, object, bytes]:
-        return None, self._store.close(), b""
-
-
-def _error_of(code: int) -> str | None:
-    return "the master does not answer" if code == RPC_FAILED else None
+    def close(self) -> None:
+        self._store.close()
 
 
-def _serve(channel: socket.socket) -> None:
-    """Serve calls until the engine's process closes its end, or ends in any way."""
+def _checked(code: int) -> int:
+    if code == RPC_FAILED:
+        raise RuntimeError("the master does not answer")
+    return code
+
+
+def _serve(endpoint: str) -> None:
+    """Serve calls until the engine's process closes our standard input, or ends in any way."""
+    channel = zmq.Context().socket(zmq.PAIR)
+    channel.connect(endpoint)
+    poller = zmq.Poller()
+    poller.register(channel, zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
     calls = _StoreCalls()
-    while True:
-        (operation, argument), payload = _receive(channel, None)
+    while sys.stdin.fileno() not in dict(poller.poll()):
+        operation, arguments = msgpack.unpackb(channel.recv())
+        error = answer = None
         try:
-            error, answer, data = getattr(calls, operation)(argument, payload)
+            answer = getattr(calls, operation)(*arguments)
         except Exception as failure:
-            error = repr(failure)
-            answer = None
-            data = b""
-        _send(channel, [error, answer], data, None)
+            error = str(failure) or repr(failure)
+        channel.send(msgpack.packb([error, answer]))
 
 
 if __name__ == "__main__":
     try:
-        _serve(socket.socket(fileno=int(sys.argv[1])))
+        _serve(sys.argv[1])
     finally:
         os._exit(0)  # without the library's clean-up, which can hang

@@ -13,20 +13,17 @@ Invariants: those of `kv_store.py`; a store that fails, at any time, is an empty
 (`mooncake_client.py`), and a warning reports it once.
 
 Differences from `GlobalKVPool`: a block has one copy, in the memory that its publisher lends if
-there is space, else in another's; `total_cached_blocks` counts every key of the store. vLLM's and
-SGLang's Mooncake stores use the hash as the key as well. Source: Mooncake, arXiv 2407.00079.
+there is space, else in another's. vLLM's and SGLang's Mooncake stores use the hash as the key as
+well. Source: Mooncake, arXiv 2407.00079.
 
 See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 
-import http.client
-import re
 from collections.abc import Iterator, Sequence
 
 from kv_store import KVStore
-from mooncake_client import MooncakeClient, StoreDownError
-from mooncake_master import MooncakeAddress
+from mooncake_client import MooncakeAddress, MooncakeClient, StoreDownError
 from request_chain import Link
 
 KEY_PREFIX = "vfs-kv2/"
@@ -52,7 +49,6 @@ class MooncakePool(KVStore):
         host: str = "127.0.0.1",
         timeout_s: float = 5.0,
     ) -> None:
-        self.address = address
         self._client = MooncakeClient(address, segment_nbytes, timeout_s=timeout_s, host=host)
 
     @property
@@ -74,7 +70,7 @@ class MooncakePool(KVStore):
             value = self._client.get(key)
             if value is None:
                 raise LookupError(f"cannot fetch {key}: not in the store, or its owner has exited")
-            yield bytes(value)
+            yield value
 
     def put(self, link: Link, data: bytes) -> bool:
         """Also returns False if the store has failed."""
@@ -91,22 +87,6 @@ class MooncakePool(KVStore):
             self._client.remove(store_key(link))
         except StoreDownError:
             return
-
-    @property
-    def total_cached_blocks(self) -> int:
-        """Keys in the whole store, read from the master's counters; 0 if these are not
-        available."""
-        if self.address.admin is None or self.down_reason is not None:
-            return 0
-        connection = http.client.HTTPConnection(self.address.admin, timeout=self._client.timeout_s)
-        try:
-            connection.request("GET", "/metrics")
-            found = re.search(rb"^master_key_count (\d+)", connection.getresponse().read(), re.M)
-        except (OSError, http.client.HTTPException):
-            return 0
-        finally:
-            connection.close()
-        return int(found[1]) if found else 0
 
     def close(self) -> None:
         """Close the pool. Memory that this process lent to the store is lost to the others."""
