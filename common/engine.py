@@ -394,7 +394,6 @@ class LLMEngine:
             self.parts.multi_step_core.give_up()
         self.recorder.discard_plans()
         if is_inconsistent:
-            self.unwatch()  # the frames written so far do not lead to the state after the reset
             self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
@@ -598,9 +597,8 @@ class LLMEngine:
     def watch(self, events: str | Path | TextIO) -> FrameRecorder:
         """Write each step's frames to this file or text stream from now on, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a running engine, the
-        first frame is its whole state. A previous watch ends. The watch ends too if the engine
-        is interrupted while it mutates its state. Raises `ValueError` or `FileNotFoundError` for a
-        path where no file can be written."""
+        first frame is its whole state. A previous watch ends. Raises `ValueError` or
+        `FileNotFoundError` for a path where no file can be written."""
         from common.events.frame_recorder import FrameRecorder
         from common.events.run_line import check_place
 
