@@ -18,7 +18,7 @@ See 03_prefix_cache/README.md#the-tree"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -65,7 +65,6 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
-        self.on_split: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """The root for these extra keys. A new root joins the forest with its first child."""
@@ -150,13 +149,6 @@ class RadixTree:
             self.node_of[block.block_id] = upper
         return upper
 
-    def split(self, node: TreeNode, page: int) -> TreeNode:
-        """Like `split_node`, and notify the listener."""
-        upper = self.split_node(node, page)
-        if upper is not node and self.on_split is not None:
-            self.on_split(node.blocks[0].block_id)
-        return upper
-
     def _attach(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
@@ -184,11 +176,11 @@ class RadixTree:
             raise ValueError(
                 f"cannot remove blocks {block_ids}: ids must be unique and in order of a path"
             )
-        nodes = [self.split(node, end)]
+        nodes = [self.split_node(node, end)]
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.split(nodes[-1], begin)  # the part after the split keeps its identity
+            self.split_node(nodes[-1], begin)  # the part after the split keeps its identity
         return nodes
 
     def append(

@@ -331,7 +331,7 @@ class LLMEngine(EngineCalls):
             self._update_stats(self.recorder.plan, now - start_time)
             touched = self._process_outputs(results, now)
             self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
-        except BaseException as error:
+        except Exception as error:  # an interrupt leaves the mark, and the next call recovers
             self._recover(error)
             raise
         for plugin in self._plugins.values():
@@ -396,7 +396,6 @@ class LLMEngine(EngineCalls):
         if self.parts.multi_step_core is not None:
             self.parts.multi_step_core.give_up()
         self.recorder.discard_plans()
-        self._remove_watch()  # the frames written so far do not lead to the state after this
         self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
@@ -581,9 +580,8 @@ class LLMEngine(EngineCalls):
     def watch(self, events: str | Path | TextIO) -> FrameRecorder:
         """Write each step's frames to this file or text stream from now on, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a running engine, the
-        first frame is its whole state. A previous watch ends. The watch ends too if the engine
-        is interrupted while it mutates its state. Raises `ValueError` or `FileNotFoundError` for a
-        path where no file can be written."""
+        first frame is its whole state. A previous watch ends. Raises `ValueError` or
+        `FileNotFoundError` for a path where no file can be written."""
         from common.events.frame_recorder import FrameRecorder
         from common.events.run_line import check_place
 
