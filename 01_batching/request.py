@@ -173,7 +173,7 @@ class RequestStatus(IntEnum):
     FINISHED_ERROR = 8
 
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
@@ -261,7 +261,7 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while unfinished."""
-        return _FINISH_REASONS.get(self.status)
+        return FINISH_REASONS.get(self.status)
 
     def append_output_token(self, token_id: int) -> None:
         """Append one sampled token, and finish if it is a stop token or the last one allowed."""

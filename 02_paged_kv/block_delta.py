@@ -165,6 +165,11 @@ class PagedRunnerState(RunnerState):
         super().release(req_id)
         self._free_rows.append(self.row_of.pop(req_id))
 
+    def reset(self) -> None:
+        super().reset()
+        self.row_of.clear()
+        self._free_rows = list(reversed(range(len(self.num_tokens))))
+
     def write_tokens(
         self, rows: np.ndarray, start_columns: np.ndarray, token_ids: Sequence[Sequence[int]]
     ) -> np.ndarray:

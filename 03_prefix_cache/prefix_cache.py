@@ -24,7 +24,7 @@ See 03_prefix_cache/README.md#the-interface-of-a-cache"""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -119,6 +119,17 @@ class CacheListener(Protocol):
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         """The blocks leave the cache, if they are in it, because their content is not trusted.
         Children come first, unless the list is the whole pool."""
+
+
+class CachedContent(NamedTuple):
+    """What a cached block holds: `token_ids`, after the prefix that ends in block `parent_id`."""
+
+    block: Block
+    parent_id: int | None
+    token_ids: tuple[int, ...]
+    extra_keys: NormalKeys
+    block_hash: bytes = b""  # if the index has hashes
+    begins_node: bool = False  # the first of its node, if the index is a tree
 
 
 class CachedPrefix(NamedTuple):
@@ -286,9 +297,22 @@ class PrefixCache(ABC):
         return self._by_block_id.keys()
 
     @abstractmethod
+    def cached_contents(self) -> Iterator[CachedContent]:
+        """Every cached block; unused ones in the order in which they would be evicted."""
+
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix; unused blocks come in the order in which they
-        would be evicted. Too slow for the engine's loop."""
+        """Every cached block with its whole prefix, in the order of `cached_contents`. Too slow for
+        the engine's loop."""
+        contents = {content.block.block_id: content for content in self.cached_contents()}
+        for content in contents.values():
+            parts = [content.token_ids]
+            parent_id = content.parent_id
+            while parent_id is not None:
+                parent = contents[parent_id]
+                parts.append(parent.token_ids)
+                parent_id = parent.parent_id
+            token_ids = tuple(token for part in reversed(parts) for token in part)
+            yield CachedPrefix(content.extra_keys, token_ids, content.block)
 
     def hash_of(self, block: HasBlockId) -> str:
         """The first digits of a cached block's hash; empty if the index has no hashes."""
@@ -297,10 +321,6 @@ class PrefixCache(ABC):
     def begins_node(self, block: HasBlockId) -> bool:
         """Whether a cached block is the first of its node, if the index is a tree."""
         return False
-
-    def on_split(self, callback: Callable[[int], object] | None) -> None:  # noqa: B027
-        """Set a callback for node splits, if the index is a tree. It receives the id of the block
-        with which the lower part begins."""
 
     @abstractmethod
     def check_invariants(self) -> None:

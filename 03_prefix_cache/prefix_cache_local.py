@@ -25,7 +25,7 @@ from hashlib import blake2b
 
 from block_pool import Block, BlockPool
 from prefix_cache import (
-    CachedPrefix,
+    CachedContent,
     CacheListener,
     ExtraKeys,
     HasBlockId,
@@ -210,14 +210,13 @@ class PrefixCacheLocal(PrefixCache):
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+    def cached_contents(self) -> Iterator[CachedContent]:
         used = [cached for cached in self._by_block_id.values() if cached.num_users]
         for cached in [*used, *self._evictable.values()]:
-            chain = [cached]
-            while chain[-1].parent is not None:
-                chain.append(chain[-1].parent)
-            token_ids = tuple(token for link in reversed(chain) for token in link.token_ids)
-            yield CachedPrefix(cached.extra_keys, token_ids, cached.block)
+            parent_id = None if cached.parent is None else cached.parent.block_id
+            yield CachedContent(
+                cached.block, parent_id, cached.token_ids, cached.extra_keys, cached.block_hash
+            )
 
     def hash_of(self, block: HasBlockId) -> str:
         return self._by_block_id[block.block_id].block_hash.hex()[:8]

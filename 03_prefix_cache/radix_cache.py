@@ -18,13 +18,13 @@ See 03_prefix_cache/README.md#the-cache-over-the-tree"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, groupby
 from operator import attrgetter
 
 from block_pool import Block, BlockPool
-from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, PrefixKey
+from prefix_cache import CachedContent, CacheListener, HasBlockId, PrefixCache, PrefixKey
 from radix_tree import RadixTree, TreeNode
 from request import check_integers
 
@@ -58,11 +58,11 @@ class RadixCache(PrefixCache):
         self._serial = count()  # breaks ties between equal times, because nodes have no order
 
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Block]:
-        """O(depth of the tree + tokens compared). Splits the node in which the match
-        ends, so that its front gets a last use separate from its end."""
+        """O(depth of the tree + tokens compared). Splits the node in which the match ends, so that
+        its front gets a last use separate from its end."""
         root = self.tree.root(prefix.keys)
         node, num_pages = self.tree.descend(root, prefix.token_ids, end)
-        node = self.tree.split(node, num_pages)
+        node = self.tree.split_node(node, num_pages)
         return self.tree.blocks_up_to(node, begin)
 
     def _insert(
@@ -154,19 +154,21 @@ class RadixCache(PrefixCache):
     def num_evictable_blocks(self) -> int:
         return self.num_cached_blocks - self._num_used
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+    def cached_contents(self) -> Iterator[CachedContent]:
         for node in sorted(self.tree.nodes(), key=lambda node: (node.last_access, -node.end)):
-            path = self.tree.path_to(node)
-            token_ids = tuple(token for link in path for token in link.key)
-            keys = path[0].above.extra_keys if path else ()
-            for page, block in reversed(list(enumerate(node.blocks, node.start + 1))):
-                yield CachedPrefix(keys, token_ids[: page * self.page_size], block)
+            keys = self.tree.path_to(node)[0].above.extra_keys if node.blocks else ()
+            for index in reversed(range(len(node.blocks))):
+                before = node.blocks[index - 1 : index] or node.above.blocks[-1:]
+                yield CachedContent(
+                    node.blocks[index],
+                    before[0].block_id if before else None,
+                    tuple(node.key[index * self.page_size : (index + 1) * self.page_size]),
+                    keys,
+                    begins_node=index == 0,
+                )
 
     def begins_node(self, block: HasBlockId) -> bool:
         return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
-
-    def on_split(self, callback: Callable[[int], object] | None) -> None:
-        self.tree.on_split = callback
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

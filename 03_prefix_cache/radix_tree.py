@@ -16,7 +16,7 @@ See 03_prefix_cache/README.md#the-tree"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -60,7 +60,6 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
-        self.on_split: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """The root for these extra keys. A new root joins the forest with its first child."""
@@ -145,13 +144,6 @@ class RadixTree:
             self.node_of[block.block_id] = upper
         return upper
 
-    def split(self, node: TreeNode, page: int) -> TreeNode:
-        """Like `split_node`, and notify the listener."""
-        upper = self.split_node(node, page)
-        if upper is not node and self.on_split is not None:
-            self.on_split(node.blocks[0].block_id)
-        return upper
-
     def _attach(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
@@ -170,11 +162,11 @@ class RadixTree:
         while node.blocks[end - node.start - 1].block_id != block_ids[-1]:
             end -= 1
         begin = end - len(block_ids)
-        nodes = [self.split(node, end)]
+        nodes = [self.split_node(node, end)]
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.split(nodes[-1], begin)  # the part after the split keeps its identity
+            self.split_node(nodes[-1], begin)  # the part after the split keeps its identity
         return nodes
 
     def append(

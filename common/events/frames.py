@@ -11,10 +11,8 @@ A difference is a JSON value, too:
     [[removed], [added]]   a list lost these items, wherever they were, and got these at its end
     {key: difference}      a dict changed at these keys
 
-`diff` finds the difference of any two values. The recorder (`frame_recorder.py`) does not call it
-for what grows with the engine: it writes the same form from what the parts report, so that a step
-costs what changed. `read_frame` reads the whole state; its cost grows with pool and cache. A test
-compares the two after every frame.
+The recorder (`frame_recorder.py`) reads the whole engine at each moment (`engine_frame.py`) and
+writes the difference.
 
 A frame, with every id of a block as a string where it is a key:
 
@@ -61,8 +59,8 @@ Frame = dict[str, Any]
 
 
 def diff(before: Any, after: Any) -> Any:
-    """Return the difference, `{}` if there is none. A list with repeated items is either extended
-    or replaced."""
+    """Return the difference, `{}` if there is none. A list with repeated items, or with items that
+    are no plain values, is either extended or replaced."""
     if isinstance(before, dict) and isinstance(after, dict):
         changed = {
             key: diff(before[key], value) if key in before else [value]
@@ -73,21 +71,26 @@ def diff(before: Any, after: Any) -> Any:
     if isinstance(before, list) and isinstance(after, list):
         if after[: len(before)] == before:
             return [[], after[len(before) :]]
-        kept = _kept(before, after)
-        if kept is not None and after[: len(kept)] == kept:
-            return [[item for item in before if item not in set(after)], after[len(kept) :]]
+        if num_kept := _num_kept(before, after):
+            kept = set(after[:num_kept])
+            return [[item for item in before if item not in kept], after[num_kept:]]
     return [after]
 
 
-def _kept(before: list[Any], after: list[Any]) -> list[Any] | None:
-    """Return the items of `before` that are in `after`; None if an item repeats or is a
-    container."""
-    items = (*before, *after)
-    if any(isinstance(item, list | dict) for item in items):
-        return None
-    present = set(after)
-    is_unique = len(set(before)) == len(before) and len(present) == len(after)
-    return [item for item in before if item in present] if is_unique else None
+def _num_kept(before: list[Any], after: list[Any]) -> int:
+    """Return how many items at the front of `after` are in `before` in this order; 0 if an item
+    repeats or is a container."""
+    if any(isinstance(item, list | dict) for items in (before, after) for item in items):
+        return 0
+    if len(set(before)) < len(before) or len(set(after)) < len(after):
+        return 0
+    place = 0
+    for num_kept, item in enumerate(after):
+        try:
+            place = before.index(item, place) + 1
+        except ValueError:  # new, or moved towards the end
+            return num_kept
+    return len(after)
 
 
 def apply(before: Any, changes: Any) -> Any:

@@ -74,8 +74,8 @@ def test_a_late_viewer_sees_the_same_from_then_on(workshop: Workshop, seed: int)
 
     def beginning_now_and_then(recorder: FrameRecorder) -> None:
         flush(recorder)
-        is_between = recorder._result is None and recorder.is_in and not recorder._lines
-        if is_between and len(begun) < 5 and recorder._num_planned == 3 * len(begun) + 2:
+        is_due = recorder.is_in and not recorder.is_behind and len(begun) < 5
+        if is_due and recorder._num_planned == 3 * len(begun) + 2:
             begun.append(("", -1))  # `beginning` flushes, too
             begun[-1] = recorder.beginning(), recorder._file.tell()
 

@@ -6,8 +6,9 @@
             v   under one lock: the held blocks with their media, and the events to be sent
     a separate thread takes the events once per step, packs and sends them (`kv_publisher.py`)
 
-`CacheChanges` observes the cache (`events/listener_chain.py`). Any cache reports whole blocks,
-each with its parent, so the nodes of a radix tree and their splits are not visible.
+`CacheChanges` takes the place of the cache's listener, the tiers or none, and calls it. Any cache
+reports whole blocks, each with its parent, so the nodes of a radix tree and their splits are not
+visible.
 
 A block's hash is that of chapter 3's chain, by which tiers and pools know the block too.
 
@@ -28,7 +29,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from base_scheduler import SchedulerPlugin
-from common.events.listener_chain import listener_of, observe, stop_observing
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import (
     CLEARED,
@@ -59,7 +59,7 @@ MAX_EVENTS, MAX_TOKENS = 1_000, 500_000  # per batch: vllm-router's limits are 1
 
 
 class CacheChanges:
-    """Observes `cache`. `take` and `restart_stream` belong to one
+    """Listens to `cache`. `take` and `restart_stream` belong to one
     thread, the other methods to the cache's."""
 
     def __init__(
@@ -69,7 +69,7 @@ class CacheChanges:
         max_pending_changes: int = MAX_PENDING_CHANGES,
     ) -> None:
         self._cache = cache
-        listener = listener_of(cache)
+        self._listener = listener = cache.listener
         self._max_pending_changes = max_pending_changes
         self._adapter_names = adapter_names or {}  # by digest
         tiers = listener if isinstance(listener, TieredCache) else None
@@ -95,11 +95,11 @@ class CacheChanges:
             by_prefix[keys, tokens] = block
         for medium, tier in self._below.items():
             tier.on_change = lambda name, is_here, medium=medium: self._moved(name, medium, is_here)
-        observe(self._cache, self)
+        self._cache.listener = self
 
     def take_out(self) -> None:
         """Stop listening and report all blocks as removed."""
-        stop_observing(self._cache, self)
+        self._cache.listener = self._listener
         for tier in self._below.values():
             tier.on_change = ignore_change
         with self._lock:
@@ -123,13 +123,24 @@ class CacheChanges:
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
     ) -> None:
         self._store(block, parent, token_ids, extra_keys)
+        if self._listener is not None:
+            self._listener.block_cached(block, parent, token_ids, extra_keys)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
-        """Tiers have copied the blocks by now, so a demoted block always has a medium."""
-        self._forget(blocks)
+        """Tiers copy the blocks first, so a demoted block always has a medium. If they raise, the
+        blocks leave the cache nevertheless."""
+        try:
+            if self._listener is not None:
+                self._listener.blocks_evicted(blocks)
+        finally:
+            self._forget(blocks)
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
-        self._forget(blocks)
+        try:
+            if self._listener is not None:
+                self._listener.blocks_invalidated(blocks)
+        finally:
+            self._forget(blocks)
 
     def _store(
         self, block: Block, parent: Block | None, token_ids: tuple[int, ...], extra_keys: NormalKeys
