@@ -87,7 +87,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class MatchCursor:
-    """Where in the cache's index a request's prefix ends, so that later calls can start there."""
+    """What a cache remembers of a request's prefix, so that later calls need not hash it again."""
 
     state: Any = None
 

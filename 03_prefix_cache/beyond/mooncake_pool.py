@@ -57,8 +57,9 @@ class MooncakePool(KVStore):
         return self._client.down_reason
 
     def has(self, links: Sequence[Link]) -> int:
+        keys = [store_key(link) for link in links]
         try:
-            return len(self._client.locate([store_key(link) for link in links]))
+            return len(self._client.call("locate", keys)) if keys else 0
         except StoreDownError:
             return 0
 
@@ -67,8 +68,8 @@ class MooncakePool(KVStore):
         failed."""
         for link in links:
             key = store_key(link)
-            value = self._client.get(key)
-            if value is None:
+            value = self._client.call("get", key)
+            if not value:
                 raise LookupError(f"cannot fetch {key}: not in the store, or its owner has exited")
             yield value
 
@@ -76,15 +77,15 @@ class MooncakePool(KVStore):
         """Also returns False if the store has failed."""
         key = store_key(link)
         try:
-            if self._client.locate([key]):
+            if self._client.call("locate", [key]):
                 return False
-            return self._client.put(key, data)
+            return self._client.call("put", key, data) == 0
         except StoreDownError:
             return False
 
     def drop(self, link: Link) -> None:
         try:
-            self._client.remove(store_key(link))
+            self._client.call("remove", store_key(link))
         except StoreDownError:
             return
 
