@@ -214,16 +214,6 @@ class RadixTree:
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 
-    def prune(self, node: TreeNode) -> list[TreeNode]:
-        """Remove a node and all its descendants from the tree. Returns these nodes, each before its
-        children. Their blocks stay in `node_of` until the caller frees them."""
-        self._detach(node)
-        nodes = [node]
-        for above in nodes:
-            above.generation += 1
-            nodes += above.children.values()
-        return nodes
-
     @staticmethod
     def bookmark(node: TreeNode) -> Any:
         """The position of a request's path in the tree, to be given to `resume`."""
