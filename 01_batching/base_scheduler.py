@@ -20,7 +20,13 @@ from contextlib import suppress
 
 from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
-from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import (
+    NO_FINITE_LOGITS,
+    EngineCoreOutput,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
@@ -302,6 +308,7 @@ class BaseScheduler:
         if request_id in output.errors:
             request.status = RequestStatus.FINISHED_ERROR
             result.finish_detail = output.errors[request_id]
+            request.has_bad_kv = result.finish_detail == NO_FINITE_LOGITS
         else:
             self.on_positions_computed(request, start, end)
         if request.status >= _FINISHED:

@@ -11,8 +11,8 @@ to each of them:
 Matching, inserting and releasing a prefix count as a use. The cache evicts the least recently used
 block that no request uses and no cached block extends.
 
-A block whose content cannot be trusted is *withdrawn* (removed from the cache, even while in use),
-with all blocks that extend it.
+If some content cannot be trusted, all blocks are *withdrawn*: removed from the cache, even while in
+use.
 
 Invariants: a cached block's parent is cached; a request that uses a block uses all blocks before
 it; a use of a block is a use of all blocks before it; the content of a cached block never changes.
@@ -117,8 +117,8 @@ class CacheListener(Protocol):
         Children come first."""
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
-        """The blocks leave the cache, if they are in it, because their content is not trusted.
-        Children come first, unless the list is the whole pool."""
+        """The blocks, which are the whole pool, leave the cache if they are in it, because their
+        content is not trusted."""
 
 
 class CachedContent(NamedTuple):
@@ -232,18 +232,12 @@ class PrefixCache(ABC):
             self.pool.free(blocks)
         return num_blocks
 
-    def invalidate(self, block: HasBlockId) -> None:
-        """Remove a cached block and all blocks that extend it. Requests that use them keep them as
-        ordinary blocks, which return to the pool when they are freed. Raises `ValueError` for a
-        block that is not cached."""
-        blocks = self._remove_subtree(block)
-        try:
-            if self.listener is not None:
-                self.listener.blocks_invalidated(blocks)
-        finally:
-            for removed in blocks:
-                del self._by_block_id[removed.block_id]
-            self.pool.free(blocks)
+    def withdraw_all(self) -> None:
+        """Empty the cache, because some content is not trusted. Requests that use blocks keep them
+        as ordinary blocks, which return to the pool when they are freed."""
+        blocks = [self.pool.blocks[block_id] for block_id in self._by_block_id]
+        self.clear()
+        self.pool.free(blocks)
 
     @abstractmethod
     def clear(self) -> None:
@@ -343,8 +337,3 @@ class PrefixCache(ABC):
     @abstractmethod
     def _pop_lru(self, num_blocks: int) -> list[Block]:
         """Remove the least recently used blocks without users from the index, and return them."""
-
-    @abstractmethod
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        """Remove a block and all blocks that extend it from the index, used or not, and return
-        them. Children come first."""

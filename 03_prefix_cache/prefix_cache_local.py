@@ -191,16 +191,6 @@ class PrefixCacheLocal(PrefixCache):
             del self._by_hash[cached.block_hash]
         return [cached.block for cached in victims]
 
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        removed = {block.block_id: self._cached([block], "invalidate")[0]}
-        for cached in self._by_hash.values():  # parents were cached before their children
-            if cached.parent is not None and cached.parent.block_id in removed:
-                removed[cached.block_id] = cached
-        for cached in removed.values():
-            del self._by_hash[cached.block_hash]
-            self._evictable.pop(cached.block_id, None)
-        return [cached.block for cached in reversed(removed.values())]
-
     def clear(self) -> None:
         super().clear()
         self._by_hash.clear()

@@ -19,7 +19,7 @@ See 03_prefix_cache/README.md#the-cache-over-the-tree"""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count, groupby
 from operator import attrgetter
 
@@ -134,15 +134,6 @@ class RadixCache(PrefixCache):
             victims += self.tree.trim(leaf, num_blocks - len(victims))
             self._queue(leaf if leaf.blocks else leaf.above)
         return victims
-
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        nodes = self.tree.prune(self.tree.cut_out([block.block_id])[0])
-        removed = set(nodes)
-        self._heap = [entry for entry in self._heap if entry[2] not in removed]
-        heapify(self._heap)
-        self._num_used -= sum(len(node.blocks) for node in nodes if node.lock_ref)
-        self._queue(nodes[0].above)
-        return [block for node in reversed(nodes) for block in reversed(node.blocks)]
 
     def clear(self) -> None:
         super().clear()

@@ -199,14 +199,6 @@ class RadixTree:
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 
-    def prune(self, node: TreeNode) -> list[TreeNode]:
-        """Remove a node and all its descendants from the tree. Returns these nodes, each before its
-        children. Their blocks stay in `node_of` until the caller frees them."""
-        self._detach(node)
-        nodes = [node]
-        for above in nodes:
-            nodes += above.children.values()
-        return nodes
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""

@@ -75,11 +75,9 @@ class CacheChaos(Chaos):
         if tenant in self.world.tenants:
             self.world.drop(tenant, max(0, self.pick(-4, 3)), split=self.pick(0, 3))
 
-    def invalidate(self) -> None:
-        block_id = self.choose(self.world.heard)
-        if block_id is not None:
-            self.world.fails = self.pick(0, 3) == 0
-            self.world.invalidate(self.world.pool.blocks[block_id])
+    def withdraw_all(self) -> None:
+        if self.pick(0, 3) == 0:
+            self.world.withdraw_all()
 
     def evict(self) -> None:
         self.world.fails = self.pick(0, 3) == 0
@@ -93,7 +91,7 @@ class CacheChaos(Chaos):
 
 
 OPERATIONS = ["start", "drop"] * 3 + ["publish", "grow", "look_up"] * 2
-OPERATIONS += ["fork", "look_up_less", "invalidate", "evict", "cache_computed", "reset"]
+OPERATIONS += ["fork", "look_up_less", "withdraw_all", "evict", "cache_computed", "reset"]
 
 
 @pytest.mark.net

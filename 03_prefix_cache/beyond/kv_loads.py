@@ -120,12 +120,10 @@ class KVLoads:
             self.cache.pool.free(load.blocks[::-1])
             self.cache.release(load.prefix)
 
-    def invalidate(self, first: Block) -> None:
-        """Drop loads that depend on this cached block, before it and all blocks that extend it
-        leave the cache: blocks that arrived there, and loads in flight to positions after it."""
-        for request_id, load in list(self._loads.items()):
-            if first in load.prefix + load.blocks:
-                self.drop(request_id)
+    def drop_all(self) -> None:
+        """Drop all loads, before all blocks leave the cache."""
+        for request_id in list(self._loads):
+            self.drop(request_id)
 
     def remove_request(self, request_id: str) -> None:
         """Drop the load of a request that frees its memory. The connector discards the result of

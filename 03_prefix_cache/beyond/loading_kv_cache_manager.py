@@ -31,9 +31,8 @@ from kv_connector import KVConnector
 from kv_loads import KVLoads
 from kv_memory import ComputedBlocks, NotReady
 from prefix_cache import PrefixCache
-from request import Request, RequestStatus
+from request import Request
 
-_ERROR = RequestStatus.FINISHED_ERROR
 logger = logging.getLogger(__name__)
 
 
@@ -89,8 +88,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     def free(self, request: Request) -> None:
         self.loads.remove_request(request.request_id)
         state = self._states.get(request.request_id)
-        is_error = request.status == _ERROR
-        if state is not None and state.num_published and not is_error:
+        if state is not None and state.num_published and not request.has_bad_kv:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
             try:
                 self.connector.request_finished(request, block_ids)
@@ -98,13 +96,14 @@ class LoadingKVCacheManager(CachedKVCacheManager):
                 logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
 
-    def _invalidate(self, request: Request, start: int, end: int) -> None:
-        self.loads.invalidate(self._tables[request.request_id].blocks[start])
+    def _withdraw(self, request: Request) -> None:
+        self.loads.drop_all()
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
         try:
-            self.connector.invalidate(request, start, end)
+            self.connector.refuse(request, num_tokens // self.block_size)
         except Exception:
             logger.exception("the connector failed when %r ended", request.request_id)
-        super()._invalidate(request, start, end)
+        super()._withdraw(request)
 
     def clear(self) -> None:
         self.loads.clear()

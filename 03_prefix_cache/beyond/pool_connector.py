@@ -56,19 +56,12 @@ class PoolConnector(StoreConnector):
         """Publishes the deepest block first, and marks the whole chain as used afterwards: the
         store drops a tail before its head, without which the tail could not be found."""
         try:
-            links = self._chains.chain(request, len(block_ids))
+            links = self._trusted(self._chains.chain(request, len(block_ids)))
             num_known = max(0, self.store.has(links))
-            for link, block_id in reversed(list(zip(links, block_ids, strict=True))[num_known:]):
+            for link, block_id in reversed(list(zip(links, block_ids))[num_known:]):
                 record = make_record(link, self.io.read_block(block_id))
                 self.store.put(link, record)
             if 0 < num_known < len(links):
                 self.store.has(links)
         except Exception as failure:
             logger.warning("cannot save %r to the KV pool: %r", request.request_id, failure)
-
-    def invalidate(self, request: Request, start: int, end: int) -> None:
-        try:
-            for link in self._chains.chain(request, end)[start:]:
-                self.store.drop(link)
-        except Exception as failure:
-            logger.warning("cannot invalidate blocks of %r: %r", request.request_id, failure)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from kv_connector import KVBlockIO, KVConnector
 from kv_store import KVStore
@@ -42,6 +43,7 @@ class StoreConnector(KVConnector):
         self._found: dict[str, Iterator[bytes]] = {}
         self._loading: dict[str, list[int]] = {}  # ids of the blocks that will be written
         self._loads = Loads(load_timeout_s)
+        self._refused: set[bytes] = set()  # hashes of blocks that are not trusted
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
         super().bind(io, block_size, namespace)
@@ -51,7 +53,7 @@ class StoreConnector(KVConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         num_usable = (request.num_tokens - 1) // self.block_size  # the last token is computed
-        chain = self._chains.chain(request, num_usable)
+        chain = self._trusted(self._chains.chain(request, num_usable))
         links = chain[num_computed_tokens // self.block_size :]
         try:
             links = links[: max(0, self.store.has(links))] if links else []
@@ -60,6 +62,16 @@ class StoreConnector(KVConnector):
             logger.warning("cannot query the KV store: %r", failure)
             links = []
         return len(links) * self.block_size, bool(links)
+
+    def _trusted(self, chain: Sequence[Link]) -> Sequence[Link]:
+        """The chain up to the first link that is refused: all after it were computed from it."""
+        return list(takewhile(lambda link: link[0] not in self._refused, chain))
+
+    def refuse(self, request: Request, num_blocks: int) -> None:
+        chain = self._chains.chain(request, num_blocks)
+        self._refused.update(link[0] for link in chain)
+        for link in chain:
+            self.store.drop(link)
 
     def _read(self, links: Sequence[Link]) -> Iterator[bytes]:
         return self.store.get(links)

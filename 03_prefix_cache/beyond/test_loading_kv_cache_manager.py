@@ -13,7 +13,7 @@ from kv_memory import ComputedBlocks, NotReady
 from kv_slots import BLOCK_SIZES, Runner, check_long_run, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
-from request import Request, RequestStatus
+from request import Request
 
 
 class FakeConnector(KVConnector):
@@ -92,8 +92,8 @@ class FakeConnector(KVConnector):
         kind = "finished" if block_ids and is_final else "offered too early"
         self.calls.append((kind, request.request_id, list(block_ids)))
 
-    def invalidate(self, request, start, end):
-        self.calls.append(("withdrawn", request.request_id, start, end))
+    def refuse(self, request, num_blocks):
+        self.calls.append(("refused", request.request_id, num_blocks))
 
     def wait_for_load(self, timeout_s):
         pass
@@ -225,12 +225,11 @@ def test_a_load_that_gets_no_blocks_holds_nothing(make_cache):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache, fails, caplog):
-    """But for those with which a request has sampled a token before. A connector that fails costs
-    nothing but its help. A load that stands on withdrawn blocks, or brings some, is dropped."""
+def test_blocks_of_a_request_with_bad_kv_are_refused_and_not_offered(make_cache, fails, caplog):
+    """A connector that fails costs nothing but its help. All loads are dropped."""
     world = LoadingWorld(make_cache, 20, 2)
     if fails:
-        world.connector.request_finished = world.connector.invalidate = lambda *_: 1 / 0
+        world.connector.request_finished = world.connector.refuse = lambda *_: 1 / 0
     world.serve("good", [1] * 3)
     bad = world.serve("bad", [1] * 5)
     for name in ("prefix", "blocks"):
@@ -238,15 +237,12 @@ def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cach
     loads = world.manager.loads
     world.connector.finish("blocks", 1)
     loads.is_in_flight("blocks")
-    loads.invalidate(world.pool.blocks[0])
-    assert "prefix" in loads and "blocks" in loads, "another block"
-    loads.invalidate(loads._loads["blocks"].blocks[0])
-    assert "prefix" in loads and "blocks" not in loads
-    bad.status = RequestStatus.FINISHED_ERROR
+    assert "prefix" in loads and "blocks" in loads
+    bad.has_bad_kv = True
     for name in ("good", "bad"):
         world.manager.free(world.running.pop(name))
-    assert "prefix" not in loads and world.manager.num_blocks_in_use == 0
-    calls = [call for call in world.connector.calls if call[0] in ("finished", "withdrawn")]
+    assert not loads._loads and world.manager.num_blocks_in_use == 0
+    calls = [call for call in world.connector.calls if call[0] in ("finished", "refused")]
     assert [call[:2] for call in calls[:1]] == ([] if fails else [("finished", "good")])
-    assert calls[1:] == ([] if fails else [("withdrawn", "bad", 1, 2)])
+    assert calls[1:] == ([] if fails else [("refused", "bad", 2)])
     assert ("ZeroDivision" in caplog.text) == fails

@@ -124,7 +124,6 @@ def test_nothing_is_written_from_a_corrupt_block_on(fault, engines, pool, caplog
     pool.broken = "" if fault in LIES else fault
     assert second.serve(TOKENS) == expected
     assert len(second.io.written) == expected // SIZE
-    second.serve([1, *TOKENS], is_error=True)  # invalidates blocks of the store
     second.serve([2, *TOKENS])
     assert caplog.text or fault in ("negative", "too much"), "a failure is announced"
     pool.lie = list
@@ -178,10 +177,13 @@ def test_a_full_store_loses_the_tail_of_a_saved_chain_first(kind, num_known, tmp
         engine.serve([num_other] * SIZE)
 
 
-@pytest.mark.parametrize(("start", "end", "num_stored"), [(1, 3, 4), (3, 4, 12)])
-def test_only_invalidated_blocks_leave_the_store(engines, pool, start, end, num_stored):
-    engines[0].connector.invalidate(make_request("0", TOKENS), start, end)
+@pytest.mark.parametrize(("num_blocks", "num_stored"), [(1, 0), (4, 0), (0, 16)])
+def test_refused_blocks_are_neither_stored_nor_loaded_again(engines, pool, num_blocks, num_stored):
+    """Nor is what was computed from them. Another engine computes and stores them."""
+    engines[0].connector.refuse(make_request("0", TOKENS), num_blocks)
     assert engines[1].serve(TOKENS) == num_stored
+    offer = engines[0].connector.get_num_new_matched_tokens(make_request("1", [*TOKENS, 1]), 0)
+    assert offer == (num_stored, num_stored > 0)
     assert make_engine(pool, "c").serve(TOKENS) == 16
 
 

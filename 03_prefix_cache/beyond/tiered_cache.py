@@ -129,7 +129,7 @@ class TieredCache(StoreConnector):
             self.host.drop(link)
 
     def _save(self, link: Link, block: Block) -> None:
-        if self.host.has([link]) == 0:
+        if link[0] not in self._refused and self.host.has([link]) == 0:
             self.host.put(link, self.io.read_block(block.block_id))
 
     # -- up

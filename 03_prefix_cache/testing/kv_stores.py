@@ -18,7 +18,7 @@ from kv_store import KVStore, SharedStore
 from kv_tiers import DiskTier, HostTier
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
-from request import Request, RequestStatus, SamplingParams
+from request import Request, SamplingParams
 from request_chain import Link
 
 NBYTES = 40
@@ -162,7 +162,7 @@ class ByteEngine:
         assert [self.io.data[block_id] for block_id in block_ids[:num_full]] == right
         manager.check_invariants([request])
         if is_error:
-            request.status = RequestStatus.FINISHED_ERROR
+            request.has_bad_kv = True
         manager.free(request)
         manager.check_invariants()
         return computed.num_tokens

@@ -47,7 +47,7 @@ class Plans:
         plan = SchedulerOutput()
         names = list(self.tables)
         removed = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
-        again = rng.sample(names, min(len(names), rng.choice([0, 0, 1])))  # another one of this name
+        again = rng.sample(names, min(len(names), rng.choice([0, 0, 1])))
         plan.finished_req_ids = {*removed, *again}
         if rng.random() < 0.1:
             plan.reset = True

@@ -267,4 +267,3 @@ class EngineLoop:
         self._new_requests.clear()
         self._num_sequences = 0
         self._send_update()
-
