@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 
 from block_pool import Block, BlockPool
 from prefix_cache import (
@@ -95,6 +96,17 @@ class CachedBlock:
     token_ids: tuple[int, ...]
     parent: CachedBlock | None = field(default=None, repr=False)
     extra_keys: NormalKeys = ()
+    _content: CachedContent | None = field(default=None, repr=False)
+
+    @property
+    def content(self) -> CachedContent:
+        """Made once, when it is first asked for."""
+        if self._content is None:
+            parent_id = None if self.parent is None else self.parent.block_id
+            self._content = CachedContent(
+                self.block, parent_id, self.token_ids, self.extra_keys, self.block_hash
+            )
+        return self._content
 
     @property
     def num_users(self) -> int:
@@ -201,12 +213,8 @@ class PrefixCacheLocal(PrefixCache):
         return len(self._evictable)
 
     def cached_contents(self) -> Iterator[CachedContent]:
-        used = [cached for cached in self._by_block_id.values() if cached.num_users]
-        for cached in [*used, *self._evictable.values()]:
-            parent_id = None if cached.parent is None else cached.parent.block_id
-            yield CachedContent(
-                cached.block, parent_id, cached.token_ids, cached.extra_keys, cached.block_hash
-            )
+        used = (cached for cached in self._by_block_id.values() if cached.num_users)
+        return (cached.content for cached in chain(used, self._evictable.values()))
 
     def hash_of(self, block: HasBlockId) -> str:
         return self._by_block_id[block.block_id].block_hash.hex()[:8]

@@ -92,7 +92,7 @@ class CachedRows:
         for content in _contents(memory.cache):
             block = str(content.block.block_id)
             known = before.get(block)
-            if known is None or known[0] != content:
+            if known is None or (known[0] is not content and known[0] != content):
                 known = content, _cached_row(content)
             self._known[block] = known
         return {block: row for block, (_, row) in self._known.items()}

@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.events.frame_recorder import FrameRecorder
-from common.events.frames import (
-    apply,
-    diff,
-    empty_frame,
-    happened,
-    reasons_to_wait,
-)
+from common.events.frames import apply, diff, empty_frame
 from common.events.hidden_frames import HIDDEN, hide_texts
 from common.tests.film_runs import Workshop, check_film
 from workshop.watch.replay.film import Film
+from workshop.watch.replay.frame_facts import happened, reasons_to_wait
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "__proto__"]),
