@@ -71,10 +71,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
         """Find the longest cached prefix, short of the last token, which must be computed because
-        its logits are needed. Returns `NotReady` if a running request is computing the next block.
-        Raises `ValueError` if the request has a block table."""
-        if request.request_id in self._tables:
-            raise ValueError(f"request {request.request_id!r} already has a block table")
+        its logits are needed. Returns `NotReady` if a running request is computing the next
+        block."""
         computed = self._get_computed_blocks(request)
         if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
@@ -115,15 +113,12 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         """Allocate slots, with the `computed` blocks shared at the front of the table.
-        `request.num_computed_tokens` does not include them yet. Raises `ValueError` for `computed`
-        blocks if the request already has a table."""
+        `request.num_computed_tokens` does not include them yet."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
-            if not is_admission:
-                raise ValueError(f"request {request.request_id!r} already has a block table")
             # Touched before anything is allocated, so that the allocation cannot evict them.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()

@@ -137,11 +137,6 @@ class PrefixCacheLocal(PrefixCache):
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
 
-    def compute_hash_chain(
-        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
-    ) -> list[tuple[bytes, tuple[int, ...]]]:
-        return compute_hash_chain(token_ids, self.block_size, extra_keys)
-
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
         for index in range(begin, end):

@@ -199,7 +199,6 @@ class RadixTree:
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 
-
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""
         num_pages = 0

@@ -63,8 +63,6 @@ class CachedGroupedMemory(GroupedKVMemory):
     ) -> ComputedBlocks | NotReady:
         """Like the method without groups. The blocks themselves are looked up again when they are
         pinned."""
-        if request.request_id in self._published:
-            raise ValueError(f"request {request.request_id!r} already has a block table")
         self.current_req_id = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return ComputedBlocks()
@@ -119,8 +117,6 @@ class CachedGroupedMemory(GroupedKVMemory):
         is_admission = name not in self._published
         num_found = computed.num_tokens // self.block_size
         if num_found:
-            if not is_admission:
-                raise ValueError(f"request {name!r} already has a block table")
             found = self._find(request, computed)
             self.cache.hold([block for blocks in found for block in blocks])
             for group, blocks in zip(self.groups, found, strict=True):

@@ -33,7 +33,7 @@ from block_pool import Block
 from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
-from request import Request
+from request import Request, check_integers, require
 from request_chain import Link, root_keys
 from store_connector import StoreConnector
 
@@ -55,22 +55,16 @@ class KVTierConfig:
     load_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("host_blocks", "disk_blocks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-        if self.host_blocks + self.disk_blocks == 0:
-            raise ValueError("host_blocks or disk_blocks must be > 0, got 0 for both")
-        if self.disk_path is not None and not isinstance(self.disk_path, str | Path):
-            raise ValueError(f"disk_path must be a path or None, got {self.disk_path!r}")
-        if self.disk_path is not None and Path(self.disk_path).is_file():
-            raise ValueError(f"disk_path must be a folder, not a file, got {self.disk_path!r}")
-        if self.write_policy not in ("write_back", "write_through"):
-            raise ValueError(
-                f"write_policy must be 'write_back' or 'write_through', got {self.write_policy!r}"
-            )
-        if not self.load_timeout_s > 0:
-            raise ValueError(f"load_timeout_s must be > 0, got {self.load_timeout_s!r}")
+        check_integers(0, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks)
+        is_path = isinstance(self.disk_path, str | Path) and not Path(self.disk_path).is_file()
+        is_policy = self.write_policy in ("write_back", "write_through")
+        has_tier = self.host_blocks + self.disk_blocks > 0
+        require(has_tier, "host_blocks", self.host_blocks, "> 0 if disk_blocks is 0")
+        rule = "None or the path of a folder"
+        require(self.disk_path is None or is_path, "disk_path", self.disk_path, rule)
+        rule = "'write_back' or 'write_through'"
+        require(is_policy, "write_policy", self.write_policy, rule)
+        require(self.load_timeout_s > 0, "load_timeout_s", self.load_timeout_s, "> 0")
 
 
 class TieredCache(StoreConnector):
