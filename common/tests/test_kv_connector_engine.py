@@ -158,9 +158,10 @@ def test_kv_of_a_request_that_ended_in_an_error_leaves_the_pool(oracle, loaded, 
     first.add_request("bad", prompt, greedy_params(MAX_TOKENS))
     assert finish(first)["bad"].outputs[0].finish_reason == "error"
     assert pool.total_cached_blocks == 0
-    spoil_kv(first, "aborted")
-    first.add_request("aborted", prompt, greedy_params(MAX_TOKENS))
-    first.step(), first.step(), first.abort_request("aborted")
+    another = make_engine(loaded, PoolConnector(pool, "a"), max_num_batched_tokens=8)
+    spoil_kv(another, "aborted")
+    another.add_request("aborted", prompt, greedy_params(MAX_TOKENS))
+    another.step(), another.step(), another.abort_request("aborted")
     assert pool.total_cached_blocks == 4
     second = make_engine(loaded, PoolConnector(pool, "b"))
     (output,) = second.generate_batch([prompt], greedy_params(2)).values()
