@@ -178,10 +178,10 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             return
         self.current_req_id = request.request_id
         given = table.blocks[first:num_full]
-        result = self.cache.insert(
+        cached = self.cache.insert(
             request.all_token_ids, given, extra_keys_of(request), start=first, cursor=state.cursor
         )
-        for index, kept in enumerate(result.blocks, first):
+        for index, kept in enumerate(cached, first):
             if kept is not table.blocks[index]:
                 table.replace(index, kept)
                 self._moves.append(BlockTableUpdate(request.request_id, index, kept.block_id))
@@ -209,7 +209,6 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             state.publishes = request_id not in self._tables
             state.num_published = 0
             state.in_flight = ()
-            state.cursor = MatchCursor()
 
     def clear(self) -> None:
         """Clear the tables and the cache."""

@@ -31,42 +31,25 @@ from typing import Any, NamedTuple, Protocol
 from block_pool import Block, BlockPool
 from request import Request, check_integers
 
-ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
+# On what KV depends besides the tokens, as `(tag, value)` pairs. The tag keeps an adapter named X
+# and a salt X apart.
+ExtraKeys = Sequence[tuple[str, str | int]]
 NormalKeys = tuple[tuple[str, str], ...]
-
-
-def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
-    """Return extra keys, on which KV depends besides the tokens, as `(tag, value)` pairs; a single
-    pair need not be in a sequence. The tag keeps an adapter named X and a salt X apart. Raises
-    `ValueError` for a key without a tag, or a tag used twice."""
-    is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
-    keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
-    for key in keys:
-        is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
-        if not is_pair or type(key[1]) not in (str, int):
-            raise ValueError(
-                f"extra_keys must be pairs (tag, value) of a str and a str or int, got {key!r}"
-            )
-    if len({tag for tag, _ in keys}) != len(keys):
-        raise ValueError(f"extra_keys must use each tag once, got {extra_keys!r}")
-    return keys
 
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """Sort the pairs, so that equal keys compare equal: `(("lora", "int:7"),)`."""
-    if not extra_keys:
-        return ()
-    keys = check_extra_keys(extra_keys)
+    keys = extra_keys or ()
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
 class KeyedRequest(Request):
-    """A request whose KV also depends on `extra_keys` (as `check_extra_keys` takes them). Requests
-    with different extra keys share no blocks."""
+    """A request whose KV also depends on `extra_keys`. Requests with different extra keys share no
+    blocks."""
 
     def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.extra_keys = check_extra_keys(extra_keys) if extra_keys else ()
+        self.extra_keys = tuple(extra_keys)
 
 
 def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
@@ -82,15 +65,6 @@ class PrefixMatch(NamedTuple):
 
     blocks: list[Any]  # each has a `block_id`
     num_cached_tokens: int
-
-
-class InsertResult(NamedTuple):
-    """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
-    block itself if it is now `owned`, another one if it was a duplicate."""
-
-    blocks: list[Block]
-    owned: list[Block]
-    duplicates: list[Block]
 
 
 @dataclass(slots=True)
@@ -202,14 +176,12 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """Add a user to these cached blocks: consecutive blocks of one prefix, head first. Raises
-        `ValueError`, and changes nothing, if one of them is not cached."""
+        """Add a user to these cached blocks: consecutive blocks of one prefix, head first."""
 
     @abstractmethod
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """Remove a user from these cached blocks, given as to `touch`. They are marked as used now,
-        the deepest before the others. Raises `ValueError`, and changes nothing, if one of them is
-        not cached or has no user."""
+        the deepest before the others."""
 
     def insert(
         self,
@@ -219,31 +191,23 @@ class PrefixCache(ABC):
         *,
         start: int = 0,
         cursor: MatchCursor | None = None,
-    ) -> InsertResult:
+    ) -> list[Block]:
         """Publish computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
         before `start` are cached, and used by the caller.
 
-        The caller keeps its reference to each block; for content that is already cached, the
-        reference moves to the cache's block. Raises `ValueError`, and changes nothing, if a block
-        is free or already cached, or if a block before `start` is not cached. O(new blocks) with a
-        `cursor` that ends at `start`.
+        Returns the cache's block for each content: the given one or, if it was cached already,
+        another one, to which the caller's reference moves.
         """
-        self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         # The block before the new ones, and those of the new ones whose content is already cached.
         found = self._match(prefix, max(start - 1, 0), start + len(blocks))
-        if start and not found:
-            missing = len(self._match(prefix, 0, start))
-            raise ValueError(f"cannot insert after {start} blocks: block {missing} is not cached")
-        if start and blocks and self.num_users(found[0]) == 0:
-            raise ValueError(f"cannot insert after {start} blocks: block {start - 1} is unused")
+        assert not start or found, f"block {start - 1} is not cached"
         known = [self.pool.blocks[block.block_id] for block in found[1 if start else 0 :]]
-        duplicates = list(blocks[: len(known)])
         owned = list(blocks[len(known) :])
         if known:
             self.touch(known)
-            self.pool.free(duplicates)
+            self.pool.free(blocks[: len(known)])
         first = start + len(known)
         parent = found[-1] if found else None
         self._insert(prefix, first, parent, owned)
@@ -253,7 +217,7 @@ class PrefixCache(ABC):
             for index, block in enumerate(owned, first):
                 self.listener.block_cached(block, before, prefix.tokens(index), prefix.keys)
                 before = block
-        return InsertResult(known + owned, owned, duplicates)
+        return known + owned
 
     def evict(self, num_blocks: int) -> int:
         """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
@@ -373,15 +337,3 @@ class PrefixCache(ABC):
     @abstractmethod
     def _pop_lru(self, num_blocks: int) -> list[Block]:
         """Remove the least recently used blocks without users from the index, and return them."""
-
-    def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
-        """Raise `ValueError` for arguments of `insert` that are invalid whatever is cached."""
-        needed = (start + len(blocks)) * self.block_size
-        if len(token_ids) < needed:
-            raise ValueError(f"token_ids must have {needed} ids, got {len(token_ids)}")
-        if len({block.block_id for block in blocks}) != len(blocks):
-            raise ValueError("cannot insert blocks: block ids must be unique within a call")
-        for block in blocks:
-            if block.ref_cnt < 1 or block.block_id in self._by_block_id:
-                state = "free" if block.ref_cnt < 1 else "cached already"
-                raise ValueError(f"cannot insert block {block.block_id}: the block is {state}")

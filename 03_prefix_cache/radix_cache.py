@@ -58,22 +58,23 @@ class RadixCache(PrefixCache):
         self._serial = count()  # breaks ties between equal times, because nodes have no order
 
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Block]:
-        """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
-        ends, so that its front gets a last use separate from its end."""
-        node = self.tree.resume(prefix.cursor.state, self.tree.root(prefix.keys), end)
-        node, num_pages = self.tree.descend(node, prefix.token_ids, end)
+        """O(depth of the tree + tokens compared). Splits the node in which the match ends, so that
+        its front gets a last use separate from its end."""
+        root = self.tree.root(prefix.keys)
+        node, num_pages = self.tree.descend(root, prefix.token_ids, end)
         node = self.tree.split_node(node, num_pages)
-        prefix.cursor.state = self.tree.bookmark(node)
         return self.tree.blocks_up_to(node, begin)
 
     def _insert(
         self, prefix: PrefixKey, first: int, parent: Block | None, blocks: list[Block]
     ) -> None:
-        node = prefix.cursor.state[0] if prefix.cursor.state else self.tree.root(prefix.keys)
+        if parent is None:
+            node = self.tree.root(prefix.keys)
+        else:
+            node = self.tree.node_of[parent.block_id]
         for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, prefix.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
-        prefix.cursor.state = self.tree.bookmark(node)
 
     def _mark_used(self, blocks: list[Block]) -> None:
         """Locked nodes, and all nodes above them, get their time when they are released."""
@@ -96,7 +97,7 @@ class RadixCache(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         for block in blocks:
-            if self.owns(block) and self.num_users(block) == 0:
+            if self.num_users(block) == 0:
                 raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
         self._clock += 1

@@ -123,7 +123,6 @@ class CachedGroupedMemory(GroupedKVMemory):
                 raise ValueError(f"request {name!r} already has a block table")
             found = self._find(request, computed)
             self.cache.hold([block for blocks in found for block in blocks])
-            self.cache.share_links(self._chains.known(request, num_found), found)
             for group, blocks in zip(self.groups, found, strict=True):
                 group.begin_with(name, blocks, num_found)
         lengths = list(map(len, self.get_tables(name)))

@@ -104,12 +104,6 @@ class GroupedPrefixCache:
             found.append([self._by_key[key].block for key in keys])
         return found
 
-    def share_links(self, chain: list[Link], found: Sequence[Sequence[Block]]) -> None:
-        """Let `chain`, which begins with the content of `found`, share the same objects."""
-        if (last := next((blocks[-1] for blocks in found if blocks), None)) is not None:
-            known = self._by_block_id[last.block_id]
-            chain[: known.index + 1] = known.chain[: known.index + 1]
-
     def is_used(self, group: int, link: Link) -> bool:
         known = self._by_key.get((group, link[0]))
         return known is not None and known.block.ref_cnt > 0

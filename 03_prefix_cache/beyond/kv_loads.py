@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from block_pool import Block
@@ -41,17 +40,6 @@ class Load:
     has_arrived: bool = False
 
 
-class LoadListener:
-    """Notified of every load. Everything between `acting_for` and its end is done for that request,
-    possibly within a call for another request."""
-
-    def acting_for(self, request_id: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def load_arrived(self, load: Load) -> None:
-        """Called when `load.blocks` are cached."""
-
-
 class KVLoads:
     """The loads of one `LoadingKVCacheManager`. `allocate_blocks` allocates blocks that can be
     written immediately, or returns None."""
@@ -64,7 +52,6 @@ class KVLoads:
     ) -> None:
         self.connector = connector
         self.cache = cache
-        self.listener = LoadListener()
         self._allocate_blocks = allocate_blocks
         self._loads: dict[str, Load] = {}
         # Tokens that the cache had when a load was last decided on, by request that was looked up;
@@ -107,20 +94,18 @@ class KVLoads:
         num_tokens = self.connector.get_finished_load(load.request.request_id)
         if num_tokens is None:
             return False
-        with self.listener.acting_for(load.request.request_id):
-            self._cache_arrived(load, num_tokens // self.cache.block_size)
-        self.listener.load_arrived(load)
+        self._cache_arrived(load, num_tokens // self.cache.block_size)
         return True
 
     def _cache_arrived(self, load: Load, num_arrived: int) -> None:
-        result = self.cache.insert(
+        cached = self.cache.insert(
             load.request.all_token_ids,
             load.blocks[:num_arrived],
             extra_keys_of(load.request),
             start=len(load.prefix),
         )
         self.cache.pool.free(load.blocks[num_arrived:][::-1])
-        load.blocks = result.blocks
+        load.blocks = cached
         load.has_arrived = True
 
     def drop(self, request_id: str) -> None:
@@ -128,13 +113,12 @@ class KVLoads:
         load = self._loads.pop(request_id, None)
         if load is None:
             return
-        with self.listener.acting_for(request_id):
-            if load.has_arrived:
-                self.cache.release(load.prefix + load.blocks)
-            else:
-                self.connector.cancel_load(request_id)
-                self.cache.pool.free(load.blocks[::-1])
-                self.cache.release(load.prefix)
+        if load.has_arrived:
+            self.cache.release(load.prefix + load.blocks)
+        else:
+            self.connector.cancel_load(request_id)
+            self.cache.pool.free(load.blocks[::-1])
+            self.cache.release(load.prefix)
 
     def drop_all(self) -> None:
         """Drop all loads, before all blocks leave the cache."""

@@ -1,11 +1,11 @@
-"""`mixed_attention` as Triton kernels: decodes and chunks in two launches. Version 3.
+"""`mixed_attention` as Triton kernels: decodes and chunks in two launches. Version 2.
 
-Versions 1 and 2 are chapter 2's (`paged_attention_triton.py`, `split_attention_triton.py`). Both
-choose one tile for the whole batch. Next to a chunk of 512 tokens, a decode then gets a tile of 64
-rows, of which two are its own when two heads share a KV head: 97 % padding, in each of 256 decodes.
-And keys are split by one rule, though decodes want many short splits and chunks few long ones.
+Version 1 is chapter 2's (`paged_attention_triton.py`). It chooses one tile for the whole batch.
+Next to a chunk of 512 tokens, a decode then gets a tile of 64 rows, of which two are its own when
+two heads share a KV head: 97 % padding, in each of 256 decodes. And keys are split by one rule,
+though decodes want many short splits and chunks few long ones.
 
-Here `MixedMetadata.num_short` is the border between two launches of version 2's kernel:
+Here `MixedMetadata.num_short` is the border between two launches of the same kernel:
 
     sequences          | B | C | D d d |      E: chunk of 4 | A: chunk of 6       |
     launch             short: 16 rows a tile  long: 64 rows a tile
@@ -15,7 +15,7 @@ Here `MixedMetadata.num_short` is the border between two launches of version 2's
 The price: the second launch begins when the first one has ended, and the last programs of the first
 leave multiprocessors idle. A batch of decodes only, or of chunks only, is one launch.
 
-What version 2 saw of a batch, version 3 sees of each side: plan, kernels and merging are its own.
+What version 1 saw of a batch, version 2 sees of each side: plan, kernels and merging are the same.
 Invariant: on which side of the border a sequence stands is a matter of speed only.
 
 Sources: vLLM's FlashInfer backend calls one kernel for decodes and one for prefills, in this order;
@@ -29,13 +29,17 @@ from itertools import pairwise
 
 from mixed_batch import MixedMetadata
 from paged_attention import AttentionMetadata, HostMetadata
-from paged_attention_triton import SHORT_ROWS
-from split_attention_triton import SequenceRange, SplitPlan, SplitTritonAttentionBackend
+from paged_attention_triton import (
+    SHORT_ROWS,
+    SequenceRange,
+    TritonAttentionBackend,
+    TritonPlan,
+)
 
 
-class MixedSplitPlan(SplitPlan):
-    """Version 2's plan, with a launch for each side of the border and exact counts. Plain metadata
-    has no border, and is planned as version 2 does."""
+class MixedTritonPlan(TritonPlan):
+    """Chapter 2's plan, with a launch for each side of the border and exact counts. Plain metadata
+    has no border, and is planned as in chapter 2."""
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
         if not isinstance(metadata, HostMetadata) or not metadata.query_starts:
@@ -48,24 +52,23 @@ class MixedSplitPlan(SplitPlan):
             num_short = next(
                 (i for i, n in enumerate(query_lens) if n > max_query_len), len(query_lens)
             )
-        borders = 0, num_short, len(query_lens)
+        lens = list(zip(query_lens, metadata.host_seq_lens, strict=True))
         return [
             SequenceRange(
-                first,
-                last - first,
-                metadata.query_starts[first],
-                metadata.query_starts[last] - metadata.query_starts[first],
-                max(query_lens[first:last]),
-                max(metadata.host_seq_lens[first:last]),
-                query_lens[first:last],
-                metadata.host_seq_lens[first:last],
+                first_seq=first,
+                num_seqs=last - first,
+                first_token=metadata.query_starts[first],
+                num_tokens=metadata.query_starts[last] - metadata.query_starts[first],
+                max_query_len=max(query_lens[first:last]),
+                max_seq_len=max(metadata.host_seq_lens[first:last]),
+                lens=lens[first:last],
             )
-            for first, last in pairwise(borders)
+            for first, last in ((0, num_short), (num_short, len(query_lens)))
             if first < last
         ]
 
 
-class MixedTritonAttentionBackend(SplitTritonAttentionBackend):
+class MixedTritonAttentionBackend(TritonAttentionBackend):
     """An `AttentionBackend` for mixed batches; writing and all checks are chapter 2's."""
 
-    plan_type = MixedSplitPlan
+    plan_type = MixedTritonPlan

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import mixed_attention_triton as module
-import split_attention_triton as version_2
+import paged_attention_triton
 from mixed_attention_triton import MixedTritonAttentionBackend
 from test_mixed_attention import mixed_metadata
 from test_paged_attention import Case, Lengths, make_case
-from test_split_attention_triton import (
+from test_paged_attention_triton import (
     Triton,
     check_refusals,
     clear_launches,
@@ -39,7 +39,7 @@ def mix(case: Case, decode_threshold: int = 1) -> Case:
 
 class MixedTriton(Triton):
     def __init__(self, device: torch.device, decode_threshold: int | None = 1) -> None:
-        super().__init__(MixedTritonAttentionBackend, device)
+        super().__init__(device, MixedTritonAttentionBackend)
         self.decode_threshold = decode_threshold
 
     def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
@@ -64,7 +64,7 @@ def small_tiles(monkeypatch):
 def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
     """All on one side, draft tokens to be verified among the decodes (chapter 5), sequences without
     tokens on either side. Plain metadata has no border (None). Traps 28, 30 and 35: more borders of
-    tiles, splits and blocks, of the same kernel: `test_split_attention_triton.py`."""
+    tiles, splits and blocks, of the same kernel: `test_paged_attention_triton.py`."""
     at = decode_threshold or 0
     lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > at)
     triton = MixedTriton(device, decode_threshold)
@@ -89,8 +89,8 @@ def test_a_window_hides_its_left_on_either_side(window, device):
 
 def test_each_side_has_its_own_tile_and_no_item_too_many(monkeypatch):
     """64 decodes and a chunk of 512 with two heads to a KV head: 16 rows a decode, not 64. Where
-    version 2 has a bound, sequences times splits of the longest, items are counted exactly."""
-    monkeypatch.setattr(version_2, "NUM_MULTIPROCESSORS", 8)
+    chapter 2 has a bound, sequences times splits of the longest, items are counted exactly."""
+    monkeypatch.setattr(paged_attention_triton, "NUM_MULTIPROCESSORS", 8)
     for lengths, tiles, sizes in (
         ([(1, 100)] * 64 + [(512, 512)], [16, 64], [[1] * 64, [16]]),
         ([(1, 30)] * 4 + [(1, 10_000)] + [(1, 30)] * 4, [16], [[1] * 4 + [40] + [1] * 4]),
@@ -113,7 +113,7 @@ def test_unsupported_settings_are_refused_as_in_chapter_2(device):
 
 def test_importing_works_without_triton_and_selecting_it_is_explained():
     with mock.patch.dict(sys.modules, {"triton": None}):
-        for name in ("mixed", "split", "paged"):
+        for name in ("mixed", "paged"):
             del sys.modules[f"{name}_attention_triton"]
         del sys.modules["triton_or_none"]
         again = importlib.import_module("mixed_attention_triton")

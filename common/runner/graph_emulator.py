@@ -8,8 +8,8 @@ tensors:
     aten.view          the result above, [4, 64]    computed tensors: the result of this replay
     aten.add           ..., 0.25                    numbers, sizes, lists: as they were at capture
 
-So a replay has no metadata, no host value and no Python of its step. Kernels are on the list if
-they are operations (`02_paged_kv/beyond/kernel_launch.py`). The checks:
+So a replay has no metadata, no host value and no Python of its step. Launches of Triton's kernels
+are on the list, too. The checks:
 
     at capture      a wait for the device raises `CannotCapture`: `item`, `tolist`,
                     `bool(tensor)`, masks as indices, numbers that come from the host
@@ -29,13 +29,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from common.runner.graphs import CannotCapture, GraphTensors, StaticInputs
+from kernel_launch import Launch
 
 OUT_OF_RANGE = 1 << 40
 # Methods that read a tensor on the host, or copy it there.
@@ -73,11 +75,24 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
 
+    def launch(self, *call: Any) -> None:
+        """Launch a kernel, which is no operation of PyTorch, and record that."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            _launch(*call)
+        self.calls.append(_Call(_launch, call, {}, (None,)))
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         check_no_wait(func, tree_leaves((args, kwargs or {})))
         result = func(*args, **(kwargs or {}))
         self.calls.append(_Call(func, args, kwargs or {}, _as_sequence(result)))
         return result
+
+
+_call_kernel = Launch.__call__
+
+
+def _launch(launch: Launch, grid: Sequence[int], *arguments: Any) -> None:
+    _call_kernel(launch, tuple(grid), *arguments)
 
 
 def _as_sequence(result: Any) -> Sequence[Any]:
@@ -98,7 +113,9 @@ class _Recording:
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         with Recorder() as recorder:
-            self.output = function()
+            seen = lambda launch, *call: recorder.launch(launch, *call)  # noqa: E731
+            with patch.object(Launch, "__call__", seen):
+                self.output = function()
         self.calls = recorder.calls
 
     def run(self) -> torch.Tensor:

@@ -67,10 +67,9 @@ class GraphMaker:
 
             backend = TensorAttentionBackend()
         else:
-            from split_attention_triton import SplitTritonAttentionBackend
+            from paged_attention_triton import SPLIT_KEYS
 
-            if isinstance(backend, SplitTritonAttentionBackend):
-                unsplit_len = backend.tuning.split_keys
+            unsplit_len = SPLIT_KEYS
         return cls(config, model, backend, max_model_len, parts, unsplit_len)
 
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:

@@ -6,9 +6,8 @@ sizes of one attention kernel. They can be compiled before the first request, so
 for a compiler, and for a GPU that this machine does not have (`resources.py`).
 
     kernel                       once for each
-    attention of chapter 2 or 6  tile size, model
-    merging of splits            tile size, model
-    planning of chapter 6        all models
+    attention, merging of splits tile size, model
+    planning                     all models
     between matrices, 3 kernels  model
     rejection, matching          where drafts come with probabilities, where they come without
 
@@ -24,6 +23,7 @@ from common.engine_config import EngineConfig
 from common.models.layer_groups import Window
 from common.models.model_config import ModelConfig
 from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
+from paged_attention_triton import attention_launch, merge_launch, plan_launch
 
 
 def launch_configurations(
@@ -46,12 +46,13 @@ def launch_configurations(
                 config, engine, dtype, architecture, float32_precision, is_interpreted
             )
             for window in {window or 0 for window in windows}:
-                launches += attention_launches(engine, shape._replace(window=window))
+                # Without `write_kv`, which `rotate_and_write` replaces.
+                windowed = shape._replace(window=window)
+                for is_short in (True, False):
+                    launches.append(attention_launch(windowed, is_short))
+                    launches.append(merge_launch(windowed, is_short))
             launches += layer_launches(config, shape)
-        if engine.cuts_prompts:
-            from split_attention_triton import plan_launch
-
-            launches.append(plan_launch())
+        launches.append(plan_launch())
     if engine.speculation is not None:
         launches += verification_launches(vocab_size or model.vocab_size, engine, dtype)
     return launches
@@ -67,45 +68,21 @@ def attention_shape(
 ) -> AttentionShape:
     """Return the shape of the attention launches. Queries have a separate tensor, as written by
     `rotate_and_write`. The slots of a block are consecutive, as in `PagedKVCache`."""
-    num_heads = model.num_attention_heads
     num_kv_heads = model.num_key_value_heads
     head_dim = model.head_dim
     block_size = engine.block_size
     slot_stride = num_kv_heads * head_dim
     return AttentionShape(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        num_heads * head_dim,
-        (block_size * slot_stride, slot_stride, head_dim),
-        dtype,
-        float32_precision,
-        is_interpreted,
-        architecture,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        cache_strides=(block_size * slot_stride, slot_stride, head_dim),
+        dtype=dtype,
+        float32_precision=float32_precision,
+        is_interpreted=is_interpreted,
+        architecture=architecture,
     )
-
-
-def attention_launches(engine: EngineConfig, shape: AttentionShape) -> list[Launch]:
-    """Return the attention launches, without `write_kv`, which `rotate_and_write` replaces."""
-    launches = []
-    # The host does not know the lengths in graphs, which serve any, and with a draft model.
-    spec_config = engine.speculation
-    has_unknown_lengths = not engine.enforce_eager or (
-        spec_config is not None and spec_config.method == "draft"
-    )
-    for is_short in (True, False):
-        if engine.cuts_prompts:
-            from split_attention_triton import merge_launch, split_launch
-
-            launches += split_launch(shape, is_short), merge_launch(shape, is_short)
-            if is_short and has_unknown_lengths:
-                launches.append(split_launch(shape, is_short, loops=True))
-        else:
-            from paged_attention_triton import attention_launch
-
-            launches.append(attention_launch(shape, is_short))
-    return launches
 
 
 def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 ASIDE = """
     model.py blocks.py linear.py rotary.py loader.py tokenizer.py paged_attention.py
     mixed_attention.py attention_plan.py executor.py channel.py message.py scheduler_assembly.py
-    decode_attention.py tiled_attention.py split_attention_triton.py
+    decode_attention.py tiled_attention.py paged_attention_triton.py
 """
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.

@@ -38,16 +38,11 @@ TENSOR_CORES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 INEXACT = re.compile(r"\b(?:(?:fma|rcp|rsqrt|ex2|lg2)\.|\w+\.(?:full|approx)\.)\S*f(?:32|64)")
 # Bytes of stack a thread: a few values. The kernels that have them differ with Triton's version.
 FEW_BYTES = 64
-CHUNKED = EngineConfig(speculative={"method": "draft"})
-WHOLE = EngineConfig(chunked_prefill=False)
+ENGINE = EngineConfig(speculative={"method": "draft"})
 # sm_90 every family, every dtype once; sm_80 and sm_100 every kernel once.
-WANTED = [
-    ("Qwen3-0.6B", "bfloat16", sm, engine) for sm in (80, 90, 100) for engine in (WHOLE, CHUNKED)
-]
-WANTED += [
-    ("Qwen3-0.6B", kind, 90, CHUNKED) for kind in ("float16", "float32", "float32 as tf32x3")
-]
-WANTED += [(family, "bfloat16", 90, CHUNKED) for family in FAMILIES]
+WANTED = [("Qwen3-0.6B", "bfloat16", sm) for sm in (80, 90, 100)]
+WANTED += [("Qwen3-0.6B", kind, 90) for kind in ("float16", "float32", "float32 as tf32x3")]
+WANTED += [(family, "bfloat16", 90) for family in FAMILIES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +110,24 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     )
 
 
-def launches_of(family: str, kind: str, architecture: int, engine: EngineConfig) -> list[Launch]:
+def launches_of(family: str, kind: str, architecture: int) -> list[Launch]:
     """An engine's launches, and `write_kv` of a backend of chapter 2 or 6 by itself, which the
     engine replaces by another kernel."""
     dtype, model = getattr(torch, kind.partition(" ")[0]), FAMILIES[family]
     precision = kind.partition(" as ")[2] or "ieee"
-    shape = attention_shape(model, engine, dtype, architecture, precision, False)
+    shape = attention_shape(model, ENGINE, dtype, architecture, precision, False)
     how = {"float32_precision": precision, "windows": _WINDOWS.get(family, (None,))}
-    launches = launch_configurations(model, engine, dtype, architecture, **how)
-    sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, dtype
+    launches = launch_configurations(model, ENGINE, dtype, architecture, **how)
     strides = (shape.head_dim * (shape.num_heads + n * shape.num_kv_heads) for n in (1, 2))
-    return [*launches, write_kv_launch(*sizes, *strides, shape.cache_strides)]
+    return [*launches, write_kv_launch(shape, *strides)]
 
 
 def compile_all(every: int = 1) -> list[Resources]:
     """Compile each machine code once, though several engines launch it: one in `every`, and the
     first of each kernel, family, dtype and architecture."""
     launches: dict[str, tuple[Launch, str, str, int]] = {}
-    for family, kind, architecture, engine in WANTED:
-        for launch in launches_of(family, kind, architecture, engine):
+    for family, kind, architecture in WANTED:
+        for launch in launches_of(family, kind, architecture):
             name = f"{launch.kernel.__name__} {architecture} {launch}"
             launches.setdefault(name, (launch, family, kind, architecture))
     known: set[object] = set()
