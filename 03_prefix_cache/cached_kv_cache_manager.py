@@ -204,7 +204,6 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             state.publishes = request_id not in self._tables
             state.num_published = 0
             state.in_flight = ()
-            state.cursor = MatchCursor()
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
