@@ -15,13 +15,18 @@ See 01_batching/README.md#bookkeeping"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from request import Request, RequestStatus, check_integers, require
 from request_queue import RequestQueue
-from scheduler_interface import EngineCoreOutput, NewRequestData, SchedulerOutput, StepOutput
+from scheduler_interface import (
+    NO_FINITE_LOGITS,
+    EngineCoreOutput,
+    NewRequestData,
+    SchedulerOutput,
+    StepOutput,
+)
 
 _FINISHED = RequestStatus.FINISHED_STOPPED  # and every later status
 
@@ -37,7 +42,7 @@ class DeltaEncoder:
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}  # tokens
         self._finished_req_ids: set[str] = set()  # since the last plan
-        self._sent: deque[SchedulerOutput] = deque()  # plans whose output has not been processed
+        self._must_reset = False  # the runner, by the next plan
 
     def is_tracked(self, request_id: str) -> bool:
         return request_id in self._num_sent
@@ -47,25 +52,18 @@ class DeltaEncoder:
             self._finished_req_ids.add(request_id)
             del self._num_sent[request_id]
 
-    def ack(self, plan: SchedulerOutput | None) -> None:
-        """Acknowledge that the runner has computed this plan and all plans before it. None:
-        acknowledge all."""
-        while self._sent and self._sent.popleft() is not plan:
-            pass
-
-    def rollback_unacked(self) -> list[Request]:
-        """Roll back the plans that were not acknowledged, which may never have reached the runner.
-        It will receive their finished requests again, and requests that they admitted count as
-        never sent. Returns the requests that they scheduled."""
-        for plan in self._sent:
-            self._finished_req_ids |= plan.finished_req_ids
-            for new in plan.scheduled_new_reqs:
-                self.remove_request(new.req_id)
-        return [request for plan in self._sent for request in plan.scheduled_requests]
+    def reset(self) -> None:
+        """Forget what was sent, after a step that failed: nobody knows what the runner got. The
+        next plan tells it to forget every request too."""
+        for request_id in list(self._num_sent):
+            self.remove_request(request_id)
+        self._finished_req_ids = set()
+        self._must_reset = True
 
     def encode(self, plan: SchedulerOutput) -> None:
         """Write the changes of the scheduled requests into the plan's message."""
-        self._sent.append(plan)
+        plan.reset = self._must_reset
+        self._must_reset = False
         plan.finished_req_ids = self._finished_req_ids
         self._finished_req_ids = set()
         cached = plan.scheduled_cached_reqs
@@ -244,16 +242,16 @@ class BaseScheduler:
         del self.requests[request.request_id]  # last, so that an interrupted call can be repeated
 
     def clear(self) -> None:
-        """Recover from an interrupted step. Aborts all running requests, whose state is unknown,
-        and leaves waiting requests in the queue. Safe to interrupt and call again."""
-        going = {*self.running.values(), *self.delta.rollback_unacked()}
+        """Recover from a step that failed. All requests that have started end with an error, since
+        their state is unknown; the others stay in the queue. Safe to interrupt and call again."""
+        self.delta.reset()
         for request in list(self.requests.values()):
-            if request in self.waiting and request not in going and not request.is_finished:
-                request.num_computed_tokens = request.num_output_placeholders = 0
-                request.status = RequestStatus.WAITING
+            has_started = request.num_preemptions or request.status >= RequestStatus.RUNNING
+            if request in self.waiting and not has_started:
+                self.running.pop(request.request_id, None)
+                request.num_computed_tokens = 0
             else:
-                self.abort_request(request.request_id)
-        self.delta.ack(None)
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
 
     def make_plan(
         self, num_tokens: dict[str, int], plan: SchedulerOutput | None = None
@@ -289,7 +287,6 @@ class BaseScheduler:
             for request, start, num_tokens in rows
             if request.status < _FINISHED  # else it was aborted between schedule and update
         ]
-        self.delta.ack(plan)
         return results
 
     def append_sampled_tokens(
@@ -311,6 +308,7 @@ class BaseScheduler:
         if request_id in output.errors:
             request.status = RequestStatus.FINISHED_ERROR
             result.finish_detail = output.errors[request_id]
+            request.has_bad_kv = result.finish_detail == NO_FINITE_LOGITS
         else:
             self.on_positions_computed(request, start, end)
         if request.status >= _FINISHED:

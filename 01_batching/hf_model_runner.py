@@ -127,6 +127,8 @@ class HFModelRunner:
 
     def prepare(self, plan: RunnerInput) -> InputBatch:
         """Drop the KV of finished requests, and lay out the tokens."""
+        if plan.reset:
+            self._caches.clear()
         for req_id in plan.finished_req_ids:
             self.free_request_cache(req_id)
         return prepare_inputs_from_scheduler_output(plan, self.state)

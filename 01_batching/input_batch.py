@@ -61,13 +61,12 @@ class RunnerState:
 
     def apply(self, plan: RunnerInput) -> None:
         """Apply the changes of a plan. Every plan passes through here, once and in order."""
+        if plan.reset:
+            self.reset()
         # Sorted, so that rows are a function of the plans.
         for req_id in sorted(plan.finished_req_ids):
-            if req_id in self.requests:  # else the step that admitted it failed before this
-                self.release(req_id)
+            self.release(req_id)
         for new in plan.scheduled_new_reqs:
-            if new.req_id in self.requests:  # the plan that finished it never arrived
-                self.release(new.req_id)
             self.admit(new)
         self.append(plan.scheduled_cached_reqs)
 
@@ -87,6 +86,10 @@ class RunnerState:
 
     def release(self, req_id: str) -> None:
         del self.requests[req_id]
+
+    def reset(self) -> None:
+        """Forget all requests. Their state can be anything: a plan may be half applied."""
+        self.requests.clear()
 
 
 @dataclass(slots=True)

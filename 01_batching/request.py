@@ -173,7 +173,7 @@ class RequestStatus(IntEnum):
     FINISHED_ERROR = 8
 
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
@@ -217,6 +217,7 @@ class Request:
         self.num_output_placeholders = 0  # to be sampled by steps in flight; not known here yet
         self.num_cached_tokens = 0  # chapter 3: computed tokens that were found in a cache
         self.num_preemptions = 0  # chapter 4
+        self.has_bad_kv = False  # chapter 3: its logits were NaN, so nobody may share its KV
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None
@@ -261,7 +262,7 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while unfinished."""
-        return _FINISH_REASONS.get(self.status)
+        return FINISH_REASONS.get(self.status)
 
     def append_output_token(self, token_id: int) -> None:
         """Append one sampled token, and finish if it is a stop token or the last one allowed."""

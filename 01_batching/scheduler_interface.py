@@ -74,6 +74,7 @@ class RunnerInput:
     finished_req_ids: set[str] = field(default_factory=set)
     block_moves: list[BlockTableUpdate] = field(default_factory=list)  # chapter 3
     scheduled_draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
+    reset: bool = False  # a step failed: forget every request before anything else
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -178,8 +179,8 @@ class SchedulerInterface(Protocol):
 
     `add_request` raises `ValueError`, and changes nothing, if a request can never be served.
     `finish_requests` finishes requests from outside, at any time, and ignores unknown ids;
-    `abort_request` aborts one. After a call that raised or was interrupted, `clear` aborts all
-    running requests, and leaves waiting requests in the queue.
+    `abort_request` aborts one. After a call that raised or was interrupted, `clear` ends all
+    requests that have started with an error, and leaves the others in the queue.
     """
 
     requests: dict[str, Request]  # every unfinished request

@@ -374,7 +374,7 @@ def test_the_runner_is_sent_each_token_that_it_lacks_once(num_outputs):
         assert (cached.new_token_ids, cached.num_computed_tokens) == ([tokens], [2])
 
 
-def test_what_a_lost_plan_said_is_said_again():
+def test_after_a_lost_plan_the_runner_forgets_all():
     """A request that has finished keeps its row in the runner if the plan that said so was lost."""
     scheduler = FCFSScheduler(max_num_seqs=1)
     runner = RunnerState()
@@ -390,5 +390,6 @@ def test_what_a_lost_plan_said_is_said_again():
     scheduler.abort_request("waits")
     scheduler.add_request(make("new", 4))  # another one of this name
     runner.apply(plan := scheduler.schedule())
-    assert plan.finished_req_ids == {"ended", "new"}
+    assert plan.reset and not plan.finished_req_ids
     assert [(name, row.num_tokens) for name, row in runner.requests.items()] == [("new", 4)]
+    assert not scheduler.schedule().reset

@@ -98,9 +98,17 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
 
     def compose(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
         input_ids, positions, logit_indices, starts, seq_lens, *group_tensors = tensors
-        sizes = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         attention = tuple(
-            AttentionMetadata(starts, seq_lens, tables, slots, **sizes)
+            AttentionMetadata(
+                query_start_loc=starts,
+                seq_lens=seq_lens,
+                block_tables=tables,
+                slot_mapping=slots,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_starts=query_start_loc.tolist(),
+                host_seq_lens=stop.tolist(),
+            )
             for tables, slots in zip(group_tensors[::2], group_tensors[1::2], strict=True)
         )
         return ComposedBatch(input_ids, positions, attention, logit_indices)

@@ -25,13 +25,13 @@ import numpy as np
 
 from base_scheduler import DeltaEncoder
 from input_batch import RunnerRequest, RunnerState
-from kv_cache_manager import BlockAllocator
+from kv_cache_manager import KVCacheManager
 from request import Request
 from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 
 
 class BlockDeltaEncoder(DeltaEncoder):
-    def __init__(self, kv_memory: BlockAllocator) -> None:
+    def __init__(self, kv_memory: KVCacheManager) -> None:
         super().__init__()
         self._kv_memory = kv_memory
         # Number of blocks that the runner knows, for each table.
@@ -164,6 +164,11 @@ class PagedRunnerState(RunnerState):
     def release(self, req_id: str) -> None:
         super().release(req_id)
         self._free_rows.append(self.row_of.pop(req_id))
+
+    def reset(self) -> None:
+        super().reset()
+        self.row_of.clear()
+        self._free_rows = list(reversed(range(len(self.num_tokens))))
 
     def write_tokens(
         self, rows: np.ndarray, start_columns: np.ndarray, token_ids: Sequence[Sequence[int]]

@@ -23,47 +23,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from block_pool import Block, BlockPool
 from request import Request, check_integers
-
-
-class BlockAllocator(Protocol):
-    """The interface of the KV memory for a scheduler."""
-
-    block_size: int  # positions per block
-    # Requests with new blocks; the code that sends these to the runner removes the id.
-    req_ids_with_new_blocks: set[str]
-
-    @property
-    def capacity(self) -> int: ...  # positions that the whole memory holds
-    @property
-    def usage(self) -> float: ...  # share of the memory that requests hold, 0 to 1
-    @property
-    def num_blocks_in_use(self) -> int: ...
-
-    def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
-    ) -> bool:
-        """Allocate slots for `num_new_tokens` after the computed positions, and for
-        `num_reserved_tokens` after those.
-
-        Returns False, and changes nothing, if the memory is too small. Raises `ValueError` for
-        negative counts.
-        """
-        ...
-
-    def free(self, request: Request) -> None:
-        """Free the request's memory. Does nothing if it has none."""
-
-    def get_block_ids(self, request_id: str) -> Sequence[int]:
-        """The request's block table, empty if it has none. It is a live view: copy it to keep
-        it."""
-        ...
-
-    # One per group of layers.
-    def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]: ...
 
 
 @dataclass(slots=True)
@@ -84,7 +46,7 @@ class BlockTable:
 
 
 class KVCacheManager:
-    """Block tables of all requests over one `BlockPool`. A `BlockAllocator`.
+    """Block tables of all requests over one `BlockPool`: the KV memory, as a scheduler sees it.
 
     Reads only `request_id` and `num_computed_tokens` of a request, and changes nothing in it.
     """
@@ -94,16 +56,16 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
+        # Requests with new blocks; the code that sends these to the runner removes the id.
         self.req_ids_with_new_blocks: set[str] = set()
-        self.current_req_id: str | None = (
-            None  # request of the current call, for observers of the pool
-        )
+        self.current_req_id: str | None = None  # of the current call, for observers of the pool
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     @property
     def capacity(self) -> int:
+        """Positions that the whole memory holds."""
         return self.pool.num_usable_blocks * self.block_size
 
     @property
@@ -112,13 +74,17 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
+        """The share of the memory that requests hold, 0 to 1."""
         return self.num_blocks_in_use / self.pool.num_usable_blocks
 
     def get_block_ids(self, request_id: str) -> Sequence[int]:
+        """The request's block table, empty if it has none. It is a live view: copy it to keep
+        it."""
         table = self._tables.get(request_id)
         return () if table is None else table.block_ids
 
     def get_tables(self, request_id: str) -> tuple[Sequence[int], ...]:
+        """A table for each group of layers; here there is one group."""
         return (self.get_block_ids(request_id),)
 
     def slot_mapping(self, request_id: str, start: int, stop: int) -> list[int]:
@@ -136,13 +102,19 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_reserved_tokens: int = 0
     ) -> bool:
-        """O(new blocks)."""
+        """Allocate slots for `num_new_tokens` after the computed positions, and for
+        `num_reserved_tokens` after those. O(new blocks).
+
+        Returns False, and changes nothing, if the memory is too small. Raises `ValueError` for
+        negative counts.
+        """
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         end = request.num_computed_tokens + num_new_tokens + num_reserved_tokens
         return self._grow_table_to(request.request_id, end)
 
     def free(self, request: Request) -> None:
+        """Free the request's memory. Does nothing if it has none."""
         self.current_req_id = request.request_id
         table = self._tables.pop(request.request_id, None)
         if table is not None:

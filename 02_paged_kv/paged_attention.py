@@ -94,28 +94,17 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     window: int | None = None  # last keys that a query sees, its own included (>= 1); None: all
-
-    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return query_start_loc and seq_lens. Waits for the device."""
-        return self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
-
-
-@dataclass(slots=True, eq=False)
-class HostMetadata(AttentionMetadata):
-    """Metadata plus the host's copies, so that no code has to read the device."""
-
+    # On the host, if they are known there, so that no code has to wait for the device.
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
+    num_short: int | None = None  # chapter 6 puts so many sequences with few query tokens first
+    skipped: Sequence[int] = ()  # with a window: positions of each sequence before its first block
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the copies. Raises `ValueError` if they are not those of `seq_lens`."""
-        num_seqs = len(self.seq_lens)
-        if (len(self.query_starts), len(self.host_seq_lens)) != (num_seqs + 1, num_seqs):
-            raise ValueError(
-                f"seq_lens ({num_seqs} sequences), host_seq_lens ({len(self.host_seq_lens)}) and "
-                f"query_starts ({len(self.query_starts)} boundaries) contradict each other"
-            )
-        return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
+        """Return query_start_loc and seq_lens. Waits for the device if the host has no copies."""
+        if self.query_starts:
+            return np.asarray(self.query_starts), np.asarray(self.host_seq_lens)
+        return self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
 
 
 def write_kv(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from base_scheduler import SchedulerPlugin, describe_prompt
 from block_delta import BlockDeltaEncoder
 from fcfs_scheduler import FCFSScheduler
-from kv_cache_manager import BlockAllocator
+from kv_cache_manager import KVCacheManager
 from request import Request
 from scheduler_interface import SchedulerOutput
 
@@ -28,7 +28,7 @@ class PagedFCFSScheduler(FCFSScheduler):
 
     def __init__(
         self,
-        kv_memory: BlockAllocator,
+        kv_memory: KVCacheManager,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,

@@ -1,28 +1,21 @@
 # %% [markdown]
 # # Blocks, tables, slots
 #
-# This notebook uses the code of chapter 2. It defines only a few lines that print and draw. It
-# needs no model: the keys and values are random numbers.
+# This notebook uses the code of chapter 2. It defines only a few lines that print. It needs no
+# model: the keys and values are random numbers.
 #
 # **中文提要**：块池怎样分配和释放块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
-# 什么时候才需要新块；注意力怎样通过块表读 KV，结果和连续存放时相同；最后画出一张内存图。
-# 不需要模型，key 和 value 是随机数。
+# 什么时候才需要新块；注意力怎样通过块表读 KV，结果和连续存放时相同。不需要模型，key 和 value
+# 是随机数。
 
 # %%
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.colors import ListedColormap
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
 from paged_attention import AttentionMetadata, PagedKVCache, paged_attention, write_kv
 from request import Request
-
-# The book's colours.
-PROMPT = "#0072b2"
-DECODE = "#56b4e9"
-PALE_DECODE = "#bbe1f6"
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -154,27 +147,6 @@ contiguous = [
 print("largest difference:", f"{(paged - torch.stack(contiguous)).abs().max():.0e}")
 print("any NaN:", bool(paged.isnan().any()))
 assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
-
-# %% [markdown]
-# ## A memory map
-#
-# The same keys are drawn where they are stored: a row is a block, a box is a slot, and the colour
-# shows the sequence. The first (dark) fills block 6 and three slots of block 2, as its table
-# `[6, 2]` says; the second is in block 5, and the third (pale) in blocks 1 and 4. White is empty.
-# Paging wastes only the last slots of each sequence's last block.
-
-# %%
-owner = torch.full((kv.num_blocks * block_size,), torch.nan)
-owner[torch.tensor(slots)] = torch.arange(3.0).repeat_interleave(torch.tensor(seq_lens))
-figure, axis = plt.subplots(figsize=(3.2, 4.2))
-shades = ListedColormap([PROMPT, DECODE, PALE_DECODE])
-axis.pcolormesh(owner.view(-1, block_size), cmap=shades, edgecolors="lightgrey")
-axis.set(xlabel="offset in block", ylabel="block", title="three sequences in nine blocks")
-axis.set_xticks([0.5, 1.5, 2.5, 3.5], range(4))
-axis.set_yticks([row + 0.5 for row in range(9)], range(9))
-axis.invert_yaxis()
-held = sum(-(-seq_len // block_size) for seq_len in seq_lens) * block_size
-print(f"{held} slots held, {sum(seq_lens)} written, {1 - sum(seq_lens) / held:.0%} empty")
 
 # %% [markdown]
 # ## Watch it run

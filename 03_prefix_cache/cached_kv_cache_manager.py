@@ -10,9 +10,8 @@ never before, so a step that fails leaves no wrong block in the cache. While a r
 block that it will publish next, other requests with the same content are not ready; one step later
 they hit the block.
 
-A block is *verified* once a request has sampled with it and left without an error. If a request
-ends in an error, its first unverified block and all that extend it leave the cache. Other requests
-with such blocks in their tables keep running, but publish nothing more.
+If a request's logits are NaN, its KV is not trusted, and nobody knows from which block on: the
+cache is emptied, and requests that have a table keep running but publish nothing more.
 
 Invariants: those of the manager and of the cache; the published blocks of a table are owned by the
 cache, in the order of the request's prefix. vLLM publishes a block when it is scheduled; SGLang's
@@ -25,13 +24,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
 from prefix_cache import MatchCursor, PrefixCache, extra_keys_of, normalise_extra_keys
-from request import Request, RequestStatus, check_integers
+from request import Request, check_integers
 from scheduler_interface import BlockTableUpdate
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
@@ -45,8 +43,7 @@ class _CacheState:
     cursor: MatchCursor = field(default_factory=MatchCursor)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey = ()  # the block that it was the first to compute
-    # Blocks at the front that the cache removed because they are not trusted.
-    num_invalidated: int = 0
+    publishes: bool = True  # False: its blocks are not trusted
 
 
 class CachedKVCacheManager(UncachedKVCacheManager):
@@ -64,9 +61,6 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
         self._moves: list[BlockTableUpdate] = []  # not yet sent to the runner
-        self._verified_blocks: set[int] = (
-            set()
-        )  # cached blocks with which some request has sampled a token
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -77,10 +71,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         self, request: Request, wait_for_others: bool = True
     ) -> ComputedBlocks | NotReady:
         """Find the longest cached prefix, short of the last token, which must be computed because
-        its logits are needed. Returns `NotReady` if a running request is computing the next block.
-        Raises `ValueError` if the request has a block table."""
-        if request.request_id in self._tables:
-            raise ValueError(f"request {request.request_id!r} already has a block table")
+        its logits are needed. Returns `NotReady` if a running request is computing the next
+        block."""
         computed = self._get_computed_blocks(request)
         if not wait_for_others or request.sampling_params.skip_reading_prefix_cache:
             return computed
@@ -121,15 +113,12 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         computed: ComputedBlocks | None = None,
     ) -> bool:
         """Allocate slots, with the `computed` blocks shared at the front of the table.
-        `request.num_computed_tokens` does not include them yet. Raises `ValueError` for `computed`
-        blocks if the request already has a table."""
+        `request.num_computed_tokens` does not include them yet."""
         check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED
         if computed.blocks:
-            if not is_admission:
-                raise ValueError(f"request {request.request_id!r} already has a block table")
             # Touched before anything is allocated, so that the allocation cannot evict them.
             self.cache.touch(computed.blocks)
             table = self._tables[request.request_id] = BlockTable()
@@ -157,7 +146,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         it."""
         state = self._states[request.request_id]
         end = (state.num_published + 1) * self.block_size
-        is_next_known = state.in_flight or state.num_invalidated  # or it never publishes again
+        is_next_known = state.in_flight or not state.publishes
         if not is_next_known and end <= min(num_planned, request.num_tokens):
             blocks = self._tables[request.request_id].blocks
             key = self._key(request, blocks, state.num_published)
@@ -180,14 +169,14 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         state = self._states[request.request_id]
         first = state.num_published
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= first or state.num_invalidated:
+        if num_full <= first or not state.publishes:
             return
         self.current_req_id = request.request_id
         given = table.blocks[first:num_full]
-        result = self.cache.insert(
+        cached = self.cache.insert(
             request.all_token_ids, given, extra_keys_of(request), start=first, cursor=state.cursor
         )
-        for index, kept in enumerate(result.blocks, first):
+        for index, kept in enumerate(cached, first):
             if kept is not table.blocks[index]:
                 table.replace(index, kept)
                 self._moves.append(BlockTableUpdate(request.request_id, index, kept.block_id))
@@ -197,43 +186,28 @@ class CachedKVCacheManager(UncachedKVCacheManager):
 
     def free(self, request: Request) -> None:
         """Free the request's blocks. Published blocks stay cached until they are evicted, unless
-        the request has ended in an error."""
+        the request's KV is not trusted."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._in_flight.pop(state.in_flight, None)
-            self._trust_or_invalidate(request, state.num_published)
+            if request.has_bad_kv:
+                self._withdraw(request)
         if self._moves:
             self._moves = [move for move in self._moves if move.req_id != request.request_id]
         super().free(request)
 
-    def _trust_or_invalidate(self, request: Request, num_published: int) -> None:
-        """Mark the published blocks of a request that leaves as trusted, if it has sampled with all
-        of them. If it ended in an error, invalidate those that are not trusted."""
-        published = self.get_block_ids(request.request_id)[:num_published]
-        if request.status == RequestStatus.FINISHED_ERROR:
-            start = sum(1 for _ in takewhile(self._verified_blocks.__contains__, published))
-            if start < num_published:
-                self._invalidate(request, start, num_published)
-        elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
-            self._verified_blocks.update(published)
-
-    def _invalidate(self, request: Request, start: int, end: int) -> None:
-        """Withdraw blocks [start, end) of the request's table, and all cached blocks that extend
-        them."""
-        self.cache.invalidate(self._tables[request.request_id].blocks[start])
+    def _withdraw(self, request: Request) -> None:
+        """Empty the cache, because the KV of this request is not trusted."""
+        self.cache.withdraw_all()
+        self._in_flight.clear()
         for request_id, state in self._states.items():
-            if state.num_published:
-                published = self._tables[request_id].blocks[: state.num_published]
-                num_kept = sum(map(self.cache.owns, published))
-                if num_kept < state.num_published:
-                    state.num_invalidated = max(state.num_invalidated, state.num_published)
-                    state.num_published = num_kept
-                    self._in_flight.pop(state.in_flight, None)
-                    state.in_flight = ()
+            state.publishes = request_id not in self._tables
+            state.num_published = 0
+            state.in_flight = ()
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
-        for container in (self._states, self._in_flight, self._moves, self._verified_blocks):
+        for container in (self._states, self._in_flight, self._moves):
             container.clear()
         self.cache.clear()
         super().clear()
@@ -252,10 +226,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             return None  # before anything is evicted, so that a refusal changes nothing
         if num_missing > 0:
             self.cache.evict(num_missing)
-        blocks = super()._allocate_blocks(num_blocks)
-        if blocks is not None:
-            self._verified_blocks.difference_update(block.block_id for block in blocks)
-        return blocks
+        return super()._allocate_blocks(num_blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
         """Free a table's blocks: cached ones come first, then the table's own."""
@@ -277,7 +248,7 @@ class CachedKVCacheManager(UncachedKVCacheManager):
             for index, block in enumerate(table.blocks):
                 is_cached = self.cache.owns(block)
                 assert is_cached or index >= state.num_published, f"{request_id!r} lost {block}"
-                is_shared = is_cached or index < state.num_invalidated
+                is_shared = is_cached or not state.publishes
                 place = ("shared" if is_shared else request_id, index)
                 assert places.setdefault(block.block_id, place) == place, (request_id, place)
 

@@ -11,8 +11,8 @@ to each of them:
 Matching, inserting and releasing a prefix count as a use. The cache evicts the least recently used
 block that no request uses and no cached block extends.
 
-A block whose content cannot be trusted is *withdrawn* (removed from the cache, even while in use),
-with all blocks that extend it.
+If some content cannot be trusted, all blocks are *withdrawn*: removed from the cache, even while in
+use.
 
 Invariants: a cached block's parent is cached; a request that uses a block uses all blocks before
 it; a use of a block is a use of all blocks before it; the content of a cached block never changes.
@@ -24,49 +24,32 @@ See 03_prefix_cache/README.md#the-interface-of-a-cache"""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from block_pool import Block, BlockPool
 from request import Request, check_integers
 
-ExtraKeys = Sequence[tuple[str, str | int]] | tuple[str, str | int]
+# On what KV depends besides the tokens, as `(tag, value)` pairs. The tag keeps an adapter named X
+# and a salt X apart.
+ExtraKeys = Sequence[tuple[str, str | int]]
 NormalKeys = tuple[tuple[str, str], ...]
-
-
-def check_extra_keys(extra_keys: ExtraKeys | None) -> tuple[tuple[str, str | int], ...]:
-    """Return extra keys, on which KV depends besides the tokens, as `(tag, value)` pairs; a single
-    pair need not be in a sequence. The tag keeps an adapter named X and a salt X apart. Raises
-    `ValueError` for a key without a tag, or a tag used twice."""
-    is_one = bool(extra_keys) and isinstance(extra_keys[0], str)
-    keys: tuple[Any, ...] = (extra_keys,) if is_one else tuple(extra_keys or ())
-    for key in keys:
-        is_pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
-        if not is_pair or type(key[1]) not in (str, int):
-            raise ValueError(
-                f"extra_keys must be pairs (tag, value) of a str and a str or int, got {key!r}"
-            )
-    if len({tag for tag, _ in keys}) != len(keys):
-        raise ValueError(f"extra_keys must use each tag once, got {extra_keys!r}")
-    return keys
 
 
 def normalise_extra_keys(extra_keys: ExtraKeys | None) -> NormalKeys:
     """Sort the pairs, so that equal keys compare equal: `(("lora", "int:7"),)`."""
-    if not extra_keys:
-        return ()
-    keys = check_extra_keys(extra_keys)
+    keys = extra_keys or ()
     return tuple(sorted((tag, f"{type(value).__name__}:{value}") for tag, value in keys))
 
 
 class KeyedRequest(Request):
-    """A request whose KV also depends on `extra_keys` (as `check_extra_keys` takes them). Requests
-    with different extra keys share no blocks."""
+    """A request whose KV also depends on `extra_keys`. Requests with different extra keys share no
+    blocks."""
 
     def __init__(self, *arguments: Any, extra_keys: ExtraKeys = (), **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.extra_keys = check_extra_keys(extra_keys) if extra_keys else ()
+        self.extra_keys = tuple(extra_keys)
 
 
 def extra_keys_of(request: Request) -> tuple[tuple[str, str | int], ...]:
@@ -82,15 +65,6 @@ class PrefixMatch(NamedTuple):
 
     blocks: list[Any]  # each has a `block_id`
     num_cached_tokens: int
-
-
-class InsertResult(NamedTuple):
-    """`blocks[i]` is the cache's block for the content of the i-th block given to `insert`: that
-    block itself if it is now `owned`, another one if it was a duplicate."""
-
-    blocks: list[Block]
-    owned: list[Block]
-    duplicates: list[Block]
 
 
 @dataclass(slots=True)
@@ -113,7 +87,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class MatchCursor:
-    """Where in the cache's index a request's prefix ends, so that later calls can start there."""
+    """What a cache remembers of a request's prefix, so that later calls need not hash it again."""
 
     state: Any = None
 
@@ -143,8 +117,19 @@ class CacheListener(Protocol):
         Children come first."""
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
-        """The blocks leave the cache, if they are in it, because their content is not trusted.
-        Children come first, unless the list is the whole pool."""
+        """The blocks, which are the whole pool, leave the cache if they are in it, because their
+        content is not trusted."""
+
+
+class CachedContent(NamedTuple):
+    """What a cached block holds: `token_ids`, after the prefix that ends in block `parent_id`."""
+
+    block: Block
+    parent_id: int | None
+    token_ids: tuple[int, ...]
+    extra_keys: NormalKeys
+    block_hash: bytes = b""  # if the index has hashes
+    begins_node: bool = False  # the first of its node, if the index is a tree
 
 
 class CachedPrefix(NamedTuple):
@@ -191,14 +176,12 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
-        """Add a user to these cached blocks: consecutive blocks of one prefix, head first. Raises
-        `ValueError`, and changes nothing, if one of them is not cached."""
+        """Add a user to these cached blocks: consecutive blocks of one prefix, head first."""
 
     @abstractmethod
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         """Remove a user from these cached blocks, given as to `touch`. They are marked as used now,
-        the deepest before the others. Raises `ValueError`, and changes nothing, if one of them is
-        not cached or has no user."""
+        the deepest before the others."""
 
     def insert(
         self,
@@ -208,31 +191,23 @@ class PrefixCache(ABC):
         *,
         start: int = 0,
         cursor: MatchCursor | None = None,
-    ) -> InsertResult:
+    ) -> list[Block]:
         """Publish computed blocks: `blocks[i]` holds block `start + i` of `token_ids`; the blocks
         before `start` are cached, and used by the caller.
 
-        The caller keeps its reference to each block; for content that is already cached, the
-        reference moves to the cache's block. Raises `ValueError`, and changes nothing, if a block
-        is free or already cached, or if a block before `start` is not cached. O(new blocks) with a
-        `cursor` that ends at `start`.
+        Returns the cache's block for each content: the given one or, if it was cached already,
+        another one, to which the caller's reference moves.
         """
-        self._check_given(token_ids, blocks, start)
         keys = normalise_extra_keys(extra_keys)
         prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         # The block before the new ones, and those of the new ones whose content is already cached.
         found = self._match(prefix, max(start - 1, 0), start + len(blocks))
-        if start and not found:
-            missing = len(self._match(prefix, 0, start))
-            raise ValueError(f"cannot insert after {start} blocks: block {missing} is not cached")
-        if start and blocks and self.num_users(found[0]) == 0:
-            raise ValueError(f"cannot insert after {start} blocks: block {start - 1} is unused")
+        assert not start or found, f"block {start - 1} is not cached"
         known = [self.pool.blocks[block.block_id] for block in found[1 if start else 0 :]]
-        duplicates = list(blocks[: len(known)])
         owned = list(blocks[len(known) :])
         if known:
             self.touch(known)
-            self.pool.free(duplicates)
+            self.pool.free(blocks[: len(known)])
         first = start + len(known)
         parent = found[-1] if found else None
         self._insert(prefix, first, parent, owned)
@@ -242,7 +217,7 @@ class PrefixCache(ABC):
             for index, block in enumerate(owned, first):
                 self.listener.block_cached(block, before, prefix.tokens(index), prefix.keys)
                 before = block
-        return InsertResult(known + owned, owned, duplicates)
+        return known + owned
 
     def evict(self, num_blocks: int) -> int:
         """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
@@ -257,18 +232,12 @@ class PrefixCache(ABC):
             self.pool.free(blocks)
         return num_blocks
 
-    def invalidate(self, block: HasBlockId) -> None:
-        """Remove a cached block and all blocks that extend it. Requests that use them keep them as
-        ordinary blocks, which return to the pool when they are freed. Raises `ValueError` for a
-        block that is not cached."""
-        blocks = self._remove_subtree(block)
-        try:
-            if self.listener is not None:
-                self.listener.blocks_invalidated(blocks)
-        finally:
-            for removed in blocks:
-                del self._by_block_id[removed.block_id]
-            self.pool.free(blocks)
+    def withdraw_all(self) -> None:
+        """Empty the cache, because some content is not trusted. Requests that use blocks keep them
+        as ordinary blocks, which return to the pool when they are freed."""
+        blocks = [self.pool.blocks[block_id] for block_id in self._by_block_id]
+        self.clear()
+        self.pool.free(blocks)
 
     @abstractmethod
     def clear(self) -> None:
@@ -322,9 +291,22 @@ class PrefixCache(ABC):
         return self._by_block_id.keys()
 
     @abstractmethod
+    def cached_contents(self) -> Iterator[CachedContent]:
+        """Every cached block; unused ones in the order in which they would be evicted."""
+
     def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix; unused blocks come in the order in which they
-        would be evicted. Too slow for the engine's loop."""
+        """Every cached block with its whole prefix, in the order of `cached_contents`. Too slow for
+        the engine's loop."""
+        contents = {content.block.block_id: content for content in self.cached_contents()}
+        for content in contents.values():
+            parts = [content.token_ids]
+            parent_id = content.parent_id
+            while parent_id is not None:
+                parent = contents[parent_id]
+                parts.append(parent.token_ids)
+                parent_id = parent.parent_id
+            token_ids = tuple(token for part in reversed(parts) for token in part)
+            yield CachedPrefix(content.extra_keys, token_ids, content.block)
 
     def hash_of(self, block: HasBlockId) -> str:
         """The first digits of a cached block's hash; empty if the index has no hashes."""
@@ -333,10 +315,6 @@ class PrefixCache(ABC):
     def begins_node(self, block: HasBlockId) -> bool:
         """Whether a cached block is the first of its node, if the index is a tree."""
         return False
-
-    def on_split(self, callback: Callable[[int], object] | None) -> None:  # noqa: B027
-        """Set a callback for node splits, if the index is a tree. It receives the id of the block
-        with which the lower part begins."""
 
     @abstractmethod
     def check_invariants(self) -> None:
@@ -359,20 +337,3 @@ class PrefixCache(ABC):
     @abstractmethod
     def _pop_lru(self, num_blocks: int) -> list[Block]:
         """Remove the least recently used blocks without users from the index, and return them."""
-
-    @abstractmethod
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        """Remove a block and all blocks that extend it from the index, used or not, and return
-        them. Children come first."""
-
-    def _check_given(self, token_ids: Sequence[int], blocks: Sequence[Block], start: int) -> None:
-        """Raise `ValueError` for arguments of `insert` that are invalid whatever is cached."""
-        needed = (start + len(blocks)) * self.block_size
-        if len(token_ids) < needed:
-            raise ValueError(f"token_ids must have {needed} ids, got {len(token_ids)}")
-        if len({block.block_id for block in blocks}) != len(blocks):
-            raise ValueError("cannot insert blocks: block ids must be unique within a call")
-        for block in blocks:
-            if block.ref_cnt < 1 or block.block_id in self._by_block_id:
-                state = "free" if block.ref_cnt < 1 else "cached already"
-                raise ValueError(f"cannot insert block {block.block_id}: the block is {state}")

@@ -1,28 +1,20 @@
 # %% [markdown]
 # # Prefixes computed once
 #
-# This notebook uses the code of chapter 3. It defines only a few lines that print and draw.
+# This notebook uses the code of chapter 3. It defines only a few lines that print.
 #
 # **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；token 相同、前文不同的两个块，
-# 为什么不会被当成同一个（Trap 1）；一棵基数树（radix tree）怎样长出来；两种设计守同一份约定；
-# 最后在引擎里看，命中以后首 token 快了多少，换一个 salt 又怎样。
+# 为什么不会被当成同一个（Trap 1）；一棵基数树（radix tree）怎样长出来；最后在引擎里看，命中以后
+# 首 token 快了多少，换一个 salt 又怎样。
 
 # %%
-import random
-import time
 import warnings
 
-import matplotlib.pyplot as plt
 import torch
 
 from common.llm import LLM, SamplingParams
 from prefix_cache_local import PrefixCacheLocal, compute_hash_chain
 from radix_cache import RadixCache
-
-# The book's colours.
-BASELINE = "#999999"
-CACHED = "#009e73"
-DARK_CACHED = "#004734"
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are wanted here
@@ -119,28 +111,6 @@ show(tree)
 tree.release(used)
 
 # %% [markdown]
-# ## Two designs, one interface
-#
-# Run the same 400 requests on both, in a pool that is far too small. They hit the same tokens,
-# because they evict the same blocks.
-
-# %%
-rng = random.Random(0)
-heads = [[rng.randrange(1000) for _ in range(rng.choice([16, 40, 64]))] for _ in range(8)]
-prompts = [rng.choice(heads) + [rng.randrange(1000) for _ in range(24)] for _ in range(400)]
-hits = {}
-for name, cache in (
-    ("hash chain", PrefixCacheLocal(max_cached_blocks=60, block_size=4)),
-    ("radix tree", RadixCache(page_size=4, num_pages=60)),
-):
-    hits[name] = []
-    for prompt in prompts:
-        hits[name].append(cache.match_prefix(prompt).num_cached_tokens)
-        cache.cache_computed_blocks(prompt)
-    print(name, "hit", sum(hits[name]), "of", sum(map(len, prompts)), "tokens")
-assert hits["hash chain"] == hits["radix tree"]
-
-# %% [markdown]
 # ## In the engine
 #
 # Generate from a long prompt twice. The second time only its last block is computed, and the output
@@ -167,29 +137,6 @@ assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 # %%
 (salted,) = llm.generate(text, params, use_tqdm=False, cache_salt="somebody else")
 print("with a salt:", salted.num_cached_tokens, "tokens cached")
-
-# %% [markdown]
-# Sixteen questions follow one long text, all sent at the same time: with the cache the text is
-# computed once. A bar is the time until all are answered: grey without a cache, light green with
-# the hash chain, dark green with the radix tree. The two green bars are much shorter than the grey
-# one. Both caches hit the same tokens, so the difference between them is noise.
-
-# %%
-questions = [text + f"def question_{i}(" for i in range(16)]
-seconds = {}
-for prefix_cache in (None, "hash", "radix"):
-    llm = LLM(num_blocks=2000, prefix_cache=prefix_cache)
-    llm.generate("warm up", params, use_tqdm=False)
-    started = time.perf_counter()
-    llm.generate(questions, params, use_tqdm=False)
-    seconds[str(prefix_cache)] = time.perf_counter() - started
-    print(prefix_cache, f"{llm.engine.stats().prefix_cache_hit_rate:.0%} of prompt tokens hit")
-
-figure, axes = plt.subplots(figsize=(5, 2))
-axes.barh(list(seconds), list(seconds.values()), color=[BASELINE, CACHED, DARK_CACHED])
-axes.set_xlabel("seconds for 16 requests")
-axes.set_ylabel("prefix_cache")
-figure.tight_layout()
 
 # %% [markdown]
 # ## Watch it run

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 
 from block_pool import Block, BlockPool
 from prefix_cache import (
-    CachedPrefix,
+    CachedContent,
     CacheListener,
     ExtraKeys,
     HasBlockId,
@@ -95,6 +96,17 @@ class CachedBlock:
     token_ids: tuple[int, ...]
     parent: CachedBlock | None = field(default=None, repr=False)
     extra_keys: NormalKeys = ()
+    _content: CachedContent | None = field(default=None, repr=False)
+
+    @property
+    def content(self) -> CachedContent:
+        """Made once, when it is first asked for."""
+        if self._content is None:
+            parent_id = None if self.parent is None else self.parent.block_id
+            self._content = CachedContent(
+                self.block, parent_id, self.token_ids, self.extra_keys, self.block_hash
+            )
+        return self._content
 
     @property
     def num_users(self) -> int:
@@ -124,11 +136,6 @@ class PrefixCacheLocal(PrefixCache):
         super().__init__(pool, block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
-
-    def compute_hash_chain(
-        self, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
-    ) -> list[tuple[bytes, tuple[int, ...]]]:
-        return compute_hash_chain(token_ids, self.block_size, extra_keys)
 
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[CachedBlock]:
         blocks: list[CachedBlock] = []
@@ -191,16 +198,6 @@ class PrefixCacheLocal(PrefixCache):
             del self._by_hash[cached.block_hash]
         return [cached.block for cached in victims]
 
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        removed = {block.block_id: self._cached([block], "invalidate")[0]}
-        for cached in self._by_hash.values():  # parents were cached before their children
-            if cached.parent is not None and cached.parent.block_id in removed:
-                removed[cached.block_id] = cached
-        for cached in removed.values():
-            del self._by_hash[cached.block_hash]
-            self._evictable.pop(cached.block_id, None)
-        return [cached.block for cached in reversed(removed.values())]
-
     def clear(self) -> None:
         super().clear()
         self._by_hash.clear()
@@ -210,14 +207,9 @@ class PrefixCacheLocal(PrefixCache):
     def num_evictable_blocks(self) -> int:
         return len(self._evictable)
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        used = [cached for cached in self._by_block_id.values() if cached.num_users]
-        for cached in [*used, *self._evictable.values()]:
-            chain = [cached]
-            while chain[-1].parent is not None:
-                chain.append(chain[-1].parent)
-            token_ids = tuple(token for link in reversed(chain) for token in link.token_ids)
-            yield CachedPrefix(cached.extra_keys, token_ids, cached.block)
+    def cached_contents(self) -> Iterator[CachedContent]:
+        used = (cached for cached in self._by_block_id.values() if cached.num_users)
+        return (cached.content for cached in chain(used, self._evictable.values()))
 
     def hash_of(self, block: HasBlockId) -> str:
         return self._by_block_id[block.block_id].block_hash.hex()[:8]

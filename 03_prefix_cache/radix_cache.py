@@ -18,13 +18,13 @@ See 03_prefix_cache/README.md#the-cache-over-the-tree"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import count, groupby
 from operator import attrgetter
 
 from block_pool import Block, BlockPool
-from prefix_cache import CachedPrefix, CacheListener, HasBlockId, PrefixCache, PrefixKey
+from prefix_cache import CachedContent, CacheListener, HasBlockId, PrefixCache, PrefixKey
 from radix_tree import RadixTree, TreeNode
 from request import check_integers
 
@@ -58,22 +58,23 @@ class RadixCache(PrefixCache):
         self._serial = count()  # breaks ties between equal times, because nodes have no order
 
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Block]:
-        """O(depth of the tree + tokens compared + pages found). Splits the node in which the match
-        ends, so that its front gets a last use separate from its end."""
-        node = self.tree.resume(prefix.cursor.state, self.tree.root(prefix.keys), end)
-        node, num_pages = self.tree.descend(node, prefix.token_ids, end)
-        node = self.tree.split(node, num_pages)
-        prefix.cursor.state = self.tree.bookmark(node)
+        """O(depth of the tree + tokens compared). Splits the node in which the match ends, so that
+        its front gets a last use separate from its end."""
+        root = self.tree.root(prefix.keys)
+        node, num_pages = self.tree.descend(root, prefix.token_ids, end)
+        node = self.tree.split_node(node, num_pages)
         return self.tree.blocks_up_to(node, begin)
 
     def _insert(
         self, prefix: PrefixKey, first: int, parent: Block | None, blocks: list[Block]
     ) -> None:
-        node = prefix.cursor.state[0] if prefix.cursor.state else self.tree.root(prefix.keys)
+        if parent is None:
+            node = self.tree.root(prefix.keys)
+        else:
+            node = self.tree.node_of[parent.block_id]
         for ref_cnt, run in groupby(blocks, key=attrgetter("ref_cnt")):
             node = self.tree.append(node, prefix.token_ids, list(run), lock_ref=ref_cnt)
         self._num_used += len(blocks)
-        prefix.cursor.state = self.tree.bookmark(node)
 
     def _mark_used(self, blocks: list[Block]) -> None:
         """Locked nodes, and all nodes above them, get their time when they are released."""
@@ -96,7 +97,7 @@ class RadixCache(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         for block in blocks:
-            if self.owns(block) and self.num_users(block) == 0:
+            if self.num_users(block) == 0:
                 raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
         self._clock += 1
@@ -134,15 +135,6 @@ class RadixCache(PrefixCache):
             self._queue(leaf if leaf.blocks else leaf.above)
         return victims
 
-    def _remove_subtree(self, block: HasBlockId) -> list[Block]:
-        nodes = self.tree.prune(self.tree.cut_out([block.block_id])[0])
-        removed = set(nodes)
-        self._heap = [entry for entry in self._heap if entry[2] not in removed]
-        heapify(self._heap)
-        self._num_used -= sum(len(node.blocks) for node in nodes if node.lock_ref)
-        self._queue(nodes[0].above)
-        return [block for node in reversed(nodes) for block in reversed(node.blocks)]
-
     def clear(self) -> None:
         super().clear()
         self.tree.roots.clear()
@@ -153,19 +145,21 @@ class RadixCache(PrefixCache):
     def num_evictable_blocks(self) -> int:
         return self.num_cached_blocks - self._num_used
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+    def cached_contents(self) -> Iterator[CachedContent]:
         for node in sorted(self.tree.nodes(), key=lambda node: (node.last_access, -node.end)):
-            path = self.tree.path_to(node)
-            token_ids = tuple(token for link in path for token in link.key)
-            keys = path[0].above.extra_keys if path else ()
-            for page, block in reversed(list(enumerate(node.blocks, node.start + 1))):
-                yield CachedPrefix(keys, token_ids[: page * self.page_size], block)
+            keys = self.tree.path_to(node)[0].above.extra_keys if node.blocks else ()
+            for index in reversed(range(len(node.blocks))):
+                before = node.blocks[index - 1 : index] or node.above.blocks[-1:]
+                yield CachedContent(
+                    node.blocks[index],
+                    before[0].block_id if before else None,
+                    tuple(node.key[index * self.page_size : (index + 1) * self.page_size]),
+                    keys,
+                    begins_node=index == 0,
+                )
 
     def begins_node(self, block: HasBlockId) -> bool:
         return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
-
-    def on_split(self, callback: Callable[[int], object] | None) -> None:
-        self.tree.on_split = callback
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

@@ -6,9 +6,7 @@ Pages that all prefixes have in common form one edge, however many pages that is
                                            \\---- X              (a block, in other chapters)
 
 A node is the edge that leads to it: tokens, and the block of each page. Children are found by their
-first page. When a node is split, the old object becomes the lower part, so a request that remembers
-the end of its path still finds it there. A leaf grows in place, so decoding makes no chain of
-one-page nodes.
+first page. A leaf grows in place, so decoding makes no chain of one-page nodes.
 
 Invariants: `key` holds `page_size` tokens per block; no node except a root is empty; no two
 children begin with the same page; each block is in one node, and `node_of` has that node; a root
@@ -18,10 +16,9 @@ See 03_prefix_cache/README.md#the-tree"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 from block_pool import Block
 from prefix_cache import NormalKeys
@@ -39,8 +36,6 @@ class TreeNode:
     lock_ref: int = 0  # users; the same for all pages of a node
     last_access: int = 0  # the same for all pages; stale while the node is in use
     children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
-    # Incremented when pages are removed from its end, which invalidates bookmarks.
-    generation: int = 0
     is_queued: bool = False  # the cache's heap has an entry for it
     extra_keys: NormalKeys = ()  # only of a root
 
@@ -65,7 +60,6 @@ class RadixTree:
         self.page_size = page_size
         self.node_of: dict[int, TreeNode] = {}  # by block id
         self.roots: dict[NormalKeys, TreeNode] = {}
-        self.on_split: Callable[[int], object] | None = None
 
     def root(self, extra_keys: NormalKeys) -> TreeNode:
         """The root for these extra keys. A new root joins the forest with its first child."""
@@ -150,13 +144,6 @@ class RadixTree:
             self.node_of[block.block_id] = upper
         return upper
 
-    def split(self, node: TreeNode, page: int) -> TreeNode:
-        """Like `split_node`, and notify the listener."""
-        upper = self.split_node(node, page)
-        if upper is not node and self.on_split is not None:
-            self.on_split(node.blocks[0].block_id)
-        return upper
-
     def _attach(self, node: TreeNode) -> None:
         node.above.children[tuple(node.key[: self.page_size])] = node
 
@@ -166,12 +153,8 @@ class RadixTree:
             del self.roots[node.above.extra_keys]
 
     def cut_out(self, block_ids: Sequence[int]) -> list[TreeNode]:
-        """Split nodes so that some nodes hold exactly these pages. Returns these nodes, deepest
-        first. Raises `ValueError`, and splits nothing, unless the blocks follow each other on one
-        path."""
-        for block_id in block_ids:
-            if block_id not in self.node_of:
-                raise ValueError(f"cannot remove block {block_id}: not cached")
+        """Split nodes so that some nodes hold exactly these pages, which follow each other on one
+        path. Returns these nodes, deepest first."""
         if not block_ids:
             return []
         node = self.node_of[block_ids[-1]]
@@ -179,16 +162,11 @@ class RadixTree:
         while node.blocks[end - node.start - 1].block_id != block_ids[-1]:
             end -= 1
         begin = end - len(block_ids)
-        held = self.blocks_up_to(node, max(begin, 0))[: len(block_ids)]
-        if [block.block_id for block in held] != list(block_ids):
-            raise ValueError(
-                f"cannot remove blocks {block_ids}: ids must be unique and in order of a path"
-            )
-        nodes = [self.split(node, end)]
+        nodes = [self.split_node(node, end)]
         while nodes[-1].start > begin:
             nodes.append(nodes[-1].above)
         if nodes[-1].start < begin:
-            self.split(nodes[-1], begin)  # the part after the split keeps its identity
+            self.split_node(nodes[-1], begin)  # the part after the split keeps its identity
         return nodes
 
     def append(
@@ -217,37 +195,9 @@ class RadixTree:
         taken = leaf.blocks[-num_pages:][::-1]
         if len(taken) == len(leaf.blocks):
             self._detach(leaf)
-        leaf.generation += 1
         leaf.end -= len(taken)
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
-
-    def prune(self, node: TreeNode) -> list[TreeNode]:
-        """Remove a node and all its descendants from the tree. Returns these nodes, each before its
-        children. Their blocks stay in `node_of` until the caller frees them."""
-        self._detach(node)
-        nodes = [node]
-        for above in nodes:
-            above.generation += 1
-            nodes += above.children.values()
-        return nodes
-
-    @staticmethod
-    def bookmark(node: TreeNode) -> Any:
-        """The position of a request's path in the tree, to be given to `resume`."""
-        return None if node.is_root else (node, node.generation, node.end)
-
-    @staticmethod
-    def resume(bookmark: Any, root: TreeNode, page: int) -> TreeNode:
-        """Return the deepest node on the bookmarked path that ends at `page` or before. Ignores
-        pages that another request added to that node; returns `root` if the node has lost its
-        end."""
-        node, generation, end = bookmark or (root, 0, 0)
-        if node.generation != generation:
-            return root
-        while node.end > min(page, end):
-            node = node.above
-        return node
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""

@@ -65,11 +65,3 @@ def test_it_works_without_an_engine_as_a_reader_would_type_it():
     assert cache.match_prefix(prompt) == (blocks, 64)
     assert len(RadixCache(num_pages=3).cache_computed_blocks(prompt)) == 3
     assert RadixCache().pool.num_usable_blocks == 1024 and RadixCache().block_size == 16
-
-
-def test_a_block_is_hashed_as_the_posts_call_it():
-    """Its parent is 0 at the root, and one extra key stands alone."""
-    first = compute_block_hash(0, (1, 2, 3), ("lora", 1))
-    assert first == compute_block_hash(None, [1, 2, 3], [("lora", 1)])
-    assert first != compute_block_hash(0, (1, 2, 3)) == compute_block_hash(None, [1, 2, 3])
-    assert compute_block_hash(first, (4, 5, 6), ("lora", 1)) != compute_block_hash(first, (4, 5, 6))

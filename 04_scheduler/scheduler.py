@@ -29,8 +29,8 @@ request waits, as in vLLM: to compute long prompts again would cost the others m
 
 No request starves. Among equals, the request that came first is never a victim; more urgent ones
 displace a request at most `max_preemptions` times (`preemptive_scheduler.py`). The number of
-requests that can overtake it is bounded (`policy_queue.py`; chapter 3's `kv_loads.py` for requests
-that wait for external KV).
+requests that can overtake it is bounded (`policy_queue.py`); a request that waits for external KV
+waits for its own load only, which has a deadline.
 
 On a first reading, assume unchunked prompts and no priorities. Then `_num_tokens_for` returns all
 uncomputed tokens of a request, `num_deferred_tokens` is empty, and `preempted_for_it` is None.

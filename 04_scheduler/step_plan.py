@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from block_delta import BlockDeltaEncoder
-from kv_cache_manager import BlockAllocator
+from kv_cache_manager import KVCacheManager
 from request import Request
 from scheduler_interface import SchedulerOutput
 
@@ -96,7 +96,7 @@ class PreemptiveSchedulerOutput(SchedulerOutput):
 
 
 class PreemptionDeltaEncoder(BlockDeltaEncoder):
-    def __init__(self, kv_memory: BlockAllocator) -> None:
+    def __init__(self, kv_memory: KVCacheManager) -> None:
         super().__init__(kv_memory)
         self._preempted: set[str] = set()
 

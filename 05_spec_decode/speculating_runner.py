@@ -77,7 +77,7 @@ class SpeculatingRunner:
         self._num_rounds_before = 0
 
     def execute(self, plan: RunnerInput) -> FinishedStep:
-        for req_id in plan.finished_req_ids:
+        for req_id in list(self.state.requests) if plan.reset else plan.finished_req_ids:
             self.proposer.remove_request(req_id)
             self.draft_length.remove_request(req_id)
         for req_id in plan.scheduled_cached_reqs.resumed_req_ids:

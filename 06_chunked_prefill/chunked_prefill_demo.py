@@ -21,7 +21,7 @@ from paged_attention import AttentionMetadata, paged_attention
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
-from step_cost import ModelShape, StepCost, count_bytes_and_flops, count_work
+from step_cost import ModelShape, count_bytes_and_flops, count_work
 from unchunked import Unchunked
 
 # The book's colours.
@@ -86,7 +86,7 @@ for name, starts, lens in (
 # %% [markdown]
 # ## Chunks that fit into a time limit
 #
-# `AdaptiveChunks` learns from the clock. Here the clock is a formula, so the picture is the same
+# `AdaptiveChunks` steers by the clock. Here the clock is a formula, so the picture is the same
 # everywhere: 2 ms per step, 0.05 ms per token, 0.2 microseconds per query-key pair. The target is
 # 20 ms, the black line on the right. A bar on the left is the size of a step's chunk, a dot on the
 # right is the step's time. The first chunks double in size until a step takes 20 ms. Then they
@@ -116,19 +116,6 @@ right.plot(times, ".-", color=PROMPT)
 right.axhline(20, color=INK, linewidth=0.8)
 right.set(xlabel="step", ylabel="ms", ylim=0)
 plt.show()
-
-# %% [markdown]
-# These are its predictions, learned without knowing the formula:
-
-# %%
-for starts, lens in (([0], [100]), ([3000], [100]), ([3000], [10])):
-    work = count_work(starts, lens)
-    truth = 2.0 + 0.05 * work.num_tokens + 0.0002 * work.num_chunk_pairs
-    print(
-        f"{lens[0]:4d} tokens from {starts[0]:5d}: {policy.cost.predict_ms(work):6.2f} ms, "
-        f"truth {truth:6.2f} ms"
-    )
-assert isinstance(policy.cost, StepCost)
 
 # %% [markdown]
 # ## One attention call for all of them

@@ -19,8 +19,8 @@ here; with the spans on several workers it is FlashDecoding. A decode whose keys
 of a group is computed in the same way.
 
 Invariants: those of chapter 2, NaN in unused slots included; the amount gathered at a time is
-bounded by a span or a group, never by the history; with `MixedMetadata` no code waits for the
-device.
+bounded by a span or a group, never by the history; with the lengths on the host no code waits for
+the device.
 
 vLLM's FlashInfer and MLA backends treat the two sides with two kernels, in the order of
 `mixed_batch.py`; its Triton and FlashAttention backends have one kernel for both, see
@@ -39,7 +39,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixed_batch import MixedMetadata
 from paged_attention import (
     Gather,
     LongQuery,
@@ -64,7 +63,7 @@ class MixedAttentionBackend(TorchAttentionBackend):
         if plan.window is not None:
             return super().is_short(plan)
         is_short = plan.query_lens == 1
-        if isinstance(plan.metadata, MixedMetadata):
+        if plan.metadata.num_short is not None:
             is_short = np.arange(len(is_short)) < plan.metadata.num_short
         return is_short & (plan.seq_lens <= plan.max_slots)
 

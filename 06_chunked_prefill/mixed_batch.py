@@ -25,20 +25,12 @@ See 06_chunked_prefill/README.md#decodes-first-chunks-after"""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
-from paged_attention import AttentionMetadata, HostMetadata
-
-
-@dataclass(slots=True, eq=False)
-class MixedMetadata(HostMetadata):
-    """Chapter 2's metadata of a batch in which short queries come first."""
-
-    num_short: int = 0  # sequences at the front with few query tokens
 
 
 def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.ndarray, int]:
@@ -51,20 +43,15 @@ def short_first(query_lens: np.ndarray, decode_threshold: int = 1) -> tuple[np.n
 def compose(
     state: PagedRunnerState, queries: Queries, block_size: int, decode_threshold: int = 1
 ) -> StepLayout:
-    """Lay out a step of at least one query, each of at least one token. The batch's `attention`
-    holds `MixedMetadata`."""
+    """Lay out a step of at least one query, each of at least one token. The metadata in the batch's
+    `attention` has `num_short`."""
     order, num_short = short_first(queries.num_tokens, decode_threshold)
     queries = Queries._make(column[order] for column in queries)
     layout = compose_in_order(state, queries, block_size)
 
     def compose_mixed(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
         batch = layout.compose(tensors)
-        query_starts = np.append(0, queries.num_tokens.cumsum()).tolist()
-        seq_lens = (queries.starts + queries.num_tokens).tolist()
-        host = {"query_starts": query_starts, "host_seq_lens": seq_lens, "num_short": num_short}
-        names = [f.name for f in fields(AttentionMetadata)]
-        given = [{name: getattr(m, name) for name in names} for m in batch.attention]
-        attention = tuple(MixedMetadata(**values, **host) for values in given)
+        attention = tuple(replace(group, num_short=num_short) for group in batch.attention)
         return replace(batch, attention=attention)
 
     return StepLayout(order, layout.arrays, compose_mixed)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import attention_plan
 import mixed_attention as module
 from mixed_attention import MixedAttentionBackend
-from mixed_batch import MixedMetadata, compose, short_first
-from paged_attention import HostMetadata
+from mixed_batch import compose, short_first
+from paged_attention import AttentionMetadata
 from test_batch_layout import check_layout, in_columns, make_state, steps
 from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     Attention,
@@ -31,7 +31,7 @@ TILE = 4
 
 def mixed_metadata(
     case: Case, decode_threshold: int = 1, *, is_readable: bool = False
-) -> MixedMetadata:
+) -> AttentionMetadata:
     """The border follows the short queries in front, in any case a matter of speed only. The
     tensors on the device are nonsense, unless they have to be readable."""
     given = case.metadata
@@ -39,7 +39,7 @@ def mixed_metadata(
     on_device = [given.query_start_loc, given.seq_lens]
     if not is_readable:
         on_device = [x.clone().fill_(10**6) for x in on_device]
-    return MixedMetadata(
+    return AttentionMetadata(
         *on_device,
         block_tables=given.block_tables,
         slot_mapping=given.slot_mapping,
@@ -60,7 +60,7 @@ class Mixed(Attention):
         self.decode_threshold = decode_threshold
 
     def make_backend(self, case: Case) -> MixedAttentionBackend:
-        if self.decode_threshold is not None and not isinstance(case.metadata, HostMetadata):
+        if self.decode_threshold is not None and not case.metadata.query_starts:
             case.metadata = mixed_metadata(case, self.decode_threshold)
         return MixedAttentionBackend()
 

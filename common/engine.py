@@ -14,14 +14,15 @@ See common/README.md"""
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from pkgutil import resolve_name
@@ -36,7 +37,7 @@ from common.engine_config import (
     EngineStats,
 )
 from common.models.loader import LoadedModel
-from common.requests.engine_lock import EngineLock, exclusive
+from common.requests.engine_calls import EngineCalls, public
 from common.requests.engine_plugin import EnginePlugin
 from common.requests.input_processor import InputProcessor, Prompt, RequestOptions, SharedOptions
 from common.requests.output_processor import OutputProcessor, RequestGroup, RequestOutput, spread
@@ -62,14 +63,14 @@ MAX_IDLE_STEPS = 100  # a forced preemption causes one; steps that wait for exte
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(EngineCalls):
     """The engine: accepts requests at any time and returns outputs from every `step()`.
 
-    `on_step` is called with each step's `StepRecord` after the step; it may add and abort requests,
-    but not call `step()`. Only one thread at a time may use the engine, and no forked process may
-    (`engine_lock.py`); `abort_request` and `close` can be called from any thread. `loaded`, `draft`
-    and `tokenizer` replace the ones that `config` names. Without a tokenizer, prompts are token ids
-    and texts are empty."""
+    `on_step` is called with each step's `StepRecord` before the step returns; it may abort requests
+    and close the engine, but call nothing else. The engine belongs to the thread and process that
+    made it (`engine_calls.py`); `close` can be called from any thread. `loaded`, `draft` and
+    `tokenizer` replace the ones that `config` names. Without a tokenizer, prompts are token ids and
+    texts are empty."""
 
     def __init__(
         self,
@@ -80,11 +81,13 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
+        super().__init__()
         self.config = config = config or EngineConfig()
-        self.lock = EngineLock()
         self.on_step = on_step
         self._is_closed = False
-        self._is_consistent = True  # False: a call was interrupted, and the next one recovers
+        self._has_closed_parts = False
+        # Groups to be aborted when the call ends, and whether their outputs are dropped.
+        self._to_abort: deque[tuple[RequestGroup, bool]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._finished_groups: dict[RequestGroup, None] = {}  # not yet returned; in order
         # All sequences of open groups by Request.request_id, finished ones included.
@@ -147,7 +150,7 @@ class LLMEngine:
 
     # -- requests
 
-    @exclusive
+    @public
     def add_request(
         self,
         request_id: str,
@@ -158,26 +161,32 @@ class LLMEngine:
         """Queue a request. `prompt` is text or token ids; the options are in `RequestOptions`.
         Returns its output, which later steps extend. Raises `ValueError` for a request that cannot
         be served, and leaves the state unchanged."""
+        return self._add_request(request_id, prompt, sampling_params, options)
+
+    def _add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> RequestGroup:
         self._check_is_open()
-        self._recover()
         self._check_id(request_id)
-        params = self.default_sampling_params if sampling_params is None else sampling_params
+        params = self.default_sampling_params if params is None else params
         if (adapter := options.get("adapter")) is not None:
-            options["adapter"] = self.named_adapters().digest_of(adapter)
+            options["adapter"] = self._adapter_names().digest_of(adapter)
         group = self._input_processor.make_group(request_id, prompt, params, **options)
         for sequence in group.sequences:
             self._check_id(sequence.request_id)  # a sample's id "name#0" may be another request's
         try:
-            with self._mutating_state():
-                self._groups[request_id] = group
-                self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
-                for request in [sequence.request for sequence in group.sequences]:
-                    for plugin in self._plugins_for(request):
-                        plugin.on_add(request)
-                    self.core.add_request(request)
+            self._groups[request_id] = group
+            self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
+            for sequence in group.sequences:
+                for plugin in self._plugins_for(sequence.request):
+                    plugin.on_add(sequence.request)
+                self.core.add_request(sequence.request)
         except Exception:  # a rejected request changes no state
-            with self._mutating_state():
-                self._rollback_add(group)
+            self._rollback_add(group)
             raise
         self._input_processor.num_seeds_drawn += params.seed is None
         return group
@@ -202,7 +211,7 @@ class LLMEngine:
             self._plugins[name] = resolve_name(LAZY_ENGINE_PLUGINS[name])(context, self.scheduler)
         return self._plugins.values()
 
-    @exclusive
+    @public
     def add_requests(
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams]],
@@ -211,112 +220,129 @@ class LLMEngine:
     ) -> None:
         """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
         `adapters` has one entry for each request."""
-        before: dict[str, RequestGroup | None] = {}
         num_seeds_drawn = self._input_processor.num_seeds_drawn
-        with self.lock.deferring():
-            try:
-                each = repeat(None) if adapters is None else adapters
-                pairs = zip(requests, each, strict=adapters is not None)
-                for (request_id, prompt, params), adapter in pairs:
-                    before.setdefault(request_id, self._groups.get(request_id))
-                    self.add_request(request_id, prompt, params, **options, adapter=adapter)
-            except BaseException:
-                self._recover()
-                with self._mutating_state():
-                    for request_id, old in before.items():
-                        if (group := self._groups.get(request_id)) is not None and group is not old:
-                            self._rollback_add(group)
-                self._input_processor.num_seeds_drawn = num_seeds_drawn
-                raise
+        added: list[RequestGroup] = []
+        try:
+            each = repeat(None) if adapters is None else adapters
+            pairs = zip(requests, each, strict=adapters is not None)
+            for (request_id, prompt, params), adapter in pairs:
+                one = RequestOptions(**options, adapter=adapter)
+                added.append(self._add_request(request_id, prompt, params, one))
+        except Exception:
+            for group in added:
+                self._rollback_add(group)
+            self._input_processor.num_seeds_drawn = num_seeds_drawn
+            raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Abort a request at any time. Returns its output so far, which the next `step` returns
-        too, or None if there is no such request. If another thread is in a step, the request is
-        aborted after that step."""
-        self.lock.check_process()
+        """Abort a request, also from within a call: then when that call ends. Returns its output
+        so far, which the next `step` returns too, or None if there is no such request."""
+        self._check_owner()
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self.lock.run_or_defer(partial(self._abort, group))
+        self._abort_group(group)
         return copy(group)
 
-    def _abort(self, group: RequestGroup) -> None:
-        self._recover()
-        if self._groups.get(group.request_id) is group:
-            with self._mutating_state():
-                self._abort_sequences(group)
+    def _abort_group(self, group: RequestGroup, is_dropped: bool = False) -> None:
+        """Abort a group now, or when the call ends that this one is made from. If another thread
+        calls (it collects a generator), the next call does it. `is_dropped`: `step` does not return
+        its output."""
+        self._to_abort.append((group, is_dropped))
+        if self._is_owner() and not self._is_in_call():
+            self._run_deferred()
 
-    def _abort_sequences(self, group: RequestGroup) -> None:
+    @public
+    def _run_deferred(self) -> None:
+        """A call that does only what every call does at its end."""
+
+    def _finish_call(self) -> None:
+        self._do_aborts()
+        for plugin in self._plugins.values():
+            plugin.between_steps()
+        if self._is_closed and not self._has_closed_parts:
+            self._close_parts()
+
+    def _do_aborts(self) -> None:
+        while self._to_abort:
+            group, is_dropped = self._to_abort[0]
+            if self._groups.get(group.request_id) is group:
+                self._end_sequences(group)
+            if is_dropped:
+                self._finished_groups.pop(group, None)
+            self._to_abort.popleft()  # last, so that an interrupted call does it again
+
+    def _end_sequences(self, group: RequestGroup, error: str | None = None) -> None:
+        """Abort what is unfinished of a group, or end it with an error."""
+        aborted = RequestStatus.FINISHED_ABORTED
+        status = aborted if error is None else RequestStatus.FINISHED_ERROR
         for sequence in group.sequences:
             if not sequence.is_finished:
-                self.scheduler.abort_request(sequence.request_id)
-                sequence.abort()
-        self._stats.num_aborted += 1
+                self.scheduler.finish_requests(sequence.request_id, status)
+                sequence.end(status, error)
+        if error is None:
+            self._stats.num_aborted += 1
+        else:
+            self._stats.num_finished += 1
         self._finish_group(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do, if only to return an aborted request's output."""
         return bool(self._groups or self._finished_groups)
 
-    @exclusive
+    @public
     def step(self) -> list[RequestOutput]:
         """Run one engine step. Returns the outputs of requests that finished since the previous
         step (aborted ones included) and of those that made progress. The outputs are live objects:
         later steps extend them, and text is decoded lazily.
 
-        If a step raises (out of memory, an interrupt), the state of its requests is unknown: they
-        are aborted, waiting requests stay queued, and the engine keeps working. If the interrupt
-        hit while scheduler state was being updated, the prefix cache is cleared as well. If a rank
-        is lost, the engine cannot continue, and all requests are aborted. If `on_step` raises, no
-        request is aborted. In each case the next step returns the outputs that this one could not.
+        If a step raises (out of memory, an interrupt), what it has done is unknown: requests that
+        have started end with an error, the prefix cache is emptied, waiting requests stay queued,
+        and the engine keeps working. If a rank is lost, the engine cannot continue, and all
+        requests end. If `on_step` raises, no request ends. In each case the next step returns the
+        outputs that this one could not.
         """
-        self._recover()
         # If only outputs are left, there is nothing to compute, or the engine is closed.
         has_work = self.core.has_unfinished_requests() or not self._finished_groups
-        if has_work:
-            self._check_is_open()
         progressed = self._run_step() if has_work else []
         outputs: list[RequestOutput] = [*map(copy, self._finished_groups), *progressed]
         self._finished_groups.clear()  # last, or an interrupt would lose finished outputs
         return outputs
 
+    @public
+    def _advance(self) -> None:
+        """Run one step of a whole call, which returns what has finished."""
+        self._run_step()
+
     def _run_step(self) -> list[RequestGroup]:
         """Run one step. Returns the unfinished groups that made progress; the finished ones are in
         `_finished_groups`."""
-        self.lock.clear()
-        self._recover()
-        if self._is_closed:  # by another thread, which waits for this one to abort the requests
-            for group in list(self._groups.values()):
-                self._abort(group)
-            return []
+        self._check_is_open()
         self._fail_requests()
-        with self.lock.deferring():
-            touched, record = self._execute_step()
+        touched, record = self._execute_step()
         if self.on_step is not None and record is not None:
             self.on_step(record)
-        self.lock.run_deferred()
+        self._do_aborts()
         return [group for group in touched if group not in self._finished_groups]
 
     def _execute_step(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """Run one step. Returns the groups that it touched and, if `on_step` is set, its record."""
         start_time = time.monotonic()
-        self._is_consistent = False
         try:
             results = self.core.step()
             now = time.monotonic()
             record = None if self.on_step is None else self.recorder.record()
-            with self._mutating_state():
-                self._update_stats(self.recorder.plan, now - start_time)
-                touched = self._process_outputs(results, now)
+            self._update_stats(self.recorder.plan, now - start_time)
+            touched = self._process_outputs(results, now)
             self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
-        except BaseException as error:
+        except Exception as error:  # an interrupt leaves the mark, and the next call recovers
             self._recover(error)
             raise
         for plugin in self._plugins.values():
             plugin.flush()
         self._check_progress(self.recorder.plan)
         if self.config.check_invariants:
-            self.check_invariants()
+            self._check_invariants()
         return touched, record
 
     def _process_outputs(
@@ -368,40 +394,18 @@ class LLMEngine:
                 f"cache is empty, and the scheduler admitted none of {waiting}"
             )
 
-    @contextmanager
-    def _mutating_state(self) -> Iterator[None]:
-        """Mark a section that mutates scheduler and engine state. Deliberately without `finally`:
-        if it is interrupted, the flag stays set and the next call runs `_recover`."""
-        with self.lock.deferring():
-            self._is_consistent = False
-            self.recorder.is_inconsistent = True
-            yield
-            self._is_consistent = True
-            self.recorder.is_inconsistent = False
-            for plugin in self._plugins.values():
-                plugin.between_steps()
-
-    def _recover(self, error: BaseException | None = None) -> None:
-        """Recover from an interrupted call: abort running requests, whose progress is unknown. If
-        state was being mutated, also reset what follows from requests (block tables, free blocks,
-        the prefix cache). Safe to interrupt, because the next call starts with `_recover` again."""
-        if not self._is_consistent:
-            with self.lock.deferring():
-                self._abort_running(error)
-
-    def _abort_running(self, error: BaseException | None) -> None:
-        is_inconsistent = self.recorder.is_inconsistent
-        self.recorder.is_inconsistent = True
+    def _recover(self, error: BaseException | None) -> None:
         for plugin in self._plugins.values():
             plugin.on_error(error)
         if self.parts.multi_step_core is not None:
             self.parts.multi_step_core.give_up()
         self.recorder.discard_plans()
-        if is_inconsistent:
-            self.unwatch()  # the frames written so far do not lead to the state after the reset
-            self.kv_manager.clear()
+        self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
+        reason = "a call of the engine was interrupted"
+        if isinstance(error, Exception):
+            reason = f"a step with this request has failed: {type(error).__name__}"
         for group in list(self._groups.values()):
             unfinished = {
                 sequence.request_id for sequence in group.sequences if not sequence.is_finished
@@ -409,13 +413,10 @@ class LLMEngine:
             if not unfinished:
                 self._finish_group(group)
             elif is_final or not unfinished <= self.scheduler.requests.keys():
-                self._abort_sequences(group)
-        self._is_consistent = True
-        self.recorder.is_inconsistent = False
+                self._end_sequences(group, reason)
 
     # -- whole calls
 
-    @exclusive
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
@@ -437,20 +438,20 @@ class LLMEngine:
         adapters = spread("adapter", adapter, n, str)
         ids = [self._new_id() for _ in prompts]
         requests = zip(ids, prompts, per_prompt, strict=True)
-        groups = dict[RequestGroup, None]()
+        groups = list[RequestGroup]()
         try:
-            with self.lock.deferring():
-                self.add_requests(requests, adapters, **options)
-                groups |= dict.fromkeys(self._groups[request_id] for request_id in ids)
+            self.add_requests(requests, adapters, **options)
+            groups += [self._groups[request_id] for request_id in ids]
             for group in groups:
                 while not group.finished:
-                    self._run_step()
+                    self._advance()
                     num_finished = self._dequeue_finished(groups)
                     if on_finished is not None:
                         on_finished(num_finished)
         finally:
-            unnamed = (self._groups[i] for i in ids if not groups and i in self._groups)
-            self._abort_groups(groups or dict.fromkeys(unnamed))
+            groups = groups or [self._groups[i] for i in ids if i in self._groups]
+            for group in groups:
+                self._abort_group(group, is_dropped=True)
         return {group.request_id: copy(group) for group in groups}
 
     def _new_id(self) -> str:
@@ -472,21 +473,18 @@ class LLMEngine:
         request_id = self._new_id()
         group = None
         try:
-            with self.lock, self.lock.deferring():
-                self.add_request(request_id, prompt, params, **options)
-                group = self._groups[request_id]
+            group = self.add_request(request_id, prompt, params, **options)
             sequence = group.sequences[0]
             while not group.finished:
                 if delta := sequence.take_delta():
                     yield delta
                 else:
-                    with self.lock:
-                        self._run_step()
+                    self._advance()
             if delta := sequence.take_delta():
                 yield delta
         finally:
             if group := group or self._groups.get(request_id):
-                self._abort_groups([group])
+                self._abort_group(group, is_dropped=True)
 
     def _dequeue_finished(self, groups: Collection[RequestGroup]) -> int:
         """Remove finished groups from the output queue, because the caller already holds them.
@@ -496,26 +494,18 @@ class LLMEngine:
             del self._finished_groups[group]
         return len(finished)
 
-    def _abort_groups(self, groups: Collection[RequestGroup]) -> None:
-        def abort() -> None:
-            for group in groups:
-                self._abort(group)
-            self._dequeue_finished(groups)
-
-        self.lock.run_or_defer(abort)
-
     # -- adapters
 
-    @exclusive
+    @public
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Load a LoRA adapter in PEFT's format, for requests that name it. Raises `ValueError` or
         `FileNotFoundError`, and changes nothing, if the adapter cannot be computed exactly."""
-        self.named_adapters().load(name, directory)
+        self._adapter_names().load(name, directory)
 
-    @exclusive
+    @public
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter for future requests. Requests that already use it keep it."""
-        self.named_adapters().unload(name)
+        self._adapter_names().unload(name)
 
     @property
     def adapters(self) -> list[str]:
@@ -527,10 +517,13 @@ class LLMEngine:
         """The names of each adapter, by the digest that its KV is keyed by."""
         return {} if self.parts.adapters is None else self.parts.adapters.by_digest
 
+    @public
     def named_adapters(self) -> AdapterNames:
-        """Return the adapters' names, for a caller that holds the engine's lock."""
+        """Return the adapters' names, to load and unload them in parts."""
+        return self._adapter_names()
+
+    def _adapter_names(self) -> AdapterNames:
         self._check_is_open()
-        self._recover()
         if self.parts.adapters is None:
             raise ValueError("cannot use adapters: the engine has no max_loras or adapters")
         return self.parts.adapters
@@ -542,16 +535,7 @@ class LLMEngine:
         for plugin in self._plugins.values():
             for request_id, reason in plugin.failed_requests().items():
                 if (sequence := self._sequences.get(request_id)) is not None:  # else it has failed
-                    with self._mutating_state():
-                        self._fail(sequence.group, reason)
-
-    def _fail(self, group: RequestGroup, reason: str) -> None:
-        for sequence in group.sequences:
-            if not sequence.is_finished:
-                self.scheduler.finish_requests(sequence.request_id, RequestStatus.FINISHED_ERROR)
-                sequence.fail(reason)
-        self._stats.num_finished += 1
-        self._finish_group(group)
+                    self._end_sequences(sequence.group, reason)
 
     # -- statistics and observation
 
@@ -588,29 +572,25 @@ class LLMEngine:
     def prefix_cache(self) -> PrefixCache | None:
         return self.kv_manager.cache
 
-    @exclusive
+    @public
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache. Returns False, and changes nothing, while requests use blocks."""
-        self._recover()
-        with self._mutating_state():
-            is_reset = self.kv_manager.reset_prefix_cache()
-            if is_reset:
-                self._cache_stats.clear_recent()
-            return is_reset
+        is_reset = self.kv_manager.reset_prefix_cache()
+        if is_reset:
+            self._cache_stats.clear_recent()
+        return is_reset
 
-    @exclusive
+    @public
     def watch(self, events: str | Path | TextIO) -> FrameRecorder:
         """Write each step's frames to this file or text stream from now on, as
         `EngineConfig(events=...)` does from the start (`common/events`). In a running engine, the
-        first frame is its whole state. A previous watch ends. The watch ends too if the engine
-        is interrupted while it mutates its state. Raises `ValueError` or `FileNotFoundError` for a
-        path where no file can be written."""
+        first frame is its whole state. A previous watch ends. Raises `ValueError` or
+        `FileNotFoundError` for a path where no file can be written."""
         from common.events.frame_recorder import FrameRecorder
         from common.events.run_line import check_place
 
-        self._recover()
         check_place(events)
-        self.unwatch()
+        self._remove_watch()
         recorder = FrameRecorder(
             events,
             config=self.config,
@@ -621,43 +601,52 @@ class LLMEngine:
         self._plugins["watch"] = recorder
         return recorder
 
-    @exclusive
+    @public
     def unwatch(self) -> None:
         """Stop writing events and close the file. No effect if events are not being written."""
+        self._remove_watch()
+
+    def _remove_watch(self) -> None:
         if (recorder := self._plugins.get("watch")) is not None:
             cast("FrameRecorder", recorder).take_out()
             del self._plugins["watch"]
 
     def close(self) -> None:
         """Stop the connector's threads, close its files and end the workers. The engine computes
-        nothing afterwards. Waits up to `CLOSE_TIMEOUT_S` for a step of another thread; if that step
-        takes longer, the thread in which an overlapped engine computes ends after it."""
-        self.lock.check_process()
+        nothing afterwards. From within a call of the engine: when that call ends. From another
+        thread: waits up to `CLOSE_TIMEOUT_S` for the call that is running."""
+        self._check_process()
         self._is_closed = True
-        try:
-            for request_id in list(self._groups):
-                self.abort_request(request_id)
-        finally:
-            self._close_parts()
+        end_time = time.monotonic() + CLOSE_TIMEOUT_S
+        while not self._is_owner() and self._is_in_call() and time.monotonic() < end_time:
+            time.sleep(0.005)
+        if not self._is_in_call():
+            self._begin_call(sys._getframe())
+            self._end_call()
+        elif not self._is_owner():
+            self._close_outside()
 
     def _close_parts(self) -> None:
-        has_turn = self.lock.take(CLOSE_TIMEOUT_S)
         try:
+            for group in list(self._groups.values()):
+                self._end_sequences(group)
             if self.parts.multi_step_core is not None:
-                self.lock.run_or_defer(self.parts.multi_step_core.close)
-            if has_turn:
-                self.unwatch()
+                self.parts.multi_step_core.close()
+            self._remove_watch()
         finally:
-            if has_turn:
-                self.lock.release()
-            if self.parts.connector is not None:
-                self.parts.connector.close()
-            for plugin in list(self._plugins.values()):  # another thread may be in a step
-                plugin.close()
-            if self._close_runner is not None:
-                self._close_runner()
+            self._close_outside()
+        self._has_closed_parts = True
 
-    @exclusive
+    def _close_outside(self) -> None:
+        """Close what a step that does not end can wait for."""
+        if self.parts.connector is not None:
+            self.parts.connector.close()
+        for plugin in list(self._plugins.values()):
+            plugin.close()
+        if self._close_runner is not None:
+            self._close_runner()
+
+    @public
     def reset_stats(self) -> None:
         """Reset the counters, for example after a warm-up. The prefix cache is kept."""
         self._cache_stats = RecentCacheStats()
@@ -669,10 +658,12 @@ class LLMEngine:
         self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
-    @exclusive
+    @public
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the state of the engine's parts is inconsistent."""
-        self._recover()
+        self._check_invariants()
+
+    def _check_invariants(self) -> None:
         self.scheduler.check_invariants()
         self.kv_manager.check_invariants(self.scheduler.running.values())
         unfinished = {r for r, sequence in self._sequences.items() if not sequence.is_finished}

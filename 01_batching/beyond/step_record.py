@@ -85,7 +85,6 @@ class RecordedScheduler:
         self.waiting = scheduler.waiting
         self.observers = tuple(observers)
         self.checks_itself = check_invariants
-        self.is_inconsistent = False  # a call was interrupted while the scheduler's state changed
         self.num_steps = 0
         self.plan: SchedulerOutput  # of the last step, as the next three attributes
         self._clock: StepTimer
@@ -95,9 +94,7 @@ class RecordedScheduler:
 
     def schedule(self) -> SchedulerOutput:
         clock = StepTimer()
-        self.is_inconsistent = True
         plan = self.scheduler.schedule()
-        self.is_inconsistent = False
         clock.lap("schedule_ms")
         self._in_flight.append((plan, clock))
         return plan
@@ -107,9 +104,7 @@ class RecordedScheduler:
     ) -> Sequence[EngineCoreOutput]:
         clock = self._take_clock(plan)
         clock.lap("execute_ms")
-        self.is_inconsistent = True
         results = self.scheduler.update_from_output(plan, output)
-        self.is_inconsistent = False
         clock.lap("update_ms")
         if self.checks_itself:
             self.scheduler.check_invariants()

@@ -24,7 +24,7 @@ See 02_paged_kv/beyond/WINDOWS.md"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,18 +35,8 @@ from paged_attention import (
     AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
-    HostMetadata,
     TorchAttentionBackend,
 )
-
-
-@dataclass(slots=True, eq=False)
-class WindowMetadata(HostMetadata):
-    """Metadata of layers with a window. Each sequence begins with the first block that a query
-    sees."""
-
-    skipped: Sequence[int] = ()  # positions of each sequence before its first block
-
 
 Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
 
@@ -58,11 +48,10 @@ def compose_windows(
     queries: Queries,
     block_size: int,
 ) -> StepLayout:
-    """Lay out a step as `compose` does, with `WindowMetadata` for the groups of layers that have
-    one of `windows`."""
+    """Lay out a step as `compose` does. In groups of layers that have one of `windows`, each
+    sequence begins with the first block that a query sees."""
     layout = compose(state, queries, block_size)
     rows, starts, lens, _ = (column[layout.order] for column in queries)
-    query_starts = np.append(0, lens.cumsum()).tolist()
     arrays = [*layout.arrays]
     made = []
     for number, window in enumerate(windows):
@@ -80,32 +69,30 @@ def compose_windows(
         batch = layout.compose(tensors[: len(layout.arrays)])
         attention = list(batch.attention)
         for number, window, at, host_seq_lens, skipped in made:
-            whole = attention[number]
-            attention[number] = WindowMetadata(
-                whole.query_start_loc,
-                tensors[at],
-                tensors[at + 1],
-                whole.slot_mapping,
-                whole.max_query_len,
-                max(host_seq_lens),
-                window,
-                query_starts,
-                host_seq_lens,
-                skipped,
+            attention[number] = replace(
+                attention[number],
+                seq_lens=tensors[at],
+                block_tables=tensors[at + 1],
+                max_seq_len=max(host_seq_lens),
+                window=window,
+                host_seq_lens=host_seq_lens,
+                skipped=skipped,
             )
         return replace(batch, attention=tuple(attention))
 
     return StepLayout(layout.order, arrays, compose_both)
 
 
-def window_of_decodes(metadata: AttentionMetadata, window: int, block_size: int) -> WindowMetadata:
+def window_of_decodes(
+    metadata: AttentionMetadata, window: int, block_size: int
+) -> AttentionMetadata:
     """The window of a step of decodes, by tensors alone: it is part of a graph, and reads nothing
     on the host. `metadata` has whole tables and lengths."""
     first = (metadata.seq_lens - window).clamp(min=0) // block_size  # the first visible block
     tables = metadata.block_tables
     longest = min(metadata.max_seq_len, window + block_size - 1)
     columns = torch.arange(-(-longest // block_size), device=tables.device) + first[:, None]
-    return WindowMetadata(
+    return AttentionMetadata(
         metadata.query_start_loc,
         metadata.seq_lens - first * block_size,
         tables.gather(1, columns.clamp(max=tables.shape[1] - 1)),

@@ -26,7 +26,7 @@ from block_pool import NULL_BLOCK_ID, Block, BlockPool
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_memory import ComputedBlocks, NotReady
-from request import Request, RequestStatus
+from request import Request
 from request_chain import Link, RequestChains
 
 
@@ -37,7 +37,7 @@ class _InTables:
     request: Request
     num_blocks: int  # published blocks at the front, in each group
     in_flight: bytes = b""  # hash of the block that it was the first to compute
-    num_invalidated: int = 0  # withdrawn blocks at the front; it publishes nothing more
+    publishes: bool = True  # False: its blocks are not trusted, or may not be shared
 
 
 class CachedGroupedMemory(GroupedKVMemory):
@@ -63,8 +63,6 @@ class CachedGroupedMemory(GroupedKVMemory):
     ) -> ComputedBlocks | NotReady:
         """Like the method without groups. The blocks themselves are looked up again when they are
         pinned."""
-        if request.request_id in self._published:
-            raise ValueError(f"request {request.request_id!r} already has a block table")
         self.current_req_id = request.request_id
         if request.sampling_params.skip_reading_prefix_cache:
             return ComputedBlocks()
@@ -119,11 +117,8 @@ class CachedGroupedMemory(GroupedKVMemory):
         is_admission = name not in self._published
         num_found = computed.num_tokens // self.block_size
         if num_found:
-            if not is_admission:
-                raise ValueError(f"request {name!r} already has a block table")
             found = self._find(request, computed)
             self.cache.hold([block for blocks in found for block in blocks])
-            self.cache.share_links(self._chains.known(request, num_found), found)
             for group, blocks in zip(self.groups, found, strict=True):
                 group.begin_with(name, blocks, num_found)
         lengths = list(map(len, self.get_tables(name)))
@@ -147,7 +142,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         it."""
         state = self._published[request.request_id]
         num_blocks = state.num_blocks + 1
-        is_next_known = state.in_flight or state.num_invalidated  # or it never publishes again
+        is_next_known = state.in_flight or not state.publishes
         if not is_next_known and num_blocks * self.block_size <= end:
             block_hash = self._chains.known(request, num_blocks)[num_blocks - 1][0]
             if self._in_flight.setdefault(block_hash, request.request_id) == request.request_id:
@@ -157,7 +152,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         """Entries that can be freed, once they are published. With steps in flight, that is later
         than they are computed, so tokens of one more step are held."""
         state = self._published.get(request.request_id)
-        if state is None or state.num_invalidated:
+        if state is None or not state.publishes:
             return super()._may_be_given_up(request)
         return state.num_blocks
 
@@ -165,7 +160,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         """Publish the request's full blocks, in all groups. O(new full blocks)."""
         state = self._published.get(request.request_id)
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if state is None or num_full <= state.num_blocks or state.num_invalidated:
+        if state is None or num_full <= state.num_blocks or not state.publishes:
             return
         self.current_req_id = request.request_id
         chain = self._chains.known(request, num_full)
@@ -173,7 +168,7 @@ class CachedGroupedMemory(GroupedKVMemory):
         if self._minds_sharing(request) and any(
             self.cache.is_used(group.group, link) for group in self._windows for link in given
         ):
-            state.num_invalidated = max(1, state.num_blocks)
+            state.publishes = False
             self._release_waiters(state)
             return
         for group in self.groups:
@@ -192,27 +187,23 @@ class CachedGroupedMemory(GroupedKVMemory):
 
     def free(self, request: Request) -> None:
         """Free the request's blocks. Published blocks stay findable until they are reallocated,
-        unless the request has ended in an error."""
+        unless the request's KV is not trusted."""
         state = self._published.pop(request.request_id, None)
         if state is not None:
             self._release_waiters(state)
-            chain = self._chains.chain(request, state.num_blocks)
-            if request.status == RequestStatus.FINISHED_ERROR:
-                self._invalidate(chain)
-            elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
-                self.cache.trust(chain)
+            if request.has_bad_kv:
+                self._withdraw()
         super().free(request)
 
-    def _invalidate(self, chain: Sequence[Link]) -> None:
-        """Withdraw blocks of a chain. Other requests with such blocks keep running, but publish
-        nothing more."""
-        start = self.cache.invalidate(chain)
+    def _withdraw(self) -> None:
+        """Empty the cache, because some content is not trusted. Requests that have tables keep
+        them, and publish nothing more."""
+        self.cache.clear()
+        self._in_flight.clear()
         for state in self._published.values():
-            links = self._chains.chain(state.request, state.num_blocks)
-            if start is not None and links[start : start + 1] == [chain[start]]:
-                state.num_invalidated = max(state.num_invalidated, state.num_blocks)
-                state.num_blocks = start
-                self._release_waiters(state)
+            state.publishes = False
+            state.num_blocks = 0
+            state.in_flight = b""
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
@@ -227,7 +218,7 @@ class CachedGroupedMemory(GroupedKVMemory):
             for number, ids in enumerate(self.get_tables(name)):
                 for index, block_id in enumerate(ids):
                     is_known = self.cache.is_cached(self.pool.blocks[block_id])
-                    is_shared = is_known or index < state.num_invalidated
+                    is_shared = is_known or not state.publishes
                     place = ("shared" if is_shared else name, number, index)
                     is_alone = places.setdefault(block_id, place) == place
                     assert is_alone or block_id == NULL_BLOCK_ID, (name, place)

@@ -40,17 +40,47 @@ from scheduler_interface import BlockTableUpdate
 
 
 class OneGroup(UncachedKVCacheManager):
-    """The tables of group number `group`. Its layers see every position."""
+    """The tables of group number `group`. Its layers see `window` positions; None: every one."""
 
-    def __init__(self, pool: BlockPool, block_size: int, group: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        group: int,
+        window: int | None,
+        max_step_tokens: int,
+    ) -> None:
         super().__init__(pool, block_size)
         self.group = group
+        self.window = window
+        self.max_step_tokens = max_step_tokens
         self.moves: list[BlockTableUpdate] = []
         self.num_given_up: Counter[str] = Counter()  # freed entries at the left of a table
 
     def max_reserved(self, num_given_up: int, end: int) -> int:
         """Length of the table for a request that has reserved up to `end`."""
-        return self.num_blocks_needed(end)
+        num_needed = self.num_blocks_needed(end)
+        if self.window is None:
+            return num_needed
+        max_held_blocks = max_window_blocks(self.window, self.block_size, self.max_step_tokens)
+        return min(num_needed, num_given_up + max_held_blocks)
+
+    def num_unseen_blocks(self, num_computed_tokens: int) -> int:
+        """Blocks at the left that no later token sees."""
+        if self.window is None:
+            return 0
+        return max(0, num_computed_tokens - self.window + 1) // self.block_size
+
+    def give_up(self, request: Request, num_freeable: int) -> None:
+        """O(freed blocks)."""
+        name = request.request_id
+        first = self.num_given_up[name]
+        end = min(self.num_unseen_blocks(request.num_computed_tokens), num_freeable)
+        if end > first and name in self._tables:
+            self._release(self._tables[name].blocks[first:end])
+            for index in range(first, end):
+                self.replace(name, index, self.pool.blocks[NULL_BLOCK_ID])
+            self.num_given_up[name] = end
 
     def begin_with(self, request_id: str, found: Sequence[Block], num_blocks: int) -> None:
         """Begin the request's table with `num_blocks` entries, the last of which are `found`."""
@@ -95,33 +125,6 @@ class OneGroup(UncachedKVCacheManager):
         return holders
 
 
-class WindowGroup(OneGroup):
-    """The tables of a group whose layers see a window. A request holds at most `max_held_blocks`
-    blocks."""
-
-    def __init__(
-        self, pool: BlockPool, block_size: int, group: int, window: int, max_held_blocks: int
-    ) -> None:
-        super().__init__(pool, block_size, group)
-        self.window = window
-        self.max_held_blocks = max_held_blocks
-
-    def max_reserved(self, num_given_up: int, end: int) -> int:
-        return min(self.num_blocks_needed(end), num_given_up + self.max_held_blocks)
-
-    def give_up(self, request: Request, num_freeable: int) -> None:
-        """O(freed blocks)."""
-        name = request.request_id
-        num_unseen = max(0, request.num_computed_tokens - self.window + 1) // self.block_size
-        first = self.num_given_up[name]
-        end = min(num_unseen, num_freeable)
-        if end > first and name in self._tables:
-            self._release(self._tables[name].blocks[first:end])
-            for index in range(first, end):
-                self.replace(name, index, self.pool.blocks[NULL_BLOCK_ID])
-            self.num_given_up[name] = end
-
-
 class GroupedKVMemory(UncachedKVCacheManager):
     """A `UncachedKVCacheManager` with a table for each of `windows`; None is a group that sees
     every position. A step computes at most `max_step_tokens` of a request."""
@@ -139,13 +142,10 @@ class GroupedKVMemory(UncachedKVCacheManager):
         self.max_step_tokens = max_step_tokens
         self.groups: list[OneGroup] = []
         for number, window in enumerate(windows):
-            group = OneGroup(pool, block_size, number)
-            if window is not None:
-                max_held_blocks = max_window_blocks(window, block_size, max_step_tokens)
-                group = WindowGroup(pool, block_size, number, window, max_held_blocks)
+            group = OneGroup(pool, block_size, number, window, max_step_tokens)
             group.req_ids_with_new_blocks = self.req_ids_with_new_blocks
             self.groups.append(group)
-        self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
+        self._windows = [group for group in self.groups if group.window is not None]
         self._reserved_ends: dict[str, int] = {}
 
     def num_blocks_needed(self, num_tokens: int) -> int:
@@ -229,7 +229,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
         block when they begin one; with more tokens in a step, the count can be off by one block."""
         borders = [start // self.block_size for start in starts]
         size = self.block_size
-        unseen = (n - -(-(g.window - 1) // size) for g in self._windows for n in borders)
+        windows = [window for window in self.windows if window is not None]
+        unseen = (n - -(-(window - 1) // size) for window in windows for n in borders)
         num_given_up = sum(n for n in unseen if n > 0) * size
         return len(self.groups) * super().num_written_slots(starts, num_tokens) - num_given_up
 
@@ -268,8 +269,8 @@ class GroupedKVMemory(UncachedKVCacheManager):
                 ids = group.get_block_ids(request.request_id)
                 assert len(ids) * self.block_size >= request.num_computed_tokens, repr(request)
                 num_null = sum(block_id == NULL_BLOCK_ID for block_id in ids)
-                num_unseen = max(0, request.num_computed_tokens - group.window + 1)
-                assert num_null <= num_unseen // self.block_size, f"{request} lost visible blocks"
+                num_unseen = group.num_unseen_blocks(request.num_computed_tokens)
+                assert num_null <= num_unseen, f"{request} lost visible blocks"
                 assert all(ids[num_null:]), f"{request} has a hole in group {group.group}"
 
 

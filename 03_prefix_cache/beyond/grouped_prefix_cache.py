@@ -41,7 +41,6 @@ class GroupedBlock:
     group: int
     chain: list[Link]  # of the request that published it
     index: int
-    is_trusted: bool = False  # some request has sampled a token with this prefix
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -105,12 +104,6 @@ class GroupedPrefixCache:
             found.append([self._by_key[key].block for key in keys])
         return found
 
-    def share_links(self, chain: list[Link], found: Sequence[Sequence[Block]]) -> None:
-        """Let `chain`, which begins with the content of `found`, share the same objects."""
-        if (last := next((blocks[-1] for blocks in found if blocks), None)) is not None:
-            known = self._by_block_id[last.block_id]
-            chain[: known.index + 1] = known.chain[: known.index + 1]
-
     def is_used(self, group: int, link: Link) -> bool:
         known = self._by_key.get((group, link[0]))
         return known is not None and known.block.ref_cnt > 0
@@ -134,30 +127,11 @@ class GroupedPrefixCache:
         return known.block
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
-        """Remove blocks that are being reallocated, or are not trusted."""
+        """Remove blocks that are being reallocated."""
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
             if known is not None:
                 del self._by_key[known.key]
-
-    def trust(self, chain: Sequence[Link]) -> None:
-        for link in chain:
-            for known in self._known(link):
-                known.is_trusted = True
-
-    def invalidate(self, chain: Sequence[Link]) -> int | None:
-        """Remove, in all groups, the first block of `chain` with which no request has sampled a
-        token, and all that was computed after it. Returns its index, if there is one."""
-        for index, link in enumerate(chain):
-            if not all(known.is_trusted for known in self._known(link)):
-                later_blocks = (k for k in self._by_block_id.values() if k.index >= index)
-                self.remove_blocks([k.block for k in later_blocks if k.chain[index] == link])
-                return index
-        return None
-
-    def _known(self, link: Link) -> Iterator[GroupedBlock]:
-        keys = ((group, link[0]) for group in range(len(self._num_seen)))
-        return (self._by_key[key] for key in keys if key in self._by_key)
 
     def is_cached(self, block: Block) -> bool:
         return block.block_id in self._by_block_id

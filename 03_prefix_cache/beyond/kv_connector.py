@@ -87,20 +87,15 @@ class KVConnector(ABC):
         called for a finished request that was only looked up; no state may be kept for it. Unknown
         ids are ignored."""
 
-    def clear(self) -> None:  # noqa: B027
-        """Recover from an interrupted call, maybe of this connector. All requests have been
-        cancelled; a connector with other state repairs it."""
-
     @abstractmethod
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Called when a request frees its blocks. `block_ids` hold its first full blocks, published
         and final; they may be read until this returns."""
 
-    def invalidate(self, request: Request, start: int, end: int) -> None:  # noqa: B027
-        """Called when a request has ended in an error, instead of offering its blocks. Blocks
-        [start, end) may be the cause, so a connector that keeps copies removes them, and the next
-        request with this prefix computes it. (Tiers were notified by the cache and keep nothing
-        else.)"""
+    def refuse(self, request: Request, num_blocks: int) -> None:  # noqa: B027
+        """Called when a request's logits were NaN, instead of offering its blocks. Its first
+        `num_blocks` blocks, or what was computed from them, may be the cause: a connector drops
+        them, and neither loads nor saves blocks with these keys again."""
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
         """Blocks loaded so far, by tier; empty if the connector has no tiers."""

@@ -19,21 +19,16 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from prefix_cache_local import HASH_BYTES
 from request_chain import Link
 
-V = TypeVar("V")
-
 
 class KVStore(ABC):
     """Blocks by link. `get` is iterated in another thread, and `drop` is called there, too."""
-
-    num_read_threads = 1  # so many loads are read at the same time
 
     @abstractmethod
     def has(self, links: Sequence[Link]) -> int:
@@ -43,7 +38,8 @@ class KVStore(ABC):
     @abstractmethod
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         """Return an iterator of the bytes of these blocks, in this order. Only the iteration may be
-        slow. It raises at the first block that is missing."""
+        slow; it must end by itself, because the process waits for it at its end. It raises at the
+        first block that is missing."""
 
     @abstractmethod
     def put(self, link: Link, data: bytes) -> bool:
@@ -62,26 +58,6 @@ class SharedStore(Protocol):
     """A `KVStore`, or a pool with a store for each node."""
 
     def at_node(self, node_id: str) -> KVStore: ...
-
-
-class LRUBlocks(OrderedDict[bytes, V]):
-    """Values by block hash, the least recently used first."""
-
-    def num_leading(self, links: Sequence[Link]) -> int:
-        """Count the links, from the front, that are here, and mark them as used."""
-        missing = (place for place, (block_hash, _) in enumerate(links) if block_hash not in self)
-        num_leading = next(missing, len(links))
-        self.use([block_hash for block_hash, _ in links[:num_leading]])
-        return num_leading
-
-    def use(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark as used, the first last: a chain's tail is dropped before its head, without which
-        the tail could not be found."""
-        for block_hash in reversed(block_hashes):
-            self.move_to_end(block_hash)
-
-    def pop_oldest(self) -> tuple[bytes, V]:
-        return self.popitem(last=False)
 
 
 # -- a block outside the process
@@ -103,12 +79,8 @@ def compute_checksum(link: Link, data: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def record_header(link: Link, data: bytes) -> bytes:
-    return RECORD_HEADER.pack(MAGIC, link[0], len(data), compute_checksum(link, data))
-
-
 def make_record(link: Link, data: bytes) -> bytes:
-    return record_header(link, data) + data
+    return RECORD_HEADER.pack(MAGIC, link[0], len(data), compute_checksum(link, data)) + data
 
 
 def open_record(record: bytes | bytearray, link: Link) -> bytes:

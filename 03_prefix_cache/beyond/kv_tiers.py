@@ -1,223 +1,210 @@
-"""Two tiers below the engine's KV memory: host memory, and a file.
+"""Two tiers below the engine's KV memory: host memory, and a folder with a file for each block.
 
 Both keep whole blocks under their chain hash, drop the least recently used one when they are full,
-and lose nothing else. The file is divided into records of one size, mapped into memory:
+and lose nothing else. A block that the host drops goes to the tier below it:
 
-    | file header | record 0                                             | record 1 | ...
-                  | magic | chain hash | length | checksum | block bytes |
-                    8       32           8        16         block_nbytes
+    put ---> HostTier ---> DiskTier ---> lost
+             bytes         <chain hash in hex>.kv: a record (`kv_store.py`)
 
-A file outlives its process, a disk can return wrong data, and a process can die in the middle of a
-write. So nothing is trusted: a record is valid only if the checksum over its hash, tokens and bytes
-is right, at every read. A record is made invalid before its bytes change and valid after.
+A folder outlives its process, a disk can return wrong data, and a process can die in the middle of
+a write. So a file gets its name when it is complete, and nothing is trusted: a record is valid only
+if the checksum over its hash, tokens and bytes is right, at every read.
 
 Both tiers report, to a listener if there is one, which hash was added (True) and removed (False).
 All methods can be called from different threads; the listener is called in theirs, under the tier's
 lock.
 
-Invariants: those of `kv_store.py`; never more than `max_blocks`; a hash is in at most one record.
+Invariants: those of `kv_store.py`; never more than `max_blocks`. vLLM's and SGLang's file storages
+keep one file for each block, too.
 
 See 03_prefix_cache/beyond/README.md#tiers-down-and-up-again"""
 
 from __future__ import annotations
 
-import mmap
-import os
-import struct
+import logging
 import threading
+from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kv_store import MAGIC, RECORD_HEADER, KVStore, LRUBlocks, open_record, record_header
+from kv_store import KVStore, make_record, open_record
 from request_chain import Link
 
-_FILE_HEADER = struct.Struct("<16sQ")  # format, block_nbytes
-_FORMAT = b"kv tier file 2\0\0"
+logger = logging.getLogger(__name__)
 
 
 def ignore_change(block_hash: bytes, is_here: bool) -> None:
     """The default listener of a tier, which does nothing."""
 
 
-class HostTier(KVStore):
-    """A tier in memory. Evicted blocks go to `below`, if there is one."""
+class LRUTier(KVStore):
+    """A store of `max_blocks` blocks; what a block's bytes are kept in is the subclass's."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.below: KVStore | None = None
+        self.num_read = 0  # blocks
         self.on_change: Callable[[bytes, bool], object] = ignore_change
-        self._lock = threading.Lock()
-        self._blocks: LRUBlocks[tuple[Link, bytes]] = LRUBlocks()
+        self._lock = threading.RLock()
+        # The link and the bytes in memory of each block, the least recently used first.
+        self._kept: OrderedDict[bytes, tuple[Link, bytes]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._kept)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._blocks
+        return block_hash in self._kept
+
+    def _is_found(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept
 
     def has(self, links: Sequence[Link]) -> int:
         with self._lock:
-            return self._blocks.num_leading(links)
+            num_found = 0
+            while num_found < len(links) and self._is_found(links[num_found][0]):
+                num_found += 1
+            self.use(links[:num_found])
+        return num_found
 
-    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
-        for link in links:
-            yield self._blocks[link[0]][1]  # one look-up: needs no lock
+    def use(self, links: Sequence[Link]) -> None:
+        """Mark those that are here as used, the first last: a chain's tail is dropped before its
+        head, without which the tail could not be found."""
+        with self._lock:
+            for block_hash, _ in reversed(links):
+                if block_hash in self._kept:
+                    self._kept.move_to_end(block_hash)
 
     def put(self, link: Link, data: bytes) -> bool:
-        """A tier of size 0 passes the block on."""
-        if self.max_blocks == 0:
-            self._spill(link, data)
-            return False
-        with self._lock:
-            is_new = link[0] not in self._blocks
-            is_full = is_new and len(self._blocks) >= self.max_blocks
-            evicted = [self._blocks.pop_oldest()[1]] if is_full else []
-            self._blocks[link[0]] = link, bytes(data)
-            self._blocks.move_to_end(link[0])
-            self.on_change(link[0], True)
-            for old_link, _ in evicted:
-                self.on_change(old_link[0], False)
-        for old_link, old_data in evicted:
-            self._spill(old_link, old_data)
-        return is_new
-
-    def _spill(self, link: Link, data: bytes) -> None:
-        if self.below is not None and not self.below.has([link]):
-            self.below.put(link, data)
-
-    def drop(self, link: Link) -> None:
-        with self._lock:
-            if self._blocks.pop(link[0], None) is not None:
-                self.on_change(link[0], False)
-
-
-class DiskTier(KVStore):
-    """A tier in a memory-mapped file. An existing file is reused if it fits.
-
-    Raises `ValueError` for sizes below 1, and `OSError` if the file cannot be made.
-    """
-
-    def __init__(self, path: str | Path, max_blocks: int, block_nbytes: int) -> None:
-        for name, value in (("max_blocks", max_blocks), ("block_nbytes", block_nbytes)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
-        self.path = Path(path)
-        self.max_blocks = max_blocks
-        self.block_nbytes = block_nbytes
-        self.num_corrupt = 0
-        self.on_change: Callable[[bytes, bool], object] = ignore_change
-        self._lock = threading.Lock()
-        self._slots: LRUBlocks[int] = LRUBlocks()
-        self._record_nbytes = RECORD_HEADER.size + block_nbytes
-        self._open()
-        used = set(self._slots.values())
-        self._free = [slot for slot in range(max_blocks - 1, -1, -1) if slot not in used]
-
-    def _open(self) -> None:
-        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115
-        header = _FILE_HEADER.pack(_FORMAT, self.block_nbytes)
-        if self._file.read(len(header)) != header:  # new, or of another engine
-            self._file.truncate(0)
-            self._file.seek(0)
-            self._file.write(header)
-            self._file.flush()
-        size = _FILE_HEADER.size + self.max_blocks * self._record_nbytes
-        os.truncate(self._file.fileno(), size)  # added bytes read as zeros: no magic, no record
-        if hasattr(os, "posix_fallocate"):  # else a disk that fills up later ends the process
-            os.posix_fallocate(self._file.fileno(), 0, size)
-        self._map = mmap.mmap(self._file.fileno(), size)
-        for slot in range(self.max_blocks):
-            magic, block_hash, _, _ = RECORD_HEADER.unpack_from(self._map, self._offset(slot))
-            if magic == MAGIC and block_hash not in self._slots:
-                self._slots[block_hash] = slot
-
-    def _offset(self, slot: int) -> int:
-        return _FILE_HEADER.size + slot * self._record_nbytes
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._slots
-
-    def has(self, links: Sequence[Link]) -> int:
-        with self._lock:
-            return self._slots.num_leading(links)
-
-    def put(self, link: Link, data: bytes) -> bool:
-        """Raises `ValueError` unless `data` is `block_nbytes` long."""
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
         block_hash = link[0]
         with self._lock:
-            slot = self._slots.pop(block_hash, None)
-            is_new = slot is None
-            if slot is None:
-                slot = self._free.pop() if self._free else self._evict_oldest()
-            offset = self._offset(slot)
-            payload = offset + RECORD_HEADER.size
-            self._map[offset : offset + len(MAGIC)] = bytes(len(MAGIC))  # invalid from here ...
-            self._map[payload : payload + len(data)] = data
-            self._map[offset:payload] = record_header(link, data)  # ... to here
-            self._slots[block_hash] = slot
+            is_new = block_hash not in self._kept
+            self._kept[block_hash] = link, self._write(link, bytes(data))
+            self._kept.move_to_end(block_hash)
             self.on_change(block_hash, True)
+            if len(self._kept) > self.max_blocks:
+                oldest, kept = self._kept.popitem(last=False)
+                self.on_change(oldest, False)
+                self._dropped(*kept)
         return is_new
 
-    def _evict_oldest(self) -> int:
-        block_hash, slot = self._slots.pop_oldest()
-        self.on_change(block_hash, False)
-        return slot
+    def drop(self, link: Link) -> None:
+        with self._lock:
+            if self._kept.pop(link[0], None) is not None:
+                self.on_change(link[0], False)
+                self._erase(link)
+
+    @abstractmethod
+    def _write(self, link: Link, data: bytes) -> bytes:
+        """Write a block. Returns what of it is kept in memory."""
+
+    def _dropped(self, link: Link, kept: bytes) -> None:
+        """Called when a full tier has dropped a block."""
+        self._erase(link)
+
+    def _erase(self, link: Link) -> None:
+        """Remove what `_write` has written outside the memory."""
+
+
+class HostTier(LRUTier):
+    """A tier in memory. What it drops goes to `below`; it finds and reads the blocks of both, and
+    keeps what it has read there. With `max_blocks` 0, everything is below."""
+
+    def __init__(self, max_blocks: int, below: DiskTier | None = None) -> None:
+        super().__init__(max_blocks)
+        self.below = below
+
+    def _is_found(self, block_hash: bytes) -> bool:
+        is_below = self.below is not None and block_hash in self.below
+        return is_below or block_hash in self._kept
+
+    def use(self, links: Sequence[Link]) -> None:
+        super().use(links)
+        if self.below is not None:
+            self.below.use(links)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
-        for link in links:
-            yield self.read(link)
+        """Bytes in memory are found now, so no later eviction takes them away."""
+        return self._parts(links, [self._kept.get(block_hash) for block_hash, _ in links])
 
-    def read(self, link: Link) -> bytes:
-        """Return the block's bytes, verified. Raises `LookupError` if it is not here, and
-        `ValueError` for a record that fails the check, which is dropped."""
-        with self._lock:
-            slot = self._slots[link[0]]
-            offset = self._offset(slot)
-            record = self._map[offset : offset + self._record_nbytes]
-        try:
-            return open_record(record, link)
-        except ValueError:
-            self._drop_corrupt(link[0], slot)
-            raise
+    def _parts(
+        self, links: Sequence[Link], found: Sequence[tuple[Link, bytes] | None]
+    ) -> Iterator[bytes]:
+        for link, kept in zip(links, found, strict=True):
+            if kept is not None:
+                self.num_read += 1
+                yield kept[1]
+                continue
+            if self.below is None:
+                raise LookupError(f"cannot read block {link[0].hex()}: not in the host tier")
+            for data in self.below.get([link]):
+                self.put(link, data)
+                yield data
 
-    def _drop_corrupt(self, block_hash: bytes, slot: int) -> None:
-        with self._lock:
-            if self._slots.get(block_hash) == slot:  # not rewritten in the meantime
-                del self._slots[block_hash]
-                self._free.append(slot)
-                self.num_corrupt += 1
-                self.on_change(block_hash, False)
+    def put(self, link: Link, data: bytes) -> bool:
+        if self.max_blocks > 0:
+            return super().put(link, data)
+        self._dropped(link, data)
+        return False
 
     def drop(self, link: Link) -> None:
-        """Remove a block, if it is here, from the file as well."""
-        with self._lock:
-            slot = self._slots.pop(link[0], None)
-            if slot is not None:
-                offset = self._offset(slot)
-                self._map[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
-                self._free.append(slot)
-                self.on_change(link[0], False)
+        super().drop(link)
+        if self.below is not None:
+            self.below.drop(link)
 
-    def clear(self) -> None:
-        """Free the slots whose `put` was interrupted: their records are not valid."""
-        with self._lock:
-            used = set(self._slots.values())
-            self._free = [slot for slot in range(self.max_blocks) if slot not in used]
+    def _write(self, link: Link, data: bytes) -> bytes:
+        return data
 
-    def close(self) -> None:
-        """Write back and close the file. Can be called again."""
-        if not self._file.closed:
-            self._map.flush()
-            self._map.close()
-            self._file.close()
+    def _dropped(self, link: Link, kept: bytes) -> None:
+        if self.below is not None and self.below.has([link]) == 0:
+            self.below.put(link, kept)
 
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if slots and index are inconsistent."""
-        with self._lock:
-            slots = [*self._slots.values(), *self._free]
-            assert sorted(slots) == list(range(self.max_blocks)), "a slot is missing or used twice"
+
+class DiskTier(LRUTier):
+    """A tier in files. Files that are in `folder` are its first blocks, the oldest the least
+    recently used. Raises `ValueError` for a size below 1, and `OSError` if there is no such folder
+    and none can be made."""
+
+    def __init__(self, folder: str | Path, max_blocks: int) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be >= 1, got {max_blocks}")
+        super().__init__(max_blocks)
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        by_age = sorted(self.folder.glob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
+        for file in by_age[:-max_blocks]:
+            file.unlink(missing_ok=True)
+        for file in by_age[-max_blocks:]:
+            block_hash = bytes.fromhex(file.stem)
+            self._kept[block_hash] = (block_hash, ()), b""
+
+    def _file(self, link: Link) -> Path:
+        return self.folder / f"{link[0].hex()}.kv"
+
+    def put(self, link: Link, data: bytes) -> bool:
+        """Returns False, too, if the disk is full or broken."""
+        try:
+            return super().put(link, data)
+        except OSError as failure:
+            logger.warning("cannot write a KV block to disk: %r", failure)
+            return False
+
+    def _write(self, link: Link, data: bytes) -> bytes:
+        part = self._file(link).with_suffix(".part")
+        part.write_bytes(make_record(link, data))
+        part.replace(self._file(link))
+        return b""
+
+    def _erase(self, link: Link) -> None:
+        self._file(link).unlink(missing_ok=True)
+
+    def get(self, links: Sequence[Link]) -> Iterator[bytes]:
+        """The iteration raises `OSError` at a file that is not here, and `ValueError` at a record
+        that fails the check. Such a block is dropped."""
+        for link in links:
+            try:
+                data = open_record(self._file(link).read_bytes(), link)
+            except (OSError, ValueError):
+                self.drop(link)
+                raise
+            self.num_read += 1
+            yield data

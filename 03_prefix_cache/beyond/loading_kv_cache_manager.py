@@ -31,9 +31,8 @@ from kv_connector import KVConnector
 from kv_loads import KVLoads
 from kv_memory import ComputedBlocks, NotReady
 from prefix_cache import PrefixCache
-from request import Request, RequestStatus
+from request import Request
 
-_ERROR = RequestStatus.FINISHED_ERROR
 logger = logging.getLogger(__name__)
 
 
@@ -59,17 +58,12 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     ) -> ComputedBlocks | NotReady:
         self.current_req_id = request.request_id
         reads = not request.sampling_params.skip_reading_prefix_cache
-        if request.request_id not in self._tables and reads and self._is_loading(request):
-            return NotReady.LOADING
+        if reads and request.request_id not in self._tables:
+            if request.request_id not in self.loads:
+                self.loads.start(request, self._get_computed_blocks(request))
+            if self.loads.is_in_flight(request.request_id):
+                return NotReady.LOADING
         return super().get_computed_blocks(request, wait_for_others)
-
-    def _is_loading(self, request: Request) -> bool:
-        """Whether KV of the request is being loaded. Starts a load, if there is something to
-        load."""
-        if request.request_id in self.loads:
-            return self.loads.is_in_flight(request.request_id)
-        computed = self._get_computed_blocks(request)
-        return self.loads.wants_load(request, computed) and not self.loads.start(request, computed)
 
     def _begin(self, request: Request, computed: ComputedBlocks) -> None:
         super()._begin(request, computed)
@@ -86,7 +80,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         return super()._allocate_blocks(num_blocks)
 
     def _take_blocks_to_load(self, num_blocks: int) -> list[Block] | None:
-        blocks = self._allocate_blocks(num_blocks)
+        blocks = super()._allocate_blocks(num_blocks)
         if blocks is not None:
             self.wait_for_steps()
         return blocks
@@ -94,8 +88,7 @@ class LoadingKVCacheManager(CachedKVCacheManager):
     def free(self, request: Request) -> None:
         self.loads.remove_request(request.request_id)
         state = self._states.get(request.request_id)
-        is_error = request.status == _ERROR
-        if state is not None and state.num_published and not is_error:
+        if state is not None and state.num_published and not request.has_bad_kv:
             block_ids = self.get_block_ids(request.request_id)[: state.num_published]
             try:
                 self.connector.request_finished(request, block_ids)
@@ -103,13 +96,14 @@ class LoadingKVCacheManager(CachedKVCacheManager):
                 logger.exception("the connector failed when %r ended", request.request_id)
         super().free(request)
 
-    def _invalidate(self, request: Request, start: int, end: int) -> None:
-        self.loads.invalidate(self._tables[request.request_id].blocks[start])
+    def _withdraw(self, request: Request) -> None:
+        self.loads.drop_all()
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
         try:
-            self.connector.invalidate(request, start, end)
+            self.connector.refuse(request, num_tokens // self.block_size)
         except Exception:
             logger.exception("the connector failed when %r ended", request.request_id)
-        super()._invalidate(request, start, end)
+        super()._withdraw(request)
 
     def clear(self) -> None:
         self.loads.clear()
@@ -126,5 +120,5 @@ class LoadingKVCacheManager(CachedKVCacheManager):
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
         super().check_invariants(requests)
-        self.loads.check_invariants()
-        assert self.loads.request_ids().isdisjoint(self._tables), "both loading and running"
+        loading = {load.request.request_id for load in self.loads.loads()}
+        assert loading.isdisjoint(self._tables), "both loading and running"

@@ -28,29 +28,52 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 import msgpack
 import zmq
 
-from mooncake_master import (
-    HOW_TO_INSTALL,
-    MooncakeAddress,
-    MooncakeUnavailableError,
-    can_connect,
-    end_of_log,
-)
-
 logger = logging.getLogger(__name__)
 
 RPC_FAILED = -900  # the library's code for a master that does not answer
 _LOOK_S = 0.02  # between two looks at the client's process
+HOW_TO_INSTALL = (
+    "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
+    "with: apt-get install libibverbs1 libnuma1 libcurl4"
+)
+
+
+class MooncakeUnavailableError(RuntimeError):
+    """The store cannot be started or reached; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeAddress:
+    """The addresses of a store: `host:port` of the master and of its metadata server."""
+
+    master: str
+    metadata: str
+
+
+def can_connect(address: str, timeout_s: float = 1.0) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def end_of_log(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")[-600:].strip()
 
 
 class StoreDownError(RuntimeError):
@@ -93,32 +116,16 @@ class MooncakeClient:
             self._socket.bind(endpoint)
             self.process = _start_client_process(endpoint, self._log)
             try:
-                self._call("setup", host, metadata, segment_nbytes, buffer_nbytes, address.master)
+                self.call("setup", host, metadata, segment_nbytes, buffer_nbytes, address.master)
             except StoreDownError as failure:
                 raise MooncakeUnavailableError(
                     f"{failure}\nIts log ends: {end_of_log(self._log)}"
                 ) from failure
         self.timeout_s = timeout_s
 
-    def locate(self, keys: Sequence[str]) -> list[str]:
-        """A client that has the value, for each key up to the first that is not in the store."""
-        return self._call("locate", list(keys)) if keys else []
-
-    def put(self, key: str, value: bytes) -> bool:
-        """Store a value, in the memory that this client lends if there is space. Returns False if
-        there is no space. An existing key stays unchanged."""
-        return self._call("put", key, value) == 0
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value; None if the key does not exist, or the client with the value is
-        gone."""
-        return self._call("get", key) or None
-
-    def remove(self, key: str) -> None:
-        self._call("remove", key)
-
-    def _call(self, operation: str, *arguments: object) -> Any:
-        """Send one call and return its answer. Any failure brings the client down."""
+    def call(self, operation: str, *arguments: object) -> Any:
+        """Call a method of `_StoreCalls` in the client's process. Any failure brings the client
+        down."""
         with self._lock:
             if self.down_reason is not None:
                 raise StoreDownError(self.down_reason)
@@ -133,7 +140,8 @@ class MooncakeClient:
     def _ask(self, operation: str, *arguments: object) -> Any:
         deadline = time.monotonic() + self.timeout_s
         self._wait(zmq.POLLOUT, operation, deadline)
-        self._socket.send(msgpack.packb([operation, arguments]))
+        message: Any = msgpack.packb([operation, arguments])
+        self._socket.send(message)
         self._wait(zmq.POLLIN, operation, deadline)
         error, answer = msgpack.unpackb(self._socket.recv())
         if error is not None:
@@ -143,7 +151,7 @@ class MooncakeClient:
     def _wait(self, event: int, operation: str, deadline: float) -> None:
         """Wait until a message can be sent, or received."""
         left_s = deadline - time.monotonic()
-        while not self._socket.poll(1000 * max(0.0, min(left_s, _LOOK_S)), event):
+        while not self._socket.poll(int(1000 * max(0.0, min(left_s, _LOOK_S))), event):
             left_s = deadline - time.monotonic()
             if self.process.poll() is not None:
                 raise StoreDownError(f"no answer to {operation!r}: the client's process has exited")
@@ -202,6 +210,7 @@ class _StoreCalls:
         self._placement.preferred_segment = self._store.get_hostname()
 
     def locate(self, keys: list[str]) -> list[str]:
+        """A client that has the value, for each key up to the first that is not in the store."""
         codes = self._store.batch_is_exist(keys)
         _checked(min(codes))
         num_found = next((i for i, code in enumerate(codes) if code != 1), len(keys))
@@ -215,9 +224,12 @@ class _StoreCalls:
         return nodes
 
     def put(self, key: str, value: bytes) -> int:
+        """Store a value, in the memory that this client lends if there is space. Returns 0, or a
+        code if there is no space. An existing key stays unchanged."""
         return _checked(self._store.put(key, value, self._placement))
 
     def get(self, key: str) -> bytes:
+        """Return the value, b"" if the key does not exist, or the client with it is gone."""
         value = self._store.get(key)
         if not value:
             _checked(self._store.is_exist(key))
@@ -238,20 +250,21 @@ def _checked(code: int) -> int:
 
 def _serve(endpoint: str) -> None:
     """Serve calls until the engine's process closes our standard input, or ends in any way."""
-    socket = zmq.Context().socket(zmq.PAIR)
-    socket.connect(endpoint)
+    channel = zmq.Context().socket(zmq.PAIR)
+    channel.connect(endpoint)
     poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
+    poller.register(channel, zmq.POLLIN)
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
     calls = _StoreCalls()
     while sys.stdin.fileno() not in dict(poller.poll()):
-        operation, arguments = msgpack.unpackb(socket.recv())
+        operation, arguments = msgpack.unpackb(channel.recv())
         error = answer = None
         try:
             answer = getattr(calls, operation)(*arguments)
         except Exception as failure:
             error = str(failure) or repr(failure)
-        socket.send(msgpack.packb([error, answer]))
+        message: Any = msgpack.packb([error, answer])
+        channel.send(message)
 
 
 if __name__ == "__main__":

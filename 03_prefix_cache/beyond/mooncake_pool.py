@@ -13,20 +13,17 @@ Invariants: those of `kv_store.py`; a store that fails, at any time, is an empty
 (`mooncake_client.py`), and a warning reports it once.
 
 Differences from `GlobalKVPool`: a block has one copy, in the memory that its publisher lends if
-there is space, else in another's; `total_cached_blocks` counts every key of the store. vLLM's and
-SGLang's Mooncake stores use the hash as the key as well. Source: Mooncake, arXiv 2407.00079.
+there is space, else in another's. vLLM's and SGLang's Mooncake stores use the hash as the key as
+well. Source: Mooncake, arXiv 2407.00079.
 
 See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 
-import http.client
-import re
 from collections.abc import Iterator, Sequence
 
 from kv_store import KVStore
-from mooncake_client import MooncakeClient, StoreDownError
-from mooncake_master import MooncakeAddress
+from mooncake_client import MooncakeAddress, MooncakeClient, StoreDownError
 from request_chain import Link
 
 KEY_PREFIX = "vfs-kv2/"
@@ -52,7 +49,6 @@ class MooncakePool(KVStore):
         host: str = "127.0.0.1",
         timeout_s: float = 5.0,
     ) -> None:
-        self.address = address
         self._client = MooncakeClient(address, segment_nbytes, timeout_s=timeout_s, host=host)
 
     @property
@@ -61,8 +57,9 @@ class MooncakePool(KVStore):
         return self._client.down_reason
 
     def has(self, links: Sequence[Link]) -> int:
+        keys = [store_key(link) for link in links]
         try:
-            return len(self._client.locate([store_key(link) for link in links]))
+            return len(self._client.call("locate", keys)) if keys else 0
         except StoreDownError:
             return 0
 
@@ -71,42 +68,26 @@ class MooncakePool(KVStore):
         failed."""
         for link in links:
             key = store_key(link)
-            value = self._client.get(key)
-            if value is None:
+            value = self._client.call("get", key)
+            if not value:
                 raise LookupError(f"cannot fetch {key}: not in the store, or its owner has exited")
-            yield bytes(value)
+            yield value
 
     def put(self, link: Link, data: bytes) -> bool:
         """Also returns False if the store has failed."""
         key = store_key(link)
         try:
-            if self._client.locate([key]):
+            if self._client.call("locate", [key]):
                 return False
-            return self._client.put(key, data)
+            return self._client.call("put", key, data) == 0
         except StoreDownError:
             return False
 
     def drop(self, link: Link) -> None:
         try:
-            self._client.remove(store_key(link))
+            self._client.call("remove", store_key(link))
         except StoreDownError:
             return
-
-    @property
-    def total_cached_blocks(self) -> int:
-        """Keys in the whole store, read from the master's counters; 0 if these are not
-        available."""
-        if self.address.admin is None or self.down_reason is not None:
-            return 0
-        connection = http.client.HTTPConnection(self.address.admin, timeout=self._client.timeout_s)
-        try:
-            connection.request("GET", "/metrics")
-            found = re.search(rb"^master_key_count (\d+)", connection.getresponse().read(), re.M)
-        except (OSError, http.client.HTTPException):
-            return 0
-        finally:
-            connection.close()
-        return int(found[1]) if found else 0
 
     def close(self) -> None:
         """Close the pool. Memory that this process lent to the store is lost to the others."""

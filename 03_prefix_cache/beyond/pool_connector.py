@@ -22,61 +22,22 @@ See 03_prefix_cache/beyond/README.md#a-pool-that-engines-share"""
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from kv_store import SharedStore, make_record, open_record
 from request import Request
 from request_chain import Link
-from store_connector import Found, StoreConnector
+from store_connector import StoreConnector
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class PoolConnectorStats:
-    """`num_failed_loads`: those that brought fewer tokens than requested, or none."""
-
-    num_loads: int = 0
-    num_failed_loads: int = 0
-    num_tokens_loaded: int = 0
-    num_blocks_published: int = 0
 
 
 class PoolConnector(StoreConnector):
     """A `KVConnector` to `pool`, which is any `KVStore` or a `GlobalKVPool`, for the engine on
     `node_id`. The pool is shared, so its creator closes it."""
 
-    def __init__(
-        self,
-        pool: SharedStore,
-        node_id: str,
-        load_timeout_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.store = pool.at_node(node_id)
-        super().__init__(load_timeout_s, self.store.num_read_threads, clock)
-        self.stats = PoolConnectorStats()
-
-    # -- load
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        links = self._links(request, num_computed_tokens)
-        try:
-            num_found = max(0, self.store.has(links)) if links else 0
-        except Exception as failure:
-            logger.warning("cannot query the KV pool: %r", failure)
-            num_found = 0
-        return self._offer(request, [(link, None) for link in links[:num_found]])
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        self._start(request, block_ids, num_external_tokens, self._read)
-        self.stats.num_loads += 1
+    def __init__(self, pool: SharedStore, node_id: str, load_timeout_s: float = 5.0) -> None:
+        super().__init__(pool.at_node(node_id), load_timeout_s)
 
     def _read(self, links: Sequence[Link]) -> Iterator[bytes]:
         return self._checked(links, self.store.get(links))
@@ -91,29 +52,16 @@ class PoolConnector(StoreConnector):
                 raise
             yield data
 
-    def _count(self, found: Found, num_arrived: int) -> None:
-        self.stats.num_tokens_loaded += num_arrived * self.block_size
-        self.stats.num_failed_loads += num_arrived < len(found)
-
-    # -- save
-
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Publishes the deepest block first, and marks the whole chain as used afterwards: the
         store drops a tail before its head, without which the tail could not be found."""
         try:
-            links = self._chains.chain(request, len(block_ids))
+            links = self._trusted(self._chains.chain(request, len(block_ids)))
             num_known = max(0, self.store.has(links))
-            for link, block_id in reversed(list(zip(links, block_ids, strict=True))[num_known:]):
+            for link, block_id in reversed(list(zip(links, block_ids))[num_known:]):
                 record = make_record(link, self.io.read_block(block_id))
-                self.stats.num_blocks_published += self.store.put(link, record)
+                self.store.put(link, record)
             if 0 < num_known < len(links):
                 self.store.has(links)
         except Exception as failure:
             logger.warning("cannot save %r to the KV pool: %r", request.request_id, failure)
-
-    def invalidate(self, request: Request, start: int, end: int) -> None:
-        try:
-            for link in self._chains.chain(request, end)[start:]:
-                self.store.drop(link)
-        except Exception as failure:
-            logger.warning("cannot invalidate blocks of %r: %r", request.request_id, failure)

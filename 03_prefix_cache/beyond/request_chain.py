@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from prefix_cache import extra_keys_of, normalise_extra_keys
-from prefix_cache_local import compute_block_hash, compute_hash_chain
+from prefix_cache_local import compute_block_hash
 from request import Request
 
 Link = tuple[bytes, tuple[int, ...]]  # hash and tokens of one block
@@ -43,12 +43,13 @@ class RequestChains:
         """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
         keeps all."""
         chain = self._chains.setdefault(request, [])
-        tokens = request.all_token_ids
         size = self.block_size
-        if not chain and num_blocks:
-            keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
-            chain += compute_hash_chain(tokens[: num_blocks * size], size, keys)
         for start in range(len(chain) * size, num_blocks * size, size):
-            link = tuple(tokens[start : start + size])
-            chain.append((compute_block_hash(chain[-1][0], link), link))
+            tokens = tuple(request.all_token_ids[start : start + size])
+            if chain:
+                block_hash = compute_block_hash(chain[-1][0], tokens)
+            else:
+                keys = root_keys(self.namespace, normalise_extra_keys(extra_keys_of(request)))
+                block_hash = compute_block_hash(None, tokens, keys)
+            chain.append((block_hash, tokens))
         return chain

@@ -11,92 +11,59 @@ what has arrived when the load has ended or its deadline has passed.
 
 A thread cannot be stopped from outside: one that hangs in a read is left alone, and its later parts
 are discarded. Until then it serves no other load, so a store that hangs makes other loads wait, and
-time out, but not the engine. The threads start with their owner, not at the first load: Ctrl-C in a
-load that starts threads could leave some of them uncounted (`worker_thread.py`).
+time out, but not the engine.
 
 Invariants: a load is taken once; after `take` or `cancel` it has no further effect; loads begin in
-the order of their starts; Ctrl-C at any point of a caller leaves no lock taken. vLLM's connectors
-poll in the same way (`get_finished` once a step).
+the order of their starts; the caller waits for no lock of a thread. vLLM's connectors poll in the
+same way (`get_finished` once a step).
 
 See 03_prefix_cache/beyond/README.md"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
 
-from worker_thread import WorkerThread
-
-T = TypeVar("T")
+NUM_THREADS = 4  # loads that are read at the same time
+POLL_S = 0.0005
 
 
 @dataclass(slots=True, eq=False)
-class _PartialLoad(Generic[T]):
-    parts: Iterator[T]
+class _PartialLoad:
+    parts: Iterator[bytes]
     deadline: float
-    arrived: list[T] = field(default_factory=list)  # written by the thread only
+    arrived: list[bytes] = field(default_factory=list)  # written by the thread only
     error: str | None = None
     has_ended: bool = False  # set last
-    on_end: Callable[[bool], object] = bool
-    is_stopped: bool = False  # taken or cancelled
 
-    def stop(self) -> None:
-        """Release the parts too, which pin blocks: a load that is not begun stays in the queue."""
-        self.is_stopped = True
-        self.parts = iter(())
+    def read(self) -> None:
+        """Read all parts, in a thread."""
+        try:
+            while (part := next(self.parts, None)) is not None:
+                self.arrived.append(part)
+        except Exception as failure:
+            self.error = str(failure) or repr(failure)
+        self.has_ended = True
 
 
-class Loads(Generic[T]):
-    """Up to `num_threads` loads at a time. `timeout_s` counts from `start`, including the wait for
-    a thread."""
+class Loads:
+    """`timeout_s` counts from `start`, including the wait for a thread."""
 
-    def __init__(
-        self,
-        timeout_s: float,
-        num_threads: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._clock = clock
-        self._loads: dict[str, _PartialLoad[T]] = {}  # not taken yet; the oldest first
-        self._queue = SimpleQueue[_PartialLoad[T]]()
-        self._ends = SimpleQueue[None]()
-        self._threads = [WorkerThread("kv-loads", finishes=False) for _ in range(num_threads)]
+        self._loads: dict[str, _PartialLoad] = {}  # not taken yet
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-loads")
 
-    def start(self, name: str, parts: Iterator[T], on_end: Callable[[bool], object] = bool) -> None:
-        """`on_end` is called with whether all parts arrived, when the load can be taken: in its
-        thread or, at `close`, in the caller's. Raises `ValueError` if a load of this name was not
-        taken, `RuntimeError` after `close`."""
+    def start(self, name: str, parts: Iterator[bytes]) -> None:
+        """Raises `ValueError` if a load of this name was not taken, `RuntimeError` after
+        `close`."""
         if name in self._loads:
             raise ValueError(f"load {name!r} exists; take its result or cancel it")
-        load = _PartialLoad(iter(parts), self._clock() + self.timeout_s, on_end=on_end)
-        self._loads[name] = load  # before `on_end`, which may take the result, can be called
-        self._queue.put(load)
-        for thread in self._threads:  # the first that is free takes it
-            thread.submit(self._read_next)
-
-    def _read_next(self) -> None:
-        """Read the parts of the oldest load that is not begun, in a thread."""
-        try:
-            load = self._queue.get_nowait()
-        except Empty:
-            return  # another thread has taken it
-        try:
-            while not load.is_stopped:
-                part = next(load.parts, None)
-                if part is None:
-                    break
-                load.arrived.append(part)
-        except Exception as failure:
-            load.error = str(failure) or repr(failure)
-        all_arrived = load.error is None and not load.is_stopped  # `take` stops the load
-        load.has_ended = True
-        self._ends.put(None)
-        load.on_end(all_arrived)
+        load = _PartialLoad(parts, time.monotonic() + self.timeout_s)
+        self._threads.submit(load.read)
+        self._loads[name] = load
 
     def has_ended(self, name: str) -> bool:
         """Whether the load can be taken. Raises `ValueError` for a name that is not, or no longer,
@@ -104,9 +71,9 @@ class Loads(Generic[T]):
         load = self._loads.get(name)
         if load is None:
             raise ValueError(f"load {name!r} is unknown, or its result was taken")
-        return load.has_ended or self._clock() >= load.deadline
+        return load.has_ended or time.monotonic() >= load.deadline
 
-    def take(self, name: str) -> tuple[list[T], str | None]:
+    def take(self, name: str) -> tuple[list[bytes], str | None]:
         """Return the parts that arrived, and why there are not more (None: all arrived). Raises
         `ValueError` for a load that is in flight or unknown."""
         if not self.has_ended(name):
@@ -121,26 +88,18 @@ class Loads(Generic[T]):
         """Drop a load, whatever its state. Unknown names are ignored."""
         load = self._loads.pop(name, None)
         if load is not None:
-            load.stop()
+            load.parts = iter(())  # its thread reads no more, and it holds no bytes
 
     def wait(self, timeout_s: float) -> None:
         """Return when some load has ended, or after `timeout_s`; immediately without a load."""
-        with suppress(Empty):
-            while True:
-                self._ends.get_nowait()  # of loads that ended before
-        loads = list(self._loads.values())
-        if loads and not any(load.has_ended for load in loads):
-            left_s = min(load.deadline for load in loads) - self._clock()
-            with suppress(Empty):
-                self._ends.get(timeout=max(0.0, min(timeout_s, left_s)))
+        deadline = time.monotonic() + timeout_s
+        while self._loads and not any(map(self.has_ended, self._loads)):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End every load in flight with an error. Threads stop; hanging ones are left."""
-        for load in list(self._loads.values()):
-            if not load.has_ended:
-                load.error = "the loads were closed"
-                load.has_ended = True
-                load.on_end(False)
-            load.stop()
-        for thread in self._threads:
-            thread.close()
+        """Drop every load. Threads stop; hanging ones are left."""
+        for name in list(self._loads):
+            self.cancel(name)
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -10,11 +10,11 @@ import pytest
 
 from block_pool import BlockPool
 from cached_grouped_memory import CachedGroupedMemory
-from grouped_prefix_cache import GroupedBlock, GroupedPrefixCache
+from grouped_prefix_cache import GroupedPrefixCache
 from kv_memory import NotReady
 from kv_slots import Chaos, Runner
 from prefix_cache_local import compute_hash_chain
-from request import Request, RequestStatus, SamplingParams
+from request import Request, SamplingParams
 
 SIZE, STEP = 2, 4
 
@@ -73,8 +73,7 @@ class GroupedChaos(Chaos):
         for runner in self.runners[1:]:
             runner.memory = self.runners[0].memory
         self.stats = [0, 0, 0]
-        self.trusted: set[GroupedBlock] = set()  # with their prefix a request has sampled
-        self.untrusted: set[str] = set()  # requests with blocks that were withdrawn
+        self.untrusted: set[str] = set()  # they ran when all blocks were withdrawn
         self.is_late = rng.random() < 0.5  # a step is published after the next one is planned
 
     def submit(self) -> None:
@@ -166,41 +165,26 @@ class GroupedChaos(Chaos):
         if name is not None and self.pick(0, 2) == 0:
             self.preempt(name)
         elif name is not None:
-            self.free(self.running.pop(name), self.pick(0, 1) == 1)
+            self.free(self.running.pop(name), self.pick(0, 5) == 0)
 
     def free(self, request: Request, is_error: bool = False) -> None:
-        """An error withdraws the first published block that is not trusted, in all groups, with all
-        that extend it, and nothing else. What is freed is the deepest first (Trap 11)."""
+        """Bad KV withdraws all blocks. What is freed is the deepest first (Trap 11)."""
         name = request.request_id
         memory = self.memory
         pool = self.memory.pool
         known = list(memory.cache.cached_prefixes())
-        bad = ()
-        published = self.published(request)
-        if is_error:
-            request.status = RequestStatus.FINISHED_ERROR
-            doubtful = {k.token_ids for k in known if k not in self.trusted}
-            bad = next((prefix for prefix in published if prefix in doubtful), ())
-        elif request.output_token_ids and request.num_computed_tokens >= request.num_tokens - 1:
-            self.trusted |= {k for k in known if k.token_ids in published}
+        request.has_bad_kv = is_error
         depths = {i: depth for table in memory.get_tables(name) for depth, i in enumerate(table)}
         freed = [i for i in depths if i and pool.blocks[i].ref_cnt == 1]
-        others = [other for other in self.running.values() if other is not request]
-        self.untrusted |= {q.request_id for q in others if bad and bad in self.published(q)}
+        if is_error:
+            self.untrusted |= self.running.keys()
         memory.free(request)
         order = [depths[block.block_id] for block in pool.free_order() if block.block_id in freed]
         assert order == sorted(order, reverse=True)
-        kept = {k for k in known if not bad or k.token_ids[: len(bad)] != bad}
-        assert set(memory.cache.cached_prefixes()) == kept
+        assert set(memory.cache.cached_prefixes()) == (set() if is_error else set(known))
         for runner in self.runners:
             runner.tables.pop(name, None)
         self.untrusted.discard(name)
-
-    def published(self, request: Request) -> list[tuple[int, ...]]:
-        """The prefixes that end with its published blocks."""
-        state = self.memory._published.get(request.request_id)
-        ends = range(SIZE, SIZE * (state.num_blocks if state else 0) + 1, SIZE)
-        return [tuple(request.all_token_ids[:end]) for end in ends]
 
     def preempt(self, name: str) -> None:
         request = self.waiting[name] = self.running.pop(name)

@@ -9,12 +9,11 @@ from functools import partial
 import pytest
 
 from kv_connector import KVConnector
-from kv_loads import MAX_OVERTAKES
 from kv_memory import ComputedBlocks, NotReady
 from kv_slots import BLOCK_SIZES, Runner, check_long_run, content
 from kv_world import OPERATIONS, KVChaos, World
 from loading_kv_cache_manager import LoadingKVCacheManager
-from request import Request, RequestStatus
+from request import Request
 
 
 class FakeConnector(KVConnector):
@@ -93,8 +92,8 @@ class FakeConnector(KVConnector):
         kind = "finished" if block_ids and is_final else "offered too early"
         self.calls.append((kind, request.request_id, list(block_ids)))
 
-    def invalidate(self, request, start, end):
-        self.calls.append(("withdrawn", request.request_id, start, end))
+    def refuse(self, request, num_blocks):
+        self.calls.append(("refused", request.request_id, num_blocks))
 
     def wait_for_load(self, timeout_s):
         pass
@@ -130,17 +129,11 @@ class LoadingWorld(World):
     def get_computed_blocks(self, request: Request) -> ComputedBlocks | NotReady:
         request_id = request.request_id
         connector = self.connector
-        was_loading = request_id in connector.loads
         num_calls = len(connector.calls)
-        num_held = sum(len(q.prefix + q.blocks) for q in self.manager.loads._loads.values())
-        num_held *= bool(connector.in_flight())  # if all have arrived, waiting requests give way
         computed = super().get_computed_blocks(request)
         kinds = [call[0] for call in connector.calls[num_calls:]]
         assert kinds in ([], ["steps", "load"]), "a load waits for steps; nothing else does"
-        if computed is NotReady.LOADING:
-            num_wanted = connector.num_wanted(request)
-            is_too_much = num_held and 2 * (num_held + num_wanted) > self.pool.num_usable_blocks
-            assert was_loading or bool(is_too_much) == (request_id not in connector.loads)
+        assert (computed is NotReady.LOADING) == (request_id in connector.loads)
         return computed
 
     def check_answer(self, request: Request, computed: ComputedBlocks | NotReady) -> None:
@@ -172,7 +165,7 @@ class LoadingWorld(World):
         in_flight = {name for name, load in loads._loads.items() if not load.has_arrived}
         assert connector.loads.keys() == in_flight
         known = self.waiting.keys() | self.running.keys()
-        for container in (loads._offers, loads._overtakes, connector.asked):
+        for container in (loads._num_local, connector.asked):
             assert container.keys() <= known, "kept for a request that is gone"
         order = [block.block_id for block in self.pool.free_order()]
         for block_ids in connector.given_back:  # trap 11: the deepest is taken first
@@ -207,31 +200,17 @@ def test_a_long_random_run(make_cache, seed, block_size):
 # -- what a random run does not reach
 
 
-def test_a_refused_load_is_overtaken_so_often_and_then_its_request_computes(make_cache):
-    """Loads of requests before it in the queue do not count. The bound holds for every refused
-    request."""
-    world = LoadingWorld(make_cache, 12, 2)
-
-    def query(name: str, num_blocks: int) -> ComputedBlocks | NotReady:
-        tokens = [len(world.connector.calls), *[7] * (2 * num_blocks)]
-        return world.query(name, tokens, num_blocks)
-
-    assert query("before", 3) is query("early", 4) is query("big", 6) is NotReady.LOADING
-    assert set(world.connector.loads) == {"before"}
-    answers: list[bool] = []
-    for index in range(MAX_OVERTAKES + 1):  # one of them is always in flight
-        assert query(f"small {index}", 2) is NotReady.LOADING
-        last = "before" if index == 0 else f"small {index - 1}"
-        world.connector.finish(last, 1)
-        world.get_computed_blocks(world.waiting[last])
-        world.free(last)
-        if index == 5:
-            world.free("early")
-        answers.append(query("big", 6) is NotReady.LOADING)
-    assert answers == [True] * (MAX_OVERTAKES - 1) + [False] * 2
-    assert world.admit("big")
+def test_a_load_displaces_no_other_load_and_its_request_does_not_wait(make_cache):
+    world = LoadingWorld(make_cache, 8, 2)
+    assert world.query("early", [1] * 9, 4) is NotReady.LOADING
+    world.connector.finish("early", 4)
+    assert isinstance(world.query("big", [2] * 13, 6), ComputedBlocks)
+    assert world.query("small", [3] * 5, 2) is NotReady.LOADING
+    world.connector.finish("small", 2)
+    assert world.get_computed_blocks(world.waiting["early"]).num_tokens == 8
+    assert set(world.manager.loads._loads) == {"early", "small"}
+    assert world.admit("early"), "loads that have arrived give way to a table"
     world.step()
-    assert not any(call[:2] == ("load", "big") for call in world.connector.calls)
     world.drain()
 
 
@@ -246,12 +225,11 @@ def test_a_load_that_gets_no_blocks_holds_nothing(make_cache):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cache, fails, caplog):
-    """But for those with which a request has sampled a token before. A connector that fails costs
-    nothing but its help. A load that stands on withdrawn blocks, or brings some, is dropped."""
+def test_blocks_of_a_request_with_bad_kv_are_refused_and_not_offered(make_cache, fails, caplog):
+    """A connector that fails costs nothing but its help. All loads are dropped."""
     world = LoadingWorld(make_cache, 20, 2)
     if fails:
-        world.connector.request_finished = world.connector.invalidate = lambda *_: 1 / 0
+        world.connector.request_finished = world.connector.refuse = lambda *_: 1 / 0
     world.serve("good", [1] * 3)
     bad = world.serve("bad", [1] * 5)
     for name in ("prefix", "blocks"):
@@ -259,15 +237,12 @@ def test_blocks_of_a_request_that_failed_are_withdrawn_and_not_offered(make_cach
     loads = world.manager.loads
     world.connector.finish("blocks", 1)
     loads.is_in_flight("blocks")
-    loads.invalidate(world.pool.blocks[0])
-    assert "prefix" in loads and "blocks" in loads, "another block"
-    loads.invalidate(loads._loads["blocks"].blocks[0])
-    assert "prefix" in loads and "blocks" not in loads
-    bad.status = RequestStatus.FINISHED_ERROR
+    assert "prefix" in loads and "blocks" in loads
+    bad.has_bad_kv = True
     for name in ("good", "bad"):
         world.manager.free(world.running.pop(name))
-    assert "prefix" not in loads and world.manager.num_blocks_in_use == 0
-    calls = [call for call in world.connector.calls if call[0] in ("finished", "withdrawn")]
+    assert not loads._loads and world.manager.num_blocks_in_use == 0
+    calls = [call for call in world.connector.calls if call[0] in ("finished", "refused")]
     assert [call[:2] for call in calls[:1]] == ([] if fails else [("finished", "good")])
-    assert calls[1:] == ([] if fails else [("withdrawn", "bad", 1, 2)])
+    assert calls[1:] == ([] if fails else [("refused", "bad", 2)])
     assert ("ZeroDivision" in caplog.text) == fails

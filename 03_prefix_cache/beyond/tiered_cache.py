@@ -2,7 +2,7 @@
 
     device   a PrefixCache; evicts a block     |                     ^ loaded before admission
     host     HostTier                          v copied down         |
-    disk     DiskTier, a checked file          v pushed out of host  | read in the background
+    disk     DiskTier, a checked file each     v pushed out of host  |
 
 A `TieredCache` listens to the device's prefix cache. Blocks that are evicted there are copied to
 the host first (write-back), or were copied when they were published (write-through: then an
@@ -10,9 +10,9 @@ eviction costs nothing, and every block is copied once, hit or not). Blocks that
 host go to disk; blocks that do not fit on disk are lost.
 
 The way back is a `KVConnector`: a request whose prefix continues in a lower tier waits for it,
-while others pass. Host blocks are available immediately. Disk blocks are read and verified by one
-thread into separate memory; the engine's thread writes them to the device. Copies in lower tiers
-stay, so a block that is evicted again needs no second copy.
+while others pass. Threads read the blocks, and verify those from disk; the engine's thread writes
+them to the device. Copies in lower tiers stay, so a block that is evicted again needs no second
+copy.
 
 Invariants: those of `store_connector.py`; no tier exceeds its limit; a block that is corrupt, or
 does not arrive in time, ends the load before it, and is computed.
@@ -33,17 +33,17 @@ from block_pool import Block
 from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
-from request import Request
+from request import Request, check_integers, require
 from request_chain import Link, root_keys
-from store_connector import Found, StoreConnector
+from store_connector import StoreConnector
 
 
 @dataclass(frozen=True, slots=True)
 class KVTierConfig:
     """Sizes of the tiers below the device, in blocks; 0 leaves one out.
 
-    `disk_path` is the path of a file, which outlives the engine and serves the next one; None: a
-    temporary file. `write_policy` is `"write_back"` or `"write_through"`. A load that takes longer
+    `disk_path` is a folder, which outlives the engine and serves the next one; None: a temporary
+    one. `write_policy` is `"write_back"` or `"write_through"`. A load that takes longer
     than `load_timeout_s` ends with the blocks that have arrived. Raises `ValueError` that names
     field and value.
     """
@@ -55,56 +55,39 @@ class KVTierConfig:
     load_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("host_blocks", "disk_blocks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-        if self.host_blocks + self.disk_blocks == 0:
-            raise ValueError("host_blocks or disk_blocks must be > 0, got 0 for both")
-        if self.disk_path is not None and not isinstance(self.disk_path, str | Path):
-            raise ValueError(f"disk_path must be a path or None, got {self.disk_path!r}")
-        if self.disk_path is not None and Path(self.disk_path).is_dir():
-            raise ValueError(f"disk_path must be a file, not a folder, got {self.disk_path!r}")
-        if self.write_policy not in ("write_back", "write_through"):
-            raise ValueError(
-                f"write_policy must be 'write_back' or 'write_through', got {self.write_policy!r}"
-            )
-        if not self.load_timeout_s > 0:
-            raise ValueError(f"load_timeout_s must be > 0, got {self.load_timeout_s!r}")
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Blocks loaded from each tier, blocks copied down, and loads that ended early."""
-
-    num_host_hits: int = 0
-    num_disk_hits: int = 0
-    num_saved: int = 0
-    num_short_loads: int = 0
+        check_integers(0, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks)
+        is_path = isinstance(self.disk_path, str | Path) and not Path(self.disk_path).is_file()
+        is_policy = self.write_policy in ("write_back", "write_through")
+        has_tier = self.host_blocks + self.disk_blocks > 0
+        require(has_tier, "host_blocks", self.host_blocks, "> 0 if disk_blocks is 0")
+        rule = "None or the path of a folder"
+        require(self.disk_path is None or is_path, "disk_path", self.disk_path, rule)
+        rule = "'write_back' or 'write_through'"
+        require(is_policy, "write_policy", self.write_policy, rule)
+        require(self.load_timeout_s > 0, "load_timeout_s", self.load_timeout_s, "> 0")
 
 
 class TieredCache(StoreConnector):
     """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`."""
 
     def __init__(self, config: KVTierConfig) -> None:
-        super().__init__(config.load_timeout_s)
         self.config = config
-        self.stats = TierStats()
-        self.host = HostTier(config.host_blocks)
         self.disk: DiskTier | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.host = HostTier(config.host_blocks)
+        super().__init__(self.host, config.load_timeout_s)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._link_of: dict[int, Link] = {}  # of every cached block on the device
 
     def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
-        """Raises `OSError` if the file cannot be made."""
+        """Raises `OSError` if the folder cannot be made."""
         super().bind(io, block_size, namespace)
         if not self.config.disk_blocks:
             return
-        path = self.config.disk_path
-        if path is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="kv-tier-")
-            path = Path(self._folder.name) / "blocks"
-        self.disk = self.host.below = DiskTier(path, self.config.disk_blocks, io.block_nbytes)
+        folder = self.config.disk_path
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="kv-tier-")
+            folder = self._temporary.name
+        self.disk = self.host.below = DiskTier(folder, self.config.disk_blocks)
 
     # -- down: notifications of the device's cache
 
@@ -138,71 +121,27 @@ class TieredCache(StoreConnector):
             if link is None:
                 continue
             self.host.drop(link)
-            if self.disk is not None:
-                self.disk.drop(link)
 
     def _save(self, link: Link, block: Block) -> None:
-        if self.host.has([link]) or (self.disk is not None and self.disk.has([link])):
-            return
-        self.stats.num_saved += 1
-        self.host.put(link, self.io.read_block(block.block_id))
+        if link[0] not in self._refused and self.host.has([link]) == 0:
+            self.host.put(link, self.io.read_block(block.block_id))
 
-    # -- up: calls of the manager
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        found = Found()
-        for link in self._links(request, num_computed_tokens):
-            if link[0] in self.host:
-                found.append((link, next(self.host.get([link]))))
-            elif self.disk is not None and link[0] in self.disk:
-                found.append((link, None))
-            else:
-                break
-        # One call for each tier marks its part of the chain as used, the head last.
-        self.host.has([link for link, data in found if data is not None])
-        if self.disk is not None:
-            self.disk.has([link for link, data in found if data is None])
-        return self._offer(request, found)
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        below = self.host if self.disk is None else self.disk
-        self._start(request, block_ids, num_external_tokens, below.get)
-
-    def _keep(self, link: Link, data: bytes) -> None:
-        if not self.host.has([link]):  # else it counts as used
-            self.host.put(link, data)
-
-    def _count(self, found: Found, num_arrived: int) -> None:
-        num_from_disk = sum(data is None for _, data in found[:num_arrived])
-        self.stats.num_disk_hits += num_from_disk
-        self.stats.num_host_hits += num_arrived - num_from_disk
-        self.stats.num_short_loads += num_arrived < len(found)
+    # -- up
 
     def num_loaded_blocks(self) -> Mapping[str, int]:
-        return {"host": self.stats.num_host_hits, "disk": self.stats.num_disk_hits}
-
-    def clear(self) -> None:
-        if self.disk is not None:
-            self.disk.clear()
+        num_from_disk = 0 if self.disk is None else self.disk.num_read
+        return {"host": self.host.num_read, "disk": num_from_disk}
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Nothing to do: blocks are copied down when the device evicts them."""
 
     def close(self) -> None:
-        """A named file stays, for the next engine. Can be called again."""
+        """A named folder stays, for the next engine. Can be called again."""
         super().close()
-        if self.disk is not None:
-            self.disk.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def check_invariants(self) -> None:
         assert len(self.host) <= self.config.host_blocks
         assert len(set(self._link_of.values())) == len(self._link_of), "a hash is cached twice"
-        if self.disk is not None:
-            assert len(self.disk) <= self.config.disk_blocks
-            self.disk.check_invariants()
+        assert self.disk is None or len(self.disk) <= self.config.disk_blocks

@@ -47,7 +47,7 @@ class Rig:
         num_new = len(letters) - len(found)
         self.cache.evict(num_new - self.pool.num_free_blocks)
         new = (self.pool.allocate(num_new) if num_new else None) or []
-        return found + self.cache.insert(tokens, new, keys, start=len(found)).blocks
+        return found + self.cache.insert(tokens, new, keys, start=len(found))
 
     def warm(self, letters: str, keys: ExtraKeys | None = None) -> list[int]:
         """Cache the prefix and let go of it."""

@@ -89,7 +89,7 @@ class Tenant:
     cursor: MatchCursor | None = None
     table: list[Block] = field(default_factory=list)
     num_published: int = 0
-    is_trusted: bool = True  # it publishes nothing after a block that was invalidated
+    is_trusted: bool = True  # it publishes nothing after all blocks were withdrawn
 
 
 class World(Rig):
@@ -117,15 +117,16 @@ class World(Rig):
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         assert blocks, "told of nothing"
         assert all(block.ref_cnt == 1 for block in blocks)
-        self.blocks_invalidated(blocks)
-
-    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.left.append(self.heard.pop(block.block_id))
             children = [other for other in self.heard.values() if extends(other, self.left[-1])]
             assert block is self.pool.blocks[block.block_id] and not children, "a child stays"
         if self.fails:
             raise ConnectionError("a listener's")
+
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
+        assert blocks == self.pool.blocks[1:]
+        self.heard.clear()
 
     # calls
 
@@ -214,10 +215,10 @@ class World(Rig):
             first += 1  # a fork has published the block that both hold
         given = tenant.table[first:upto]
         cursor = tenant.cursor if with_cursor else None
-        result = self.cache.insert(tenant.tokens, given, tenant.keys, start=first, cursor=cursor)
+        cached = self.cache.insert(tenant.tokens, given, tenant.keys, start=first, cursor=cursor)
         path = self.model.path(tenant.tokens, tenant.keys)[:upto]
         expected = self.model.insert(path, first, ids(given))
-        assert (ids(result.blocks), ids(result.owned), ids(result.duplicates)) == expected
+        assert ids(cached) == expected[0]
         tenant.table[first:upto] = [self.pool.blocks[block_id] for block_id in expected[0]]
         tenant.num_published = upto
         return [first + index for index in range(len(expected[2]))]
@@ -246,19 +247,13 @@ class World(Rig):
             tenant.tokens[:] = [-1] * len(tenant.tokens)
             self.tenants.remove(tenant)
 
-    def invalidate(self, block: Block) -> None:
-        prefix = self.heard[block.block_id]
-        self.left = []
-        with suppress(ConnectionError):
-            self.cache.invalidate(block)
-        self.fails = False
-        removed = {p for p in self.model.block_of if p == prefix or extends(p, prefix)}
-        assert sorted(removed) == sorted(self.left)
-        gone = {self.model.block_of.pop(prefix) for prefix in removed}
+    def withdraw_all(self) -> None:
+        self.cache.withdraw_all()
+        self.model.block_of.clear()
         for tenant in self.tenants:
-            if gone & set(ids(tenant.table)):
-                tenant.num_published = sum(map(self.cache.owns, tenant.table))
-                tenant.is_trusted = False
+            tenant.num_published = 0
+            tenant.is_trusted = not tenant.table
+            tenant.cursor = None if tenant.cursor is None else MatchCursor()
 
     # what must hold
 
@@ -321,13 +316,6 @@ class CacheLog(StepLog):
             case ["evict", number, *_]:
                 world.evict(int(number.strip(":")))
                 return f"evict {number} {self.shown(p for _, p in world.left)}"
-            case ["invalidate", prefix, *_]:
-                path = world.model.path(self.tokens(prefix.strip(":")), ())
-                block = world.pool.blocks[world.model.block_of.get(path[-1], 0)]
-                if not self.cache.owns(block):
-                    self.cache.invalidate(block)
-                world.invalidate(block)
-                return f"invalidate {prefix} {self.shown(sorted(p for _, p in world.left))}"
             case ["cached", *_]:
                 return f"cached {self.shown(sorted(p for _, p in world.heard.values()))}"
             case ["users", *_]:

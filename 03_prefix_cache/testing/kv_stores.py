@@ -14,23 +14,22 @@ from bounded_loops import as_long_as
 from global_kv_pool import GlobalKVPool
 from kv_connector import KVConnector
 from kv_memory import ComputedBlocks, NotReady
-from kv_store import RECORD_HEADER, KVStore, SharedStore
+from kv_store import KVStore, SharedStore
 from kv_tiers import DiskTier, HostTier
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
-from request import Request, RequestStatus, SamplingParams
+from request import Request, SamplingParams
 from request_chain import Link
 
 NBYTES = 40
 Tags = Sequence[tuple[str, str | int]]
 MODEL = (("model", "tiny"), ("dtype", "float64"))
 WAIT_S = 20.0  # never waited for, unless the test fails
-RECORD_NBYTES = RECORD_HEADER.size + NBYTES
 
 
 STORES: dict[str, Callable[[Path, int], SharedStore]] = {  # arguments: a folder, a size in blocks
     "host": lambda folder, size: HostTier(size),
-    "disk": lambda folder, size: DiskTier(folder / "kv", size, RECORD_NBYTES),
+    "disk": lambda folder, size: DiskTier(folder / "kv", size),
     "pool": lambda folder, size: GlobalKVPool(size),
 }
 """A store is a class with four methods. Mooncake is added by a fixture: it has to be started."""
@@ -39,8 +38,6 @@ STORES: dict[str, Callable[[Path, int], SharedStore]] = {  # arguments: a folder
 class FaultyStore(KVStore):
     """A store with faults on the way to it. Reads stand still while `hold` is clear; then `lie`
     makes of them what it wants. Calls that `broken` names raise; "negative" counts below zero."""
-
-    num_read_threads = 4
 
     def __init__(self, shared: SharedStore, whole: FaultyStore | None = None, node_id: str = "any"):
         self.shared = shared
@@ -165,7 +162,7 @@ class ByteEngine:
         assert [self.io.data[block_id] for block_id in block_ids[:num_full]] == right
         manager.check_invariants([request])
         if is_error:
-            request.status = RequestStatus.FINISHED_ERROR
+            request.has_bad_kv = True
         manager.free(request)
         manager.check_invariants()
         return computed.num_tokens

@@ -12,9 +12,10 @@ is busy already, every draft token costs its full share, and the best k is 0: sp
 itself off.
 
 `AdaptiveLength` knows nothing of the machine in advance. It fits straight lines to the observed
-times, keeps each request's recent acceptance, and computes the rate for each k. Now and then it
-tries another k for two steps, because it could not detect changed times otherwise; it does so less
-and less often if the best k stays the same. Its decisions depend on a clock; no token does.
+times, keeps the recent acceptance of all requests, and computes the rate for each k; all requests
+get the best one. Now and then it tries another k for two steps, because it could not detect changed
+times or acceptance otherwise; it does so less and less often if the best k stays the same. Its
+decisions depend on a clock; no token does.
 
 The formula: Leviathan et al., arXiv 2211.17192, section 3.3. vLLM (0.33) takes a fixed
 number, or one for each range of batch sizes.
@@ -69,16 +70,16 @@ class CostLine:
 
 
 class AdaptiveLength:
-    """Chooses at most `num_spec_tokens`. `prior` is the acceptance assumed for a new request, until
-    other requests were observed. Another length is tried after `probe_every` steps at first, and
-    after up to sixteen times as many if the best length stays the same."""
+    """Chooses at most `num_spec_tokens`, the same for all requests. `prior` is the acceptance that
+    is assumed at first. Another length is tried after `probe_every` steps at first, and after up to
+    sixteen times as many if the best length stays the same."""
 
     def __init__(
         self,
         num_spec_tokens: int,
         *,
         prior: float = 0.7,
-        memory: float = 0.9,
+        memory: float = 0.98,
         probe_every: int = 32,
     ) -> None:
         self.num_spec_tokens = num_spec_tokens
@@ -89,33 +90,16 @@ class AdaptiveLength:
         self._probe = 0  # the length being tried
         self._until_probe = self._probe_interval = probe_every  # steps; 0 and below: trying
         self._last_best = num_spec_tokens
-        self._overall = _Acceptance(prior, 1.0)
-        self._requests: dict[str, _Acceptance] = {}
-
-    def acceptance(self, request_id: str) -> float:
-        """The request's recent share of accepted draft tokens, among those verified. The less is
-        known about the request, the more the share of all requests counts."""
-        record = self._requests.get(request_id)
-        if record is None:
-            return self._overall.rate
-        return (record.weight * record.rate + self._overall.rate) / (record.weight + 1)
+        self.acceptance = prior  # the recent share of accepted draft tokens, among those verified
+        self._weight = 1.0  # in draft tokens
 
     def choose(self, request_ids: Sequence[str]) -> list[int]:
-        if not request_ids:
-            return []
-        rates = [self.acceptance(request_id) for request_id in request_ids]
-        if not self.verify_cost.has_seen:
-            return [self.num_spec_tokens] * len(request_ids)
-        best, tokens_per_ms = self._best(rates)
-        if self._is_probing(best):
-            return [self._probe] * len(request_ids)
-        slope = self.verify_cost.line[1]
-        lengths = [self._length_for(rate, best, slope * tokens_per_ms) for rate in rates]
-        for request_id, length in zip(request_ids, lengths, strict=True):
-            record = self._requests.get(request_id)
-            if length == 0 and record is not None:
-                record.weight *= self.memory  # else one bad phase would never be tried again
-        return lengths
+        length = self.num_spec_tokens
+        if request_ids and self.verify_cost.has_seen:
+            length = self._best(len(request_ids))
+            if self._is_probing(length):
+                length = self._probe
+        return [length] * len(request_ids)
 
     def _is_probing(self, best: int) -> bool:
         """Whether to try another length: at intervals, two steps with one draft token more than the
@@ -137,38 +121,26 @@ class AdaptiveLength:
             return False
         return True
 
-    def _best(self, rates: list[float]) -> tuple[int, float]:
-        """`(drafts per request, tokens per ms)` with the highest rate; among equals the fewest
-        drafts."""
-        num_requests = len(rates)
-        best, best_speed = 0, 0.0
+    def _best(self, num_requests: int) -> int:
+        """The length with the most tokens per ms; among equals the shortest."""
+        best = 0
+        best_speed = 0.0
         for k in range(self.num_spec_tokens + 1):
-            tokens = sum(expected_tokens(rate, k) for rate in rates)
             ms = self.verify_cost.predict(num_requests * (1 + k))
             if self.draft_cost.has_seen:
                 ms += k * self.draft_cost.predict(num_requests)
-            speed = tokens / max(ms, 1e-9)
+            speed = expected_tokens(self.acceptance, k) / max(ms, 1e-9)
             if speed > best_speed * (1 + 1e-9):
-                best, best_speed = k, speed
-        return best, best_speed
-
-    @staticmethod
-    def _length_for(acceptance: float, max_drafts: int, price: float) -> int:
-        """Number of drafts up to the first whose probability to count is below its price: the
-        tokens that the time for verifying it is worth."""
-        length = 0
-        chance = acceptance
-        while length < max_drafts and chance >= price:
-            length += 1
-            chance *= acceptance
-        return length
+                best = k
+                best_speed = speed
+        return best
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        record = self._requests.get(request_id)
-        if record is None:
-            record = self._requests[request_id] = _Acceptance(self._overall.rate, 2.0)
-        record.observe(num_drafted, num_accepted, self.memory)
-        self._overall.observe(num_drafted, num_accepted, 0.99)
+        num_tried = num_accepted + (num_accepted < num_drafted)  # none is tried after a rejection
+        if num_tried:
+            weight = self.memory * self._weight
+            self.acceptance = (weight * self.acceptance + num_accepted) / (weight + num_tried)
+            self._weight = weight + num_tried
 
     def observe_step(
         self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
@@ -180,20 +152,4 @@ class AdaptiveLength:
             self.draft_cost.fade()
 
     def remove_request(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-
-
-@dataclass(slots=True)
-class _Acceptance:
-    """A share of successes that weights old ones less. Starts at `rate`, as if seen `weight`
-    times."""
-
-    rate: float
-    weight: float
-
-    def observe(self, num_drafted: int, num_accepted: int, memory: float) -> None:
-        num_tried = num_accepted + (num_accepted < num_drafted)  # none is tried after a rejection
-        if num_tried:
-            weight = memory * self.weight
-            self.rate = (weight * self.rate + num_accepted) / (weight + num_tried)
-            self.weight = weight + num_tried
+        """Nothing is kept by request."""

@@ -13,15 +13,13 @@ Accepted draft tokens are known tokens now, and their KV stays; later positions 
 all were accepted, d2 has no KV yet: the draft model lags by one more token and is fed two.
 
 The same rule lets it catch up with anything: it computes from the end of its KV to the last known
-token. It can lag in many ways. A prefix-cache hit brings blocks that another request computed, or a
-disk, and a block that a request filled just as it finished has no KV of the draft. Nothing would
-look wrong, except that fewer draft tokens are accepted. So each block that the draft has filled is
-stored with a hash of everything up to its end. A hit is checked against these hashes, and computed
-from the first block that does not match.
+token. After a prefix-cache hit that is the whole prompt, because blocks that another request
+computed, or a disk, may have no KV of the draft. Nothing would look wrong, except that fewer draft
+tokens are accepted. In a shared block it writes what is there already, or what no other has read.
 
-Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; the
-content of a block in `_filled` matches its hash; nothing is written outside the request's own
-table. vLLM keeps the draft's KV in layers of the same manager; it had exactly this bug (Trap 41).
+Invariants: positions below `num_computed` hold the draft's KV of the request's own tokens; nothing
+is written outside the request's own table. vLLM keeps the draft's KV in layers of the same manager,
+so that a hit brings it; it once had the bug of a missing last token (Trap 41).
 
 See 05_spec_decode/README.md#where-draft-tokens-come-from"""
 
@@ -79,34 +77,11 @@ class DraftSampler(Protocol):
         ...
 
 
-class MostLikely:
-    """Chooses the most likely token: draft tokens without probabilities."""
-
-    def stage(
-        self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
-    ) -> Sequence[np.ndarray]:
-        return ()
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return logits.argmax(dim=-1), None
-
-    def needs_probs(self, request: RunnerRequest) -> bool:
-        return False
-
-
 @dataclass(slots=True)
 class _Follower:
     """How far the draft model has followed a request."""
 
-    num_checked: int = 0  # leading blocks that are full and correct, and do not change
-    chain: int = 0  # the hash of all their tokens
-    # The blocks after these, when they were last read.
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)  # when the table was last read
     num_computed: int = 0  # positions with the draft's KV
     # Draft tokens whose KV is in the last of those positions.
     drafts: list[int] = field(default_factory=list)
@@ -124,8 +99,8 @@ class DraftModelProposer:
         state: SharingRunnerState,
         num_spec_tokens: int = 4,
         *,
+        sampler: DraftSampler,
         max_model_len: int = 2048,
-        sampler: DraftSampler | None = None,
     ) -> None:
         check_integers(1, num_spec_tokens=num_spec_tokens)
         self.model = model
@@ -137,12 +112,11 @@ class DraftModelProposer:
         # back.
         self.num_lookahead_tokens = num_spec_tokens
         self.max_model_len = max_model_len
-        self.sampler = sampler or MostLikely()
+        self.sampler = sampler
         self.block_size = kv_cache.block_size
         self.device = kv_cache.key_cache[0].device
         self.num_computed_tokens = 0  # total number fed to the draft model
         self._followers: dict[str, _Follower] = {}
-        self._filled: dict[int, int] = {}  # block id -> hash of the tokens whose draft KV it holds
         self._probs: dict[str, torch.Tensor] = {}
 
     # -- the interface
@@ -162,8 +136,6 @@ class DraftModelProposer:
         drafting = [w for w in work if w.num_drafts]
         if not work:
             return {}
-        for w in work:
-            self._unfill(w, w.follower.num_computed)
         rounds = [
             [w for w in drafting if w.num_drafts > num_drafted]
             for num_drafted in range(max((w.num_drafts for w in drafting), default=0))
@@ -177,7 +149,6 @@ class DraftModelProposer:
         for w in work:
             w.follower.drafts = drafts.get(w.request.req_id, [])[:-1]  # the last one is not fed
             w.follower.num_computed = w.stop + len(w.follower.drafts)
-            self._check_blocks(w.inputs, w.follower)
         return drafts
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:
@@ -192,23 +163,14 @@ class DraftModelProposer:
     def _plan(self, inputs: ProposerInput, num_drafts: int) -> _Work:
         """Plan the work for a request: up to its last known token if draft tokens are needed, else
         as far as the target is; in either case only where there are slots."""
-        follower = self._follow(inputs)
-        num_slots = self._num_slots(follower)
+        follower = self._followers.setdefault(inputs.request.req_id, _Follower())
+        self._take_back_wrong(inputs.request, follower)
+        self._read_table(inputs, follower)
+        num_slots = min(len(follower.block_ids) * self.block_size, self.max_model_len)
         num_known = inputs.request.num_tokens
         num_drafts = max(0, min(num_drafts, num_slots - num_known + 1))
         stop = num_known if num_drafts else min(inputs.num_computed_tokens, num_slots)
         return _Work(inputs, follower, stop, num_drafts)
-
-    def _num_slots(self, follower: _Follower) -> int:
-        num_blocks = follower.num_checked + len(follower.block_ids)
-        return min(num_blocks * self.block_size, self.max_model_len)
-
-    def _follow(self, inputs: ProposerInput) -> _Follower:
-        follower = self._followers.setdefault(inputs.request.req_id, _Follower())
-        self._take_back_wrong(inputs.request, follower)
-        self._read_table(inputs.request, follower)
-        self._check_blocks(inputs, follower)
-        return follower
 
     def _take_back_wrong(self, request: RunnerRequest, follower: _Follower) -> None:
         """Drop the KV of wrong draft tokens; correct ones stay, verified or not. The last known
@@ -221,38 +183,16 @@ class DraftModelProposer:
         follower.num_computed = min(start + num_right, request.num_tokens - 1)
         follower.drafts = []
 
-    def _read_table(self, request: RunnerRequest, follower: _Follower) -> None:
-        """Read the block table after the checked blocks. There, a block may have been replaced by a
-        cached block of the same content, which may or may not have the draft's KV."""
-        first = follower.num_checked
-        block_ids = self.state.block_ids(request.req_id, first)
-        for index, (before, now) in enumerate(zip(follower.block_ids, block_ids), first):
+    def _read_table(self, inputs: ProposerInput, follower: _Follower) -> None:
+        """Read the block table. A block that the last step filled may have been replaced by a
+        cached block of the same content, which may not have the draft's KV."""
+        first = min(inputs.start // self.block_size, len(follower.block_ids))
+        block_ids = self.state.block_ids(inputs.request.req_id, first)
+        for index, (before, now) in enumerate(zip(follower.block_ids[first:], block_ids), first):
             if before != now:
                 follower.num_computed = min(follower.num_computed, index * self.block_size)
                 break
-        follower.block_ids = block_ids
-
-    def _check_blocks(self, inputs: ProposerInput, follower: _Follower) -> None:
-        """Advance over full blocks as long as they have the draft's KV, whichever request wrote it.
-        The blocks that the last step filled can still be replaced, so they are checked again. Costs
-        O(new full blocks), except for the blocks of a hit."""
-        size = self.block_size
-        first = follower.num_checked
-        chain = follower.chain
-        num_full = min(inputs.num_computed_tokens, self._num_slots(follower)) // size
-        for index, block_id in enumerate(follower.block_ids[: max(0, num_full - first)], first):
-            end = (index + 1) * size
-            chain = hash((chain, tuple(inputs.request.tokens(end - size, end))))
-            if follower.num_computed >= end:
-                self._filled[block_id] = chain
-            elif self._filled.get(block_id) == chain:
-                follower.num_computed = end
-            else:
-                break
-            if end <= inputs.start:
-                follower.num_checked = index + 1
-                follower.chain = chain
-        del follower.block_ids[: follower.num_checked - first]
+        follower.block_ids[first:] = block_ids
 
     # -- the model
 
@@ -305,13 +245,6 @@ class DraftModelProposer:
         self.num_computed_tokens += len(batch.input_ids)
         batch.plan_attention(self.backend, self.model.num_heads, self.kv_cache)
         return self.model(batch, self.kv_cache)
-
-    def _unfill(self, w: _Work, start: int) -> None:
-        """Remove blocks that are about to be overwritten from `_filled`."""
-        end = w.stop + max(0, w.num_drafts - 1)
-        first = w.follower.num_checked
-        for index in range(start // self.block_size - first, -(-end // self.block_size) - first):
-            self._filled.pop(w.follower.block_ids[index], None)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,18 @@
 """Chunks of the size for which a step has time.
 
 A fixed chunk size is right for one machine, one model and one load. An operator would rather
-promise decoding requests that no step takes longer than `target_step_ms`. `AdaptiveChunks` fits a
-cost model to the observed steps (`step_cost.py`) and gives prompts the tokens that fit below the
-target in addition to the decodes:
+promise decoding requests that no step takes longer than `target_step_ms`. `AdaptiveChunks` limits
+the tokens of a step, and steers by the times of the last steps:
 
     target_step_ms  |#### decodes ####|######## chunk ########|.|
                                        ^ shrinks while its prompt grows: more keys to attend to
 
-Nothing is known at first, so the first chunk is `min_chunk` tokens, and no step is more than twice
-as large as the largest that met the target: five steps from 16 tokens to 256. At least `min_chunk`
-tokens of one prompt are computed in every step, however long the step is already, so prefill never
-stops. If even a step with only these takes longer than the target, the target limits chunks beside
-decodes, and no other chunk.
+A step of n tokens that took half the target shows that 2 n fit, or a little fewer, because part of
+its time does not depend on n. So the limit is n * target / time, and goes up or down by at most a
+factor of 2 a step: five steps from 16 tokens to 256. While a prompt grows, its chunks are a little
+too large, until the next step corrects that. At least `min_chunk` tokens of one prompt are computed
+in every step, however long the step is already, so prefill never stops. If even a step with only
+these takes longer than the target, the target limits chunks beside decodes, and no other chunk.
 
 One long prompt gets all the available time; with `long_prefill_token_threshold` it leaves some to
 others. Decisions depend on a clock; no token does. vLLM and SGLang have fixed sizes. Sarathi-Serve
@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from chunk_policy import ChunkedPrefill
 from request import Request, check_integers
-from step_cost import StepCost, StepWork, count_work
 
 
 class AdaptiveChunks(ChunkedPrefill):
@@ -47,9 +46,8 @@ class AdaptiveChunks(ChunkedPrefill):
         check_integers(1, min_chunk=min_chunk)
         self.target_step_ms = target_step_ms
         self.min_chunk = min_chunk
-        self.cost = StepCost()
-        self._largest_kept = 0  # tokens of the largest step within the target
-        self._planned = StepWork()  # decodes of the step, and its chunks so far
+        self.max_tokens = min_chunk  # of a step, decodes included
+        self._num_left = 0  # tokens that this step may still get
         self._has_chunk = False
         self._has_limit = True
 
@@ -58,15 +56,9 @@ class AdaptiveChunks(ChunkedPrefill):
     ) -> None:
         super().begin_step(running, num_uncomputed_tokens)
         decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
-        starts = [request.num_computed_tokens for request in decodes]
-        self._planned = count_work(starts, [num_uncomputed_tokens(request) for request in decodes])
+        self._num_left = self.max_tokens - sum(map(num_uncomputed_tokens, decodes))
         self._has_chunk = False
-        self._has_limit = bool(decodes) or self._can_meet_target()
-
-    def _can_meet_target(self) -> bool:
-        """Whether a step with only `min_chunk` tokens may be within the target."""
-        largest = self.cost.largest_chunk(self.target_step_ms, StepWork(), 0)
-        return largest >= self.min_chunk or not self.cost.is_known
+        self._has_limit = bool(decodes) or self.max_tokens >= self.min_chunk
 
     def num_tokens_to_schedule(
         self, request: Request, num_uncomputed_tokens: int, budget: int, max_step_tokens: int
@@ -74,29 +66,23 @@ class AdaptiveChunks(ChunkedPrefill):
         num_tokens = super().num_tokens_to_schedule(
             request, num_uncomputed_tokens, budget, max_step_tokens
         )
-        if num_tokens == 0:
-            return 0
-        start = request.num_tokens - num_uncomputed_tokens
-        if self._has_limit:
-            num_tokens = min(num_tokens, self._fitting(start))
-        self._planned += count_work([start], [num_tokens])
-        self._has_chunk = True
+        if num_tokens and self._has_limit:
+            least = 0 if self._has_chunk else self.min_chunk
+            num_tokens = min(num_tokens, max(least, self._num_left))
+        self._num_left -= num_tokens
+        self._has_chunk = self._has_chunk or num_tokens > 0
         return num_tokens
-
-    def _fitting(self, start: int) -> int:
-        min_tokens = 0 if self._has_chunk else self.min_chunk
-        max_tokens = max(self.min_chunk, 2 * self._largest_kept)
-        num_fitting = max_tokens - self._planned.num_tokens
-        if self.cost.is_known:
-            largest = self.cost.largest_chunk(self.target_step_ms, self._planned, start)
-            num_fitting = min(num_fitting, largest)
-        return max(min_tokens, num_fitting)
 
     def observe_step(
         self, starts: Sequence[int], num_tokens: Sequence[int], step_ms: float
     ) -> None:
         """Record the time of a step, which computed `num_tokens` tokens of each request from
         `starts` on."""
+        num_total = sum(num_tokens)
+        if num_total == 0 or step_ms <= 0:
+            return
+        num_fitting = int(num_total * min(self.target_step_ms / step_ms, 2))
         if step_ms <= self.target_step_ms:
-            self._largest_kept = max(self._largest_kept, sum(num_tokens))
-        self.cost.observe(count_work(starts, num_tokens), step_ms)
+            self.max_tokens = max(self.max_tokens, num_fitting)
+        else:
+            self.max_tokens = min(self.max_tokens, max(num_fitting, self.max_tokens // 2))

@@ -42,7 +42,6 @@ from torch import Tensor
 
 from attention_plan import DecodeGroup
 from paged_attention import AttentionMetadata, PagedPlan, TorchAttentionBackend
-from window_attention import WindowMetadata
 
 KEY_TILE = 128
 ROW_TILE = 8
@@ -148,9 +147,7 @@ class InvariantPlan(PagedPlan):
         num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
         self.chunk_groups: list[Group] = []
         metadata = self.metadata
-        skipped = [0] * len(self.seq_lens)
-        if isinstance(metadata, WindowMetadata):
-            skipped = metadata.skipped
+        skipped = metadata.skipped or [0] * len(self.seq_lens)
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
             pieces = split_query(

@@ -5,7 +5,7 @@ Next to a chunk of 512 tokens, a decode then gets a tile of 64 rows, of which tw
 two heads share a KV head: 97 % padding, in each of 256 decodes. And keys are split by one rule,
 though decodes want many short splits and chunks few long ones.
 
-Here `MixedMetadata.num_short` is the border between two launches of the same kernel:
+Here `AttentionMetadata.num_short` is the border between two launches of the same kernel:
 
     sequences          | B | C | D d d |      E: chunk of 4 | A: chunk of 6       |
     launch             short: 16 rows a tile  long: 64 rows a tile
@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mixed_batch import MixedMetadata
-from paged_attention import AttentionMetadata, HostMetadata
+from paged_attention import AttentionMetadata
 from paged_attention_triton import (
     SHORT_ROWS,
     SequenceRange,
@@ -42,12 +41,11 @@ class MixedTritonPlan(TritonPlan):
     has no border, and is planned as in chapter 2."""
 
     def launches(self, metadata: AttentionMetadata) -> list[SequenceRange]:
-        if not isinstance(metadata, HostMetadata) or not metadata.query_starts:
+        if not metadata.query_starts:
             return super().launches(metadata)
         query_lens = [stop - start for start, stop in pairwise(metadata.query_starts)]
-        if isinstance(metadata, MixedMetadata):
-            num_short = metadata.num_short
-        else:  # sequences at the front whose queries fit the smallest tile
+        num_short = metadata.num_short
+        if num_short is None:  # sequences at the front whose queries fit the smallest tile
             max_query_len = SHORT_ROWS // self.shape.num_shared
             num_short = next(
                 (i for i, n in enumerate(query_lens) if n > max_query_len), len(query_lens)

@@ -1,9 +1,7 @@
-"""Counts against counting one by one, FLOPs against a model's real matrices, and the fit against
-costs that are known."""
+"""Counts against counting one by one, FLOPs against a model's real matrices, and the size of chunks
+on a machine with known costs."""
 
 from __future__ import annotations
-
-import random
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +14,6 @@ from bounded_loops import as_long_as
 from request import Request
 from step_cost import (
     ModelShape,
-    StepCost,
     StepWork,
     count_bytes_and_flops,
     count_work,
@@ -63,7 +60,7 @@ def test_flops_are_those_that_torch_counts():
     assert counted.flops_per_byte == counted.flops / counted.bytes_moved
 
 
-# -- the fit
+# -- the policy
 
 TRUE_COSTS = (2.0, 0.05, 0.001, 0.0002)
 
@@ -71,75 +68,6 @@ TRUE_COSTS = (2.0, 0.05, 0.001, 0.0002)
 def true_ms(work: StepWork) -> float:
     c0, c1, c2, c3 = TRUE_COSTS
     return c0 + c1 * work.num_tokens + c2 * work.num_decode_pairs + c3 * work.num_chunk_pairs
-
-
-def random_work(rng: random.Random) -> StepWork:
-    starts = [rng.randrange(900) for _ in range(rng.randint(0, 20))]
-    lens = [1] * len(starts)
-    if rng.random() < 0.5 or not starts:
-        starts.append(rng.randrange(1500))
-        lens.append(rng.randint(2, 300))
-    return count_work(starts, lens)
-
-
-def learn(noise: float = 0.0, pauses: float = 0.0, num_steps: int = 200, seed: int = 0) -> StepCost:
-    rng = random.Random(seed)
-    cost = StepCost()
-    for _ in range(num_steps):
-        work = random_work(rng)
-        step_ms = true_ms(work) * (1 + noise * rng.uniform(-1, 1))
-        cost.observe(work, step_ms * (20 if rng.random() < pauses else 1))
-    return cost
-
-
-def error(cost: StepCost) -> float:
-    rng = random.Random(99)
-    works = [random_work(rng) for _ in range(50)]
-    return max(abs(cost.predict_ms(work) / true_ms(work) - 1) for work in works)
-
-
-@pytest.mark.net
-@pytest.mark.parametrize(
-    ("noise", "pauses", "limit"), [(0, 0, 0.01), (0.2, 0, 0.15), (0.05, 0.03, 0.25)], ids=str
-)
-def test_known_costs_are_found(noise, pauses, limit):
-    """Although steps take a fifth more or less, or the machine pauses for the time of 20 steps."""
-    assert error(learn(noise, pauses)) < limit
-
-
-def test_steps_of_one_kind_or_without_sense_never_make_a_cost_negative():
-    cost = StepCost()
-    large = count_work([0], [500])
-    assert cost.predict_ms(large) == 0 and cost.largest_chunk(5.0, StepWork(), 0) > 10**6
-    for _ in range(50):
-        cost.observe(count_work([100] * 4, [1] * 4), 7.0)
-        cost.observe(StepWork(), 5.0)
-        cost.observe(large, 0.0)
-    assert cost.num_observations == 50 and cost.predict_ms(large) >= 0
-    cost.observe(large, 80.0)  # its pairs were never seen, and it counts
-    assert cost.predict_ms(large) > 7
-
-
-LEARNT = learn()
-
-
-@pytest.mark.net
-@given(
-    target_ms=st.floats(0.5, 300),
-    start=st.integers(0, 3000),
-    num_decodes=st.integers(0, 30),
-)
-def test_the_largest_chunk_is_the_largest(target_ms, start, num_decodes):
-    cost = LEARNT
-    beside = count_work([300] * num_decodes, [1] * num_decodes)
-    n = cost.largest_chunk(target_ms, beside, start)
-    for size, is_over in ((n, False), (n + 1, True)) if n else ((1, True),):
-        pairs = size * start + size * (size + 1) // 2  # of chunks, also if it is one token
-        work = beside + StepWork(size, 0, pairs, start + size)
-        assert (cost.predict_ms(work) > target_ms * (1 + 1e-9)) == is_over
-
-
-# -- the policy
 
 
 def num_known_after(request: Request) -> int:
@@ -176,12 +104,23 @@ def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0)
 @pytest.mark.net
 @pytest.mark.parametrize("num_decodes", [0, 8])
 @pytest.mark.parametrize("target_ms", [8.0, 20.0, 60.0])
-def test_steps_come_up_to_the_target_and_not_over_it(target_ms, num_decodes):
+def test_steps_come_up_to_the_target_and_hardly_over_it(target_ms, num_decodes):
     policy = AdaptiveChunks(target_ms, min_chunk=4)
     prefill_alone(policy, 2000, num_decodes)
-    times = prefill_alone(policy, 2000, num_decodes)
-    assert max(times) <= 1.02 * target_ms
-    assert sorted(times)[len(times) // 2] > 0.9 * target_ms
+    times = sorted(prefill_alone(policy, 2000, num_decodes)[5:])
+    assert times[-1] <= 1.3 * target_ms
+    assert 0.9 * target_ms < times[len(times) // 2] < 1.1 * target_ms
+
+
+def test_a_pause_of_the_machine_costs_a_few_smaller_chunks():
+    policy = AdaptiveChunks(20.0)
+    prefill_alone(policy, 2000)
+    before = policy.max_tokens
+    policy.observe_step([0], [1], 2000.0)
+    policy.observe_step([0], [0], 5.0)  # a step of nothing shows nothing
+    assert policy.max_tokens == before // 2
+    prefill_alone(policy, 500)
+    assert policy.max_tokens > before // 2
 
 
 @pytest.mark.parametrize(
@@ -220,14 +159,9 @@ def test_prefill_never_stops_and_only_one_prompt_gets_more_than_fits():
 def test_a_decode_counts_with_its_drafts_and_leaves_less_for_a_chunk():
     """The scheduler says how many tokens a decode brings; the counters alone would say one."""
     policy = AdaptiveChunks(20.0)
-    prefill_alone(policy, 2000)
     prefill_alone(policy, 2000, 8)
-    decodes = make_decodes(8)
     sizes = []
-    for num_tokens in (1, 9):
-        policy.begin_step(decodes, lambda request, n=num_tokens: n)
+    for num_tokens in (1, 3):
+        policy.begin_step(make_decodes(8), lambda request, n=num_tokens: n)
         sizes.append(policy.num_tokens_to_schedule(prompt_of(2000), 2000, 4096, 4096))
-        starts = [299] * 8 + [0]
-        lens = [num_tokens] * 8 + [sizes[-1]]
-        assert true_ms(count_work(starts, lens)) == pytest.approx(20, rel=0.05)
-    assert sizes[1] < sizes[0] - 8 * 8 // 2
+    assert sizes == [policy.max_tokens - 8, policy.max_tokens - 24]

@@ -1,57 +1,47 @@
-"""Read an engine's whole state as a frame (`frames.py`). Has no side effects; its cost grows with
-the pool and the cache, so the recorder calls it only where a film begins.
+"""Read an engine's whole state as a frame (`frames.py`). Has no side effects; costs as much as the
+pool and the cache are large.
 
 See common/events/README.md#the-format-version-2"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from base_scheduler import BaseScheduler
 from common.events.frames import Frame
-from grouped_prefix_cache import GroupedPrefixCache
-from kv_loads import KVLoads
+from grouped_prefix_cache import GroupedBlock, GroupedPrefixCache
 from kv_memory import UncachedKVCacheManager
-from prefix_cache import NormalKeys, PrefixCache
+from loading_kv_cache_manager import LoadingKVCacheManager
+from prefix_cache import CachedContent, PrefixCache
+from request import Request
 from scheduler_interface import SchedulerOutput
 
 
 def read_frame(
     scheduler: BaseScheduler,
     memory: UncachedKVCacheManager,
-    cache: PrefixCache | GroupedPrefixCache | None,
-    loads: KVLoads | None,
+    requests: Iterable[Request],
     waiting: Sequence[str],
-    plans: dict[int, SchedulerOutput],
+    cached: CachedRows,
 ) -> Frame:
-    """Return what the engine's parts know, without texts, reasons and times. Has no side effects;
-    `waiting` is the order of service, which a cache-aware policy cannot be asked for; `plans` are
-    those without results, by step number."""
-    requests = scheduler.requests
+    """Return what the engine's parts know, without texts, plans and times. `requests` are the
+    unfinished ones and those that have just ended; `waiting` is the order of service, which a
+    cache-aware policy cannot be asked for."""
+    requests = {request.request_id: request for request in requests}
     pool = memory.pool
     return {
         "waiting": list(waiting),
         "running": list(scheduler.running),
-        "requests": {name: row_of(request) for name, request in requests.items()},
         "computed": {name: request.num_computed_tokens for name, request in requests.items()},
         "outputs": {name: list(request.output_token_ids) for name, request in requests.items()},
         "tables": {name: tables for name in requests if (tables := tables_of(memory, name))},
         "free": [block.block_id for block in pool.free_order()],
         "refs": {str(block.block_id): block.ref_cnt for block in pool.blocks if block.ref_cnt},
-        "cached": {} if cache is None else dict(cached_rows(cache)),
-        "evictable": [] if cache is None else _evictable(cache),
-        "loads": {} if loads is None else loads_of(loads),
-        "in_flight": {str(step): plan_row(plan, scheduler) for step, plan in plans.items()},
-    }
-
-
-def row_of(request: Any) -> dict[str, Any]:
-    """The part of a request's row that its own object knows."""
-    return {
-        "num_cached": request.num_cached_tokens,
-        "num_preemptions": request.num_preemptions,
+        "cached": cached.read(memory),
+        "evictable": cached.evictable(),
+        "loads": loads_of(memory),
     }
 
 
@@ -59,6 +49,19 @@ def tables_of(memory: UncachedKVCacheManager, request_id: str) -> dict[str, list
     """Return the block tables by group, {} without any block."""
     tables = memory.get_tables(request_id)
     return {str(group): list(ids) for group, ids in enumerate(tables)} if any(tables) else {}
+
+
+def loads_of(memory: UncachedKVCacheManager) -> dict[str, Any]:
+    if not isinstance(memory, LoadingKVCacheManager):
+        return {}
+    return {
+        load.request.request_id: {
+            "prefix": [block.block_id for block in load.prefix],
+            "blocks": [block.block_id for block in load.blocks],
+            "has_arrived": load.has_arrived,
+        }
+        for load in memory.loads.loads()
+    }
 
 
 def plan_row(plan: SchedulerOutput, scheduler: BaseScheduler) -> dict[str, Any]:
@@ -75,69 +78,65 @@ def plan_row(plan: SchedulerOutput, scheduler: BaseScheduler) -> dict[str, Any]:
     return filled(requests=names, starts=starts, num_tokens=nums, drafts=drafts)
 
 
-def loads_of(loads: KVLoads) -> dict[str, Any]:
-    return {
-        load.request.request_id: {
-            "prefix": [block.block_id for block in load.prefix],
-            "blocks": [block.block_id for block in load.blocks],
-            "has_arrived": load.has_arrived,
-        }
-        for load in loads.loads()
-    }
+class CachedRows:
+    """The rows of all cached blocks. A row is made once for each content, and is then the same
+    object in each frame."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[CachedContent | GroupedBlock, dict[str, Any]]] = {}
+
+    def read(self, memory: UncachedKVCacheManager) -> dict[str, dict[str, Any]]:
+        """Return the rows by block: those in use, then the others in the order of eviction."""
+        before = self._known
+        self._known = {}
+        for content in _contents(memory.cache):
+            block = str(content.block.block_id)
+            known = before.get(block)
+            if known is None or (known[0] is not content and known[0] != content):
+                known = content, _cached_row(content)
+            self._known[block] = known
+        return {block: row for block, (_, row) in self._known.items()}
+
+    def evictable(self) -> list[int]:
+        """Return the blocks of the last `read` that no request uses, the next victim first; with
+        groups none, because the free order is the order of eviction."""
+        return [
+            content.block.block_id
+            for content, _ in self._known.values()
+            if isinstance(content, CachedContent) and content.block.ref_cnt == 1
+        ]
 
 
-def cached_rows(cache: PrefixCache | GroupedPrefixCache) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every cached block with its row. O(blocks x depth)."""
+def _contents(
+    cache: PrefixCache | GroupedPrefixCache | None,
+) -> Iterable[CachedContent | GroupedBlock]:
     if isinstance(cache, GroupedPrefixCache):
-        for known in cache.cached_prefixes():
-            yield str(known.block.block_id), grouped_row(known)
-        return
-    prefixes = list(cache.cached_prefixes())
-    size = cache.block_size
-    ids: dict[tuple[NormalKeys, tuple[int, ...]], int] = {}
-    for prefix in prefixes:
-        ids[prefix.extra_keys, prefix.token_ids] = prefix.block.block_id
-    for prefix in prefixes:
-        parent = ids.get((prefix.extra_keys, prefix.token_ids[:-size]))
-        yield (
-            str(prefix.block.block_id),
-            cached_row(cache, prefix.block, parent, prefix.token_ids[-size:], prefix.extra_keys),
-        )
+        return cache.cached_prefixes()
+    return () if cache is None else cache.cached_contents()
 
 
-def cached_row(
-    cache: PrefixCache, block: Any, parent: int | None, tokens: Sequence[int], keys: NormalKeys
-) -> dict[str, Any]:
-    """`begins_node`: with a radix tree, whether the block is the first of its node."""
+def _cached_row(content: CachedContent | GroupedBlock) -> dict[str, Any]:
+    """With groups, the parent may no longer be cached; `place` is the index in the group's tables.
+    `begins_node`: with a radix tree, whether the block is the first of its node."""
+    if isinstance(content, GroupedBlock):
+        return {
+            "tokens": list(content.chain[content.index][1]),
+            "hash": content.key[1].hex()[:8],
+            "group": content.group,
+            "place": content.index,
+        }
     return filled(
-        tokens=list(tokens),
-        parent=parent,
-        tenant=label_of(keys),
-        hash=cache.hash_of(block),
-        begins_node=cache.begins_node(block),
+        tokens=list(content.token_ids),
+        parent=content.parent_id,
+        tenant=label_of(content.extra_keys),
+        hash=content.block_hash.hex()[:8],
+        begins_node=content.begins_node,
     )
 
 
 def filled(**row: Any) -> dict[str, Any]:
     """Return a row without its empty values; a reader takes a missing one as empty."""
     return {name: value for name, value in row.items() if value}
-
-
-def grouped_row(known: Any) -> dict[str, Any]:
-    """With groups, the parent may no longer be cached; `place` is the index in the group's
-    tables."""
-    return {
-        "tokens": list(known.chain[known.index][1]),
-        "hash": known.key[1].hex()[:8],
-        "group": known.group,
-        "place": known.index,
-    }
-
-
-def _evictable(cache: PrefixCache | GroupedPrefixCache) -> list[int]:
-    if isinstance(cache, GroupedPrefixCache):
-        return []  # the free order is the order of eviction
-    return [p.block.block_id for p in cache.cached_prefixes() if p.num_users == 0]
 
 
 def label_of(extra_keys: object) -> str:

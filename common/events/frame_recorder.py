@@ -6,11 +6,9 @@
               aborted since the last step; "plan": a step was planned; "result": its results were
               processed, which ends the step; "failed": a step raised
 
-The first line describes the run (`run_line.py`); changes start from `empty_frame`. Lines of a
-step are written together when it has ended, so that nothing is encoded while a part is timed.
-
-A step costs what changed: blocks as `memory_changes.py` reports them, requests as the plans and the
-first plugin of the scheduler's list (`wait_reasons.py`) do.
+The first line describes the run (`run_line.py`); changes start from `empty_frame`. At each moment
+the recorder reads the whole engine (`engine_frame.py`) and notes the difference to the frame
+before. Lines of a step are written together when it has ended.
 
 See common/events/README.md"""
 
@@ -20,23 +18,21 @@ import json
 import logging
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from base_scheduler import BaseScheduler
-from common.events.engine_frame import filled, label_of, read_frame, row_of
+from base_scheduler import BaseScheduler, SchedulerPlugin
+from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
 from common.events.frames import BY_REQUEST, Frame, diff, empty_frame
-from common.events.memory_changes import MemoryChanges
 from common.events.run_line import describe_run, open_file
 from common.events.text_deltas import TextDeltas
 from common.events.wait_reasons import WaitReasons
 from common.requests.engine_plugin import EnginePlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
-from request import Request, RequestStatus
-from scheduler_interface import EngineCoreOutput, SchedulerInterface, SchedulerOutput, StepOutput
+from request import Request
+from scheduler_interface import SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
     from common.assembly.assembly import EngineParts
@@ -48,11 +44,21 @@ logger = logging.getLogger(__name__)
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+@dataclass
+class _KnownRequest:
+    """A request that is in the last frame."""
+
+    request: Request
+    row: dict[str, Any]  # what never changes
+    num_tokens: int = 0  # outputs in the last frame
+    pieces: list[str] = field(default_factory=list)  # their texts; a new list for each change
+
+
 class FrameRecorder(EnginePlugin):
     """Records the engine that consists of `parts`. `members` are the sequences of its open
-    requests, whose texts are recorded, too. A `SchedulerInterface` that wraps another. Raises what
-    `open_file` or a user's part raises, and then leaves the engine unchanged. The first write that
-    fails is logged, and nothing is written after it."""
+    requests, whose texts are recorded, too. Raises what `open_file` or a user's part raises, and
+    then leaves the engine unchanged. The first write that fails is logged, and nothing is written
+    after it."""
 
     def __init__(
         self,
@@ -71,128 +77,86 @@ class FrameRecorder(EnginePlugin):
         self._has_failed = False
         self._start = time.monotonic()
         self._lines: list[dict[str, Any]] = []
-        self.recorder = parts.recorder
-        self._scheduler = parts.recorder.scheduler
-        self.base_scheduler = cast(BaseScheduler, self._scheduler)
-        self._new_texts = partial(TextDeltas, members, tokenizer)
-        self._texts = self._new_texts()
+        self._scheduler = cast(BaseScheduler, parts.recorder.scheduler)
+        self._memory = memory = parts.kv_memory
+        self._connector = parts.connector
+        self._texts = TextDeltas(members, tokenizer)
         self._adapter_name = parts.adapters.name_of if parts.adapters else lambda digest: None
-        self.reasons = WaitReasons(parts.kv_memory, self._finished, self._checked)
-        self.memory = MemoryChanges(parts, self.reasons.matched)
         side = parts.runner
-        overlaps = parts.in_flight_plans is not None
         self._num_blocks = side.kv_cache.num_blocks
-        run = describe_run(config, side, self._num_blocks, overlaps, self.memory.windows)
+        overlaps = parts.in_flight_plans is not None
+        windows = getattr(memory, "windows", ())
+        run = describe_run(config, side, self._num_blocks, overlaps, windows)
         self.run_line = f"{_encode(run)}\n"
-        self._in_flight = deque(range(len(self.recorder.in_flight_plans)))  # step numbers
-        self._num_planned = len(self._in_flight)
-        self._num_requests = self._num_ended = 0
-        # As written last:
-        self._waiting: list[str] = []
-        self._running: list[str] = []
-        self._computed: dict[str, int] = {}
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._ended: list[str] = []  # in the last frame; the next one removes them
-        # Since then:
-        self._changed: dict[str, Request] = {}  # arrived, admitted, preempted, ended
-        self._arrivals: dict[str, dict[str, Any]] = {}
-        self._finishes: dict[str, dict[str, Any]] = {}
-        self._in_step = self._is_updating = False
-        self._result: dict[str, Any] | None = None  # of the step that has not been closed yet
+        self.reasons = WaitReasons(memory, self)
+        self._plan_end = _PlanEnd(self)
+        self._frame = empty_frame(self._num_blocks)  # as of the last line
+        self._cached = CachedRows()
+        self._known: dict[str, _KnownRequest] = {}
+        self._ended: dict[str, tuple[Request, float]] = {}  # since the last frame, and when
+        self._has_arrivals = False
+        self._num_requests = 0
+        self._num_from_store = 0
+        plans = parts.recorder.in_flight_plans
+        self._plans = {
+            str(step): plan_row(plan, self._scheduler) for step, plan in enumerate(plans)
+        }
+        self._num_planned = len(plans)
+        self._num_ended = 0
+        self._in_step = False
+        self._received: dict[str, Any] | None = None  # the result of a step that has not ended
+        self._result: dict[str, Any] | None = None
         self.is_in = False
         try:
-            self.put_in()
+            self.reasons.put_in(self._scheduler, self._plan_end)
+            self._put(self.run_line)
+            self._write("start")
+            self.flush()
+            self.is_in = True
         except BaseException:
             self.take_out()
             raise
 
-    def put_in(self) -> None:
-        scheduler = self.base_scheduler
-        self.memory.put_in(list(scheduler.requests))
-        self.reasons.put_in(scheduler)
-        self.recorder.scheduler = cast(SchedulerInterface, self)
-        frame = self.frame(self._texts)
-        self._waiting = frame["waiting"]
-        self._running = frame["running"]
-        self._computed = dict(frame["computed"])
-        self._rows = dict(frame["requests"])
-        self._num_requests = len(scheduler.requests)
-        self._put(self.run_line)
-        if changes := diff(empty_frame(self._num_blocks), frame):
-            self._lines.append(self._line("start", changes))
-        self.flush()
-        self.is_in = True
-
     def take_out(self) -> None:
         """Stop recording: restore the engine's parts and close the file."""
-        self.recorder.scheduler = cast(SchedulerInterface, self._scheduler)
-        self.reasons.take_out(self.base_scheduler)
-        self.memory.take_out()
-        if self.is_in:
-            self._close_step()
-            self._write("between")
-            self.flush()
+        self.reasons.take_out(self._scheduler, self._plan_end)
+        is_in = self.is_in
         self.is_in = False
         try:
+            if is_in:
+                self._close_step()
+                self._catch_up()
+                self.flush()
             self._close()
         except Exception:
-            logger.exception("cannot close the file of the recorded run")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
+            logger.exception("cannot end the recorded run")
 
     # -- frames
 
-    def frame(self, texts: TextDeltas | None = None) -> Frame:
-        """Return the whole frame between two steps, with texts for a viewer that begins here."""
-        scheduler = self.base_scheduler
-        memory = self.memory
-        plans = dict(zip(self._in_flight, self.recorder.in_flight_plans))
-        frame = read_frame(
-            scheduler, memory.memory, memory.cache, memory.loads, self.reasons.queue_order(), plans
-        )
-        frame |= {"pieces": {}, "loaded": memory._loaded(), "result": None}
-        for number, request in enumerate(scheduler.requests.values()):
-            name = request.request_id
-            pieces = [] if texts is None else texts.begin(request)
-            frame["requests"][name] |= self._arrival(request, number, pieces)
-            outputs = frame["outputs"][name]
-            frame["pieces"][name] = [] if texts is None else texts.add(request, outputs)
-        return frame
+    @property
+    def is_behind(self) -> bool:
+        """Whether requests have arrived or ended since the last frame."""
+        return self._has_arrivals or bool(self._ended)
 
-    def _arrival(self, request: Request, number: int, pieces: list[str]) -> dict[str, Any]:
-        """The part of a request's row that never changes."""
-        digest, source = map(request.features.get, ("adapter", "grammar"))
-        adapter = digest and (self._adapter_name(digest) or digest[:8])
-        return {
-            "number": number,
-            "prompt": list(request.prompt_token_ids),
-            "prompt_pieces": pieces,
-            "max_tokens": request.max_tokens,
-            "priority": request.priority,
-            "tenant": label_of(normalise_extra_keys(extra_keys_of(request))),
-            "order_key": self.reasons.order_key(request),
-            "adapter": adapter or "",
-            "grammar": source.split('"')[1] if source else "",
-            "arrived_at": self._since_start(request.arrival_time),
-        }
+    def _catch_up(self) -> None:
+        if self.is_behind:
+            self._write("between")
 
-    def _write(
-        self,
-        at: str,
-        requests: Iterable[Request] = (),
-        tokens: Mapping[str, list[int]] | None = None,
-        pieces: Mapping[str, list[str]] | None = None,
-        waiting: list[str] | None = None,
-        **facts: Any,
-    ) -> None:
-        """Note a frame: what changed in `requests`, their new `tokens` with texts, everything that
-        was reported, and `facts`. A frame between steps without changes is left out."""
-        changes = self.memory.take() | self._lists(waiting)
-        if at == "between" and not (changes or self._changed):
-            return
-        changes |= self._columns(requests, tokens or {}, pieces or {}) | facts
-        self._lines.append(self._line(at, changes))
+    def _write(self, at: str) -> None:
+        """Note a frame. One without changes is left out."""
+        now = self.frame()
+        before = dict(self._frame)
+        if at != "start":
+            _say_who_published(before, now)
+        for name, row in self._frame["requests"].items():
+            if now["requests"].get(name, row)["number"] != row["number"]:  # another request
+                for column in BY_REQUEST:
+                    before[column] = {n: value for n, value in before[column].items() if n != name}
+        if changes := diff(before, now):
+            if "result" in changes:
+                changes["result"] = [now["result"]]
+            self._lines.append(self._line(at, changes))
+        self._frame = now
 
     def _line(self, at: str, changes: dict[str, Any]) -> dict[str, Any]:
         return {"at": at, "time": self._since_start(time.monotonic()), "changes": changes}
@@ -200,58 +164,92 @@ class FrameRecorder(EnginePlugin):
     def _since_start(self, seconds: float) -> float:
         return round(seconds - self._start, 6)
 
-    def _lists(self, waiting: list[str] | None) -> dict[str, Any]:
-        running = list(self.base_scheduler.running)
-        changes = {}
-        waiting = self.reasons.queue_order() if waiting is None else waiting
-        for name, now in (("waiting", waiting), ("running", running)):
-            before = getattr(self, f"_{name}")
-            if now != before:
-                changes[name] = diff(before, now)
-                setattr(self, f"_{name}", now)
-        return changes
-
-    def _columns(
-        self,
-        requests: Iterable[Request],
-        tokens: Mapping[str, list[int]],
-        pieces: Mapping[str, list[str]],
-    ) -> dict[str, Any]:
-        """Return the changes of everything that is kept by request."""
-        columns = rows, computed, outputs, texts = {}, {}, {}, {}
-        for name in self._ended:
-            for column in columns:
-                column[name] = None
-        for name in self._arrivals:
-            computed[name] = [0]
-            outputs[name] = [[]]
-            texts[name] = [[]]
-            self._computed[name] = 0
-        for request in (*self._changed.values(), *requests):
+    def frame(self) -> Frame:
+        """Read the engine. Requests that have ended since the last frame are still in it."""
+        ended = self._ended
+        self._ended = {}
+        self._has_arrivals = False
+        requests = [request for request, _ in ended.values()]
+        requests += self._scheduler.requests.values()
+        frame = read_frame(
+            self._scheduler, self._memory, requests, self.reasons.queue_order(), self._cached
+        )
+        rows = frame["requests"] = {}
+        texts = frame["pieces"] = {}
+        known = self._known
+        self._known = {}
+        for request in requests:
             name = request.request_id
-            num = request.num_computed_tokens
-            if self._computed.get(name) != num:
-                self._computed[name] = num
-                computed[name] = [num]
-        outputs |= {name: [[], ids] for name, ids in tokens.items() if ids}
-        texts |= {name: [[], parts] for name, parts in pieces.items() if parts}
-        self._ended = list(self._finishes)
-        for name, request in self._changed.items():
-            before = self._rows.get(name)
-            now = (self._arrivals[name] if before is None else before) | row_of(request)
-            if name in self._finishes:
-                now["finish"] = self._finishes[name]
-            if before is None:
-                rows[name] = [now]
-            elif changes := diff(before, now):
-                rows[name] = changes
-            self._rows[name] = now
-        for name in self._ended:
-            del self._rows[name], self._computed[name]
-        self._changed = {}
-        self._arrivals = {}
-        self._finishes = {}
-        return {name: column for name, column in zip(BY_REQUEST, columns) if column}
+            found = known.get(name)
+            if found is None or found.request is not request:
+                found = _KnownRequest(request, self._arrival(request))
+            new = request.output_token_ids[found.num_tokens :]
+            row = found.row | {
+                "num_cached": request.num_cached_tokens,
+                "num_preemptions": request.num_preemptions,
+            }
+            if new:
+                found.num_tokens += len(new)
+                found.pieces = found.pieces + self._texts.add(request, new)
+            if name in ended:
+                row["finish"] = self._finish(request, ended[name][1])
+            else:
+                self._known[name] = found
+            rows[name] = row
+            texts[name] = found.pieces
+        frame["loaded"] = self._loaded(frame)
+        return frame | {"in_flight": dict(self._plans), "result": self._result}
+
+    def _arrival(self, request: Request) -> dict[str, Any]:
+        """The part of a request's row that never changes."""
+        number = self._num_requests
+        self._num_requests += 1
+        digest = request.features.get("adapter")
+        grammar = request.features.get("grammar")
+        adapter = digest and (self._adapter_name(digest) or digest[:8])
+        return {
+            "number": number,
+            "prompt": list(request.prompt_token_ids),
+            "prompt_pieces": self._texts.begin(request),
+            "max_tokens": request.max_tokens,
+            "priority": request.priority,
+            "tenant": label_of(normalise_extra_keys(extra_keys_of(request))),
+            "order_key": self.reasons.order_key(request),
+            "adapter": adapter or "",
+            "grammar": grammar.split('"')[1] if grammar else "",
+            "arrived_at": self._since_start(request.arrival_time),
+        }
+
+    def _finish(self, request: Request, ended_at: float) -> dict[str, Any]:
+        """How a request has ended. A stop string is found later than its token, which may already
+        have ended the request."""
+        reason = request.finish_reason or ""
+        rest, cut = self._texts.end(request)
+        finish = {
+            "time": self._since_start(ended_at),
+            "reason": reason,
+            "stop_reason": request.stop_reason,
+            "detail": request.length_limit if reason == "length" else None,
+            "rest": rest,
+            "text_length": None,
+        }
+        if cut is not None:
+            finish |= {"reason": "stop", "detail": None}
+            finish["stop_reason"], finish["text_length"] = cut
+        return finish
+
+    def _loaded(self, frame: Frame) -> dict[str, int]:
+        """Loaded blocks so far, by source."""
+        if self._connector is None:
+            return {}
+        if counts := self._connector.num_loaded_blocks():
+            return {tier: num for tier, num in counts.items() if num}
+        for name, load in self._frame["loads"].items():
+            is_new = not load["has_arrived"]
+            if is_new and frame["loads"].get(name, {"has_arrived": True})["has_arrived"]:
+                blocks = map(str, load["blocks"])
+                self._num_from_store += sum(block in frame["cached"] for block in blocks)
+        return {"store": self._num_from_store} if self._num_from_store else {}
 
     def flush(self) -> None:
         """Write all noted frames, after the step whose results were processed last."""
@@ -272,157 +270,152 @@ class FrameRecorder(EnginePlugin):
             self._has_failed = True
             logger.exception("the run is not recorded any more")
 
+    def beginning(self) -> str:
+        """Return the first lines of a film that starts now and continues with this one's lines, for
+        a later viewer. Call it between two steps. Pending frames are written first."""
+        self._close_step()
+        self._catch_up()
+        self.flush()
+        changes = diff(empty_frame(self._num_blocks), self._frame)
+        return f"{self.run_line}{_encode(self._line('start', changes))}\n"
+
     # -- requests
 
-    def add_request(self, request: Request) -> None:
-        self._scheduler.add_request(request)
-        name = request.request_id
-        if name in self._changed:
-            self._write("between")  # two requests of one name cannot be in one frame
-        number = self._num_requests
-        self._num_requests += 1
-        self._arrivals[name] = self._arrival(request, number, self._texts.begin(request))
-        self._changed[name] = request
+    def on_add(self, request: Request) -> None:
+        self._has_arrivals = True
 
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        self._scheduler.finish_requests(request_ids, status)
-        if isinstance(request_ids, str) and (cut := self._texts.cut_of(request_ids)):
-            # The last token may already have ended the request.
-            end = self._finishes.setdefault(request_ids, {"time": 0.0, "rest": ""})
-            end |= {"reason": "stop", "detail": None}
-            end["stop_reason"], end["text_length"] = cut
-
-    def _finished(self, request: Request) -> None:
-        name = request.request_id
-        reason = request.finish_reason or ""
-        has_last_token = self._is_updating and reason != "error"
-        self._changed[name] = request
-        self._finishes[name] = {
-            "time": self._since_start(time.monotonic()),
-            "reason": reason,
-            "stop_reason": request.stop_reason,
-            "detail": request.length_limit if reason == "length" else None,
-            "rest": "" if has_last_token else self._texts.end(request),
-            "text_length": None,
-        }
+    def ended(self, request: Request) -> None:
+        self._ended[request.request_id] = request, time.monotonic()
 
     def between_steps(self) -> None:
-        """Write an abort or a reset of the cache. New requests are written with the next step."""
-        if self._finishes or self.memory.has_changed:
-            self._checked()
+        """Close a step whose results were processed, or write an abort. New requests are written
+        with the next step."""
+        if self._in_step:
+            self._close_step()
+        elif self._ended:
+            self._write("between")
+            self.flush()
 
-    def _checked(self) -> None:
+    def checked(self) -> None:
+        """A cache-aware policy was asked for its order, which counts as a use of the cache."""
         if not self._in_step:
             self._write("between")
             self.flush()
 
     # -- steps
 
-    def schedule(self) -> SchedulerOutput:
+    def begin_step(self) -> None:
         self._close_step()
-        if self._changed:
-            self._write("between")
+        self._catch_up()
         self._in_step = True
-        step = self._num_planned
-        start = time.monotonic()
-        plan = self._scheduler.schedule()
-        schedule_ms = round((time.monotonic() - start) * 1e3, 4)
-        reasons = self.reasons
-        requests = self.base_scheduler.requests
-        moved = [name for name, *_ in (*reasons.admitted, *reasons.preempted)]
-        self._changed |= {name: requests[name] for name in moved if name in requests}
+        self._planning_since = time.monotonic()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        start = self._planning_since
         row = filled(
             requests=list(plan.num_scheduled_tokens),
             starts=plan.start_positions,
             num_tokens=list(plan.num_scheduled_tokens.values()),
             drafts=plan.scheduled_draft_token_ids,
-            **reasons.decisions(plan, waiting := reasons.queue_order()),
+            **self.reasons.decisions(plan),
             time=self._since_start(start),
-            schedule_ms=schedule_ms,
+            schedule_ms=_ms_since(start),
         )
-        self._write("plan", plan.scheduled_requests, waiting=waiting, in_flight={str(step): [row]})
-        self._in_flight.append(step)
+        self._plans[str(self._num_planned)] = row
         self._num_planned += 1
-        return plan
+        self._write("plan")
 
-    def update_from_output(
-        self, plan: SchedulerOutput, output: StepOutput
-    ) -> Sequence[EngineCoreOutput]:
-        alive = [request for request in plan.scheduled_requests if not request.is_finished]
+    def received(self, plan: SchedulerOutput, output: StepOutput) -> None:
+        """The results of the oldest plan are there, and are processed next."""
         self._close_step()
-        if self._changed:
-            self._write("between")
-        self._in_step = self._is_updating = True  # with overlap, the last steps plan nothing
-        start = time.monotonic()
-        try:
-            results = self._scheduler.update_from_output(plan, output)
-        finally:
-            self._is_updating = False
-        end = time.monotonic()
-        tokens = {request.request_id: list[int]() for request in alive}
-        tokens |= {result.request_id: list(result.new_token_ids) for result in results}
-        drafts = plan.scheduled_draft_token_ids
+        self._catch_up()
+        self._in_step = True  # with overlap, the last steps plan nothing
+        self._received_at = time.monotonic()
+        alive = {r.request_id for r in plan.scheduled_requests if not r.is_finished}
         sampled = output.token_ids
-        verified = [r.request_id for r in alive if r.request_id in drafts]
-        gone = [r.request_id for r in plan.scheduled_requests if r.request_id not in tokens]
-        self._result = {
-            "requests": alive,
-            "tokens": tokens,
-            "pieces": {r.request_id: self._texts.add(r, tokens[r.request_id]) for r in alive},
-            "result": self._numbered(step=self._in_flight.popleft())
-            | filled(
-                time=self._since_start(start),
-                times={name: round(ms, 4) for name, ms in output.times.items()},
-                update_ms=round((end - start) * 1e3, 4),
-                verified={n: _verdict(len(drafts[n]), sampled.get(n)) for n in verified},
-                discarded={n: sampled[n] for n in gone if sampled.get(n)},
-            ),
-        }
-        return results
-
-    def _numbered(self, **facts: Any) -> dict[str, Any]:
-        """Number the steps that end, so that no result equals the one before."""
-        number = self._num_ended
-        self._num_ended += 1
-        return {"number": number, **facts}
+        drafts = {n: ids for n, ids in plan.scheduled_draft_token_ids.items() if n in alive}
+        gone = [r.request_id for r in plan.scheduled_requests if r.is_finished]
+        self._received = filled(
+            time=self._since_start(self._received_at),
+            times={name: round(ms, 4) for name, ms in output.times.items()},
+            verified={
+                n: _verdict(len(ids), sampled.get(n)) for n, ids in drafts.items() if n in alive
+            },
+            discarded={name: sampled[name] for name in gone if sampled.get(name)},
+        )
 
     def _close_step(self) -> None:
-        """Note the frame of the results that were processed last. A stop string is found later
-        than its token, and still ends its request in this step."""
-        if self._result is None:
+        """Note the frame of the results that were processed last."""
+        if self._received is None:
             return
-        step = self._result
-        self._result = None
-        result = step["result"]
-        self._write(
-            "result",
-            step["requests"],
-            step["tokens"],
-            step["pieces"],
-            in_flight={str(result["step"]): None},
-            result=[result],
+        step = next(iter(self._plans))
+        del self._plans[step]
+        self._end_step(
+            {"step": int(step), **self._received, "update_ms": _ms_since(self._received_at)}
         )
+        self._write("result")
+
+    def _end_step(self, facts: dict[str, Any]) -> None:
+        """Number the steps that end, so that no result equals the one before."""
+        self._received = None
+        self._result = {"number": self._num_ended, **facts}
+        self._num_ended += 1
 
     def on_error(self, error: BaseException | None) -> None:
-        """Record a failed step; steps in flight have no results. `error` is None if the exception
-        is unknown."""
-        self._close_step()
+        """Record a failed step; steps in flight have no results. The engine's state may be
+        inconsistent, and is read later. `error` is None if the exception is unknown."""
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
-        steps = self._in_flight
-        self._in_flight = deque()
-        in_flight = {str(step): None for step in steps}
-        result = self._numbered(error=said[:500])
-        self._write("failed", in_flight=in_flight, result=[result])
+        self._plans.clear()
+        self._end_step({"error": said[:500]})
+        changes = {"result": [self._result]}
+        if steps := self._frame["in_flight"]:
+            changes["in_flight"] = dict.fromkeys(steps)
+        self._lines.append(self._line("failed", changes))
+        self._frame = self._frame | {"in_flight": {}, "result": self._result}
         self.flush()
 
-    def beginning(self) -> str:
-        """Return the first lines of a film that starts now and continues with this one's lines, for
-        a later viewer. Call it between two steps. Pending frames are written first."""
-        self._close_step()
-        self._write("between")
-        self.flush()
-        changes = diff(empty_frame(self._num_blocks), self.frame(self._new_texts()))
-        return f"{self.run_line}{_encode(self._line('start', changes))}\n"
+
+class _PlanEnd(SchedulerPlugin):
+    """The scheduler's last plugin, which gets each plan when the others have added to it."""
+
+    def __init__(self, recorder: FrameRecorder) -> None:
+        self._recorder = recorder
+
+    def on_plan(self, plan: SchedulerOutput) -> None:
+        self._recorder.planned(plan)
+
+
+def _say_who_published(before: Frame, now: Frame) -> None:
+    """Add `by` to the rows of blocks that are cached now: the request that had the block, which was
+    not shared then. In `before`, leave out the blocks that had other content."""
+    rows = now["cached"]
+    known = before["cached"]
+    new = {block: row for block, row in rows.items() if known.get(block) is not row}
+    if not new:
+        return
+    holders: dict[int, str] = {}
+    for frame in (now, before):
+        for name, load in frame["loads"].items():
+            holders |= dict.fromkeys(load["blocks"], name)
+        for name, groups in frame["tables"].items():
+            for block_ids in groups.values():
+                holders |= dict.fromkeys(block_ids, name)
+    kept = dict(known)
+    for block, row in new.items():
+        old = known.get(block)
+        if old is not None and all(old.get(name) == row.get(name) for name in _CONTENT):
+            row |= {"by": old["by"]} if "by" in old else {}
+        else:
+            row["by"] = holders.get(int(block), "")
+            kept.pop(block, None)
+    before["cached"] = kept
+
+
+_CONTENT = ("tokens", "parent", "tenant", "hash", "group", "place")
+
+
+def _ms_since(start: float) -> float:
+    return round((time.monotonic() - start) * 1e3, 4)
 
 
 def _verdict(num_drafts: int, token_ids: Sequence[int] | None) -> list[int]:

@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.events.frame_recorder import FrameRecorder
-from common.events.frames import (
-    apply,
-    diff,
-    empty_frame,
-    happened,
-    reasons_to_wait,
-)
+from common.events.frames import apply, diff, empty_frame
 from common.events.hidden_frames import HIDDEN, hide_texts
 from common.tests.film_runs import Workshop, check_film
 from workshop.watch.replay.film import Film
+from workshop.watch.replay.frame_facts import happened, reasons_to_wait
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "__proto__"]),
@@ -74,8 +69,8 @@ def test_a_late_viewer_sees_the_same_from_then_on(workshop: Workshop, seed: int)
 
     def beginning_now_and_then(recorder: FrameRecorder) -> None:
         flush(recorder)
-        is_between = recorder._result is None and recorder.is_in and not recorder._lines
-        if is_between and len(begun) < 5 and recorder._num_planned == 3 * len(begun) + 2:
+        is_due = recorder.is_in and not recorder.is_behind and len(begun) < 5
+        if is_due and recorder._num_planned == 3 * len(begun) + 2:
             begun.append(("", -1))  # `beginning` flushes, too
             begun[-1] = recorder.beginning(), recorder._file.tell()
 

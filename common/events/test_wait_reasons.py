@@ -11,11 +11,11 @@ import pytest
 from bounded_loops import as_long_as
 from common.engine import LLMEngine
 from common.engine_config import EngineConfig
-from common.events.frames import reasons_to_wait
 from common.tests.engine_oracle import finish
 from kv_connector import KVConnector
 from request import SamplingParams
 from workshop.watch.replay.film import Film
+from workshop.watch.replay.frame_facts import reasons_to_wait
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SIZES = {"block_size": 4, "num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 4}

@@ -22,6 +22,7 @@ class TextDeltas:
         self._members = members
         self._tokenizer = tokenizer
         self._decoders: dict[str, IncrementalDetokenizer] = {}
+        self._outputs: dict[Request, OutputProcessor] = {}  # of unfinished requests
 
     def begin(self, request: Request) -> list[str]:
         """Return the text that each prompt token adds; [] without a tokenizer."""
@@ -29,6 +30,8 @@ class TextDeltas:
         prompt = request.prompt_token_ids
         if tokenizer is None:
             return []
+        if (output := self._members.get(request.request_id)) is not None:
+            self._outputs[request] = output
         skips = request.sampling_params.skip_special_tokens
         self._decoders[request.request_id] = IncrementalDetokenizer(
             tokenizer, prompt, skip_special_tokens=skips
@@ -42,26 +45,30 @@ class TextDeltas:
         decoder = self._decoders.get(request.request_id)
         if decoder is None:
             return []
+        shown = token_ids
         is_hidden = not request.sampling_params.include_stop_str_in_output
-        shown = token_ids[:-1] if request.finish_reason == "stop" and is_hidden else token_ids
+        if request.finish_reason == "stop" and is_hidden and self._cut_of(request) is None:
+            shown = token_ids[:-1]
         pieces = _pieces(decoder, shown, is_last=request.is_finished)
         if request.is_finished:
             del self._decoders[request.request_id]
         return pieces + [""] * (len(token_ids) - len(pieces))
 
-    def end(self, request: Request) -> str:
-        """Return the undecoded rest of a request that ended without a last token: "" or U+FFFD."""
+    def end(self, request: Request) -> tuple[str, tuple[str, int] | None]:
+        """Return the undecoded rest of a request that ended without a last token, "" or U+FFFD; and
+        the stop string with the length of the text before it, if the engine has found one."""
         decoder = self._decoders.pop(request.request_id, None)
-        return "" if decoder is None else "".join(_pieces(decoder, [], is_last=True))
+        rest = "" if decoder is None else "".join(_pieces(decoder, [], is_last=True))
+        cut = self._cut_of(request)
+        self._outputs.pop(request, None)
+        return rest, cut
 
-    def cut_of(self, request_id: str) -> tuple[str, int] | None:
-        """Return the stop string and the length of the text before it if the engine has just found
-        one, else None."""
-        member = self._members.get(request_id)
-        stop_string = None if member is None else member.completion.stop_reason
-        if member is None or not isinstance(stop_string, str):
+    def _cut_of(self, request: Request) -> tuple[str, int] | None:
+        output = self._outputs.get(request)
+        stop_string = None if output is None else output.completion.stop_reason
+        if output is None or not isinstance(stop_string, str):
             return None
-        return stop_string, len(member.read_text())
+        return stop_string, len(output.read_text())
 
 
 def _pieces(decoder: IncrementalDetokenizer, token_ids: list[int], is_last: bool) -> list[str]:

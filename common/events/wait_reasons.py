@@ -9,19 +9,22 @@ See common/events/README.md#why-a-request-waits"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 from weakref import proxy
 
-from base_scheduler import BaseScheduler
+from base_scheduler import BaseScheduler, SchedulerPlugin
 from kv_memory import UncachedKVCacheManager
 from policies import SchedulePolicy
 from policy_queue import PolicyQueue
 from preemptive_scheduler import PreemptionPlugin
-from prefix_cache import PrefixMatch
+from prefix_cache import PrefixCache, PrefixMatch
 from request import Request, RequestStatus
-from scheduler_interface import SchedulerOutput
+from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptiveSchedulerOutput
+
+if TYPE_CHECKING:
+    from common.events.frame_recorder import FrameRecorder
 
 # A plan's terms that differ from `REASONS`.
 _STOPS = {"admitted": "seat", **dict.fromkeys(("rejected", "skipped"), "enough")}
@@ -32,19 +35,12 @@ _REASONS = {  # of a request with this status, whether or not it was considered
 
 
 class WaitReasons(PreemptionPlugin):
-    """Works with any scheduler derived from chapter 1's, preemptive or not. `finished` is called
-    for each request that ends, `checked` after a check between two steps, which may have changed
-    the order of a cache-aware policy."""
+    """Works with any scheduler derived from chapter 1's, preemptive or not, and tells `recorder` of
+    steps and of requests that end."""
 
-    def __init__(
-        self,
-        memory: UncachedKVCacheManager,
-        finished: Callable[[Request], object],
-        checked: Callable[[], None],
-    ) -> None:
+    def __init__(self, memory: UncachedKVCacheManager, recorder: FrameRecorder) -> None:
         self.memory = memory
-        self._finished = finished
-        self.check = checked
+        self._recorder = recorder
         self.num_found = 0  # tokens found by the last lookup in the cache
         self._found: dict[str, list[int]] = {}  # blocks found in this step, by request
         self.admitted: list[list[Any]] = []  # request, cached tokens
@@ -58,17 +54,30 @@ class WaitReasons(PreemptionPlugin):
     def attach(self, scheduler: BaseScheduler) -> None:
         self.watched = cast("BaseScheduler", proxy(scheduler))
 
-    def put_in(self, scheduler: BaseScheduler) -> None:
+    def put_in(self, scheduler: BaseScheduler, last: SchedulerPlugin) -> None:
+        """Become the scheduler's first plugin, and make `last` the last one."""
         queue = scheduler.waiting
         if isinstance(queue, PolicyQueue) and queue.policy.is_cache_aware:
             self._policy = RememberingPolicy(queue.policy)
             queue.policy = cast(SchedulePolicy, self._policy)
-        scheduler.set_plugins([self, *scheduler.plugins])
+        scheduler.set_plugins([self, *scheduler.plugins, last])
+        cache = self.memory.cache
+        if isinstance(cache, PrefixCache):
+            match_prefix = cache.match_prefix
 
-    def take_out(self, scheduler: BaseScheduler) -> None:
-        scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin is not self])
+            def match_and_tell(*arguments: Any, **keywords: Any) -> PrefixMatch:
+                match = match_prefix(*arguments, **keywords)
+                self.matched(match)
+                return match
+
+            cache.match_prefix = match_and_tell
+
+    def take_out(self, scheduler: BaseScheduler, last: SchedulerPlugin) -> None:
+        scheduler.set_plugins([p for p in scheduler.plugins if p is not self and p is not last])
         if self._policy is not None:
             cast(PolicyQueue, scheduler.waiting).policy = self._policy.policy
+        if self.memory.cache is not None:
+            vars(self.memory.cache).pop("match_prefix", None)
 
     def queue_order(self) -> list[str]:
         """Return the waiting requests in the order of service, without side effects. For a
@@ -99,6 +108,14 @@ class WaitReasons(PreemptionPlugin):
         self._found = {}
         self._candidate = None
         self.memory.current_req_id = None
+        self._recorder.begin_step()
+
+    def on_output(self, plan: SchedulerOutput, output: StepOutput) -> None:
+        self._recorder.received(plan, output)
+
+    def check(self) -> None:
+        if self._policy is not None:
+            self._recorder.checked()
 
     def matched(self, match: PrefixMatch) -> None:
         """Called after each lookup in the prefix cache."""
@@ -127,11 +144,11 @@ class WaitReasons(PreemptionPlugin):
 
     def on_finish(self, request: Request) -> None:
         self.lost.pop(request.request_id, None)
-        self._finished(request)
+        self._recorder.ended(request)
 
     # -- reasons for waiting
 
-    def decisions(self, plan: SchedulerOutput, waiting: Sequence[str]) -> dict[str, Any]:
+    def decisions(self, plan: SchedulerOutput) -> dict[str, Any]:
         """Return what a frame says of a plan besides its rows. `recomputed`: positions before
         these were computed before. `found` maps requests that stay in the queue to the blocks that
         a lookup found for them. `skipped` maps skipped requests to the reason, `parents` those
@@ -139,6 +156,7 @@ class WaitReasons(PreemptionPlugin):
         and the request at which it arose ("": no request was considered); None: all requests were
         considered."""
         self._conclude()
+        waiting = self.queue_order()
         present = set(waiting)
         stop = self._stop_of(plan, waiting) if waiting else None
         requests = self.watched.requests

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
-from request import Request, require
+from request import FINISH_REASONS, Request, RequestStatus, require
 from scheduler_interface import EngineCoreOutput
 
 T = TypeVar("T")
@@ -186,14 +186,11 @@ class OutputProcessor:
             return len(token_ids)
         return self._detokenizer.num_until_stop(token_ids)
 
-    def abort(self) -> None:
-        """Finish an aborted request. The tokens generated so far are kept."""
-        self._finish("abort")
-
-    def fail(self, reason: str) -> None:
-        """Finish a request that cannot be served. The tokens generated so far are kept."""
-        self.metrics.finish_detail = reason
-        self._finish("error")
+    def end(self, status: RequestStatus, detail: str | None) -> None:
+        """Finish a request that was aborted or cannot be served; `detail` says why. The tokens
+        generated so far are kept."""
+        self.metrics.finish_detail = detail
+        self._finish(FINISH_REASONS[status])
 
     def take_delta(self) -> str:
         """Return the text that has become final since the last call."""

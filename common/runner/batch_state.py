@@ -43,32 +43,9 @@ class BatchState(SharingRunnerState):
         self._late = dict(late or {})
         self.sampled: AsyncStepOutput | None = None  # by the last step
         self.has_pending = False  # whether this step has pending tokens
-        self.is_inconsistent = False  # an `apply` was interrupted, or is running
         super().__init__(max_num_seqs, max_blocks_per_request, num_groups)
 
     def apply(self, plan: RunnerInput) -> None:
-        if self.is_inconsistent:
-            self._recover()
-        self.is_inconsistent = True
-        self._take_over(plan)
-        self.is_inconsistent = False
-
-    def _recover(self) -> None:
-        """Recover from an interrupted `apply`: remove requests that were being admitted or
-        released, and grow all columns to the same number of rows. (The scheduler repeats which
-        requests have finished, and sends preempted requests again in full.)"""
-        for req_id in self.requests.keys() ^ self.row_of.keys():
-            self.requests.pop(req_id, None)
-            if req_id in self.row_of:
-                for release in self.plugins.release:
-                    release(self.row_of[req_id])
-                del self.row_of[req_id]
-        num_rows = len(self.num_tokens)
-        used = set(self.row_of.values())
-        self.grow(num_rows)
-        self._free_rows = [row for row in reversed(range(num_rows)) if row not in used]
-
-    def _take_over(self, plan: RunnerInput) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
         if self.plugins.appended:
@@ -76,6 +53,15 @@ class BatchState(SharingRunnerState):
         if drafts := plan.scheduled_draft_token_ids:
             rows = self.rows_of(drafts)
             self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))
+
+    def reset(self) -> None:
+        """Also release every row, used or not, and grow all columns to the same number of rows."""
+        num_rows = len(self.num_tokens)
+        self.grow(num_rows)
+        for release in self.plugins.release:
+            for row in range(num_rows):
+                release(row)
+        super().reset()
 
     def _place_pending(self, req_ids: list[str]) -> None:
         self.has_pending = bool(req_ids)

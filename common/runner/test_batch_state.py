@@ -47,11 +47,15 @@ class Plans:
         plan = SchedulerOutput()
         names = list(self.tables)
         removed = rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2])))
-        plan.finished_req_ids = {*removed, *rng.choice([[], ["nobody"]])}
-        for name in plan.finished_req_ids & self.tables.keys():
+        again = rng.sample(names, min(len(names), rng.choice([0, 0, 1])))
+        plan.finished_req_ids = {*removed, *again}
+        if rng.random() < 0.1:
+            plan.reset = True
+            plan.finished_req_ids = set()
+            removed = names
+        for name in {*removed, *again}:
             self.known.release(name)
             del self.tables[name]
-        again = rng.sample(names, min(len(names), rng.choice([0, 0, 1])))  # known, gone or not
         fresh = [f"r{rng.randrange(10**6)}" for _ in range(rng.choice([0, 1, 1, 3]))]
         for name in dict.fromkeys(again + fresh):
             self.admit(plan, name)
@@ -82,8 +86,6 @@ class Plans:
         new = NewRequestData(name, prompt, params, rng.randrange(len(prompt)))
         new.features = {"told": [name]}
         self.tables[name] = [[] for _ in range(self.num_groups)]
-        if name in self.known.requests:
-            self.known.release(name)
         self.known.admit(new)
         self.schedule(plan, name, new.num_computed_tokens)
         new.block_ids = self.news(name)
@@ -167,7 +169,7 @@ class Told(RunnerPlugin):
         self.log.append("admit")
 
     def release(self, row: int) -> None:
-        del self.rows[row]
+        self.rows.pop(row, None)
         self.log.append("release")
 
     def appended(self, state, rows, starts, stops) -> None:

@@ -112,8 +112,7 @@ class RunnerPlugin:
         """Assign the row to this request."""
 
     def release(self, row: int) -> None:
-        """Free the row. After an interrupt, the hook can be called again for the same row, or for
-        a row that was never admitted."""
+        """Free the row. After a step that failed, called for every row, used or not."""
 
     def appended(
         self, state: HasTokens, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray

@@ -315,10 +315,12 @@ class AsyncLLM:
 
 
 def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
-    with engine.lock:
-        return engine.named_adapters().begin_load(name, directory)
+    return engine.named_adapters().begin_load(name, directory)
 
 
 def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
-    with engine.lock:
-        engine.named_adapters().end_load(name, loading)
+    engine.named_adapters().end_load(name, loading)
+
+
+def _adapters_of(engine: LLMEngine) -> list[str]:
+    return engine.adapters

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def make_connector(fields: Mapping[str, Any]) -> KVConnector:
     """Return a connector whose store client lives until the process ends. Raises `ValueError` for
     invalid fields, and if there is no store."""
-    from mooncake_master import MooncakeUnavailableError
+    from mooncake_client import MooncakeUnavailableError
 
     if fields.get("kind") != "mooncake":
         raise ValueError(f"kv_connector must have kind 'mooncake', got {fields.get('kind')!r}")
@@ -39,7 +39,7 @@ def _mooncake(
 ) -> KVConnector:
     """Connect to the store at `master` and `metadata`, and contribute `segment_mbytes` MiB of this
     process's memory to it. `host` is the name of this machine for the others."""
-    from mooncake_master import MooncakeAddress
+    from mooncake_client import MooncakeAddress
     from mooncake_pool import MooncakePool
     from pool_connector import PoolConnector
 

@@ -199,12 +199,12 @@ class EngineLoop:
             self._remove_source(delta.request_id)
             reasons = {sequence.completion.finish_reason for sequence in source.group.sequences}
             if "abort" in reasons:  # not requested through this loop
-                text = "the request was ended" if step_error is None else _step_failed(step_error)
-                delta.error = EngineError(text, step_error)
+                delta.error = EngineError("the request was ended")
             elif "error" in reasons:
                 detail = str(source.group.metrics.finish_detail)
                 is_clients = detail.startswith(UNCOMPILED) or detail.endswith(NO_TOKEN)
-                delta.error = (ValueError if is_clients else EngineError)(detail)
+                error = ValueError(detail) if is_clients else EngineError(detail, step_error)
+                delta.error = error
         return delta
 
     def _send_update(self, is_last: bool = False) -> None:
@@ -269,7 +269,3 @@ class EngineLoop:
         self._new_requests.clear()
         self._num_sequences = 0
         self._send_update()
-
-
-def _step_failed(error: Exception) -> str:
-    return f"a step with this request has failed: {type(error).__name__}"

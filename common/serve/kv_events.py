@@ -5,8 +5,9 @@
             v   under one lock: the held blocks, and the events to be sent
     a separate thread takes the events once per step, packs and sends them (`kv_publisher.py`)
 
-`CacheChanges` observes the cache (`events/listener_chain.py`). Any cache reports whole blocks,
-each with its parent, so the nodes of a radix tree and their splits are not visible.
+`CacheChanges` takes the place of the cache's listener, the tiers or none, and calls it. Any cache
+reports whole blocks, each with its parent, so the nodes of a radix tree and their splits are not
+visible.
 
 A block's hash is that of chapter 3's chain. When the cache becomes empty, and when a reader has
 missed batches for good, the stream restarts: `AllBlocksCleared`, then each block that is held. So a
@@ -22,7 +23,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from base_scheduler import SchedulerPlugin
-from common.events.listener_chain import observe, stop_observing
 from common.serve.kv_publisher import EventPublisher
 from common.serve.kv_wire import CLEARED, Event, HeldBlock, add_removed, add_stored
 from grouped_kv_memory import GroupedKVMemory
@@ -53,11 +53,12 @@ class CacheChanges:
         self._held: dict[int, HeldBlock] = {}  # by block id
         self._events: list[Event] = []  # to be sent
         self._must_restart = True
-        observe(cache, self)
+        self._listener = cache.listener  # tiers, or none: told after this one of a cached block,
+        cache.listener = self  # and before it of a removed one, which they copy
 
     def take_out(self) -> None:
         """Stop listening and report all blocks as removed."""
-        stop_observing(self._cache, self)
+        self._cache.listener = self._listener
         with self._lock:
             self._held.clear()
             self._must_restart = True
@@ -81,15 +82,30 @@ class CacheChanges:
         with self._lock:
             self._held[block.block_id] = held
             add_stored(self._events, held)
+        if self._listener is not None:
+            self._listener.block_cached(block, parent, token_ids, extra_keys)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
+        """If the listener raises, the blocks leave the cache nevertheless."""
+        try:
+            if self._listener is not None:
+                self._listener.blocks_evicted(blocks)
+        finally:
+            self._remove(blocks)
+
+    def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
+        try:
+            if self._listener is not None:
+                self._listener.blocks_invalidated(blocks)
+        finally:
+            self._remove(blocks)
+
+    def _remove(self, blocks: Sequence[Block]) -> None:
         with self._lock:
             for block in blocks:
                 if block.block_id in self._held:  # else left over from an interrupted call
                     add_removed(self._events, self._held.pop(block.block_id))
             self._must_restart |= not self._held
-
-    blocks_invalidated = blocks_evicted
 
     # -- events to be sent
 

@@ -183,15 +183,14 @@ def observed(cache: PrefixCache) -> tuple[CacheChanges, Index]:
 def work(cache: PrefixCache, rng: random.Random) -> None:
     """Something that changes what is cached, one way or another."""
     choice = rng.randrange(40)
-    cached = [prefix.block for prefix in cache.cached_prefixes()]
     if choice < 28:
         keys = [("lora", rng.choice([None, "d1", "d2"])), ("salt", rng.choice([None, None, "a b"]))]
         tokens = rng.choices(range(3), k=rng.randint(2, 18))
         cache.cache_computed_blocks(tokens, [(tag, value) for tag, value in keys if value])
     elif choice < 36:
         cache.evict(rng.randint(1, 5))
-    elif choice < 38 and cached:
-        cache.invalidate(rng.choice(cached))
+    elif choice < 38:
+        cache.withdraw_all()
     elif choice < 39:
         assert cache.reset()
     else:

@@ -112,7 +112,7 @@ def test_cached_kv_is_an_adapters_by_its_content_and_not_by_its_name(
     assert finish(engine)["begun"].outputs[0].token_ids == right("attention", 0)
     assert num_cached("first", "everything") == 0
     assert num_cached("same", "attention") > 0 and num_cached(None, None) > 0
-    assert not has_tier or engine.parts.connector.stats.num_host_hits > 0
+    assert not has_tier or engine.parts.connector.host.num_read > 0
     engine.close()
 
 

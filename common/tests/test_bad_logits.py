@@ -10,7 +10,10 @@ import pytest
 
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, finish, paged_runner, spoil_kv
+from global_kv_pool import GlobalKVPool
+from pool_connector import PoolConnector
 from request import SamplingParams
+from tiered_cache import KVTierConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 GUESSES = {"num_spec_tokens": 3, "adaptive": False}
@@ -73,13 +76,20 @@ def test_request_without_usable_logits_ends_alone_with_an_error(
     assert engine.stats().kv_blocks_in_use == 0
 
 
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-@pytest.mark.parametrize("name", ["fcfs", "chunks", "ngram"])
-def test_who_ends_in_an_error_takes_its_kv_out_of_the_cache(
-    name: str, cache: str, family_oracle: Oracle, family_loaded
-) -> None:
-    """And who shares it when it happens ends too, or computes it, and leaves nothing bad either."""
-    engine = make_engine(family_loaded, name, prefix_cache=cache)
+SHARED = {
+    "hash": lambda: {"prefix_cache": "hash"},
+    "radix": lambda: {"prefix_cache": "radix"},
+    "tiers": lambda: {"kv_tiers": KVTierConfig(100, write_policy="write_through")},
+    "pool": lambda: {"kv_connector": PoolConnector(GlobalKVPool(100), "a")},
+}
+
+
+@pytest.mark.parametrize("cache", SHARED)
+@pytest.mark.parametrize("name", ["chunks", "ngram"])
+def test_bad_kv_is_not_shared(name: str, cache, family_oracle: Oracle, family_loaded) -> None:
+    """Who shares it when it happens ends too, or computes it, and leaves nothing bad either. The
+    tiers and the pool neither load nor take any of it again."""
+    engine = make_engine(family_loaded, name, **SHARED[cache]())
     prompt = family_oracle.prompts[3]
     expected = family_oracle.expected(3, 12)
     spoil_kv(engine, "bad")
@@ -87,10 +97,13 @@ def test_who_ends_in_an_error_takes_its_kv_out_of_the_cache(
         engine.add_request(request_id, prompt, GREEDY)
     outputs = {r: o.outputs[0] for r, o in finish(engine).items()}
     assert outputs["bad"].finish_reason == "error"
-    has_found_it = name != "chunks"
-    assert outputs["same"].finish_reason == ("error" if has_found_it else "length")
-    assert has_found_it or outputs["same"].token_ids == expected
-    for num_cached in (0 if has_found_it else len(prompt) - 1, len(prompt) - 1):
+    assert outputs["same"].finish_reason == "error" or outputs["same"].token_ids == expected
+    is_refused = cache in ("tiers", "pool")
+    has_found_it = outputs["same"].finish_reason == "error"
+    for is_computed in (has_found_it, is_refused):
+        num_cached = 0 if is_computed else len(prompt) - 1
         (found,) = engine.generate_batch([prompt], GREEDY).values()
         assert found.outputs[0].token_ids == expected
         assert found.num_cached_tokens == num_cached // 4 * 4
+        assert not is_refused or engine.reset_prefix_cache()
+    engine.close()

@@ -151,13 +151,13 @@ class Caller:
         self.open |= added if there else {}
 
     def add_several(self) -> None:
-        """While others are added one is aborted, here or elsewhere; the last may be refused."""
+        """While others are added one is aborted; the last may be refused."""
         index = self.rng.choice(self.indices)
         is_bad = self.rng.random() < 0.5
 
         def requests():
             yield "x", self.oracle.prompts[index], GREEDY
-            self.abort(self.rng.choice([elsewhere, lambda use: use()]))
+            self.abort()
             yield "y", self.oracle.prompts[index], 5 if is_bad else GREEDY
 
         if self.open.keys() & {"x", "y"}:
@@ -169,11 +169,11 @@ class Caller:
             self.engine.add_requests(requests())
             self.note(dict.fromkeys("xy", (index, GREEDY)))
 
-    def abort(self, where: Callable = lambda use: use()) -> None:
-        assert where(lambda: self.engine.abort_request("nobody")) is None
+    def abort(self) -> None:
+        assert self.engine.abort_request("nobody") is None
         if self.open:
             name = self.rng.choice(sorted(self.open))
-            output = where(lambda: self.do(self.engine.abort_request, name))
+            output = self.do(self.engine.abort_request, name)
             if output is None:  # it had ended, or the call was interrupted
                 assert not self.is_told or self.was_interrupted
             else:
@@ -184,18 +184,21 @@ class Caller:
         self.is_told = False
         luck = self.rng.random()
         if luck < 0.04:
-            self.abort(self.rng.choice([elsewhere, lambda use: use()]))
+            self.abort()
         elif luck < 0.05 and (called := self.engine._groups.keys() - self.open.keys()):
             self.at_risk.add(name := min(called))
             self.engine.abort_request(name)
-        elif luck < 0.08:
-            self.add()
         elif luck < 0.1:
             for use in USES.values():
-                with pytest.raises(RuntimeError, match="in use by another thread"):
+                with pytest.raises(RuntimeError, match="from within a call"):
+                    use(self.engine)
+                with pytest.raises(RuntimeError, match="belongs to the thread that made it"):
                     elsewhere(lambda use=use: use(self.engine))
         elif luck < 0.12:
-            raise self.rng.choice([Strange, KeyboardInterrupt])
+            error = self.rng.choice([Strange, KeyboardInterrupt])
+            if error is KeyboardInterrupt:
+                self.at_risk |= self.open.keys()
+            raise error
 
     def survive(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         try:
@@ -265,7 +268,7 @@ class Caller:
         assert output.finished and len(output.outputs) == params.n
         for completion in output.outputs:
             expected = self.oracle.expected(index, params.max_tokens, params.stop_token_ids)
-            if completion.finish_reason == "abort":
+            if completion.finish_reason in ("abort", "error"):
                 assert may_be_cut, output.request_id
                 expected = expected[: len(completion.token_ids)]
             assert completion.token_ids == expected, output.request_id

@@ -32,7 +32,7 @@ ASIDE = """
 """
 CHECKS = ("check_invariants", "check", "_check_sharing", "__repr__")
 # An interrupt here comes when `step` has done all: whom it was about to return is nowhere else.
-DELIVERY = ("step", "ack", "__exit__", "release", "run_deferred")
+DELIVERY = ("step", "call", "_end_call", "_finish_call", "_do_aborts", "between_steps")
 NUM_QUIET = 15  # rounds in which no line is new: all is tried that this workload comes by
 NUM_SAMPLE_ROUNDS, SAMPLE = 40, 5  # in `make test`: one line of five
 
@@ -220,6 +220,6 @@ def test_recovery_may_be_interrupted(name, most, where, family_oracle, family_lo
     if where == "in the runner":
         run.fail_in(engine.core.runner, "execute")
     else:
-        run.fail_in(engine.scheduler.delta, "ack")
+        run.fail_in(engine, "_process_outputs")
     run_rounds(run, most)
     assert len(run.interrupt.tried) > 20

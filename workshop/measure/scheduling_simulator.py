@@ -25,7 +25,6 @@ import numpy as np
 
 from request import Request, SamplingParams
 from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
-from step_cost import solve_not_negative
 from step_record import preemptions_of
 
 NUM_IDLE_STEPS = 5  # in a row, with unfinished requests: the scheduler is stuck
@@ -60,6 +59,26 @@ def fit_cost_model(steps: Sequence[tuple[int, int, int, float]]) -> tuple[CostMo
     values = solve_not_negative(relative.T @ relative, relative.sum(axis=0), ridge=1e-12)
     error = float(np.median(np.abs(rows @ values / times - 1)))
     return CostModel(*map(float, values)), error
+
+
+def solve_not_negative(gram: np.ndarray, target: np.ndarray, *, ridge: float) -> np.ndarray:
+    """Solve least squares from its normal equations, `gram @ coefficients = target`, without
+    negative coefficients: while there are any, the most negative one is left out. With a `ridge`,
+    features that never varied share their explanation."""
+    size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
+    scaled = gram / np.outer(size, size)
+    scaled_target = target / size
+    kept = list(range(len(target)))
+    solution = np.zeros(len(target))
+    while kept:
+        part = scaled[np.ix_(kept, kept)] + ridge * np.eye(len(kept))
+        found = np.linalg.solve(part, scaled_target[kept])
+        worst = int(found.argmin())
+        if found[worst] >= 0:
+            solution[kept] = found
+            break
+        del kept[worst]
+    return solution / size
 
 
 @dataclass(frozen=True, slots=True)

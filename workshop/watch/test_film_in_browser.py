@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.events.conftest import draft, letters, workshop  # noqa: F401  (fixtures)
-from common.events.frames import cells, eviction_order, happened, nodes, prefix_of
 from common.tests.film_runs import Workshop
 from workshop.watch.conftest import OpenPage, RunPage
 from workshop.watch.film_scripts import CONSTRAINED, GUESSING, PREFIXES, SCARCE, WINDOWED
 from workshop.watch.replay.film import Film
+from workshop.watch.replay.frame_facts import (
+    cells,
+    eviction_order,
+    happened,
+    nodes,
+    prefix_of,
+)
 from workshop.watch.tests.scene_runs import shown_run
 from workshop.watch.workloads import Cast, Script, perform
 

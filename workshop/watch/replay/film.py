@@ -22,13 +22,10 @@ from common.events.frames import (
     MOMENTS,
     VERSION,
     Frame,
-    Happened,
     apply,
-    cells,
     empty_frame,
-    happened,
-    reasons_to_wait,
 )
+from workshop.watch.replay.frame_facts import Happened, cells, happened, reasons_to_wait
 
 _EVERY = 32  # frames between two states that are kept
 
@@ -67,7 +64,7 @@ class FilmStep:
         return reasons_to_wait(plans[-1]) if plans else {}
 
     def cells(self) -> list[tuple[str, str, int, int]]:
-        """The tokens that the step's plans compute, by kind (`frames.cells`)."""
+        """The tokens that the step's plans compute, by kind (`frame_facts.cells`)."""
         frames = [after for at, _, after in self.frames if at == "plan"]
         return [cell for plan, frame in zip(self.plans, frames) for cell in cells(plan, frame)]
 

@@ -11,7 +11,7 @@ Cell = tuple[str, str, int, int]  # request, kind, start, number of tokens
 
 
 def happened(film: Film, name: str) -> Iterator[tuple[int, Any]]:
-    """Yield everything of one name that `frames.happened` finds, each with its step: plans,
+    """Yield everything of one name that `frame_facts.happened` finds, each with its step: plans,
     results, items of a list, or pairs of a request and its blocks."""
     for step in film.steps():
         for what in step.happened:

@@ -1,17 +1,13 @@
-"""The master of a Mooncake store on this machine: the address of a store, and how to start one.
+"""The master of a Mooncake store on this machine.
 
 The master keeps the index (which key is where) and an HTTP server that knows the clients'
 addresses; the bytes are in memory that clients lend. It is a separate program, started here on free
-ports and stopped again, for tests, notebooks and single machines. In production an operator starts
-the store, and only its address is needed.
+ports and stopped again. In production an operator starts the store, and only its address is needed.
 
 Version 0.3.13 listens on all interfaces, whatever its options, with some of its ports, so use it
 only in trusted networks.
 
-Invariants: a master that was returned is ready; one that was stopped is gone; importing this module
-needs only the standard library.
-
-See 03_prefix_cache/beyond/README.md"""
+Invariants: a master that was returned is ready; one that was stopped is gone."""
 
 from __future__ import annotations
 
@@ -21,42 +17,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-HOW_TO_INSTALL = (
-    "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
-    "with: apt-get install libibverbs1 libnuma1 libcurl4"
+from mooncake_client import (
+    HOW_TO_INSTALL,
+    MooncakeAddress,
+    MooncakeUnavailableError,
+    can_connect,
+    end_of_log,
 )
-
-
-class MooncakeUnavailableError(RuntimeError):
-    """The store cannot be started or reached; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeAddress:
-    """The addresses of a store: `host:port` of the master, of its metadata server, and of its
-    counters."""
-
-    master: str
-    metadata: str
-    admin: str | None = None
-
-
-def can_connect(address: str, timeout_s: float = 1.0) -> bool:
-    host, port = address.rsplit(":", 1)
-    try:
-        socket.create_connection((host, int(port)), timeout_s).close()
-    except OSError:
-        return False
-    return True
-
-
-def end_of_log(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")[-600:].strip()
 
 
 class MooncakeMaster:
@@ -71,21 +40,19 @@ class MooncakeMaster:
         self._log = tempfile.TemporaryFile(prefix="mooncake_master_")  # noqa: SIM115
         for _ in range(3):  # another process may take a free port first
             master, metadata, admin = _free_addresses(3)
-            self.address = MooncakeAddress(master=master, metadata=metadata, admin=admin)
-            self.process = self._start(program, options)
-            if self._is_ready(time.monotonic() + start_timeout_s):
+            self.address = MooncakeAddress(master=master, metadata=metadata)
+            self.process = self._start(program, options, [master, metadata, admin])
+            if self._is_ready([master, metadata, admin], time.monotonic() + start_timeout_s):
                 return
             self.stop()
         raise MooncakeUnavailableError(
             f"cannot start {program}. {HOW_TO_INSTALL}\nIts log ends: {end_of_log(self._log)}"
         )
 
-    def _start(self, program: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-        address = self.address
-        assert address.admin is not None
-        rpc, metadata, admin = (
-            place.rsplit(":", 1) for place in (address.master, address.metadata, address.admin)
-        )
+    def _start(
+        self, program: Path, options: Sequence[str], endpoints: list[str]
+    ) -> subprocess.Popen[bytes]:
+        rpc, metadata, admin = (endpoint.rsplit(":", 1) for endpoint in endpoints)
         command = [str(program), f"-rpc_address={rpc[0]}", f"-rpc_port={rpc[1]}"]
         command += ["-enable_http_metadata_server=true"]
         command += [f"-http_metadata_server_host={metadata[0]}"]
@@ -99,9 +66,7 @@ class MooncakeMaster:
             start_new_session=True,  # Ctrl-C reaches only this process, which stops it
         )
 
-    def _is_ready(self, deadline: float) -> bool:
-        address = self.address
-        waiting = [address.master, address.metadata, address.admin]
+    def _is_ready(self, waiting: list[str], deadline: float) -> bool:
         while waiting and time.monotonic() < deadline and self.process.poll() is None:
             waiting = [endpoint for endpoint in waiting if not can_connect(endpoint)]
             time.sleep(0.01)
