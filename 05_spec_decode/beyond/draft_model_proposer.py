@@ -82,6 +82,7 @@ class _Follower:
     """How far the draft model has followed a request."""
 
     block_ids: list[int] = field(default_factory=list)  # when the table was last read
+    num_final: int = 0  # leading blocks that were full before that step, and do not change
     num_computed: int = 0  # positions with the draft's KV
     # Draft tokens whose KV is in the last of those positions.
     drafts: list[int] = field(default_factory=list)
@@ -184,15 +185,16 @@ class DraftModelProposer:
         follower.drafts = []
 
     def _read_table(self, inputs: ProposerInput, follower: _Follower) -> None:
-        """Read the block table. A block that the last step filled may have been replaced by a
-        cached block of the same content, which may not have the draft's KV."""
-        first = min(inputs.start // self.block_size, len(follower.block_ids))
+        """Read the block table. A block that was filled since the last time may have been replaced
+        by a cached block of the same content, which may not have the draft's KV."""
+        first = follower.num_final
         block_ids = self.state.block_ids(inputs.request.req_id, first)
         for index, (before, now) in enumerate(zip(follower.block_ids[first:], block_ids), first):
             if before != now:
                 follower.num_computed = min(follower.num_computed, index * self.block_size)
                 break
         follower.block_ids[first:] = block_ids
+        follower.num_final = inputs.start // self.block_size
 
     # -- the model
 

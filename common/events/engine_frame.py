@@ -29,14 +29,14 @@ def read_frame(
     """Return what the engine's parts know, without texts, plans and times. `requests` are the
     unfinished ones and those that have just ended; `waiting` is the order of service, which a
     cache-aware policy cannot be asked for."""
-    requests = {request.request_id: request for request in requests}
+    by_id = {request.request_id: request for request in requests}
     pool = memory.pool
     return {
         "waiting": list(waiting),
         "running": list(scheduler.running),
-        "computed": {name: request.num_computed_tokens for name, request in requests.items()},
-        "outputs": {name: list(request.output_token_ids) for name, request in requests.items()},
-        "tables": {name: tables for name in requests if (tables := tables_of(memory, name))},
+        "computed": {name: request.num_computed_tokens for name, request in by_id.items()},
+        "outputs": {name: list(request.output_token_ids) for name, request in by_id.items()},
+        "tables": {name: tables for name in by_id if (tables := tables_of(memory, name))},
         "free": [block.block_id for block in pool.free_order()],
         "refs": {str(block.block_id): block.ref_cnt for block in pool.blocks if block.ref_cnt},
         "cached": cached.read(memory),

@@ -367,7 +367,7 @@ class FrameRecorder(EnginePlugin):
         said = "interrupted" if error is None else f"{type(error).__name__}: {error}"
         self._plans.clear()
         self._end_step({"error": said[:500]})
-        changes = {"result": [self._result]}
+        changes: dict[str, Any] = {"result": [self._result]}
         if steps := self._frame["in_flight"]:
             changes["in_flight"] = dict.fromkeys(steps)
         self._lines.append(self._line("failed", changes))

@@ -79,9 +79,10 @@ def diff(before: Any, after: Any) -> Any:
 def _num_kept(before: list[Any], after: list[Any]) -> int:
     """Return how many items at the front of `after` are in `before` in this order; 0 if an item
     repeats or is a container."""
-    if any(isinstance(item, list | dict) for items in (before, after) for item in items):
-        return 0
-    if len(set(before)) < len(before) or len(set(after)) < len(after):
+    try:
+        if len(set(before)) < len(before) or len(set(after)) < len(after):
+            return 0
+    except TypeError:  # of a container
         return 0
     place = 0
     for num_kept, item in enumerate(after):

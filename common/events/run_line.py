@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-
 from common.events.frames import VERSION
 from policies import SchedulePolicy
 
@@ -110,14 +108,14 @@ def _plain(name: str, value: Any) -> Any:
     """Convert a setting to JSON's types. A path becomes its name only, because films are shared."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
     if isinstance(value, str):  # an adapter's folder, say; a relative one too
         return Path(value).name if os.path.isabs(value) or os.path.exists(value) else value
     if isinstance(value, Mapping):
         return {key: _plain(key, item) for key, item in value.items()}
     if isinstance(value, Path):
         return value.name
+    if str(value).startswith("torch."):  # a dtype
+        return str(value).removeprefix("torch.")
     if name in _OWN_SETTINGS and dataclasses.is_dataclass(value):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {key: _plain(key, item) for key, item in values.items()}

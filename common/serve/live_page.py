@@ -12,7 +12,6 @@ there wherever the film began. No engine state is kept here.
 
 The engine's thread passes text to the loop and never waits. Up to `MAX_BEHIND` characters wait for
 a viewer; then they are dropped, and the viewer starts again from the beginning when it reads next.
-An engine with inconsistent state ends its film itself, so this is checked after a `failed` line.
 
 A viewer reads only the texts of its own requests: those sent with the same token, which the page
 makes and sends with each request in a header. For the others it gets lengths (`hidden_frames.py`).
@@ -56,7 +55,6 @@ LOOK_S = 0.5  # how soon a stream without frames notices that the server is shut
 LONG_TEXT = 1 << 16  # characters; texts are hidden in a longer one outside the loop
 TOKEN_HEADER = "X-Watch-Token"
 TOKEN_LENGTHS = range(16, 129)
-_FAILED = '{"at":"failed"'
 
 
 def watch_token(request: Request) -> str | None:
@@ -128,7 +126,6 @@ class LivePage:
         self.viewers: set[Viewer] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: FrameRecorder | None = None  # belongs to the engine's thread
-        self._renewals: set[asyncio.Task] = set()
 
     # -- the page
 
@@ -204,16 +201,12 @@ class LivePage:
     def _spread(self, text: str) -> None:
         for viewer in self.viewers:
             viewer.put(text)
-        if f"\n{_FAILED}" in f"\n{text}":
-            task = asyncio.ensure_future(self.llm.call(self._renew))
-            self._renewals.add(task)
-            task.add_done_callback(self._renewals.discard)
 
     # -- in the engine's thread, between two steps
 
     @property
     def _film(self) -> FrameRecorder | None:
-        """The engine's current film, or None. Inconsistent engine state ends a film."""
+        """The engine's current film, or None."""
         return self._watch if self._watch is not None and self._watch.is_in else None
 
     def _begin(self, engine: LLMEngine, viewer: Viewer) -> None:

@@ -1,5 +1,5 @@
 // Frames: an engine's state as plain JSON, the difference from one to the next, and what happened
-// in between. The mirror of common/events/frames.py, function by function.
+// in between. The mirror of common/events/frames.py and workshop/watch/replay/frame_facts.py.
 //
 // Objects by id have no prototype: a request may be called "constructor". A frame is shared and
 // never changed; `apply` makes another one, which has the unchanged parts in common with it.
