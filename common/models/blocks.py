@@ -110,14 +110,17 @@ class AttentionBlock(nn.Module):
         hidden = config.hidden_size
         q_size = num_heads * self.head_dim
         qkv_size = sum(self.head_counts) * self.head_dim
-        self.input_norm_weight = norm(hidden)
-        self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
-        # One row a head: q_norm's weight for each query head, k_norm's for each key head.
         self.qk_norm_weight = None
-        if config.has_qk_norm:
-            self.qk_norm_weight = norm(self.num_qk_heads, self.head_dim)
+        self.make_norms(config, norm)
+        self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
         self.o = linear(empty, (hidden, q_size), config.o_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None
+
+    def make_norms(self, config: ModelConfig, norm: Callable[..., nn.Parameter]) -> None:
+        self.input_norm_weight = norm(config.hidden_size)
+        if config.has_qk_norm:
+            # One row a head: q_norm's weight for each query head, k_norm's for each key head.
+            self.qk_norm_weight = norm(self.num_qk_heads, self.head_dim)
 
     def attend(
         self,
@@ -170,6 +173,8 @@ class AttentionBlock(nn.Module):
 class MLPBlock(nn.Module):
     """The MLP, from its normed input (the layer computes the norm) to the residual stream."""
 
+    has_input_norm = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -184,7 +189,7 @@ class MLPBlock(nn.Module):
         inner = config.intermediate_size
         norm = allocator(config.norm_dtype(dtype), device)
         self.activation = ACTIVATIONS[config.activation]
-        self.mlp_norm_weight: nn.Parameter | None = norm(hidden)  # None: what comes is not normed
+        self.mlp_norm_weight = norm(hidden) if self.has_input_norm else None
         self.gate_up = linear(empty, (2 * inner, hidden), config.mlp_bias)
         self.down = linear(empty, (hidden, inner), config.mlp_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None

@@ -12,33 +12,18 @@ See common/README.md#which-models"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from common.models.blocks import (
-    AttentionBlock,
-    CheckpointTensor,
-    MakeLinear,
-    MLPBlock,
-    allocator,
-    whole,
-)
-from common.models.linear import Linear
+import torch
+from torch import nn
+
+from common.models.blocks import AttentionBlock, CheckpointTensor, MLPBlock, whole
 from common.models.model_config import ModelConfig
 from common.models.regions.regions import Regions
 
 
 class PostNormAttention(AttentionBlock):
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        into_stream: MakeLinear = Linear,
-    ) -> None:
-        super().__init__(config, index, dtype, device, into_stream)
-        del self.input_norm_weight
-        norm = allocator(config.norm_dtype(dtype), device)
+    def make_norms(self, config: ModelConfig, norm: Callable[..., nn.Parameter]) -> None:
         q_size, k_size, _ = (n * self.head_dim for n in self.head_counts)
         self.q_norm_weight = norm(q_size)
         self.k_norm_weight = norm(k_size)
@@ -57,15 +42,7 @@ class PostNormAttention(AttentionBlock):
 
 
 class PostNormMLP(MLPBlock):
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        into_stream: MakeLinear = Linear,
-    ) -> None:
-        super().__init__(config, dtype, device, into_stream)
-        self.mlp_norm_weight = None
+    has_input_norm = False
 
     def own_norms(self) -> dict[str, CheckpointTensor]:
         assert self.post_norm_weight is not None
