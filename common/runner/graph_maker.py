@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 
@@ -16,6 +17,8 @@ from common.runner.graphs import CannotCapture, CudaGraphs, DecodeGraphs, GraphP
 from paged_attention import AttentionBackend, PagedKVCache
 
 logger = logging.getLogger(__name__)
+
+EMULATED_ATTENTION = "common.tests.tensor_attention:TensorAttentionBackend"  # of `emulate_graphs`
 
 
 @dataclass(slots=True)
@@ -63,9 +66,7 @@ class GraphMaker:
             logger.warning("steps with draft tokens run without graphs: they are not decode steps")
         unsplit_len = 0
         if not is_triton:
-            from tensor_attention import TensorAttentionBackend
-
-            backend = TensorAttentionBackend()
+            backend = resolve_name(EMULATED_ATTENTION)()
         else:
             from paged_attention_triton import SPLIT_KEYS
 
