@@ -405,12 +405,12 @@ _OF_THE_MODEL = ("output", "query", "key", "value", "key_cache", "value_cache")
 
 
 def make_launch(
-    kernel: Any, constants: dict[str, Any], dtype: torch.dtype, **options: int
+    kernel: Any, constants: dict[str, Any], dtype: torch.dtype, num_warps: int = 4
 ) -> Launch:
     types = dict.fromkeys(_OF_THE_MODEL, "*" + TRITON_TYPES[dtype]) | _TYPES
     names = [name for name in kernel.arg_names if name not in constants]
     arguments = {name: types.get(name, "i32") for name in names}
-    return Launch(kernel, arguments, constants, **options)
+    return Launch(kernel, arguments, constants, num_warps)
 
 
 @cache

@@ -13,8 +13,8 @@ import torch
 
 import paged_attention
 from batch_layout import Queries, compose_in_order
+from common.tests.tensor_attention import TensorAttentionBackend
 from paged_attention import AttentionMetadata, TorchAttentionBackend
-from tensor_attention import TensorAttentionBackend
 from test_batch_layout import CPU, Query, in_columns, make_state
 from test_compiled_attention import Compiled
 from test_paged_attention import (  # noqa: F401

@@ -37,7 +37,7 @@ import torch
 from inverse_cdf import SCALE
 from kernel_launch import TRITON_TYPES, Launch
 from rejection_sampler import PADDING, VerifiedTokens
-from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
+from triton_or_none import jit, jit_for_any, tl
 
 # Tokens that a program loads at a time: 32 KB of float32 p and q. An SM must have about that much
 # in flight for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With
@@ -228,11 +228,9 @@ def rejection_sample_triton(
     accept_u: torch.Tensor,  # [num_drafts] float64 in [0, 1)
     sample_u: torch.Tensor,  # [num_rows] float64 in [0, 1)
 ) -> VerifiedTokens:
-    """`rejection_sample` for drafts that have probabilities.
-
-    Raises `RuntimeError` without Triton, or on a CPU without its interpreter, and `ValueError` for
-    other number formats of probabilities."""
-    _check_available(target_probs.device)
+    """`rejection_sample` for drafts that have probabilities. Needs Triton, and a GPU or its
+    interpreter, as attention does (`TritonAttentionBackend`). Raises `ValueError` for other number
+    formats of probabilities."""
     dtype = target_probs.dtype
     if dtype not in (torch.float32, torch.float64) or draft_probs.dtype != dtype:
         raise ValueError(
@@ -263,8 +261,7 @@ def rejection_sampling_batched_triton(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int64, first row of each request
     num_speculative_steps: int,  # at least the drafts of any request
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rejection_sampling_batched`. Raises `RuntimeError` as above."""
-    _check_available(target_sampled.device)
+    """`rejection_sampling_batched`."""
     verified = _empty(cu_num_logits, num_speculative_steps)
     num_reqs = len(verified.num_sampled)
     if num_reqs:
@@ -284,18 +281,3 @@ def _empty(cu_num_logits: torch.Tensor, max_num_drafts: int) -> VerifiedTokens:
     num_reqs = len(cu_num_logits) - 1
     token_ids = cu_num_logits.new_empty(num_reqs, max_num_drafts + 1)
     return VerifiedTokens(token_ids=token_ids, num_sampled=cu_num_logits.new_empty(num_reqs))
-
-
-def _check_available(device: torch.device) -> None:
-    if not HAS_TRITON:
-        raise RuntimeError(
-            "cannot use the Triton rejection sampler: the package triton is not installed; run "
-            "`pip install triton`, or call the PyTorch version in rejection_sampler.py"
-        )
-    is_interpreted = not isinstance(_rejection_kernel, triton.runtime.JITFunction)
-    if device.type == "cpu" and not is_interpreted:
-        raise RuntimeError(
-            "tensors for the Triton rejection sampler must be on a CUDA device, got the CPU; "
-            "call the PyTorch version in rejection_sampler.py, or, to try the kernels slowly on "
-            "a CPU, set TRITON_INTERPRET=1 in the environment before Python starts"
-        )

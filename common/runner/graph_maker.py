@@ -16,7 +16,9 @@ from paged_attention import AttentionBackend, PagedKVCache
 
 logger = logging.getLogger(__name__)
 
-EMULATOR = "common.tests.graph_emulator:EmulatedGraphs"  # `Graphs` of `emulate_graphs`
+# Of `emulate_graphs`: `Graphs`, and attention that they can replay.
+EMULATOR = "common.tests.graph_emulator:EmulatedGraphs"
+EMULATED_ATTENTION = "common.tests.tensor_attention:TensorAttentionBackend"
 
 
 @dataclass(slots=True)
@@ -62,9 +64,7 @@ class GraphMaker:
         if config.speculative is not None:
             logger.warning("steps with draft tokens run without graphs: they are not decode steps")
         if not is_triton:
-            from tensor_attention import TensorAttentionBackend
-
-            backend = TensorAttentionBackend()
+            backend = resolve_name(EMULATED_ATTENTION)()
         return cls(config, model, backend, max_model_len, parts)
 
     def __call__(self, kv_cache: PagedKVCache) -> DecodeGraphs | None:

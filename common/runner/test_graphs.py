@@ -27,10 +27,10 @@ from common.runner.graphs import (
 from common.runner.kv_sizing import allocate_kv_cache
 from common.sampling.sampling_columns import SamplingColumns
 from common.tests.graph_emulator import EagerGraphs, EmulatedGraphs, GraphError
+from common.tests.tensor_attention import TensorAttentionBackend, TensorPlan
 from paged_attention import TorchAttentionBackend
 from request import SamplingParams
 from scheduler_interface import NewRequestData
-from tensor_attention import TensorAttentionBackend, TensorPlan
 
 CPU = torch.device("cpu")
 MAX_NUM_ROWS = 6

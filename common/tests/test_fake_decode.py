@@ -13,9 +13,9 @@ from common.sampling.test_waits import KINDS
 from common.tests.graph_emulator import EagerGraphs
 from common.tests.pretend_device import place_of, pretend_device
 from common.tests.small_models import subject
+from common.tests.tensor_attention import TensorAttentionBackend
 from mixed_batch import compose
 from scheduler_interface import PENDING, CachedRequestData, NewRequestData, SchedulerOutput
-from tensor_attention import TensorAttentionBackend
 
 MAX_SEQS = 24
 

@@ -25,10 +25,10 @@ from common.tests.engine_oracle import (
 )
 from common.tests.grammar_cases import small_tokenizer
 from common.tests.small_models import CPU, subject
+from common.tests.tensor_attention import TensorAttentionBackend
 from compiled_attention import HeadMajorKVCache
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
-from tensor_attention import TensorAttentionBackend
 from tiered_cache import KVTierConfig
 from window_attention import WindowBackend
 
