@@ -18,5 +18,6 @@ def site_repository(root: Path = ROOT) -> str:
     """Return the environment's `BOOK_REPOSITORY`, even if it is "", else `[project.urls]
     Repository` of pyproject.toml, else "". Without a trailing `/` or `.git`."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    address = os.environ.get("BOOK_REPOSITORY", project.get("urls", {}).get("Repository", ""))
+    address: str = project.get("urls", {}).get("Repository", "")
+    address = os.environ.get("BOOK_REPOSITORY", address)
     return address.rstrip("/").removesuffix(".git")
