@@ -133,7 +133,8 @@ class MooncakeClient:
     def _ask(self, operation: str, *arguments: object) -> Any:
         deadline = time.monotonic() + self.timeout_s
         self._wait(zmq.POLLOUT, operation, deadline)
-        self._socket.send(msgpack.packb([operation, arguments]))
+        call: Any = msgpack.packb([operation, arguments])
+        self._socket.send(call)
         self._wait(zmq.POLLIN, operation, deadline)
         error, answer = msgpack.unpackb(self._socket.recv())
         if error is not None:
@@ -143,7 +144,7 @@ class MooncakeClient:
     def _wait(self, event: int, operation: str, deadline: float) -> None:
         """Wait until a message can be sent, or received."""
         left_s = deadline - time.monotonic()
-        while not self._socket.poll(1000 * max(0.0, min(left_s, _LOOK_S)), event):
+        while not self._socket.poll(int(1000 * max(0.0, min(left_s, _LOOK_S))), event):
             left_s = deadline - time.monotonic()
             if self.process.poll() is not None:
                 raise StoreDownError(f"no answer to {operation!r}: the client's process has exited")
@@ -251,7 +252,8 @@ def _serve(endpoint: str) -> None:
             answer = getattr(calls, operation)(*arguments)
         except Exception as failure:
             error = str(failure) or repr(failure)
-        socket.send(msgpack.packb([error, answer]))
+        reply: Any = msgpack.packb([error, answer])
+        socket.send(reply)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,6 @@ class DecoderModel(nn.Module):
         hidden = self.regions.rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return self.lm_head(hidden) if out is None else self.lm_head.write(hidden, out)
 
-    def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """The hidden states that `forward` needs in a warm-up batch besides the tokens."""
-        return None
-
     def pack_weights(self, packing: Packing | None = None) -> str | None:
         """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
         None, or the reason why they stay plain."""
