@@ -1,13 +1,13 @@
 """Apply the rules of `token_rules.py` to the rows of a step.
 
 A step sends indices into its flattened logits: one for each token that is allowed, biased, or ruled
-out by bad words. If a bad word may end after a pending token, the host waits for that token.
+out by bad words. If a bad word includes a pending token, the comparison is done on the device.
 
 See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class RuleArgs:
     bad_at: Any
     biased_at: Any
     biases: Any
+    # [3, N]: last tokens of bad words, each with the word's last but one, and a pending id.
+    may_be_bad: Any
+    fill_in: Callable[[torch.Tensor], torch.Tensor]  # of pending ids
 
 
 def prepare_rules(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> RuleArgs:
@@ -36,15 +39,16 @@ def prepare_rules(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int
     rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
     closed = [i for i, r in enumerate(rules) if r.allowed is not None]
     none = np.zeros(0, np.int64)
-    bad = []
+    bad, pending = [], []
     for row, rule in zip(rows.tolist(), rules):
         outputs = _outputs(sampling, row)
-        words = rule.words_ending_in(outputs)
-        if words and outputs[-1] < 0:
-            last = sampling.state.known(int(outputs[-1]))
-            words = [word for word in words if word[-2] == last]
-        ends = np.array([word[-1] for word in words], dtype=np.int64)
-        bad.append(np.concatenate([rule.bad, ends]))
+        ends = []
+        for word in rule.words_ending_in(outputs):
+            if outputs[-1] >= 0:
+                ends.append(word[-1])
+            else:
+                pending.append((row, word[-1], word[-2], int(outputs[-1])))
+        bad.append(np.concatenate([rule.bad, np.array(ends, dtype=np.int64)]))
 
     def flat(ids: list[np.ndarray], values: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
         """Return `flat_index` of each rule's ids."""
@@ -53,12 +57,15 @@ def prepare_rules(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int
 
     bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
     biased_at, biases = flat([r.biased for r in rules], [bias])
+    at, ends, last_but_one, last = np.array(pending, dtype=np.int64).reshape(-1, 4).T
     args = RuleArgs(
         closed_rows=rows[closed],
         allowed_at=flat([none if r.allowed is None else r.allowed for r in rules])[0],
         bad_at=flat(bad)[0],
         biased_at=biased_at,
         biases=biases,
+        may_be_bad=np.stack(flat_index(at, ends, vocab_size, [last_but_one, last])),
+        fill_in=sampling.state.fill_in,
     )
     upload.fill(args)
     return args
@@ -73,6 +80,10 @@ def keep_to_rules(logits: torch.Tensor, args: RuleArgs) -> torch.Tensor:
         logits.index_fill_(0, args.closed_rows, NEG_INF)
         flat.scatter_(0, args.allowed_at, kept)
     flat.scatter_(0, args.bad_at, NEG_INF)
+    at, last_but_one, last = args.may_be_bad
+    if len(at):
+        is_bad = args.fill_in(last) == last_but_one
+        flat.index_add_(0, at, flat.new_zeros(len(at)).masked_fill_(is_bad, NEG_INF))
     flat.index_add_(0, args.biased_at, args.biases.to(flat.dtype))
     return logits
 

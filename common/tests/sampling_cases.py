@@ -77,9 +77,6 @@ class ListedTokens:
             self.on_device.append(int(self.token_ids[row, last]))
             self.token_ids[row, last] = -len(self.on_device)
 
-    def known(self, token_id: int) -> int:
-        return token_id if token_id >= 0 else self.on_device[-1 - token_id]
-
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         ids = [self.on_device[-1 - i] if i < 0 else i for i in token_ids.tolist()]
         return torch.tensor(ids, dtype=torch.int64)
