@@ -225,10 +225,6 @@ class DecoderModel(nn.Module):
         logits = self.lm_head(hidden)
         return logits if out is None else out.copy_(logits)
 
-    def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """The hidden states that `forward` needs in a warm-up batch besides the tokens."""
-        return None
-
     def pack_weights(self, packing: Packing | None = None) -> str | None:
         """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
         None, or the reason why they stay plain."""

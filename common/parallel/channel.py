@@ -48,6 +48,8 @@ def _unlimited_context() -> zmq.Context:
 
 
 class DriverChannel:
+    """Can be used from any thread: zmq's sockets are used by one at a time."""
+
     def __init__(self, folder: str, num_ranks: int) -> None:
         self._context = _unlimited_context()
         self._inbox = self._context.socket(zmq.PULL)
@@ -57,23 +59,30 @@ class DriverChannel:
             outbox = self._context.socket(zmq.PUSH)
             outbox.connect(f"ipc://{folder}/{rank}")  # queues messages until the worker is there
             self._outboxes.append(outbox)
+        self._using = threading.RLock()
 
     def send(self, rank: int, message: bytes) -> None:
         """Queue a message. Returns at once."""
-        self._outboxes[rank].send(message)
+        with self._using:
+            self._outboxes[rank].send(message)
 
     def wait(self, seconds: float) -> None:
         """Wait until a message has arrived, up to `seconds`."""
-        self._inbox.poll(1000 * max(0.0, seconds))
+        with self._using:
+            self._inbox.poll(int(1000 * max(0.0, seconds)))
 
-    def arrived(self) -> Iterator[tuple[int, bytes]]:
-        """Yield rank and message of everything that has arrived."""
-        while self._inbox.poll(0):
-            rank, message = self._inbox.recv_multipart()
-            yield int(rank), message
+    def arrived(self) -> list[tuple[int, bytes]]:
+        """Return rank and message of everything that has arrived."""
+        messages: list[tuple[int, bytes]] = []
+        with self._using:
+            while self._inbox.poll(0):
+                rank, message = self._inbox.recv_multipart()
+                messages.append((int(rank), message))
+        return messages
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        with self._using:
+            self._context.destroy(linger=0)
 
 
 class WorkerChannel:

@@ -273,7 +273,7 @@ def _is_stopped(link: Link) -> bool:
 
 
 def _describe_exit(link: Link) -> str:
-    code = link.process.poll()
+    code = link.process.wait()
     if code < 0:
         return f"{link.name} was killed by {signal.Signals(-code).name}"
     return f"{link.name} has ended with exit code {code}: its last words are on stderr"

@@ -57,12 +57,12 @@ class RemoteRunner:
     def execute(self, plan: RunnerInput) -> RemoteStep:
         times = self._times
         self._times = []
-        step = self.executor.ask("plan", plan=message.plan_to_map(plan), times=times)
+        step = self.executor.ask("plan", plan=plan, times=times)
         return RemoteStep(self, step)
 
     def take(self, step: int) -> StepOutput:
         answer = self.executor.wait_for_output(step)
-        output = message.output_from_map(answer["output"])
+        output: StepOutput = answer["output"]
         if self.tells_times:
             propose_ms = output.times.get("propose_ms", 0.0)
             self._times.append([step, sum(output.times.values()) - propose_ms, propose_ms])

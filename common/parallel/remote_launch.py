@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 
 from common.parallel.executor import Link
-from common.runner.thread_count import THREADS
+from common.runner.thread_count import default_threads
 from request import check_integers
 
 WORKER_MODULE = "common.parallel.worker"
@@ -54,7 +54,7 @@ def launch(
         links=[start_process(folder.name, rank) for rank in range(num_ranks)],
         folder=folder,
         store=dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
-        num_threads=num_threads or max(1, THREADS.default(num_parameters, device) // num_ranks),
+        num_threads=num_threads or max(1, default_threads(num_parameters, device) // num_ranks),
     )
 
 

@@ -158,11 +158,6 @@ class ShardedModel(DecoderModel):
             input_ids, self.embed_weight, self._first_id, self.collectives
         )
 
-    def blank_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        if self.ranks.is_first_stage:
-            return None
-        return self.embed_weight.new_zeros(num_tokens, self.config.hidden_size)
-
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor of the whole checkpoint, and the part of each that this rank has."""
         whole = DecoderModel(self.config, device="meta").checkpoint_tensors()  # takes no memory

@@ -67,7 +67,7 @@ def tokens_of(
 
 
 def plan_message(plan: RunnerInput) -> bytes:
-    return message.pack("plan", number=STEP, plan=message.plan_to_map(plan), times=[])
+    return message.pack("plan", number=STEP, plan=plan, times=[])
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:

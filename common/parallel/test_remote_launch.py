@@ -20,7 +20,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.engine_config import THREADS_FROM_PARAMETERS
 from common.llm import LLM
 from common.parallel import remote_launch
-from common.runner.thread_count import ThreadCount
+from common.runner import thread_count
 from common.tests.every_kind import PROMPTS
 from common.tests.forked import Forked
 from common.tests.remote_cases import is_there, one_process
@@ -32,7 +32,7 @@ SCRIPT = """
 import os, time
 print("begun", flush=True)
 from common.llm import LLM, SamplingParams
-from common.parallel.message import pack, plan_to_map
+from common.parallel.message import pack
 from scheduler_interface import NewRequestData, RunnerInput
 llm = LLM(tensor_parallel_size=2, dtype="float64", block_size=4, num_blocks=100,
           worker_timeout_s=300.0)
@@ -44,7 +44,7 @@ print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
 plan = RunnerInput([NewRequestData("x", [1], params, 0, ([5],))])
 plan.num_scheduled_tokens = {"x": 1}
 llm.engine.core.runner.executor._channel.send(
-    0, pack("plan", number=99, plan=plan_to_map(plan), times=[]))
+    0, pack("plan", number=99, plan=plan, times=[]))
 fork = os.fork()
 if fork:
     print("fork", [fork], flush=True)
@@ -162,10 +162,9 @@ def test_impossible_settings_are_refused_without_processes(
 def test_each_worker_gets_its_share_of_the_threads_unless_told(monkeypatch):
     """A small model is computed by one thread, in one process as in several (Trap 89)."""
     monkeypatch.setattr(remote_launch, "start_process", lambda folder, rank: None)
-    monkeypatch.setattr(remote_launch, "THREADS", all_threads := ThreadCount())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(all_threads, "_requests", {None: (False, 7)})
-    monkeypatch.setattr(all_threads, "_before", 7)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(thread_count, "_numbers", {None: 7})
     small = THREADS_FROM_PARAMETERS - 1
     large = THREADS_FROM_PARAMETERS
     each = [(1, large, None, 7), (2, large, None, 3), (3, large, None, 2), (9, large, None, 1)]

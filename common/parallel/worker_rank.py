@@ -126,9 +126,10 @@ class Rank:
             read = partial(self._read_adapter, content["number"], content["directory"])
             self._reading[content["number"]] = self._reader.submit(self._reported, read)
         elif kind == "take":  # in the host's memory before any step that uses it
-            reading = self._reading.pop(content["number"], None)
-            if content["is_wanted"] and reading is not None and adapters is not None:
-                adapters.take(reading.result())
+            reading = self._reading.pop(content["number"])
+            adapter = reading.result() if content["is_wanted"] else None
+            if adapter is not None and adapters is not None:
+                adapters.take(adapter)
         elif kind == "drop" and adapters is not None:
             adapters.drop(content["digest"])
         return kind != "close"
@@ -137,7 +138,7 @@ class Rank:
         length = self.local.speculation and self.local.speculation.draft_length
         if isinstance(length, DriverChosenLength):
             length.begin(content["number"], content["times"])
-        handle = self.local.runner.execute(message.plan_from_map(content["plan"]))
+        handle = self.local.runner.execute(content["plan"])
         answer = partial(self._answer, content["number"], handle)
         if self.local.device.type == "cpu":
             answer()
@@ -148,7 +149,7 @@ class Rank:
         output = handle.wait()
         ranks = self.collectives.ranks
         if ranks.is_output_rank or self.compares:
-            found = message.output_to_map(output) if ranks.is_output_rank else None
+            found = output if ranks.is_output_rank else None
             digest = _digest(output) if self.compares and ranks.is_last_stage else None
             self.channel.send(message.pack("output", number=number, output=found, digest=digest))
 

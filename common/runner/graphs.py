@@ -32,9 +32,9 @@ See common/README.md#graphs"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,10 +43,8 @@ import torch
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.models.model import DecoderModel
-from common.runner.batch_state import BatchState
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
 from common.sampling.runner_plugin import StepRows, UploadBuffer
-from common.sampling.sampler import BatchSampler
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from window_attention import window_of_decodes
 
@@ -68,9 +66,6 @@ def bucket_of(num_rows: int, buckets: Sequence[int]) -> int | None:
 
 # -- inputs of a replay
 
-# The last column exists once for each group of layers.
-COLUMNS = "input_ids", "positions", "seq_lens", "query_start_loc", "logit_indices", "slot_mapping"
-
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
@@ -84,51 +79,41 @@ class StaticInputs:
     slot_mapping: torch.Tensor  # [num_groups, bucket] int64
     block_tables: torch.Tensor  # [num_groups, bucket, blocks of the longest request] int32
 
-    def by_name(self) -> dict[str, torch.Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
-
-def column_stride(bucket: int) -> int:
-    """Return a stride, in int64, that holds `bucket + 1` and is a multiple of 16 bytes."""
-    return (bucket + 2) // 2 * 2
-
-
-def num_columns(num_groups: int) -> int:
-    return len(COLUMNS) - 1 + num_groups
+NUM_COLUMNS = 5  # and one of slots for each group of layers
 
 
 class StaticMemory:
-    """Memory for the largest bucket, shared by the others, which start at the same address."""
+    """Memory for the largest bucket, shared by the others, which start at the same addresses."""
 
     def __init__(
         self, max_num_rows: int, table_width: int, device: torch.device, num_groups: int = 1
     ) -> None:
-        self.num_columns = num_columns(num_groups)
-        num_integers = self.num_columns * column_stride(max_num_rows)
-        self.columns = torch.zeros(num_integers, dtype=torch.int64, device=device)
+        # Each column, and each group's tables, start at a multiple of 16 bytes.
+        width = (max_num_rows + 2) // 2 * 2
+        shape = (NUM_COLUMNS + num_groups, width)
+        self.columns = torch.zeros(shape, dtype=torch.int64, device=device)
         size = max_num_rows * table_width
-        aligned = -(-size // 4) * 4  # each group's tables start at a multiple of 16 bytes
-        tables = torch.zeros(num_groups, aligned, dtype=torch.int32, device=device)
+        tables = torch.zeros(num_groups, -(-size // 4) * 4, dtype=torch.int32, device=device)
         self.block_tables = tables[:, :size].view(num_groups, max_num_rows, table_width)
 
     def inputs(self, bucket: int) -> StaticInputs:
-        rows = self.columns_of(bucket)
-        shared = COLUMNS[:-1]
-        size = {"query_start_loc": bucket + 1}
-        columns = {name: row[: size.get(name, bucket)] for name, row in zip(shared, rows)}
-        slots = rows[len(shared) :, :bucket]
-        tables = self.block_tables[:, :bucket]
-        return StaticInputs(**columns, slot_mapping=slots, block_tables=tables)
-
-    def columns_of(self, bucket: int) -> torch.Tensor:
-        stride = column_stride(bucket)
-        return self.columns[: self.num_columns * stride].view(self.num_columns, stride)
+        columns = self.columns
+        return StaticInputs(
+            input_ids=columns[0, :bucket],
+            positions=columns[1, :bucket],
+            seq_lens=columns[2, :bucket],
+            query_start_loc=columns[3, : bucket + 1],
+            logit_indices=columns[4, :bucket],
+            slot_mapping=columns[NUM_COLUMNS:, :bucket],
+            block_tables=self.block_tables[:, :bucket],
+        )
 
     def fill(self, columns: torch.Tensor, block_tables: torch.Tensor) -> None:
         """Copy the arrays of `pad_step`, already on the device, into the static memory. Later
         columns of the tables are left unchanged."""
         _, bucket, width = block_tables.shape
-        self.columns_of(bucket).copy_(columns)
+        self.columns[:, : bucket + 1].copy_(columns)
         self.block_tables[:, :bucket, :width].copy_(block_tables)
 
 
@@ -136,14 +121,14 @@ def pad_step(
     state: PagedRunnerState, queries: Queries, block_size: int, bucket: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the padded inputs of a step of up to `bucket` queries of one token each, on the host:
-    `[num_columns, column_stride(bucket)]` int64, and `[num_groups, bucket, blocks of the longest]`
-    int32."""
+    `[NUM_COLUMNS + num_groups, bucket + 1]` int64, and `[num_groups, bucket, blocks of the
+    longest]` int32."""
     rows = queries.rows
     positions = queries.starts
     n = len(queries.rows)
     num_groups = len(state.groups)
     sampled = np.flatnonzero(queries.num_logit_rows)
-    columns = np.zeros((num_columns(num_groups), column_stride(bucket)), dtype=np.int64)
+    columns = np.zeros((NUM_COLUMNS + num_groups, bucket + 1), dtype=np.int64)
     ids, places, seq_lens, starts, logit_indices, *slots_of = columns
     ids[:n] = state.token_ids[rows, positions]
     places[:n] = positions
@@ -164,15 +149,6 @@ def pad_step(
 # -- the implementations of `Graphs`
 
 
-@dataclass(frozen=True, slots=True)
-class GraphTensors:
-    """All tensors that a captured function may read, as stored now. Caches are also written."""
-
-    inputs: Mapping[str, torch.Tensor]
-    caches: Sequence[torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]
-    weights: Mapping[str, torch.Tensor]
-
-
 class GraphPart(Protocol):
     """The part of a runner plugin in the plugin's separate graphs."""
 
@@ -187,9 +163,7 @@ class GraphPart(Protocol):
 class Graphs(Protocol):
     """Captured functions of tensors at fixed addresses, by bucket."""
 
-    def capture(
-        self, bucket: int, function: Callable[[], torch.Tensor], tensors: Callable[[], GraphTensors]
-    ) -> None:
+    def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
         """Capture `function`, which is called several times on padding inputs. Raises
         `CannotCapture`."""
         ...
@@ -211,7 +185,7 @@ class CudaGraphs:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, bucket, function, tensors) -> None:
+    def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
         with torch.cuda.device(self.device):
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):  # compiles kernels, libraries allocate memory
@@ -283,11 +257,11 @@ class DecodeGraphs:
         self.num_replays = 0
         for bucket in reversed(self.buckets):
             self._clear(bucket)
-            graphs.capture(bucket, partial(self._compute, bucket), partial(self.tensors, bucket))
+            graphs.capture(bucket, partial(self._compute, bucket))
 
     def _clear(self, bucket: int) -> None:
         """Set the inputs of a step without requests."""
-        self.memory.columns_of(bucket).zero_()
+        self.memory.columns.zero_()
         self.column.zero_()
         self.inputs[bucket].slot_mapping.fill_(-1)
         self.memory.block_tables[:, :bucket, :1] = 0
@@ -322,14 +296,6 @@ class DecodeGraphs:
             )
             for block_tables, slot_mapping in zip(x.block_tables, x.slot_mapping, strict=True)
         )
-
-    def tensors(self, bucket: int) -> GraphTensors:
-        caches = *self.kv_cache.key_cache, *self.kv_cache.value_cache
-        weights = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        inputs = self.inputs[bucket].by_name()
-        if self.part is not None:
-            inputs[self.part.name] = self.column[:bucket]
-        return GraphTensors(inputs, caches, weights)
 
     def bucket_for(self, queries: Queries) -> int | None:
         """Return the bucket of a step. None: the step is computed without a graph."""
@@ -386,26 +352,9 @@ class GraphRunner(PagedModelRunner):
     """A `PagedModelRunner` that replays a graph for a step with one token per request."""
 
     def __init__(
-        self,
-        model: DecoderModel,
-        kv_cache: PagedKVCache,
-        backend: AttentionBackend,
-        state: BatchState,
-        sampler: BatchSampler,
-        compose: Compose = compose_in_order,
-        shuffle_seed: int | None = None,
-        *,
-        graphs: DecodeGraphs,
+        self, *, graphs: DecodeGraphs, compose: Compose = compose_in_order, **parts: Any
     ) -> None:
-        super().__init__(
-            model=model,
-            kv_cache=kv_cache,
-            backend=backend,
-            state=state,
-            sampler=sampler,
-            compose=self._compose_for_replay,
-            shuffle_seed=shuffle_seed,
-        )
+        super().__init__(compose=self._compose_for_replay, **parts)
         self.graphs = graphs
         self._compose_eager = compose
 

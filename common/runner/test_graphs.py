@@ -7,7 +7,7 @@ import copy
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,12 +16,10 @@ import torch
 from batch_layout import Queries, compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.graphs import (
-    COLUMNS,
     CannotCapture,
     DecodeGraphs,
     StaticMemory,
     bucket_of,
-    column_stride,
     graph_buckets,
 )
 from common.runner.kv_sizing import allocate_kv_cache
@@ -58,14 +56,14 @@ def test_every_column_of_every_bucket_is_aligned_and_apart(num_groups: int) -> N
     memory = StaticMemory(299, 7, CPU, num_groups)
     for bucket in graph_buckets(299) + list(range(1, 299, 3)):
         x = memory.inputs(bucket)
-        assert column_stride(bucket) >= bucket + 1
+        columns = [getattr(x, field.name) for field in fields(x)]
         groups = *x.slot_mapping, *x.block_tables
-        assert {t.data_ptr() % 16 for t in (*x.by_name().values(), *groups)} == {0}
+        assert {t.data_ptr() % 16 for t in (*columns, *groups)} == {0}
         assert x.query_start_loc.shape == (bucket + 1,)
         assert x.block_tables.shape == (num_groups, bucket, 7)
-        for i, name in enumerate(COLUMNS):
-            getattr(x, name).fill_(i)
-        assert all((getattr(x, name) == i).all() for i, name in enumerate(COLUMNS))
+        for i, column in enumerate(columns):
+            column.fill_(i)
+        assert all((column == i).all() for i, column in enumerate(columns))
 
 
 # -- steps of a model
@@ -159,13 +157,13 @@ from common.runner.graphs import CannotCapture, CudaGraphs
 device = torch.device("cuda", torch.cuda.current_device())
 x, stream = torch.ones(4, device=device), torch.cuda.current_stream()
 try:
-    CudaGraphs(device).capture(4, lambda: x * x.sum().item(), None)
+    CudaGraphs(device).capture(4, lambda: x * x.sum().item())
 except CannotCapture as error:
     print(error)
 assert torch.cuda.current_stream() == stream
 torch.cuda.empty_cache()
 graphs = CudaGraphs(device)
-graphs.capture(4, lambda: x + 1, None)
+graphs.capture(4, lambda: x + 1)
 x += 1
 assert graphs.replay(4, 4).tolist() == [3] * 4
 """

@@ -15,7 +15,7 @@ from common.assembly import assembly
 from common.engine import LLMEngine
 from common.engine_config import THREADS_FROM_PARAMETERS, EngineConfig
 from common.runner import thread_count
-from common.runner.thread_count import ThreadCount, set_threads
+from common.runner.thread_count import set_threads
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which torch has 4 threads by default."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
-    monkeypatch.setattr(thread_count, "THREADS", ThreadCount())
+    monkeypatch.setattr(thread_count, "_numbers", {})
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -63,8 +63,7 @@ def test_an_engine_gives_the_threads_back_however_it_ends(monkeypatch):
 @pytest.mark.net
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
 def test_engines_closed_in_any_order_leave_a_right_number(order):
-    """The number is that of the newest open engine with an explicit one, else the largest
-    default."""
+    """The number is that of the newest open engine."""
     settings = {0: (None, SMALL, 1), 1: (None, LARGE, 4), 2: (2, LARGE, 2), 3: (3, SMALL, 3)}
     open_engines = {}
     seen = []
@@ -74,9 +73,7 @@ def test_engines_closed_in_any_order_leave_a_right_number(order):
     assert seen == [1, 4, 2, 3]
     for i in order:
         open_engines.pop(i)()
-        explicit = [settings[j][2] for j in open_engines if j >= 2]
-        defaults = [settings[j][2] for j in open_engines if j < 2]
-        assert torch.get_num_threads() == (explicit or [max(defaults, default=4)])[-1]
+        assert torch.get_num_threads() == [4, *(settings[j][2] for j in open_engines)][-1]
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from common.runner.graphs import CannotCapture, GraphTensors, StaticInputs
+from common.runner.graphs import CannotCapture, DecodeGraphs, StaticInputs
 from kernel_launch import Launch
 
 OUT_OF_RANGE = 1 << 40
@@ -46,6 +47,25 @@ _READS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", 
 # Operations whose result size only the device knows, and uploads of single numbers.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh"}
 _FRESH = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensors:
+    """All tensors that a captured step may read, as stored now. Caches are also written."""
+
+    inputs: dict[str, torch.Tensor]
+    caches: Sequence[torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, graphs: DecodeGraphs, bucket: int) -> GraphTensors:
+        x = graphs.inputs[bucket]
+        inputs = {field.name: getattr(x, field.name) for field in fields(x)}
+        if graphs.part is not None:
+            inputs[graphs.part.name] = graphs.column[:bucket]
+        caches = [*graphs.kv_cache.key_cache, *graphs.kv_cache.value_cache]
+        weights = dict(graphs.model.named_parameters()) | dict(graphs.model.named_buffers())
+        return cls(inputs, caches, weights)
 
 
 class GraphError(AssertionError):
@@ -154,12 +174,8 @@ class EmulatedGraphs:
         self._outputs: torch.Tensor | None = None  # memory of all buckets' outputs
 
     @torch.inference_mode()
-    def capture(
-        self,
-        bucket: int,
-        function: Callable[[], torch.Tensor],
-        tensors: Callable[[], GraphTensors],
-    ) -> None:
+    def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
+        tensors = partial(GraphTensors.of, function.func.__self__, bucket)  # type: ignore
         with NoReads():
             function()  # warm-up, as on a GPU, where libraries allocate memory
             recording = self._recordings[bucket] = _Recording(function)
@@ -192,7 +208,7 @@ class EagerGraphs:
     def __init__(self) -> None:
         self._functions: dict[int, Callable[[], torch.Tensor]] = {}
 
-    def capture(self, bucket, function, tensors) -> None:
+    def capture(self, bucket: int, function: Callable[[], torch.Tensor]) -> None:
         self._functions[bucket] = function
 
     def replay(self, bucket: int, num_rows: int) -> torch.Tensor:

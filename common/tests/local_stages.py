@@ -64,7 +64,7 @@ class Stage:
             plan, future = work
             try:
                 _, content = message.unpack(plan, {"plan": ("plan",)})
-                handle = self.local.runner.execute(message.plan_from_map(content["plan"]))
+                handle = self.local.runner.execute(content["plan"])
                 future.set_result(handle.wait())
             except BaseException as error:
                 future.set_exception(error)
@@ -77,7 +77,7 @@ class LocalStages:
         self.stages = stages
 
     def execute(self, plan: RunnerInput) -> LocalStep:
-        data = message.pack("plan", plan=message.plan_to_map(plan))
+        data = message.pack("plan", plan=plan)
         return LocalStep([stage.execute(data) for stage in self.stages])
 
     def close(self) -> None:

@@ -55,7 +55,15 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
         graphs = DecodeGraphs(EagerGraphs(), *where, MAX_SEQS, 256)
         state = BatchState(MAX_SEQS, 256, SamplingColumns(eos_token_ids=(0,)))
         sampler = Sampler(loaded.config.vocab_size - 10)
-        runner = GraphRunner(*where, state, sampler, compose=compose, graphs=graphs)
+        runner = GraphRunner(
+            model=loaded.model,
+            kv_cache=kv_cache,
+            backend=TensorAttentionBackend(),
+            state=state,
+            sampler=sampler,
+            compose=compose,
+            graphs=graphs,
+        )
         plan = first_step()
         device.reads = 0
         for step in (plan, next_step(plan, 0), next_step(plan, 1)):

@@ -54,7 +54,7 @@ def add_and_use_it() -> None:
     import pytest
     import torch
 
-    from common.parallel.message import plan_from_map, plan_to_map
+    from common.parallel.message import pack, unpack
     from common.runner.kv_sizing import largest_params
     from common.sampling.sampling_rules import BITS, needs_of
     from common.serve.errors import ApiError
@@ -75,6 +75,7 @@ def add_and_use_it() -> None:
     said = r"top_a must be a finite number in \[0.0, 1.0\], got 2"
     with pytest.raises(ApiError, match=said):
         CompletionBody(prompt="x", top_a=2).params({})
-    plan = plan_from_map(plan_to_map(SchedulerOutput([NewRequestData("r", [0], alone)])))
+    sent = pack("plan", plan=SchedulerOutput([NewRequestData("r", [0], alone)]))
+    plan = unpack(sent, {"plan": ["plan"]})[1]["plan"]
     assert plan.scheduled_new_reqs[0].sampling_params == alone
     assert needs_of(largest_params(60)) & BITS["top_a"]
