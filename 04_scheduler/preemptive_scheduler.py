@@ -250,9 +250,22 @@ class PreemptiveScheduler(BaseScheduler):
             request.status = RequestStatus.PREEMPTED
         return computed
 
-    def skip_unless_aged(self, request: Request, num_leaving: int, outcome: Admission) -> Admission:
-        """Return the outcome for a request that a plugin or the chunk policy rejects. If it has
-        aged, after the `num_leaving` requests that this step admits, admission stops."""
+    def find_prefix(self, request: Request, num_leaving: int) -> ComputedBlocks | Admission:
+        """Return the cached prefix of a waiting request, or the outcome if it cannot start: its
+        prefix is not ready, or a plugin or the chunk policy rejects it. A rejected request that has
+        aged, after the `num_leaving` requests that this step admits, stops admission."""
+        if not self.can_start(request):
+            return self._skip_unless_aged(request, num_leaving, Admission.REJECTED)
+        computed = self.get_computed_blocks(request)
+        if isinstance(computed, NotReady):
+            return Admission.SKIPPED
+        if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
+            return self._skip_unless_aged(request, num_leaving, Admission.SKIPPED)
+        return computed
+
+    def _skip_unless_aged(
+        self, request: Request, num_leaving: int, outcome: Admission
+    ) -> Admission:
         is_aged = self.waiting.is_aged(request, num_leaving)
         return Admission.CONSTRAINT if is_aged else outcome
 

@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kv_memory import ComputedBlocks, NotReady
+from kv_memory import ComputedBlocks
 from policies import PriorityPolicy, SchedulePolicy
 from policy_queue import Candidates
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions, make_kv_memory
@@ -225,14 +225,9 @@ class Scheduler(PreemptiveScheduler):
             preempted_for_it = self._find_lower_priority(request, step)
             if preempted_for_it is None:
                 return Admission.BATCH_FULL
-        num_leaving = len(step.admitted)
-        if not self.can_start(request):
-            return self.skip_unless_aged(request, num_leaving, Admission.REJECTED)
-        computed = self.get_computed_blocks(request)
-        if isinstance(computed, NotReady):
-            return Admission.SKIPPED
-        if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self.skip_unless_aged(request, num_leaving, Admission.SKIPPED)
+        computed = self.find_prefix(request, num_leaving=len(step.admitted))
+        if isinstance(computed, Admission):
+            return computed
         return self._try_schedule_new(request, computed, preempted_for_it, step)
 
     def _find_lower_priority(self, new_request: Request, step: StepPlan) -> Request | None:

@@ -44,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from kv_memory import ComputedBlocks, NotReady
+from kv_memory import ComputedBlocks
 from policies import SchedulePolicy
 from policy_queue import Candidates
 from preemptive_scheduler import PreemptiveScheduler, SchedulerOptions
@@ -241,13 +241,9 @@ class PrefillFirstScheduler(PreemptiveScheduler):
         a plugin or the chunk policy rejects is skipped too, unless it has aged."""
         if len(self.running) >= self._max_num_seqs:
             return Admission.BATCH_FULL
-        if not self.can_start(request):
-            return self.skip_unless_aged(request, num_admitted, Admission.REJECTED)
-        computed = self.get_computed_blocks(request)
-        if isinstance(computed, NotReady):
-            return Admission.SKIPPED
-        if not self.chunk_policy.can_start(request, request.num_tokens - computed.num_tokens):
-            return self.skip_unless_aged(request, num_admitted, Admission.SKIPPED)
+        computed = self.find_prefix(request, num_admitted)
+        if isinstance(computed, Admission):
+            return computed
         result = adder.add_one_req(request, self.chunked_req is not None, computed)
         if result is AddReqResult.CONTINUE:
             return Admission.ADMITTED

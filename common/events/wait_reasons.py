@@ -10,7 +10,7 @@ See common/events/README.md#why-a-request-waits"""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 from weakref import proxy
 
 from base_scheduler import BaseScheduler, SchedulerPlugin
@@ -23,9 +23,6 @@ from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput, StepOutput
 from step_plan import PreemptiveSchedulerOutput
 
-if TYPE_CHECKING:
-    from common.events.frame_recorder import FrameRecorder
-
 # A plan's terms that differ from `REASONS`.
 _STOPS = {"admitted": "seat", **dict.fromkeys(("rejected", "skipped"), "enough")}
 _REASONS = {  # of a request with this status, whether or not it was considered
@@ -34,11 +31,22 @@ _REASONS = {  # of a request with this status, whether or not it was considered
 }
 
 
-class WaitReasons(PreemptionPlugin):
-    """Works with any scheduler derived from chapter 1's, preemptive or not, and tells `recorder` of
-    steps and of requests that end."""
+class StepListener(Protocol):
+    """What is told of steps and of requests that end: the recorder."""
 
-    def __init__(self, memory: UncachedKVCacheManager, recorder: FrameRecorder) -> None:
+    def begin_step(self) -> None: ...
+
+    def received(self, plan: SchedulerOutput, output: StepOutput) -> None: ...
+
+    def ended(self, request: Request) -> None: ...
+
+    def checked(self) -> None: ...
+
+
+class WaitReasons(PreemptionPlugin):
+    """Works with any scheduler derived from chapter 1's, preemptive or not."""
+
+    def __init__(self, memory: UncachedKVCacheManager, recorder: StepListener) -> None:
         self.memory = memory
         self._recorder = recorder
         self.num_found = 0  # tokens found by the last lookup in the cache
