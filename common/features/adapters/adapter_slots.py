@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,6 @@ from common.models.blocks import CheckpointTensor
 from common.models.linear import Linear
 from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
-from worker_thread import WorkerThread
 
 # Matrices of a layer: block, matrix, and the checkpoint's matrices that it fuses.
 _FUSED = (
@@ -246,8 +246,9 @@ class Reading:
 
     def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
         self._slots = slots
-        self._thread = WorkerThread("adapter", finishes=False)
-        self._adapter = self._thread.submit(slots.read, directory)
+        thread = ThreadPoolExecutor(1, "adapter")
+        self._adapter = thread.submit(slots.read, directory)
+        thread.shutdown(wait=False)
 
     def is_over(self) -> bool:
         return self._adapter.done()
