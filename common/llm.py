@@ -37,9 +37,8 @@ class LLM:
     other arguments are the fields of `common.engine_config.EngineConfig`, where they are explained.
     Raises `ValueError` for invalid arguments and `FileNotFoundError` for a missing model.
 
-    Not thread-safe: while one thread is in `generate`, or `stream` computes the next text, another
-    thread gets a `RuntimeError` and can only `close` or abort requests. A forked process gets a
-    `RuntimeError` too."""
+    It belongs to the thread and process that made it: another one gets a `RuntimeError`, except in
+    `close`, which works from any thread. `AsyncLLM` takes requests from everywhere."""
 
     def __init__(self, model: str | Path | None = None, **config: Any) -> None:
         from common.engine import LLMEngine

@@ -15,11 +15,11 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from base_scheduler import SchedulerPlugin
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput
-from worker_thread import ThreadJob
 
 
 class GrammarsCompiled(SchedulerPlugin):
@@ -29,9 +29,9 @@ class GrammarsCompiled(SchedulerPlugin):
 
     name = "grammar"
 
-    def __init__(self, compile: Callable[[str], ThreadJob[str]]) -> None:
+    def __init__(self, compile: Callable[[str], Future[str]]) -> None:
         self._compile = compile
-        self._jobs: dict[str, ThreadJob[str]] = {}  # by id of an unfinished request
+        self._jobs: dict[str, Future[str]] = {}  # by id of an unfinished request
         # Requests whose grammar was not compiled when the step began.
         self._waits: dict[str, Request] = {}
 
@@ -79,19 +79,19 @@ class GrammarsCompiled(SchedulerPlugin):
         """Wait until a grammar is compiled, or for `seconds`. Returns False if no request waits for
         one."""
         jobs = [self._jobs[name] for name in self._waits]
-        if jobs and not any(job.done() for job in jobs):
-            jobs[0].wait(seconds)  # started first, so usually finished first
+        if jobs:
+            wait(jobs, seconds, FIRST_COMPLETED)
         return bool(jobs)
 
     def check(self) -> None:
         assert self._waits.keys() <= self._jobs.keys(), "a request waits without a compile job"
 
 
-def _is_compiled(job: ThreadJob[str]) -> bool:
+def _is_compiled(job: Future[str]) -> bool:
     return job.done() and _error_of(job) is None
 
 
-def _error_of(job: ThreadJob[str]) -> str | None:
+def _error_of(job: Future[str]) -> str | None:
     if not job.done():
         return None
     if job.cancelled():

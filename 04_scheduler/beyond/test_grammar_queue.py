@@ -3,6 +3,8 @@ request."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from grammar_queue import GrammarsCompiled
@@ -11,15 +13,14 @@ from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request, RequestStatus
 from scheduler import Scheduler
 from scheduler_steps import SchedulerLoop, make_memory, make_scheduler, preempting, scheduled_tokens
-from worker_thread import ThreadJob
 
 
 class Loop(SchedulerLoop):
     """`jobs` has those of the compiler by source; a test brings them to their end."""
 
     def __init__(self, kind: type = Scheduler, **options) -> None:
-        self.jobs: dict[str, ThreadJob[str]] = {}
-        self.queue = GrammarsCompiled(lambda text: self.jobs.setdefault(text, ThreadJob[str]()))
+        self.jobs: dict[str, Future[str]] = {}
+        self.queue = GrammarsCompiled(lambda text: self.jobs.setdefault(text, Future[str]()))
         memory = make_memory(None, 100, 4)
         super().__init__(make_scheduler(kind, kv_memory=memory, plugins=[self.queue], **options))
 

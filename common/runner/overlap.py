@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,7 +41,6 @@ from scheduler_interface import (
     StepHandle,
     StepOutput,
 )
-from worker_thread import ThreadJob, WorkerThread
 
 
 class InFlightPlans(Protocol):
@@ -157,25 +157,25 @@ class ThreadedRunner(QueuedRunner):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self._thread = WorkerThread("step")
+        self._thread = ThreadPoolExecutor(1, "step")
 
     def begin(self, plan: RunnerInput) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
 
     def give_up(self) -> None:
-        """Wait for the thread too, which can run a step not listed here if `execute` was
-        interrupted."""
+        """Also end the thread, which can run a step not listed here if `execute` was interrupted.
+        The next step starts another one."""
         super().give_up()
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(int).result()
+        self._thread.shutdown()
+        self._thread = ThreadPoolExecutor(1, "step")
 
     def close(self) -> None:
-        self._thread.close()
+        self._thread.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadedStep:
-    job: ThreadJob[StepHandle]
+    job: Future[StepHandle]
 
     def wait(self) -> StepOutput:
         return self.job.result().wait()

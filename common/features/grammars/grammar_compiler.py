@@ -20,13 +20,13 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Semaphore, Thread
 
 from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
-from worker_thread import ThreadJob
 
 KEPT = 64 << 20  # approximate bytes of cached grammars, which no request may need
 TIMEOUT_S = 10.0  # for one grammar, without its wait for others
@@ -34,7 +34,7 @@ MAX_CONCURRENT = 4  # of a queue: one for a request, and three abandoned ones th
 SHORT = 4_000  # characters
 
 
-class GrammarJob(ThreadJob[str]):
+class GrammarJob(Future[str]):
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
@@ -114,7 +114,7 @@ def _watch(jobs: Jobs, vocabulary: Vocabulary, making: Lock) -> None:
             outcome = job.outcomes.get(timeout=TIMEOUT_S)
         except Empty:
             outcome = _refused(f"compiling takes longer than {TIMEOUT_S:.0f} s")
-        if outcome is None or not job.begin():
+        if outcome is None or not job.set_running_or_notify_cancel():
             continue
         if isinstance(outcome, str):
             job.set_result(outcome)

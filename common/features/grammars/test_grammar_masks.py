@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from itertools import product
 from queue import SimpleQueue
 from threading import Event
@@ -498,7 +499,7 @@ def test_three_that_were_given_up_hold_up_no_other_and_a_fourth_does(held, end, 
     last = held.submit("xxxx" + end)
     held.begun.get(timeout=60)
     waits = held.submit("c" + end)
-    assert last.cancel() and not waits.wait(0.1)
+    assert last.cancel() and not wait([waits], 0.1).done
     assert f"start: /c{other_end}/" in held.submit("c" + other_end).result(60)
     assert not waits.done()
     held.go_on.set()
