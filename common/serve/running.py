@@ -113,6 +113,7 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         )
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
+        listener.listen()  # from now on connections wait for the server
         _print_addresses(gate_config, name, listener)
         await server.serve(sockets=[listener])
         return CUT_SHORT if server.num_cut_short else 0
