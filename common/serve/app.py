@@ -94,7 +94,6 @@ class Server:
         ids = await self._ids(body, params)
         echoed = body.prompts() if body.echo else []
         texts = [p if isinstance(p, str) else await self._decode(p) for p in echoed]
-        body.prompt = ""  # the body lives as long as its request
         tokenizer = self.llm.tokenizer
         answer = Answer(
             kind="completion",
@@ -130,8 +129,6 @@ class Server:
             reader=reader,
             prompt_end=self.chat.prompt_end(text, continued),
         )
-        body.messages.clear()
-        body.tools = None
         return await self._generate(answer, [ids], request)
 
     async def _generate(
@@ -336,7 +333,7 @@ class Server:
             raise ApiError(403, "cannot unload adapters over HTTP without --adapter-root")
         if body.lora_name not in self.llm.adapters:
             raise ApiError(404, f"adapter {body.lora_name!r} is not loaded", "lora_name")
-        await asyncio.shield(self.llm.unload_adapter(body.lora_name))
+        await self.llm.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self) -> Response:

@@ -39,7 +39,6 @@ from request import SamplingParams
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from common.features.adapters.adapter_names import Loading
     from common.requests.input_processor import RequestOptions
 
 __all__ = ["AsyncLLM", "EngineError", "PromptTooLong", "QueueFull", "RequestDelta"]
@@ -145,8 +144,6 @@ class AsyncLLM:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
         name = f"{request_id or 'request'}-{self._num_requests}"
         request_id = request_id or name
-        while request_id in self._names:  # a caller chose this name
-            request_id += "'"
         # Deltas in flight for an aborted request must not reach the next request of that name.
         self._names[request_id] = name
         if owner is not None:
@@ -239,21 +236,19 @@ class AsyncLLM:
         return self._engine_loop.death_reason
 
     async def load_adapter(self, name: str, directory: str | Path) -> None:
-        """`LLMEngine.load_adapter`. Steps continue while the files are read. A load that has begun
-        is completed even if its caller is cancelled."""
-        await asyncio.shield(self._load_adapter(name, directory))
-
-    async def _load_adapter(self, name: str, directory: str | Path) -> None:
-        loading = await self.call(_begin_load, name, directory)
-        while not await self.call(lambda engine: loading.is_over()):
-            await asyncio.sleep(0.01)
-        await self.call(_end_load, name, loading)
-        self.adapters = await self.call(lambda engine: engine.adapters)
+        """`LLMEngine.load_adapter`, between two steps."""
+        await self._change_adapters(LLMEngine.load_adapter, name, directory)
 
     async def unload_adapter(self, name: str) -> None:
-        """`LLMEngine.unload_adapter`."""
-        await self.call(LLMEngine.unload_adapter, name)
-        self.adapters = await self.call(lambda engine: engine.adapters)
+        """`LLMEngine.unload_adapter`, between two steps."""
+        await self._change_adapters(LLMEngine.unload_adapter, name)
+
+    async def _change_adapters(self, method: Callable[..., None], *arguments: Any) -> None:
+        def change(engine: LLMEngine) -> None:  # to its end, even if the caller is cancelled
+            method(engine, *arguments)
+            self.adapters = engine.adapters
+
+        await self.call(change)
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return `method(engine, *arguments)`, run between two steps. Raises what it raises."""
@@ -312,15 +307,3 @@ class AsyncLLM:
                 mailbox.put(delta)
         if self._given and self._loop is not None:
             self._loop.call_soon(self._give_out)
-
-
-def _begin_load(engine: LLMEngine, name: str, directory: str | Path) -> Loading:
-    return engine.named_adapters().begin_load(name, directory)
-
-
-def _end_load(engine: LLMEngine, name: str, loading: Loading) -> None:
-    engine.named_adapters().end_load(name, loading)
-
-
-def _adapters_of(engine: LLMEngine) -> list[str]:
-    return engine.adapters

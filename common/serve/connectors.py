@@ -34,7 +34,6 @@ def _mooncake(
     metadata: str,
     segment_mbytes: int = 256,
     host: str = "127.0.0.1",
-    node_id: str | None = None,
     load_timeout_s: float = 10.0,
 ) -> KVConnector:
     """Connect to the store at `master` and `metadata`, and contribute `segment_mbytes` MiB of this
@@ -46,4 +45,4 @@ def _mooncake(
     address = MooncakeAddress(master, metadata)
     pool = MooncakePool(address, segment_mbytes << 20, host)
     atexit.register(pool.close)
-    return PoolConnector(pool, node_id or uuid.uuid4().hex, load_timeout_s)
+    return PoolConnector(pool, uuid.uuid4().hex, load_timeout_s)

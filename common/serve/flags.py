@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from common.engine_config import EngineConfig
@@ -54,16 +53,16 @@ def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
     the value."""
 
     def value(text: str) -> Any:  # argparse shows this name in its errors
-        if text.startswith("{"):
-            found = json.loads(text)
-            return _tiers(found) if field.name == "kv_tiers" else found
         words = {"none": None, "true": True, "false": False}
         if text.lower() in words:
             return words[text.lower()]
-        for kind in () if "str" in str(field.type) else (int, float):
-            with suppress(ValueError):
-                return kind(text)
-        return text
+        if not text.startswith("{") and "str" in str(field.type):
+            return text
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return text
+        return _tiers(found) if field.name == "kv_tiers" else found
 
     return value
 

@@ -1,4 +1,4 @@
-"""`Gate`: checks every request before the application sees it.
+"""`Admission` checks every request before the application sees it; `Gate` names and logs it.
 
 Loopback requests are not trusted: a foreign page in a browser on this machine can send requests
 here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name.
@@ -17,7 +17,7 @@ from urllib.parse import quote
 import anyio
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.serve.errors import ApiError, error_response
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 POLLED = ("/health", "/metrics")  # logged only if the status is not 200
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MAX_ID = 200
-MAX_CHUNKS = 20_000  # parts in which a body arrives; 16 MB in packets are 11,000
+MAX_CHUNKS = 20_000  # in which a body arrives; 16 MB in packets are 11,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,67 +46,29 @@ class GateConfig:
         return self.host in (*LOOPBACK, "::1") or self.host.startswith("127.")
 
 
-class Gate:
-    """Wraps the application: checks key, host, origin and body, and gives each request an id."""
+class Admission:
+    """Wraps the application: checks each request's key, host, origin and body."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.app = app
         self.config = config
-        self.is_draining = False
-        self.num_posts = 0  # without a complete answer
-        self._entry: ASGIApp = self._admit
-        if config.allowed_origins:  # lets a browser give the answer to a page of these
-            self._entry = CORSMiddleware(
-                self._admit,
-                allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._entry(scope, receive, send)
-
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        name = headers.get("x-request-id", "")
-        if not (0 < len(name) <= MAX_ID and name.isascii() and name.isprintable()):
-            name = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
-        begin = time.monotonic()
-        status = 500
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
-                status = message["status"]
-            await send(message)
-
         app = self.app
-        is_post = scope["method"] == "POST"
-        self.num_posts += is_post
         try:
-            try:
-                self._check(scope, headers)
-                if is_post:
-                    receive = await self._read(receive)
-            except ApiError as error:
-                app = error_response(error)
-            except ClientDisconnect:
-                app = CLIENT_DISCONNECTED
-            await app(scope, receive, send_with_id)
-        finally:
-            self.num_posts -= is_post
-            if status != 200 or scope["path"] not in POLLED:
-                _log(scope, status, time.monotonic() - begin)
+            self._check(scope, Headers(scope=scope))
+            if scope["method"] == "POST":
+                receive = await self._read(Request(scope, receive))
+        except ApiError as error:
+            app = error_response(error)
+        except ClientDisconnect:
+            app = CLIENT_DISCONNECTED
+        await app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         config = self.config
         path = scope["path"]
         is_post = scope["method"] == "POST"
-        if self.is_draining and (is_post or path == "/health"):  # load balancers ask for health
-            raise ApiError(503, "the server is being shut down and takes no new requests")
         # The page has no data, and asks for the key.
         is_free = path in ("/", "/health") or (path == "/metrics" and not config.metrics_need_key)
         if config.api_key is not None and not is_free:
@@ -134,34 +96,77 @@ class Gate:
         if origin not in allowed and "*" not in allowed:
             raise ApiError(403, "Origin must be this server or one of --allowed-origin")
 
-    async def _read(self, receive: Receive) -> Receive:
+    async def _read(self, request: Request) -> Receive:
         """Read the whole body. Returns a `receive` that gives it in one message. Raises `ApiError`,
         and `ClientDisconnect`."""
         max_bytes = self.config.max_body_bytes
-        chunks: list[bytes] = []
-        num_bytes = 0
-        has_more = True
+        body = bytearray()
+        num_chunks = 0
         try:
             with anyio.fail_after(self.config.body_seconds):
-                while has_more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    has_more = message.get("more_body", False)
-                    chunks.append(message.get("body", b""))
-                    num_bytes += len(chunks[-1])
-                    if num_bytes > max_bytes:
+                async for chunk in request.stream():
+                    body += chunk
+                    num_chunks += 1
+                    if len(body) > max_bytes:
                         raise ApiError(413, f"the body must have at most {max_bytes} bytes")
-                    if len(chunks) > MAX_CHUNKS:
+                    if num_chunks > MAX_CHUNKS:
                         raise ApiError(413, f"the body must have at most {MAX_CHUNKS} chunks")
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time") from error
-        unread: list[Message] = [{"type": "http.request", "body": b"".join(chunks)}]
+        unread: list[Message] = [{"type": "http.request", "body": bytes(body)}]
 
         async def receive_again() -> Message:
-            return unread.pop() if unread else await receive()
+            return unread.pop() if unread else await request.receive()
 
         return receive_again
+
+
+class Gate:
+    """Wraps the application and its `Admission`: each request has an id and a line in the log, and
+    a shutdown waits for its end."""
+
+    def __init__(self, app: ASGIApp, config: GateConfig) -> None:
+        self.config = config
+        self.is_draining = False
+        self.num_posts = 0  # without a complete answer
+        self.admission = Admission(app, config)
+        self._app: ASGIApp = self.admission
+        if config.allowed_origins:  # lets a browser give the answer to a page of these
+            self._app = CORSMiddleware(
+                self.admission,
+                allow_origins=config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = Headers(scope=scope).get("x-request-id", "")
+        if not (0 < len(name) <= MAX_ID and name.isascii() and name.isprintable()):
+            name = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = name
+        begin = time.monotonic()
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                status = message["status"]
+            await send(message)
+
+        app = self._app
+        is_post = scope["method"] == "POST"
+        if self.is_draining and (is_post or scope["path"] == "/health"):  # asked by load balancers
+            draining = "the server is being shut down and takes no new requests"
+            app = error_response(ApiError(503, draining))
+        self.num_posts += is_post
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            self.num_posts -= is_post
+            if status != 200 or scope["path"] not in POLLED:
+                _log(scope, status, time.monotonic() - begin)
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

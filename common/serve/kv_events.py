@@ -175,7 +175,6 @@ class KVEvents(SchedulerPlugin):
             raise
         scheduler = cast("BaseScheduler", engine.scheduler)
         scheduler.set_plugins([*scheduler.plugins, self])
-        self._close = weakref.finalize(engine, self.publisher.close)  # if `take_out` is not called
         self.publisher.start()
 
     def on_plan(self, plan: SchedulerOutput) -> None:
@@ -188,4 +187,4 @@ class KVEvents(SchedulerPlugin):
         self._changes.take_out()
         scheduler = cast("BaseScheduler", engine.scheduler)
         scheduler.set_plugins([plugin for plugin in scheduler.plugins if plugin is not self])
-        self._close()
+        self.publisher.close()

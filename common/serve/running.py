@@ -113,7 +113,8 @@ async def serve(args: argparse.Namespace, settings: dict[str, Any], listener: so
         )
         _, gate = make_app(llm, config)
         server = DrainingServer(llm, gate, args.drain_seconds)
-        _print_addresses(args, name, listener)
+        listener.listen()  # from now on connections wait for the server
+        _print_addresses(gate_config, name, listener)
         await server.serve(sockets=[listener])
         return CUT_SHORT if server.num_cut_short else 0
     finally:
@@ -126,12 +127,12 @@ def _name(model: str | None) -> str:
     return "tiny" if model is None else Path(model).name if Path(model).is_dir() else model
 
 
-def _print_addresses(args: argparse.Namespace, name: str, listener: socket.socket) -> None:
+def _print_addresses(gate: GateConfig, name: str, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _print_line(f"{name} is served at http://{address}/v1 until Ctrl-C")
     _print_line(f"  watch it, and try it, at http://{address}/")
-    _print_line(f"  {_open_access_lines(GateConfig(args.host, args.api_key or None))}")
+    _print_line(f"  {_open_access_lines(gate)}")
 
 
 def _open_access_lines(gate: GateConfig) -> str:

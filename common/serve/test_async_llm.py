@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from starlette.types import Message
 
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER
-from common.features.adapters import adapter_slots
 from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.llm import LLM, SamplingParams
 from common.requests.output_processor import CompletionOutput
@@ -171,21 +169,14 @@ async def test_what_is_refused_says_why(llm: AsyncLLM) -> None:
         await llm.load_adapter("x", "nowhere")
 
 
-async def test_an_adapter_is_read_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if its caller waits no more."""
-    goes_on = threading.Event()
-    read = adapter_slots.read_adapter
-    slowly = lambda *args: goes_on.wait(60) and read(*args)  # noqa: E731
-    monkeypatch.setattr(adapter_slots, "read_adapter", slowly)
+async def test_an_adapter_is_loaded_between_two_steps() -> None:
     llm = AsyncLLM(**SMALL, max_loras=1)
-    load = asyncio.ensure_future(llm.load_adapter("x", SHIPPED_ADAPTER))
     before = await whole(llm, PROMPT, EACH[2])
-    assert not load.done() and llm.adapters == []
-    load.cancel()
-    goes_on.set()
-    while llm.adapters != ["x"]:
-        await asyncio.sleep(0.005)
+    await llm.load_adapter("x", SHIPPED_ADAPTER)
+    assert llm.adapters == ["x"]
     assert (await whole(llm, PROMPT, EACH[2], adapter="x")).completions != before.completions
+    await llm.unload_adapter("x")
+    assert llm.adapters == []
     llm.close()
 
 

@@ -127,9 +127,9 @@ def test_a_parser_that_is_named_decides() -> None:
             ChatPrompts(TOKENIZER, template).reader(tools, has_grammar=False)
     for parser in None, "qwen3":
         found = ChatPrompts(TOKENIZER, PLAIN, "hermes", parser).reader(tools, has_grammar=False)
-        assert found == Reader(AUTO, parser is not None)
+        assert found == Reader(tools, parser is not None)
     found = ChatPrompts(TOKENIZER, PLAIN + "<think>", "granite4").reader(tools, has_grammar=False)
-    assert found == Reader(AUTO, True), "as in OLMo 3 Think"
+    assert found == Reader(tools, True), "as in OLMo 3 Think"
 
 
 def test_a_models_own_template_is_used_unless_there_is_another() -> None:

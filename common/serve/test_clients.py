@@ -160,7 +160,7 @@ def serving(*settings: str) -> Iterator[tuple[Forked, str]]:
     process, stderr = start_program(*command, VLLM_API_KEY="")  # none
     try:
         log = ""
-        while "curl" not in log:
+        while "no key: " not in log:
             log += stderr.readline()
             assert process.poll() is None, log
         assert "watch it" in log

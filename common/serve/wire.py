@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields with vLLM's additions, and their conversion for the engine.
 
 Numbers may be strings, as in vLLM; `null` means that the field is absent. `SamplingParams` and the
-engine validate the values. Unknown fields are ignored, as in vLLM, and logged once by name. For
+engine validate the values. Unknown fields are ignored, as in vLLM. For
 each field that would change an answer and that this server has not, `NOT_BUILT` says which values
 change nothing; the others are rejected by name.
 
@@ -10,7 +10,6 @@ See common/serve/README.md#what-it-answers"""
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -29,7 +28,6 @@ from common.serve.tool_calls import ToolUse, tool_use
 from grammars import Json
 from request import SamplingParams
 
-logger = logging.getLogger(__name__)
 MAX_N = 128  # sequences of a prompt, and prompts of a request, as at OpenAI
 MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20  # vLLM's `--max-logprobs`
@@ -62,7 +60,6 @@ NOT_BUILT: dict[str, tuple] = {
     "return_prompt_text": (False,),
     **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], ()),
 }
-_named: set[str] = set()
 
 # Report only the first fault of a list, because a body can have millions.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
@@ -72,7 +69,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_BIASES = 1024
-MAX_NAME = 1024  # characters of a string that is compared, hashed or logged
+MAX_NAME = 1024  # characters of a string that is compared or hashed
 
 
 class Body(BaseModel):
@@ -89,17 +86,10 @@ class Body(BaseModel):
             raise bad(f"the body must be JSON: {error}") from None
 
     def check_extra(self) -> None:
-        """Check the fields that the model does not declare, then drop them. Raises `ApiError` for
-        an unsupported one, and logs each unknown name once."""
+        """Raise `ApiError` for a field that this server does not have and that is not harmless."""
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_BUILT:
-                if value is not None and value not in NOT_BUILT[name]:
-                    raise bad(f"{name} is not supported by this server", name)
-            elif name[:MAX_NAME] not in _named and len(_named) < 1000:
-                _named.add(name[:MAX_NAME])
-                logger.warning("ignoring the unknown field %.100r of a request", name[:MAX_NAME])
-        if self.model_extra is not None:
-            self.model_extra.clear()  # the body lives as long as its request
+            if value is not None and value not in NOT_BUILT.get(name, (value,)):
+                raise bad(f"{name} is not supported by this server", name)
 
     def error(self, error: Exception) -> ApiError:
         """Return the error for the client that sent this body, with `param` as a field of it."""
@@ -262,10 +252,10 @@ class CompletionBody(GenerateBody):
         prompt = self.prompt
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
         prompts = prompt if many else [prompt]
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise bad(f"prompt must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", "prompt")
-        if len(prompts) * (self.n or 1) > MAX_PROMPTS:
-            raise bad(f"n must give all prompts at most {MAX_PROMPTS} outputs, got {self.n}", "n")
+        num = len(prompts) * (self.n or 1)
+        if not 1 <= num <= MAX_PROMPTS:
+            name = "prompt" if self.n in (None, 1) else "n"
+            raise bad(f"{name}: prompts x n must be 1 to {MAX_PROMPTS}, got {num}", name)
         return prompts  # pyright: ignore[reportReturnType]
 
     @property
