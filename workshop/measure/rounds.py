@@ -33,7 +33,7 @@ def run_in_turn(names: Iterable[K], run: Callable[[K], T], num_rounds: int) -> d
     return {name: runs[1:] for name, runs in found.items()}
 
 
-class Work(NamedTuple):
+class Measured(NamedTuple):
     """What one workload measures: `run(name, round, place)` measures one of `names` once."""
 
     title: str
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 
 def measure_in_turn(
-    work: Sequence[Work],
+    work: Sequence[Measured],
     num_rounds: int,
     save: Callable[[], None],
     deadline: float | None = None,

@@ -51,7 +51,7 @@ from workshop.measure.bench.bench_systems import serve_timed
 from workshop.measure.bench.bench_table import render, tables_of
 from workshop.measure.bench.bench_work import CannotRunError, Limits, make_requests
 from workshop.measure.bench.vllm_system import is_installed
-from workshop.measure.rounds import Work, measure_in_turn
+from workshop.measure.rounds import Measured, measure_in_turn
 
 # The systems with their titles in the tables; `bench_systems.py` says more.
 TITLES = {
@@ -81,7 +81,7 @@ SMOKE = (4, (4, 16), (4, 8), 2)
 
 def make_bench(
     name: str, args: argparse.Namespace, head: dict[str, Any]
-) -> tuple[dict[str, Any], Work]:
+) -> tuple[dict[str, Any], Measured]:
     """Build the model and the work. Returns a record, which begins with `head` and grows run by
     run, and what measures the systems."""
     work = SMOKE if args.smoke else WORKLOADS.get(name, WORKLOADS["qwen3-0.6b"])
@@ -154,7 +154,7 @@ def make_bench(
     roofline = measure_roofline(models, min(limits.max_num_seqs, num_requests), args.smoke)
     record = {**head, "config": config, "systems": systems, "roofline": roofline}
     record["floor"] = floor_of_record(record)
-    return record, Work(name, list(systems), run)
+    return record, Measured(name, list(systems), run)
 
 
 def measure_roofline(models: BenchModels, most: int, smoke: bool) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from workshop.measure.bench.ladder_workload import (
     make_workload,
     min_prompt_tokens,
 )
-from workshop.measure.rounds import Work, measure_in_turn
+from workshop.measure.rounds import Measured, measure_in_turn
 
 RECORD = BENCH / "records" / "ladder.json"
 # Tokens that no workload has, so that no prompt is known.
@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "regimes": {},
         "questions": {},
     }
-    work: list[Work] = []
+    work: list[Measured] = []
     for name, regime in regimes.items():
         rungs = {config: {"title": RUNGS[config][0], "runs": []} for config in configs_of(name)}
         requests = workloads[name]
@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "rungs": rungs,
         }
         run = partial(run_config, models, limits[name], requests, rungs)
-        work.append(Work(name, list(rungs), run))
+        work.append(Measured(name, list(rungs), run))
     measure_in_turn(work, args.rounds, partial(write_record, args.record, record))
     return record
 
