@@ -20,12 +20,9 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.serve.kv_wire import Event, pack_batch
-
-if TYPE_CHECKING:
-    from common.serve.kv_events import CacheChanges
 
 logger = logging.getLogger(__name__)
 BUFFER_STEPS = 10_000  # batches that are kept
@@ -42,7 +39,7 @@ class EventPublisher:
 
     def __init__(
         self,
-        source: CacheChanges,
+        source: Any,  # `CacheChanges`
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",
