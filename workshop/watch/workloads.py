@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -148,8 +149,7 @@ class CompiledLate(SchedulerPlugin):
         self._step += 1
         for plugin in self._scheduler.plugins:
             if isinstance(plugin, GrammarsCompiled):
-                for job in plugin._jobs.values():
-                    job.wait()
+                futures.wait(plugin._jobs.values())
         for request in self._scheduler.requests.values():
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 self.can_start(request)
