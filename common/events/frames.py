@@ -70,20 +70,21 @@ def diff(before: Any, after: Any) -> Any:
     if isinstance(before, list) and isinstance(after, list):
         if after[: len(before)] == before:
             return [[], after[len(before) :]]
-        if num_kept := _num_kept(before, after):
+        num_kept = _num_kept(before, after)
+        if num_kept > 0 or num_kept == len(after):  # so that the last items go as those before them
             kept = set(after[:num_kept])
             return [[item for item in before if item not in kept], after[num_kept:]]
     return [after]
 
 
 def _num_kept(before: list[Any], after: list[Any]) -> int:
-    """Return how many items at the front of `after` are in `before` in this order; 0 if an item
+    """Return how many items at the front of `after` are in `before` in this order; -1 if an item
     repeats or is a container."""
     try:
         if len(set(before)) < len(before) or len(set(after)) < len(after):
-            return 0
+            return -1
     except TypeError:  # of a container
-        return 0
+        return -1
     place = 0
     for num_kept, item in enumerate(after):
         try:

@@ -81,7 +81,7 @@ def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:
         engine.step()
     assert str(caught.value) in str(again.value)
     (output,) = engine.step()
-    assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    assert output.outputs[0].finish_reason == "error" and not engine.has_unfinished_requests()
     engine.close()
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.assembly.assembly import LocalRunner
-from common.assembly.scheduler_assembly import Limits
+from common.assembly.assembly import Limits, make_runner
 from common.engine_config import EngineConfig
 from common.models.loader import LoadedModel
 from common.runner import kv_sizing
@@ -15,7 +14,7 @@ from common.runner.kv_sizing import KVDemand, Peers, make_kv_cache
 from common.sampling.sampling_rules import BITS, DRAWN, LOGPROBS, MIN_TOKENS, needs_of
 from kv_budget import MemoryReading
 from paged_attention import PagedKVCache
-from scheduler_interface import RunnerInput
+from scheduler_interface import ModelRunner, RunnerInput
 from workshop.measure.bench.random_weights import QWEN3_0_6B, random_model
 
 TINY = replace(
@@ -36,8 +35,8 @@ BLOCK_BYTES = 2 * 2 * 16 * 1 * 4 * 4  # keys and values, layers, tokens, heads, 
 class Runner:
     """A runner that writes down the plans and their sampling."""
 
-    def __init__(self, local: LocalRunner, kv_cache: PagedKVCache, events: list) -> None:
-        self.runner = local.make_trial_runner(kv_cache)
+    def __init__(self, runner: ModelRunner, kv_cache: PagedKVCache, events: list) -> None:
+        self.runner = runner
         self.events = events
         events.append(kv_cache.num_blocks)
 
@@ -84,12 +83,12 @@ def loaded() -> LoadedModel:
 def make(config: EngineConfig, loaded, max_model_len=4096, memory=None, draft=None, peers=None):
     events = [] if memory is None else memory.events
 
-    def make_runner(kv_cache: PagedKVCache) -> Runner:
+    def make_trial(kv_cache: PagedKVCache) -> Runner:
         limits = Limits(max_model_len, VOCAB_SIZE, ())
-        local = LocalRunner(replace(config, num_blocks=9), loaded, draft, limits)
-        return Runner(local, kv_cache, events)
+        same = replace(config, num_blocks=kv_cache.num_blocks)
+        return Runner(make_runner(same, loaded, draft, limits).runner, kv_cache, events)
 
-    demand = KVDemand(config, loaded, draft, max_model_len, VOCAB_SIZE, make_runner)
+    demand = KVDemand(config, loaded, draft, max_model_len, VOCAB_SIZE, make_trial)
     return make_kv_cache(demand, peers or Peers(), memory=memory)
 
 

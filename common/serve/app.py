@@ -322,7 +322,8 @@ class Server:
             await self.llm.load_adapter(body.lora_name, path)
         except OSError as error:
             message = f"lora_path must exist, got {body.lora_path!r}"
-            raise ApiError(404, message, "lora_path") from error
+            status = 404 if isinstance(error, FileNotFoundError) else 400
+            raise ApiError(status, message, "lora_path") from error
         except ValueError as error:  # a sentence about a file names its folder on the server
             message = str(error).replace(f"{path}", body.lora_path)
             raise bad(message, None if message == str(error) else "lora_path") from error

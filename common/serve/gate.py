@@ -1,4 +1,4 @@
-"""`Admission` checks every request before the application sees it; `Gate` names and logs it.
+"""`EdgeChecks` checks every request before the application sees it; `Gate` names and logs it.
 
 Loopback requests are not trusted: a foreign page in a browser on this machine can send requests
 here, too. Such requests carry an `Origin`, or a `Host` that is a foreign name.
@@ -46,7 +46,7 @@ class GateConfig:
         return self.host in (*LOOPBACK, "::1") or self.host.startswith("127.")
 
 
-class Admission:
+class EdgeChecks:
     """Wraps the application: checks each request's key, host, origin and body."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
@@ -122,14 +122,14 @@ class Admission:
 
 
 class Gate:
-    """Wraps the application and its `Admission`: each request has an id and a line in the log, and
+    """Wraps the application and its `EdgeChecks`: each request has an id and a line in the log, and
     a shutdown waits for its end."""
 
     def __init__(self, app: ASGIApp, config: GateConfig) -> None:
         self.config = config
         self.is_draining = False
         self.num_posts = 0  # without a complete answer
-        self.admission = Admission(app, config)
+        self.admission = EdgeChecks(app, config)
         self._app: ASGIApp = self.admission
         if config.allowed_origins:  # lets a browser give the answer to a page of these
             self._app = CORSMiddleware(

@@ -103,7 +103,7 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
         engine.add_request(str(i), oracle.prompts[i], greedy_params(6))
     engine.step(), engine.step()
     engine.core.runner.wait_for_steps()
-    paged = stages_of(engine)[stage].local.paged
+    paged = stages_of(engine)[stage].local.runner
     monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(paged, "compute", None)
