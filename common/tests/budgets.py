@@ -18,14 +18,14 @@ from common.tests.house import House
 KINDS = ("code tokens", "test tokens", "test lines", "page lines", "table lines", "words")
 BUDGETS = {
     ".": (130, 2300, 360, 0, 0, 26_000),
-    "01_batching": (13_200, 13_800, 1650, 0, 0, 8150),
-    "02_paged_kv": (25_100, 14_300, 1700, 0, 0, 9450),
-    "03_prefix_cache": (30_400, 33_900, 3850, 0, 0, 9850),
-    "04_scheduler": (15_900, 25_800, 2950, 0, 0, 13_600),
-    "05_spec_decode": (12_400, 19_700, 2300, 0, 0, 6700),
-    "06_chunked_prefill": (7450, 10_700, 1250, 0, 0, 5750),
-    "common": (148_500, 158_900, 18_400, 5700, 70, 14_100),
-    "workshop": (83_300, 41_200, 5250, 890, 4250, 4150),
+    "01_batching": (12_400, 13_100, 1550, 0, 0, 8100),
+    "02_paged_kv": (21_500, 13_800, 1650, 0, 0, 9350),
+    "03_prefix_cache": (23_700, 30_500, 3550, 0, 0, 9800),
+    "04_scheduler": (15_900, 25_900, 2950, 0, 0, 13_700),
+    "05_spec_decode": (11_200, 19_300, 2200, 0, 0, 6750),
+    "06_chunked_prefill": (6550, 10_100, 1200, 0, 0, 5750),
+    "common": (118_800, 151_700, 17_700, 5550, 70, 13_700),
+    "workshop": (77_800, 39_300, 5100, 740, 4250, 4100),
 }
 LOADED_LINES = 12_540  # of what a default `LLM()` loads, docstrings and the pages they name too
 F_START, F_END = (getattr(tokenize, f"FSTRING_{name}", -1) for name in ("START", "END"))

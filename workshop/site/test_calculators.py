@@ -74,12 +74,13 @@ def random_model(rng: random.Random, number: int) -> DecoderModel:
     """Without weights; the families in turn, with windows, with experts, tied, or none of these."""
     family = FAMILIES[number % len(FAMILIES)]
     num_kv_heads, num_layers = rng.choice([1, 2, 3, 8]), rng.choice([1, 6, 7, 31])
+    num_heads = num_kv_heads * rng.choice([1, 2, 4, 7])
     num_experts = rng.randint(1, 9)
     fields = {
         "num_hidden_layers": num_layers,
-        "hidden_size": 2 * rng.randint(1, 64),
+        "hidden_size": 2 * num_heads * rng.randint(1, 16),
         "intermediate_size": rng.randint(1, 500),
-        "num_attention_heads": num_kv_heads * rng.choice([1, 2, 4, 7]),
+        "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": 2 * rng.randint(1, 64),
         "vocab_size": rng.randint(1, 1000),
