@@ -323,7 +323,7 @@ class LLMEngine(EngineCalls):
         if self.on_step is not None and record is not None:
             self.on_step(record)
         self._do_aborts()
-        return [group for group in touched if group not in self._finished_groups]
+        return [group for group in touched if not group.finished]
 
     def _execute_step(self) -> tuple[Collection[RequestGroup], StepRecord | None]:
         """Run one step. Returns the groups that it touched and, if `on_step` is set, its record."""

@@ -22,7 +22,7 @@ from bounded_loops import as_long_as
 from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.models.loader import load_model
-from common.requests.output_processor import RequestOutput
+from common.requests.output_processor import OutputProcessor, RequestOutput
 from common.sampling.sampler import AsyncStepOutput
 from common.tests.engine_oracle import (
     Oracle,
@@ -343,6 +343,37 @@ def test_an_engine_is_closed_from_another_thread_in_the_middle_of_a_step(
             USES[name](engine)
     assert engine.stats().kv_blocks_in_use == 0
     engine.close()
+
+
+def test_aborts_from_within_a_step_are_done_when_it_ends(
+    engine, random_oracle, monkeypatch
+) -> None:
+    """By a signal handler, and by a generator that is collected."""
+    engine.add_request("stays", random_oracle.prompts[2], GREEDY)
+    engine.add_request("goes", random_oracle.prompts[3], GREEDY)
+    monkeypatch.setattr(OutputProcessor, "take_delta", lambda _: "text")
+    streams = [engine.stream([1, 2], GREEDY)]
+    assert next(streams[0]) == "text"
+    aborted = []
+    schedule = engine.scheduler.schedule
+
+    def interrupted_schedule():
+        plan = schedule()
+        signal.raise_signal(signal.SIGUSR1)
+        streams.clear()
+        assert len(engine._groups) == 3, "not in the middle of a step"
+        return plan
+
+    handler = signal.signal(signal.SIGUSR1, lambda *_: aborted.append(engine.abort_request("goes")))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.scheduler, "schedule", interrupted_schedule)
+            ended = [output.request_id for output in engine.step() if output.finished]
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert aborted[0].request_id == "goes" and ended == ["goes"]
+    assert list(engine._groups) == ["stays"] and not engine._finished_groups
+    assert finish(engine)["stays"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
 def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
