@@ -263,6 +263,9 @@ class LLMEngine(EngineCalls):
         if self._is_closed and not self._has_closed_parts:
             self._close_parts()
 
+    def _is_asked(self) -> bool:
+        return bool(self._to_abort) or (self._is_closed and not self._has_closed_parts)
+
     def _do_aborts(self) -> None:
         while self._to_abort:
             group, is_dropped = self._to_abort[0]
@@ -336,7 +339,7 @@ class LLMEngine(EngineCalls):
             touched = self._process_outputs(results, now)
             self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
         except Exception as error:  # an interrupt leaves the mark, and the next call recovers
-            self._recover(error)
+            self._run_recovery(error)
             raise
         for plugin in self._plugins.values():
             plugin.flush()

@@ -51,7 +51,12 @@ class LLM:
             from common.parallel.remote_launch import torchrun_size
 
             size = torchrun_size(config.get("pipeline_parallel_size", 1))
-            config.setdefault("tensor_parallel_size", size)
+            if config.setdefault("tensor_parallel_size", size) != size:
+                given = config["tensor_parallel_size"]
+                raise ValueError(
+                    f"tensor_parallel_size must be {size}, so that all processes of torchrun have "
+                    f"a rank, got {given!r}"
+                )
         self.engine: LLMEngine = LLMEngine(EngineConfig(model=model, **config))
 
     def generate(

@@ -22,16 +22,20 @@ See 03_prefix_cache/beyond/README.md#tiers-down-and-up-again"""
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kv_store import KVStore, make_record, open_record
 from request_chain import Link
 
 logger = logging.getLogger(__name__)
+_BLOCK_FILE = re.compile("[0-9a-f]{64}[.]kv")
 
 
 def ignore_change(block_hash: bytes, is_here: bool) -> None:
@@ -170,11 +174,15 @@ class DiskTier(LRUTier):
         super().__init__(max_blocks)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        by_age = sorted(self.folder.glob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
-        for file in by_age[:-max_blocks]:
-            file.unlink(missing_ok=True)
-        for file in by_age[-max_blocks:]:
-            block_hash = bytes.fromhex(file.stem)
+        ages: dict[bytes, int] = {}
+        for file in self.folder.iterdir():
+            if _BLOCK_FILE.fullmatch(file.name):  # other files are the user's
+                with suppress(OSError):  # another engine has dropped it
+                    ages[bytes.fromhex(file.stem)] = file.stat().st_mtime_ns
+        by_age = sorted(ages, key=ages.__getitem__)
+        for block_hash in by_age[:-max_blocks]:
+            self._erase((block_hash, ()))
+        for block_hash in by_age[-max_blocks:]:
             self._kept[block_hash] = (block_hash, ()), b""
 
     def _file(self, link: Link) -> Path:
@@ -189,13 +197,20 @@ class DiskTier(LRUTier):
             return False
 
     def _write(self, link: Link, data: bytes) -> bytes:
-        part = self._file(link).with_suffix(".part")
-        part.write_bytes(make_record(link, data))
-        part.replace(self._file(link))
+        part = self._file(link).with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_bytes(make_record(link, data))
+            part.replace(self._file(link))
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         return b""
 
     def _erase(self, link: Link) -> None:
-        self._file(link).unlink(missing_ok=True)
+        try:
+            self._file(link).unlink(missing_ok=True)
+        except OSError as failure:  # the block is not known any more, and its record is checked
+            logger.warning("cannot remove a KV block from disk: %r", failure)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         """The iteration raises `OSError` at a file that is not here, and `ValueError` at a record

@@ -131,8 +131,8 @@ class MooncakeClient:
                 raise StoreDownError(self.down_reason)
             try:
                 return self._ask(operation, *arguments)
-            except StoreDownError as failure:
-                self.down_reason = str(failure)
+            except BaseException as failure:  # after an interrupt, too: the answer would be the
+                self.down_reason = str(failure) or repr(failure)  # next call's
                 self._kill()
                 logger.warning("the Mooncake store is not used any longer: %s", failure)
                 raise

@@ -195,3 +195,18 @@ def test_the_next_process_takes_over_the_blocks_that_fit(tmp_path, num_kept):
     right = [7, 8, 10] if num_kept is not None else [7, 8, 9, 10]
     assert read_all(disk) == {number: content(number) for number in right}
     assert len(disk) == len(list((tmp_path / "kv").iterdir())) == len(right)
+
+
+def test_a_folder_may_have_other_files_and_be_written_by_nobody(tmp_path: Path, caplog) -> None:
+    """Files with other names stay. A file that cannot be removed is a warning, not an error in the
+    middle of a step."""
+    (tmp_path / "mine.kv").write_text("precious")
+    link = (b"x" * 32, ())
+    disk = DiskTier(tmp_path, 1)
+    disk.put(link, b"data")
+    assert DiskTier(tmp_path, 1).has([link]) == 1
+    disk._file(link).unlink()
+    disk._file(link).mkdir()
+    disk.drop(link)
+    assert "cannot remove a KV block" in caplog.text and disk.has([link]) == 0
+    assert (tmp_path / "mine.kv").read_text() == "precious"

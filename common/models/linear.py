@@ -177,7 +177,11 @@ class Linear(nn.Module):
         """Compute the packed product for a multiple of `tile` rows, or in calls of exactly that
         many."""
         assert self.packed is not None
-        self.product = InTiles(self.packed, tile, one_tile_a_call)
+        product = InTiles(self.packed, tile, one_tile_a_call)
+        if self.adapter is None:
+            self.product = product
+        else:
+            self.adapter.product = product
 
     def plain_weight(self) -> torch.Tensor:
         """The plain weight [out_features, in_features]. An unpacked copy, if it was freed."""

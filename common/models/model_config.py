@@ -223,9 +223,13 @@ def _rope(hf: Any, parameters: dict[str, Any], layer_type: str | None) -> RopePa
     if parameters.get("partial_rotary_factor") not in (None, 1):
         raise refused("partial_rotary_factor", parameters["partial_rotary_factor"], "be 1")
     theta = parameters["rope_theta"]
+    if not isinstance(theta, int | float) or not theta > 0:
+        raise refused("rope_theta", theta, "be > 0")
     if rope_type == "default":
         return RopeParameters(theta=theta)
     inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](hf, layer_type=layer_type)
+    if not inv_freq.isfinite().all():
+        raise refused("rope_parameters", parameters, "give finite angles")
     return RopeParameters(
         theta=theta,
         rope_type=rope_type,

@@ -113,9 +113,17 @@ class Executor:
         theirs, because ranks with different messages would wait for each other forever."""
         self._check()
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
-        with interrupts_held():
-            for link, data in zip(self.links, messages, strict=True):
-                self._channel.send(link.rank, data)
+        num_sent = 0
+        try:
+            with interrupts_held():
+                for link, data in zip(self.links, messages, strict=True):
+                    self._channel.send(link.rank, data)
+                    num_sent += 1
+        except BaseException as error:  # another signal's handler has raised
+            if 0 < num_sent < len(messages):
+                self.failure = f"only {num_sent} of {len(messages)} ranks got a message: {error!r}"
+                self._kill()
+            raise
 
     def ask(self, kind: str, **content: Any) -> int:
         """Send all workers a message that they answer. Returns its number."""
@@ -240,11 +248,11 @@ class Executor:
         """End the workers. None is left when this returns. Can be called again."""
         if self._is_closed or os.getpid() != self._pid:  # a fork does not own the workers
             return
-        self._is_closed = True
         if self.failure is None:
             with suppress(Exception, KeyboardInterrupt):
                 self._close_workers()
         self._kill()
+        self._is_closed = True
 
     def _close_workers(self) -> None:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ def launch(
     the whole model. Raises `ValueError` if there are not enough devices."""
     if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
         raise ValueError(f"{num_ranks} ranks need a CUDA device each, got {num_devices}")
-    folder = TemporaryDirectory(prefix="vllm_from_scratch_")  # only its owner may enter
+    # Only its owner may enter. The path of a socket may have 107 bytes.
+    parent = None if len(gettempdir()) < 60 else "/tmp"
+    folder = TemporaryDirectory(prefix="vllm_from_scratch_", dir=parent)
     return StartedWorkers(
         links=[start_process(folder.name, rank) for rank in range(num_ranks)],
         folder=folder,

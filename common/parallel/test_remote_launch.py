@@ -138,6 +138,7 @@ def test_torchrun_runs_the_demo_on_all_its_processes(capsys, tmp_path) -> None:
         (6, dict(pipeline_parallel_size=4), "pipeline_parallel_size must divide the 6"),
         (6, dict(block_size=0), "block_size must"),
         (12, dict(), "torchrun must start all processes on one machine"),
+        (6, dict(tensor_parallel_size=2), "tensor_parallel_size must be 6, .*got 2"),
     ],
 )
 def test_impossible_settings_are_refused_without_processes(

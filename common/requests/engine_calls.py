@@ -40,6 +40,7 @@ class EngineCalls:
         self._thread_id = threading.get_ident()
         self._pid = os.getpid()
         self._call: FrameType | None = None  # the mark
+        self._is_recovering = False  # stays True if a recovery does not come to its end
 
     def _recover(self, error: BaseException | None) -> None:
         """Recover from a call that raised `error`, or (None) was interrupted. Can be interrupted,
@@ -50,6 +51,10 @@ class EngineCalls:
         """Do what was asked for from within the call. Can be interrupted and called again."""
         raise NotImplementedError
 
+    def _is_asked(self) -> bool:
+        """Whether something is left for `_finish_call`."""
+        raise NotImplementedError
+
     def _begin_call(self, frame: FrameType) -> None:
         """Mark the engine busy. Raises `RuntimeError` within another call."""
         if self._is_in_call():
@@ -57,13 +62,21 @@ class EngineCalls:
                 "cannot call the engine from within a call of it (on_step, a signal handler): only "
                 "abort_request() and close() can, and are done when that call ends"
             )
-        if self._call is not None:
-            self._recover(None)
+        is_interrupted = self._call is not None or self._is_recovering
         self._call = frame
+        if is_interrupted:
+            self._run_recovery(None)
+
+    def _run_recovery(self, error: BaseException | None) -> None:
+        self._is_recovering = True
+        self._recover(error)
+        self._is_recovering = False
 
     def _end_call(self) -> None:
         self._finish_call()
         self._call = None
+        if self._is_asked():  # by a signal handler, after the line above had looked
+            self._finish_call()
 
     def _is_in_call(self) -> bool:
         """Whether the frame of the mark is on the stack of any thread."""
@@ -107,7 +120,8 @@ def public(method: Method) -> Method:
         try:
             result = method(self, *arguments, **keywords)
         except Exception:  # it was refused, or has recovered
-            self._end_call()
+            if not self._is_recovering:
+                self._end_call()
             raise
         self._end_call()
         return result

@@ -157,7 +157,7 @@ class ThreadedRunner(QueuedRunner):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self._thread = ThreadPoolExecutor(1, "step")
+        self._thread = _started_thread()
 
     def begin(self, plan: RunnerInput) -> ThreadedStep:
         return ThreadedStep(self._thread.submit(self.runner.execute, plan))
@@ -167,7 +167,7 @@ class ThreadedRunner(QueuedRunner):
         The next step starts another one."""
         super().give_up()
         self._thread.shutdown()
-        self._thread = ThreadPoolExecutor(1, "step")
+        self._thread = _started_thread()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -179,3 +179,11 @@ class ThreadedStep:
 
     def wait(self) -> StepOutput:
         return self.job.result().wait()
+
+
+def _started_thread() -> ThreadPoolExecutor:
+    """Return an executor whose thread runs: an interrupt while `submit` starts one would leave a
+    thread that `shutdown` does not wait for."""
+    executor = ThreadPoolExecutor(1, "step")
+    executor.submit(int).result()
+    return executor

@@ -34,6 +34,7 @@ from common.serve.engine_loop import (
     PromptTooLong,
     QueueFull,
 )
+from common.serve.prompt_length import longest_token
 from request import SamplingParams
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class AsyncLLM:
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer = engine.tokenizer
+        self._max_token_bytes = longest_token(self.tokenizer)
         self.max_model_len = engine.max_model_len
         self.model_config = engine.model_config
         self.stats = engine.stats()
@@ -142,6 +144,8 @@ class AsyncLLM:
         self._num_requests += 1
         if request_id in self._names:
             raise ValueError(f"request_id must be unique, got {request_id!r}, which is in use")
+        while f"request-{self._num_requests}" in self._names:  # a name that a client has chosen
+            self._num_requests += 1
         name = f"{request_id or 'request'}-{self._num_requests}"
         request_id = request_id or name
         # Deltas in flight for an aborted request must not reach the next request of that name.
@@ -187,6 +191,8 @@ class AsyncLLM:
         """Return the token ids of a prompt. Raises `ValueError` for invalid text, and
         `PromptTooLong`."""
         if isinstance(prompt, str):
+            if params.truncate_prompt_tokens is None:
+                self._check_bytes(prompt)
             prompt = await self.encode(prompt, add_special_tokens)
         if params.truncate_prompt_tokens is None and len(prompt) >= self.max_model_len:
             raise PromptTooLong(
@@ -195,6 +201,15 @@ class AsyncLLM:
                 f"{self.max_model_len}"
             )
         return prompt
+
+    def _check_bytes(self, text: str) -> None:
+        """Refuse a text that is too long whatever its tokens are: 16 MB take a minute of a core."""
+        num_tokens = len(text) / self._max_token_bytes  # a character is a byte or more
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has at least {int(num_tokens)} tokens, but this model takes at most "
+                f"{self.max_model_len - 1}"
+            )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises `ValueError` for invalid text."""

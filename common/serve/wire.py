@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -120,6 +121,13 @@ def _wrong_body(error: ValidationError) -> ApiError:
     return bad(f"{place or 'the body'}: {message}", field)
 
 
+def _few(value: Any) -> Any:
+    """Refuse a long dictionary before its entries are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES} entries")
+    return value
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -150,7 +158,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_few)] = None
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -280,7 +288,7 @@ class TemplateBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Messages | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     tools: Messages | None = None

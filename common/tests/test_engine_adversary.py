@@ -376,6 +376,17 @@ def test_aborts_from_within_a_step_are_done_when_it_ends(
     assert finish(engine)["stays"].outputs[0].token_ids == random_oracle.expected(2, 8)
 
 
+def test_a_recovery_that_fails_is_done_by_the_next_call(engine, random_oracle, monkeypatch) -> None:
+    engine.add_request("runs", random_oracle.prompts[2], GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine.core, "step", lambda: 1 / 0)
+        patch.setattr(engine.kv_manager, "clear", lambda: 1 / 0)
+        engine.step()
+    serve(engine, random_oracle, [3], 8)
+    assert engine.kv_manager.num_blocks_in_use == 0
+
+
 def test_a_forked_process_is_told_so(engine, random_oracle) -> None:
     """Trap 74: its books are a copy; workers, threads and files are its parent's."""
     serve(engine, random_oracle, [0], 4)
