@@ -115,5 +115,16 @@ def ranked_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _order(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return `ranked_ids` by comparing all logits."""
-    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    """Return `ranked_ids` by comparing all logits. PyTorch's stable sort of floats costs a CPU 2 ms
+    for 8 rows of 4,096, more than all of a small model's step."""
+    if logits.dtype == torch.float64:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    # Integer keys, lowest for the highest logit; the id in the low bits makes all keys different.
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    inverse = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = inverse.to(torch.int64).bitwise_left_shift_(32).add_(ids)
+    if logits.is_cuda or 8 * k < logits.shape[1]:
+        return keys.topk(k, largest=False).values & 0xFFFFFFFF
+    keys.numpy().sort(axis=-1)  # in place, and vectorised
+    return keys[:, :k] & 0xFFFFFFFF
