@@ -53,7 +53,7 @@ class DeltaEncoder:
             del self._num_sent[request_id]
 
     def reset(self) -> None:
-        """Forget what was sent, after a step that failed: nobody knows what the runner got. The
+        """Forget what was sent, after a step that failed: it is unknown what the runner got. The
         next plan tells it to forget every request too."""
         for request_id in list(self._num_sent):
             self.remove_request(request_id)

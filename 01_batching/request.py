@@ -217,7 +217,7 @@ class Request:
         self.num_output_placeholders = 0  # to be sampled by steps in flight; not known here yet
         self.num_cached_tokens = 0  # chapter 3: computed tokens that were found in a cache
         self.num_preemptions = 0  # chapter 4
-        self.has_bad_kv = False  # chapter 3: its logits were NaN, so nobody may share its KV
+        self.has_bad_kv = False  # chapter 3: its logits were NaN, so its KV must not be shared
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.length_limit: str | None = None

@@ -10,7 +10,7 @@ never before, so a step that fails leaves no wrong block in the cache. While a r
 block that it will publish next, other requests with the same content are not ready; one step later
 they hit the block.
 
-If a request's logits are NaN, its KV is not trusted, and nobody knows from which block on: the
+If a request's logits are NaN, its KV is not trusted, and it is unknown from which block on: the
 cache is emptied, and requests that have a table keep running but publish nothing more.
 
 Invariants: those of the manager and of the cache; the published blocks of a table are owned by the

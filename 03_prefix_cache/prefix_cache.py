@@ -308,14 +308,6 @@ class PrefixCache(ABC):
             token_ids = tuple(token for part in reversed(parts) for token in part)
             yield CachedPrefix(content.extra_keys, token_ids, content.block)
 
-    def hash_of(self, block: HasBlockId) -> str:
-        """The first digits of a cached block's hash; empty if the index has no hashes."""
-        return ""
-
-    def begins_node(self, block: HasBlockId) -> bool:
-        """Whether a cached block is the first of its node, if the index is a tree."""
-        return False
-
     @abstractmethod
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""

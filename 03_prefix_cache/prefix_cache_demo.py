@@ -86,10 +86,11 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 # %%
 def show(tree):
     """Print a line for each cached block, indented below the block before it."""
+    begin_nodes = {content.block for content in tree.cached_contents() if content.begins_node}
     for prefix in sorted(tree.cached_prefixes(), key=lambda prefix: prefix.token_ids):
         depth = len(prefix.token_ids) // 4 - 1
         tokens = list(prefix.token_ids[-4:])
-        node = "starts a node" if tree.begins_node(prefix.block) else "same node"
+        node = "starts a node" if prefix.block in begin_nodes else "same node"
         print(f"{'    ' * depth}{tokens} {node}, users: {prefix.num_users}")
     print()
 

@@ -211,9 +211,6 @@ class PrefixCacheLocal(PrefixCache):
         used = (cached for cached in self._by_block_id.values() if cached.num_users)
         return (cached.content for cached in chain(used, self._evictable.values()))
 
-    def hash_of(self, block: HasBlockId) -> str:
-        return self._by_block_id[block.block_id].block_hash.hex()[:8]
-
     def check_invariants(self) -> None:
         assert len(self._by_hash) == len(self._by_block_id)
         places = {block_id: place for place, block_id in enumerate(self._evictable)}

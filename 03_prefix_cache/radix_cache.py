@@ -158,9 +158,6 @@ class RadixCache(PrefixCache):
                     begins_node=index == 0,
                 )
 
-    def begins_node(self, block: HasBlockId) -> bool:
-        return self.tree.node_of[block.block_id].blocks[0].block_id == block.block_id
-
     def check_invariants(self) -> None:
         self.tree.check_invariants()
         num_used = 0

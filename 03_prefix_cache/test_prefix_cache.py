@@ -205,11 +205,12 @@ def test_an_index_reports_its_block_names_and_nodes(make_cache):
     rig = Rig(make_cache, 12, 4)
     held = rig.hold("ABCD")
     rig.hits("AB")
-    begin = [rig.cache.begins_node(block) for block in held]
-    names = {rig.cache.hash_of(block) for block in held}
+    contents = {content.block.block_id: content for content in rig.cache.cached_contents()}
+    begin = [contents[block.block_id].begins_node for block in held]
+    names = {contents[block.block_id].block_hash for block in held}
     if isinstance(rig.cache, RadixCache):
         assert begin == [True, False, True, False]
-        assert names == {rig.cache.hash_of(held[0])} and not any(names)
+        assert names == {contents[held[0].block_id].block_hash} and not any(names)
     else:
         assert not any(begin) and len(names) == 4 and all(names)
 

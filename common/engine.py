@@ -118,8 +118,8 @@ class LLMEngine(EngineCalls):
         try:
             parts = make_engine_parts(self.config, runner)
         except BaseException:
-            if runner.close is not None:
-                runner.close()
+            if self._close_runner is not None:
+                self._close_runner()
             raise
         self.parts = parts
         self.tokenizer = tokenizer

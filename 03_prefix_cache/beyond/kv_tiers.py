@@ -110,7 +110,7 @@ class LRUTier(KVStore):
 
 
 class HostTier(LRUTier):
-    """A tier in memory. What it drops goes to `below`; it finds and reads the blocks of both, and
+    """A tier in memory. Dropped blocks go to `below`; it finds and reads the blocks of both, and
     keeps what it has read there. With `max_blocks` 0, everything is below."""
 
     def __init__(self, max_blocks: int, below: DiskTier | None = None) -> None:

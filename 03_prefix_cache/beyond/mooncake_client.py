@@ -193,7 +193,7 @@ def _start_client_process(endpoint: str, log: IO[bytes]) -> subprocess.Popen[byt
 
 
 class _StoreCalls:
-    """The calls of the client's process. What they raise brings the client down."""
+    """The calls of the client's process. An exception brings the client down."""
 
     def setup(
         self, host: str, metadata: str, segment_nbytes: int, buffer_nbytes: int, master: str

@@ -168,7 +168,7 @@ class GroupedChaos(Chaos):
             self.free(self.running.pop(name), self.pick(0, 5) == 0)
 
     def free(self, request: Request, is_error: bool = False) -> None:
-        """Bad KV withdraws all blocks. What is freed is the deepest first (Trap 11)."""
+        """Bad KV withdraws all blocks. Blocks are freed deepest first (Trap 11)."""
         name = request.request_id
         memory = self.memory
         pool = self.memory.pool

@@ -68,7 +68,7 @@ def raising() -> Iterator[bytes]:
 
 @pytest.mark.net
 def test_what_has_arrived_at_the_end_is_the_result_once(monkeypatch):
-    """Loads are let through by one part each. What comes late is in no result."""
+    """Loads are let through by one part each. Late parts are in no result."""
     world = World(monkeypatch)
     loads = world.loads
     world.let_through(1)

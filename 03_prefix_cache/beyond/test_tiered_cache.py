@@ -105,7 +105,7 @@ def test_blocks_move_between_tiers(row: tuple[int, int, str, str, str]):
     ("model", "keys", "num_found"), [("tiny", SALT, 4), ("another", SALT, 0), ("tiny", (), 0)]
 )
 def test_a_folder_serves_the_next_engine_of_the_model(make_cache, model, keys, num_found, tmp_path):
-    """And the same tenant. What is in it is not written again. A temporary folder is removed."""
+    """And the same tenant. Its blocks are not written again. A temporary folder is removed."""
 
     def make_engine(namespace) -> ByteEngine:
         tiers = TieredCache(config)

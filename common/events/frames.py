@@ -59,7 +59,7 @@ Frame = dict[str, Any]
 
 def diff(before: Any, after: Any) -> Any:
     """Return the difference, `{}` if there is none. A list with repeated items, or with items that
-    are no plain values, is either extended or replaced."""
+    are not plain values, is either extended or replaced."""
     if isinstance(before, dict) and isinstance(after, dict):
         changed = {
             key: diff(before[key], value) if key in before else [value]

@@ -166,10 +166,7 @@ class Linear(nn.Module):
         is_onednn_bfloat16 = packing is OneDnnProduct and self.weight.dtype is torch.bfloat16
         if is_onednn_bfloat16 and torch.cpu._is_amx_tile_supported():
             product = WithoutSlowRows(product)
-        if self.adapter is None:
-            self.product = product
-        else:
-            self.adapter.product = product
+        self._take_product(product)
         if not keep_weight:
             self.weight = None
 
@@ -177,7 +174,10 @@ class Linear(nn.Module):
         """Compute the packed product for a multiple of `tile` rows, or in calls of exactly that
         many."""
         assert self.packed is not None
-        product = InTiles(self.packed, tile, one_tile_a_call)
+        self._take_product(InTiles(self.packed, tile, one_tile_a_call))
+
+    def _take_product(self, product: Product) -> None:
+        """Replace the product without an adapter, also below one."""
         if self.adapter is None:
             self.product = product
         else:

@@ -3,7 +3,7 @@
     driver    a socket to each worker, and one from all of them     `DriverChannel`
     worker    a socket from the driver, and one to it               `WorkerChannel`
 
-zmq's own threads send and receive, so nobody waits for a peer that reads slowly: a driver and a
+zmq's own threads send and receive, so no process waits for a peer that reads slowly: a driver and a
 worker that send large messages at the same time do not wait for each other. The sockets are files
 of a folder that only this user may enter; it is removed when all workers have answered.
 

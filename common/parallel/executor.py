@@ -6,8 +6,8 @@
       |      (plans the next step, if it may)   all-reduce ...
       | <------------- output 7 -|                   |
 
-A message that is answered has a number, and each answer repeats it. An answer that nobody waits for
-any longer is dropped.
+A message that is answered has a number, and each answer repeats it. An answer that no
+call waits for any longer is dropped.
 
 A worker that raises reports the error. The process handle of a killed worker says so. A worker that
 is stopped or computes forever is late: then ranks that wait for it in a collective report that, and

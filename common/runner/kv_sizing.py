@@ -152,7 +152,7 @@ def allocate_kv_cache(
 
 def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
     """Measure the memory that the largest steps need besides KV. All their requests share the
-    blocks of a small KV cache, because nobody reads the tokens."""
+    blocks of a small KV cache, because the tokens are not read."""
     config = demand.config
     longest = max(1, demand.max_model_len - config.num_rows_per_request)
     max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
