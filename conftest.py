@@ -52,7 +52,9 @@ UNCHECKED += ("demo", "llm", "thread_count")
 OF_THE_BOOK = ("workshop/book/*", "workshop/site/*", "workshop/measure/*", "workshop/measure/*/*")
 OF_THE_BOOK += ("workshop/practice/*", "workshop/practice/*/*", "workshop/training/*")
 OF_THE_BOOK += ("workshop/watch/test_stills.py", "common/tests/test_commands.py")
-CHECK, TEST, TEST_BOOK = "check", "not book and not slow", "book and not slow"
+CHECK = "check"
+TEST = "not book and not slow"
+TEST_BOOK = "book and not slow"
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # their names as audit events
 
 

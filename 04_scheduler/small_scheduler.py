@@ -10,7 +10,8 @@ from request import Request
 from scheduler import Scheduler
 from scheduler_interface import StepOutput
 
-BLOCK_SIZE, NUM_BLOCKS, BUDGET = 4, 4, 16  # 4 usable blocks: no null block here
+BLOCK_SIZE, NUM_BLOCKS = 4, 4  # 4 usable blocks: no null block here
+BUDGET = 16  # tokens of a step
 PROMPT_LENS = {"a": 7, "b": 7, "c": 2}
 NUM_OUTPUTS = {"a": 4, "b": 3, "c": 1}
 
@@ -30,7 +31,8 @@ def allocate_blocks(name, num_tokens):
 
 steps = []
 while waiting or running:
-    plan, victims, budget = {}, [], BUDGET
+    plan, victims = {}, []
+    budget = BUDGET
     for name in list(running):  # phase 1: running requests
         while name in running and not allocate_blocks(name, known[name] - computed[name]):
             victim = running.pop()  # the most recently admitted request loses its KV

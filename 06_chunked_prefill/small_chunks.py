@@ -31,7 +31,8 @@ def merge(left, right):
     return (a * left[0] + b * right[0]) / (a + b), math.log(a + b)
 
 
-outputs, num_computed, step = [], 0, 1
+outputs = []
+num_computed, step = 0, 1
 while num_computed < PROMPT_LEN:
     num_tokens = min(PROMPT_LEN - num_computed, CHUNK)
     for position in range(num_computed, num_computed + num_tokens):

@@ -48,7 +48,8 @@ def head_major(cache: torch.Tensor) -> torch.Tensor:
 
 
 def in_head_major(case: Case) -> Case:
-    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    case.key_cache = head_major(case.key_cache)
+    case.value_cache = head_major(case.value_cache)
     return case
 
 
@@ -67,7 +68,8 @@ class Compiled(Attention):
         num_heads = case.query.shape[1]
         function = attend_rows
         if self.make_function is not None:
-            case.tolerance, function = TOLERANCE, self.make_function(num_heads, case.key_cache)
+            case.tolerance = TOLERANCE
+        function = self.make_function(num_heads, case.key_cache)
 
         def attend(query, key_cache, value_cache, rows, *rest):
             self.num_rows.append(len(rows.tokens))

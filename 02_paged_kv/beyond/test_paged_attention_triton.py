@@ -165,7 +165,8 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_crowd(dtype, attention):
 def test_memory_may_lie_in_either_order_and_a_query_in_a_projection(attention):
     case = attention.make_case([(1, 33), (3, 18)], 4, num_padding_tokens=0)
     expected = attention.attend(case)
-    case.key_cache, case.value_cache = head_major(case.key_cache), head_major(case.value_cache)
+    case.key_cache = head_major(case.key_cache)
+    case.value_cache = head_major(case.value_cache)
     assert torch.equal(attention.attend(case), expected)
     case.query = torch.cat([case.query, case.query * math.nan], 1)[:, :4]
     assert torch.equal(attention.attend(case), expected)

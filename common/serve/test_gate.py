@@ -23,7 +23,8 @@ class Asked:
     def __init__(
         self, config: GateConfig, headers: dict[str, str], *parts: Any, **scope: Any
     ) -> None:
-        self.sent, self.read = [], []
+        self.sent = []
+        self.read = []
         self._parts: list[Any] = [*parts]
         self.gate = Gate(self._app, config)
         self.gate.is_draining = scope.pop("is_draining", False)

@@ -176,6 +176,22 @@ def rule_of_names(house: House) -> list[str]:
     ]
 
 
+def rule_of_single_assignments(house: House) -> list[str]:
+    """Three names, or an attribute and another name, are assigned one by one (chapters, common)."""
+    broken = []
+    for path in house.python_files():
+        name = house.name(path)
+        if name.startswith("workshop/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+                continue
+            for names in (n.elts for n in node.targets if isinstance(n, ast.Tuple)):
+                if len(names) > 2 or any(isinstance(n, ast.Attribute) for n in names):
+                    broken.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    return broken
+
+
 def rule_of_one_definition(house: House) -> list[str]:
     """A chapter's class is defined once in the repository, tests included, nor again as `_Name`."""
     places = defaultdict(list)

@@ -30,6 +30,7 @@ RULES: list[Rule] = [
     rules.rule_of_floors,
     rules.rule_of_circles,
     rules.rule_of_names,
+    rules.rule_of_single_assignments,
     rules.rule_of_one_definition,
     rules.rule_of_quotation,
     rules.rule_of_no_machine,
