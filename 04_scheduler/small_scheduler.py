@@ -1,4 +1,4 @@
-"""Chapter 4 in 45 lines: two phases and a victim.
+"""Chapter 4 in 47 lines: two phases and a victim.
 
 Run it: `python 04_scheduler/small_scheduler.py`.
 

@@ -1,4 +1,4 @@
-"""Chapter 6 in 32 lines: a prompt in chunks.
+"""Chapter 6 in 33 lines: a prompt in chunks.
 
 Run it: `python 06_chunked_prefill/small_chunks.py`.
 
