@@ -75,14 +75,6 @@ ATTENTION_BACKENDS = {
         "mixed_attention_triton:MixedTritonAttentionBackend",
     ),
 }
-# Plugins that are made when the first request has the feature: the runner's, and the engine's.
-LAZY_PLUGINS = {
-    "prompt_logprobs": "common.sampling.prompt_logprobs:make",
-    "grammar": "common.features.grammars.grammar_masks:make",
-}
-LAZY_ENGINE_PLUGINS = {
-    "grammar": "common.features.grammars.request_grammars:RequestGrammars",
-}
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
@@ -540,10 +532,6 @@ class EngineStats:
     looked_up_tokens: int = 0  # prompt tokens of admitted requests, if there is a prefix cache
     cached_tokens: int = 0  # looked-up tokens that were found in the prefix cache
     prefix_cache_hit_rate: float = 0.0  # share of all prompt tokens of admitted requests
-    recent_prefix_cache_hit_rate: float = 0.0  # for the last 1,000 requests, as vLLM logs it
-    # Tokens a second over the last ten seconds. Prompts count at admission, cached tokens included.
-    recent_prompt_throughput: float = 0.0
-    recent_output_throughput: float = 0.0
     kv_blocks_peak: int = 0
     num_preemptions: int = 0
     discarded_tokens: int = 0  # of requests that ended one step earlier (`overlap_scheduling`)

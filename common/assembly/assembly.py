@@ -46,7 +46,6 @@ from batch_layout import compose_in_order
 from block_pool import BlockPool
 from common.engine_config import (
     ATTENTION_BACKENDS,
-    LAZY_PLUGINS,
     PREFIX_CACHES,
     PROPOSERS,
     SCHEDULERS,
@@ -64,7 +63,7 @@ from common.runner.batch_state import BatchState
 from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
-from common.sampling.runner_plugin import PluginContext, RunnerPlugin
+from common.sampling.runner_plugin import RunnerPlugin
 from common.sampling.sampler import BatchSampler, Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from engine_core import EngineCore
@@ -106,7 +105,7 @@ def load_runner(
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[RunnerParts, Tokenizer | None]:
+) -> RunnerParts:
     """Load the models that are not given, and make the runner of this process. `sequences` are the
     engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
     available memory does not allow the configuration."""
@@ -127,7 +126,7 @@ def load_runner(
         runner = make_runner(
             config, loaded, draft, limits, tokenizer=tokenizer, sequences=sequences
         )
-        return replace(runner, close=put_threads_back), tokenizer
+        return replace(runner, close=put_threads_back)
     except BaseException:
         put_threads_back()
         raise
@@ -164,6 +163,7 @@ class RunnerParts:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # every id that ends a text
+    tokenizer: Tokenizer | None
     kv_cache: KVCacheSize
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
@@ -284,20 +284,17 @@ def make_runner_over(
     model = loaded.model
     is_last_stage = model.collectives.ranks.is_last_stage
 
-    # The runner's copy of the requests, with its plugins in order. Those of `LAZY_PLUGINS` are made
+    # The runner's copy of the requests, with its plugins in order. Those of `late` are made
     # when the first request has their feature; they need logits, which the last stage has.
     plugins: list[RunnerPlugin] = []
     if adapters is not None:
         from common.features.adapters.adapter_columns import AdapterColumns
 
         plugins.append(AdapterColumns(adapters))
-    context = PluginContext(
-        tokenizer=tokenizer,
-        path=loaded.path,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-    )
-    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
+    late = {
+        "prompt_logprobs": partial(make_prompt_logprobs, limits),
+        "grammar": partial(make_grammar_masks, loaded, tokenizer, limits),
+    }
     state = BatchState(
         config.max_num_seqs,
         -(-limits.max_model_len // config.block_size),
@@ -365,6 +362,7 @@ def make_runner_over(
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,
+        tokenizer=tokenizer,
         kv_cache=kv_cache,
         block_io=partial(make_block_io, config, loaded, kv_cache),
         is_queued=paged.device.type != "cpu",  # by the device
@@ -621,8 +619,22 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 # -- the runner, its sampler and its draft tokens
 
 
-def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
-    return resolve_name(path)(context)
+def make_prompt_logprobs(limits: Limits) -> RunnerPlugin:
+    from common.sampling.prompt_logprobs import PromptLogprobs
+
+    return PromptLogprobs(limits.vocab_size)
+
+
+def make_grammar_masks(
+    loaded: LoadedModel, tokenizer: Tokenizer | None, limits: Limits
+) -> RunnerPlugin:
+    from common.features.grammars.grammar_masks import GrammarMasks
+    from common.features.grammars.vocabulary import Vocabulary
+
+    if tokenizer is None:  # of a worker
+        assert loaded.path is not None
+        tokenizer = load_tokenizer(loaded.path)
+    return GrammarMasks(Vocabulary.of(tokenizer, limits.vocab_size, limits.eos_token_ids))
 
 
 def make_proposer(

@@ -29,7 +29,6 @@ from common.events.frames import BY_REQUEST, Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file
 from common.events.text_deltas import TextDeltas
 from common.events.wait_reasons import WaitReasons
-from common.requests.engine_plugin import EnginePlugin
 from prefix_cache import extra_keys_of, normalise_extra_keys
 from request import Request
 from scheduler_interface import SchedulerOutput, StepOutput
@@ -54,7 +53,7 @@ class _KnownRequest:
     pieces: list[str] = field(default_factory=list)  # their texts; a new list for each change
 
 
-class FrameRecorder(EnginePlugin):
+class FrameRecorder:
     """Records the engine that consists of `parts`. `members` are the sequences of its open
     requests, whose texts are recorded, too. Raises what `open_file` or a user's part raises, and
     then leaves the engine unchanged. The first write that fails is logged, and nothing is written

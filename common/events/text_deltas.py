@@ -68,7 +68,7 @@ class TextDeltas:
         stop_string = None if output is None else output.completion.stop_reason
         if output is None or not isinstance(stop_string, str):
             return None
-        return stop_string, len(output.read_text())
+        return stop_string, len(output.completion.text)
 
 
 def _pieces(decoder: IncrementalDetokenizer, token_ids: list[int], is_last: bool) -> list[str]:

@@ -224,7 +224,7 @@ def start_runner(
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[RunnerParts, Tokenizer]:
+) -> RunnerParts:
     """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
     if loaded is not None or draft is not None:
@@ -253,16 +253,16 @@ def start_runner(
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
-        runner = _make_runner(
+        return _make_runner(
             config=config,
             checkpoint=checkpoint,
+            tokenizer=tokenizer,
             executor=executor,
             facts=facts,
             limits=limits,
             num_parameters=num_parameters,
             sequences=sequences,
         )
-        return runner, tokenizer
     except BaseException:
         executor.close()
         raise
@@ -326,6 +326,7 @@ def _plain(value: Any) -> Any:
 def _make_runner(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
     executor: Executor,
     facts: Sequence[dict[str, Any]],
     limits: Limits,
@@ -361,6 +362,7 @@ def _make_runner(
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,
+        tokenizer=tokenizer,
         kv_cache=kv_cache,
         block_io=block_io,
         is_queued=True,

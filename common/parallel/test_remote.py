@@ -153,9 +153,9 @@ def must_load_adapters(engine, loaded, tokenizer, adapters, broken: Path) -> Non
     for name, path in adapters.items():
         with pytest.raises(ValueError, match="it is for another model"):
             engine.load_adapter(name, broken)
-        loading = engine.named_adapters().begin_load(name, path)
+        loading = engine.parts.adapters.begin_load(name, path)
         tokens_of(engine, PROMPTS[:1], GREEDY)  # steps do not wait for it
-        engine.named_adapters().end_load(name, loading)
+        engine.parts.adapters.end_load(name, loading)
     asked = PROMPTS[:3] * 2
     names = [None, *adapters, *adapters, None]
     found, right = (tokens_of(e, asked, GREEDY, adapter=names) for e in (engine, here))
@@ -288,4 +288,4 @@ def test_ranks_that_say_different_things_of_themselves_are_refused(random_oracle
         limits = Limits(64, 97, ())
         executor = Executor([], TemporaryDirectory(), 0, 1.0)
         with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
-            remote._make_runner(*arguments, executor, ranks, limits, 0, {})
+            remote._make_runner(*arguments, None, executor, ranks, limits, 0, {})

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.models.model_config import SCORED
-from common.sampling.runner_plugin import PluginContext, RunnerPlugin, StepRows, UploadBuffer
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
 from scheduler_interface import NewRequestData
 
 if TYPE_CHECKING:
@@ -78,7 +78,3 @@ class PromptLogprobs(RunnerPlugin):
         names = [step.req_ids[i] for i in scored.tolist()]
         runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
         return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)
-
-
-def make(context: PluginContext) -> PromptLogprobs:
-    return PromptLogprobs(context.vocab_size)

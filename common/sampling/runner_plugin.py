@@ -16,8 +16,7 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,19 +25,7 @@ from base_scheduler import overrides
 from batch_layout import Queries, all_to_device
 from scheduler_interface import NewRequestData
 
-if TYPE_CHECKING:
-    from common.requests.tokenizer import Tokenizer
-
 NO_TOKEN = "no token may come next"  # because of a request's rules
-
-
-class PluginContext(NamedTuple):
-    """The argument of a function that makes a plugin when the first request has its feature."""
-
-    tokenizer: Tokenizer | None
-    path: str | Path | None  # of the checkpoint, for a plugin that needs its tokenizer
-    vocab_size: int
-    eos_token_ids: Sequence[int]
 
 
 class UploadBuffer:

@@ -261,13 +261,13 @@ def end_next(engine: LLMEngine, reason: str, detail: str | None) -> None:
 
     def _step() -> list[Any]:
         del engine.step
-        groups = step()
-        for group in groups:
-            engine.abort_request(group.request_id)
-            for sequence in group.sequences:
-                sequence.completion.finish_reason = reason
-            group.metrics.finish_detail = detail
-        return groups
+        outputs = step()
+        for output in outputs:
+            engine.abort_request(output.request_id)
+            for completion in output.outputs:
+                completion.finish_reason = reason
+            output.metrics.finish_detail = detail
+        return outputs
 
     engine.step = _step
 

@@ -109,7 +109,7 @@ def present(state: Frame | None) -> Any:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._plugins.get("watch"))
+    return server.call(lambda engine: engine.frame_recorder)
 
 
 @pytest.fixture

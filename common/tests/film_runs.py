@@ -55,7 +55,7 @@ class RecordedRun:
 
 def differences(film: dict[str, Any], engine: LLMEngine) -> list[str]:
     """Compare a frame with what the engine's own state can show: no texts, reasons and times."""
-    recorder = engine._plugins.get("watch")
+    recorder = engine.frame_recorder
     if recorder is None or recorder.is_behind:
         return []  # requests that came after the last frame are written with the next step
     now = json.loads(json.dumps(recorder.frame()))

@@ -122,14 +122,14 @@ def pipelined_engine(
             parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
         guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
-        side = replace(
+        return replace(
             parts[-1],
             close=runner.close,
             runner=runner if guesses is None else TrimmingRunner(runner, members),
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
+            tokenizer=tokenizer,
         )
-        return side, tokenizer
 
     monkeypatch.setattr(remote, "start_runner", make_parts)
     config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})

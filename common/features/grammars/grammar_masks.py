@@ -31,11 +31,9 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
-from common.requests.tokenizer import load_tokenizer
 from common.sampling.runner_plugin import (
     BroughtByFew,
     HasTokens,
-    PluginContext,
     StepRows,
     UploadBuffer,
 )
@@ -233,11 +231,3 @@ class Matched:
             num_taken += 1
         self._rollback(drafts, num_taken)
         return num_taken
-
-
-def make(context: PluginContext) -> GrammarMasks:
-    tokenizer = context.tokenizer
-    path = context.path
-    tokenizer = tokenizer or (None if path is None else load_tokenizer(path))
-    assert tokenizer is not None, "a grammar needs a tokenizer"
-    return GrammarMasks(Vocabulary.of(tokenizer, context.vocab_size, context.eos_token_ids))
