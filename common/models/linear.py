@@ -157,7 +157,7 @@ class Linear(nn.Module):
         return product
 
     @torch.no_grad()
-    def pack(self, keep_weight: bool = False, packing: Packing = OneDnnProduct) -> None:
+    def pack(self, packing: Packing = OneDnnProduct, keep_weight: bool = False) -> None:
         """Pack the weight. With `keep_weight` the plain one is kept for its other users."""
         if self.packed is not None or self.weight is None:
             return
@@ -197,14 +197,9 @@ def reason_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the device is {device.type}"
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"the processor is {platform.machine()}"
-    if not torch.backends.mkldnn.is_available():
-        return "this build of torch has no oneDNN"
-    if dtype is torch.float32:
-        return None
-    if dtype is torch.bfloat16:
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return None if supported else "the processor has no AVX-512 for bfloat16"
-    return f"the dtype is {dtype}"
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "the processor has no AVX-512 for bfloat16"
+    return None if dtype in (torch.float32, torch.bfloat16) else f"the dtype is {dtype}"
 
 
 def linear_layers(module: nn.Module) -> Iterator[Linear]:
