@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from common.features.adapters.adapter_files import Adapter, LowRank, read_adapter
 from common.models.blocks import CheckpointTensor
-from common.models.linear import Linear, Product
+from common.models.linear import Linear
 from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
 
@@ -104,25 +104,18 @@ class AdaptedModel:
     @classmethod
     def of(cls, model: DecoderModel) -> AdaptedModel:
         known = model.layers[0].attention.qkv.adapter
-        return cls(model) if known is None else known.adapted
+        return known.adapted if isinstance(known, MatrixAdapter) else cls(model)
 
 
-class AdaptedProduct:
-    """A matrix's product, and what adapters add to it. The same in a step without adapters."""
+class MatrixAdapter:
+    """What adapters add to a matrix's product. Nothing in a step without adapters."""
 
-    def __init__(self, product: Product, adapted: AdaptedModel, index: int, lags: bool) -> None:
-        self.product = product
+    def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
         self.adapted = adapted
         self.index = index
         self.lags = lags
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._add(x, self.product(x))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._add(x, self.product.add_to(residual, x))
-
-    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to `y` in place, the matrix's product [rows, out] with `x` [rows, in]."""
         step = self.adapted.step
         if step is None:
@@ -167,12 +160,8 @@ class AdapterSlots:
             matrix: Linear = getattr(getattr(layer, block), name)
             targets = [parts[f"{name}.weight"].target for name in names]
             sizes = [len(target) for target in targets if target is not None]
-            matrix.product = matrix.adapter = AdaptedProduct(
-                product=matrix.product if matrix.adapter is None else matrix.adapter.product,
-                adapted=adapted,
-                index=len(self.additions),
-                lags=is_last and name != "qkv",
-            )
+            lags = is_last and name != "qkv"
+            matrix.adapter = MatrixAdapter(adapted, len(self.additions), lags)
             addition = Addition(
                 weight=matrix.plain_weight(),
                 names=names,

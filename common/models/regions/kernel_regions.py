@@ -54,12 +54,13 @@ class KernelRegions(FusedRegions):
         table, positions = rotary
         num_tokens, num_all_heads, head_dim = qkv.shape
         block_size, num_kv_heads = key_cache.shape[1:3]
+        block_stride, slot_stride, head_stride, _ = key_cache.stride()
         shape = AttentionShape(
             num_heads=num_all_heads - 2 * num_kv_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
-            cache_strides=key_cache.stride()[:3],
+            cache_strides=(block_stride, slot_stride, head_stride),
             dtype=qkv.dtype,
         )
         query = qkv.new_empty(num_tokens, shape.num_heads, head_dim)
