@@ -39,7 +39,7 @@ from batch_layout import ComposedBatch
 from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
 from common.models.collectives import Collectives
 from common.models.layer_groups import deal_layers
-from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers, reason_not_packed
+from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers
 from common.models.model_config import SCORED, ModelConfig
 from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
@@ -110,7 +110,6 @@ class DecoderModel(nn.Module):
 
     rotary_table: torch.Tensor
     window_rotary_table: torch.Tensor | None  # of layers with a window; None: as the others
-    embedding_scale: torch.Tensor | None  # []
     namespace: tuple[tuple[str, str], ...] = ()  # of its KV, if that is not the whole model's
 
     def __init__(
@@ -141,17 +140,17 @@ class DecoderModel(nn.Module):
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype = self.embed_weight.dtype
         device = self.embed_weight.device
-        has_scale = config.embedding_scale != 1
-        scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
-        self.register_buffer("embedding_scale", scale, persistent=False)
-        for name, rope in (("", config.rope), ("window_", config.window_rope)):
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        for name, rope in (
+            ("rotary_table", config.rope),
+            ("window_rotary_table", config.window_rope),
+        ):
             table = None
             if rope is not None:
                 table = rotary_table(rope, config.head_dim, config.max_position_embeddings, dtype)
                 table = table.to(device)
-            self.register_buffer(f"{name}rotary_table", table, persistent=False)
+            self.register_buffer(name, table, persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
         self.group_layers(config.num_unhidden)  # until an engine knows its longest sequence
@@ -182,7 +181,7 @@ class DecoderModel(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
         """Return the embeddings, which start the residual stream."""
         hidden = self.embed_tokens(input_ids)
-        return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
+        return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(input_ids, self.embed_weight)
@@ -225,15 +224,11 @@ class DecoderModel(nn.Module):
         logits = self.lm_head(hidden)
         return logits if out is None else out.copy_(logits)
 
-    def pack_weights(self, packing: Packing | None = None) -> str | None:
-        """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
-        None, or the reason why they stay plain."""
-        weight = self.embed_weight
-        reason = None if packing is not None else reason_not_packed(weight.dtype, weight.device)
-        if reason is None:
-            for matrix in linear_layers(self):
-                matrix.pack(matrix.weight is self.embed_weight, packing or OneDnnProduct)
-        return reason
+    def pack_weights(self, packing: Packing = OneDnnProduct) -> None:
+        """Pack every matrix for this processor (`linear.py`), if that is possible here
+        (`reason_not_packed`)."""
+        for matrix in linear_layers(self):
+            matrix.pack(packing, keep_weight=matrix.weight is self.embed_weight)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights by name: the same before and after packing. A packed matrix is unpacked

@@ -164,50 +164,28 @@ class RemoteBlockIO:
             raise ValueError(f"block_id must be in [1, {num_blocks}), got {block_id}")
 
 
-class RemoteLoading:
-    """A `Loading` over all ranks: each reads a file that all can see, in a thread."""
-
-    def __init__(self, executor: Executor, path: str) -> None:
-        self._executor = executor
-        self._path = path
-        self._number = executor.ask("adapter", directory=path)
-
-    def is_over(self) -> bool:
-        return self._executor.is_answered(self._number)
-
-    def digest(self) -> str:
-        answers = self._executor.answers(
-            self._number, "reading an adapter", timeout_s=START_TIMEOUT_S
-        )
-        for answer in answers:
-            if answer["digest"] is None:
-                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
-        digest = answers[0]["digest"]
-        if any(answer["digest"] != digest for answer in answers):
-            raise ValueError(f"{self._path} must be the same on all ranks: the file has changed")
-        return digest
-
-    def take(self) -> None:
-        self._end(is_wanted=True)
-
-    def discard(self) -> None:
-        """Drop the loaded data. Ranks that are gone have lost it already."""
-        with suppress(WorkerError):
-            self._end(is_wanted=False)
-
-    def _end(self, is_wanted: bool) -> None:
-        self._executor.forget(self._number)
-        self._executor.send(message.pack("take", number=self._number, is_wanted=is_wanted))
-
-
 class RemoteAdapters:
     """An `AdapterLoader` over all ranks."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
 
-    def begin(self, directory: str | Path) -> RemoteLoading:
-        return RemoteLoading(self.executor, str(Path(directory).expanduser().resolve()))
+    def load(self, directory: str | Path) -> str:
+        """Each rank reads a file that all can see, and keeps it if all have read the same."""
+        path = str(Path(directory).expanduser().resolve())
+        number = self.executor.ask("adapter", directory=path)
+        is_wanted = False
+        try:
+            answers = self.executor.answers(number, "reading an adapter", timeout_s=START_TIMEOUT_S)
+            for answer in answers:
+                if answer["digest"] is None:
+                    raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
+            if len({answer["digest"] for answer in answers}) > 1:
+                raise ValueError(f"{path} must be the same on all ranks: the file has changed")
+            is_wanted = True
+        finally:
+            self.executor.send(message.pack("take", number=number, is_wanted=is_wanted))
+        return answers[0]["digest"]
 
     def drop(self, digest: str) -> None:
         """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""

@@ -17,7 +17,7 @@ import torch.distributed
 
 from common.assembly.assembly import Limits, LocalRunnerParts, load_draft, make_runner, packing_of
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
-from common.models.collectives import Collectives, connect
+from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, checkpoint_digest, load_model
 from common.models.model import DecoderModel
 from common.models.ranks import Ranks
@@ -76,7 +76,7 @@ class Rank:
             torch.cuda.set_device(device)
         store = dist.TCPStore("127.0.0.1", content["store_port"], None, False)
         _meet(store, ranks, "imported")
-        collectives = connect(ranks, store, device, config.worker_timeout_s)
+        collectives = Collectives.connect(ranks, store, device, config.worker_timeout_s)
         loaded = _load(config, device, collectives)
         draft = load_draft(config, loaded) if ranks.is_last_stage else None
         limits = Limits._make([*content["limits"], tuple(content["eos_token_ids"])])

@@ -95,15 +95,7 @@ def layer_launches(model: ModelConfig, shape: AttentionShape) -> list[Launch]:
 
     norm_dtype = model.norm_dtype(shape.dtype)
     sizes = sorted(model.mlp_sizes) if model.activation == "silu" else []
-    rotate = rotate_and_write_launch(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        cache_strides=shape.cache_strides,
-        dtype=shape.dtype,
-        norm_dtype=norm_dtype if model.has_qk_norm else None,
-    )
+    rotate = rotate_and_write_launch(shape, norm_dtype if model.has_qk_norm else None)
     return [
         add_rms_norm_launch(model.hidden_size, shape.dtype, norm_dtype),
         rotate,
