@@ -17,7 +17,6 @@ import logging
 import sys
 import time
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
@@ -32,7 +31,6 @@ from common.assembly.assembly import load_runner, make_engine_parts
 from common.engine_config import (
     LAZY_ENGINE_PLUGINS,
     SHIPPED_CHECKPOINT,
-    STEP_SIZES,
     EngineConfig,
     EngineStats,
 )
@@ -546,7 +544,6 @@ class LLMEngine(EngineCalls):
         """Return a copy of the totals and the current state."""
         running, waiting = self.core.get_request_counts()
         stats = replace(self._stats, num_running=running, num_waiting=waiting)
-        stats.steps_by_tokens = list(self._stats.steps_by_tokens)
         stats.kv_blocks_in_use = self.kv_manager.num_blocks_in_use
         stats.discarded_tokens = self._num_discarded_tokens() - self._num_discarded_before
         if (cache := self.prefix_cache) is not None:
@@ -561,7 +558,6 @@ class LLMEngine(EngineCalls):
             spec_stats = self.speculation.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
-            stats.accepted_by_position = list(spec_stats.accepted_by_position)
             stats.num_drafted_tokens = spec_stats.num_drafted
             stats.num_accepted_tokens = spec_stats.num_accepted
             stats.acceptance_by_position = spec_stats.acceptance_by_position
@@ -685,7 +681,6 @@ class LLMEngine(EngineCalls):
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
-        stats.steps_by_tokens[bisect_left(STEP_SIZES, num_tokens)] += 1
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):

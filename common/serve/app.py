@@ -219,7 +219,7 @@ class Server:
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
         return await run_on_text(
-            request.state.num_body_bytes,
+            len(request.state.body),
             self.chat.text,
             body.messages,
             body.add_generation_prompt,
@@ -365,9 +365,7 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            data = b"".join([part async for part in request.stream()])
-            request.state.num_body_bytes = len(data)
-            body: Body = hints["body"].parsed(data)
+            body: Body = hints["body"].parsed(request.state.body)
             try:
                 answer = await unless_disconnected(request.receive, self.endpoint(body, request))
             except ValueError as error:
