@@ -37,7 +37,6 @@ from common.serve.streams import (
     merged,
     unless_disconnected,
 )
-from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
     Body,
     ChatBody,
@@ -211,9 +210,8 @@ class Server:
 
     async def _chat_text(self, body: ChatBody | TokenizeBody, request: Request) -> str:
         assert body.messages is not None
-        schemas_of(body.tools or ())
-        names = ("documents", "reasoning_effort", "enable_thinking", "tools")
-        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        names = {"documents", "reasoning_effort", "enable_thinking", "tools"}
+        given = body.model_dump(include=names, exclude_unset=True, exclude_none=True)
         if body.reasoning_effort is not None and body.enable_thinking is None:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
