@@ -17,7 +17,6 @@ import logging
 import sys
 import time
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from common.assembly.assembly import load_runner, make_engine_parts
-from common.engine_config import SHIPPED_CHECKPOINT, STEP_SIZES, EngineConfig, EngineStats
+from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, EngineStats
 from common.models.loader import LoadedModel
 from common.requests.engine_calls import EngineCalls, public
 from common.requests.input_processor import InputProcessor, Prompt, RequestOptions, SharedOptions
@@ -532,7 +531,6 @@ class LLMEngine(EngineCalls):
             self._stats,
             num_running=running,
             num_waiting=waiting,
-            steps_by_tokens=list(self._stats.steps_by_tokens),
             kv_blocks_in_use=self.kv_manager.num_blocks_in_use,
         )
         if (plans := self.parts.in_flight_plans) is not None:
@@ -546,7 +544,6 @@ class LLMEngine(EngineCalls):
             spec_stats = self.speculation.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
-            stats.accepted_by_position = list(spec_stats.accepted_by_position)
             stats.num_drafted_tokens = spec_stats.num_drafted
             stats.num_accepted_tokens = spec_stats.num_accepted
             stats.acceptance_by_position = spec_stats.acceptance_by_position
@@ -665,7 +662,6 @@ class LLMEngine(EngineCalls):
         stats.num_steps += 1
         stats.busy_time += seconds
         stats.scheduled_tokens += num_tokens
-        stats.steps_by_tokens[bisect_left(STEP_SIZES, num_tokens)] += 1
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):

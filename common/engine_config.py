@@ -508,9 +508,6 @@ class EngineConfig:
         return device
 
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the engine was made, and the current state. Times in seconds."""
@@ -523,8 +520,6 @@ class EngineStats:
     prompt_tokens: int = 0  # of admitted requests, each counted once
     output_tokens: int = 0
     scheduled_tokens: int = 0
-    # Steps by their number of tokens: up to each of `STEP_SIZES`, and more than that.
-    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
     busy_time: float = 0.0
     kv_blocks_total: int = 0  # without the null block
     kv_blocks_in_use: int = 0  # by requests; blocks that are only cached do not count
@@ -541,7 +536,6 @@ class EngineStats:
     num_drafted_passes: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
     acceptance_by_position: list[float] = field(default_factory=list)
     mean_accepted_length: float = 1.0  # tokens per pass that had drafts
     tokens_per_pass: float = 0.0

@@ -90,7 +90,7 @@ def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not
         (completion,) = output.outputs
         assert (len(completion.token_ids), completion.finish_reason) == (25, "length")
         assert output.metrics.finish_detail == why
-        assert engine.stats().steps_by_tokens[0] >= 24, "steps of one token"
+        assert engine.stats().num_steps >= 25, "steps of one token"
         why = "the KV memory holds 64 positions"
     with pytest.raises(ValueError, match=r"64 positions|num_blocks"):
         engine.add_request("much more", [1] * 65, params)
