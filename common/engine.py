@@ -520,11 +520,6 @@ class LLMEngine(EngineCalls):
         """The names of each adapter, by the digest that its KV is keyed by."""
         return {} if self.parts.adapters is None else self.parts.adapters.by_digest
 
-    @public
-    def named_adapters(self) -> AdapterNames:
-        """Return the adapters' names, to load and unload them in parts."""
-        return self._adapter_names()
-
     def _adapter_names(self) -> AdapterNames:
         self._check_is_open()
         if self.parts.adapters is None:
