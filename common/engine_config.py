@@ -19,34 +19,36 @@ See common/README.md"""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
     Protocol,
-    TypeGuard,
     get_type_hints,
     runtime_checkable,
 )
 
 import torch
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-from paged_attention import AttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
-from unchunked import ChunkPolicy
+from request import require
 
 if TYPE_CHECKING:
+    from base_scheduler import BaseScheduler
     from kv_connector import KVConnector
+    from paged_attention import AttentionBackend
     from prefix_cache import PrefixCache
     from proposers import Proposer
-    from base_scheduler import BaseScheduler
     from tiered_cache import KVTierConfig
+    from unchunked import ChunkPolicy
 
 SCHEDULERS = {
     # Chapter 4: fill the memory, and preempt when it runs out.
@@ -88,7 +90,6 @@ COMPILE_FROM_PARAMETERS = 100_000_000
 # Larger models lose as much then, but one thread is slow for them on an idle machine, too:
 # measured there.
 THREADS_FROM_PARAMETERS = 100_000_000
-NO_CLOCK = "not depend on step durations in a pipeline, where other steps are in flight"
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))  # a process that cannot get them ends
 
 PathLike = Annotated[str, Field(min_length=1)] | Path
@@ -112,18 +113,29 @@ def check_fields(config: object) -> None:
 
 @cache
 def _adapters(kind: type) -> dict[str, TypeAdapter]:
-    parts = ("KVConnector", "KVTierConfig", "PrefixCache", "Proposer", "BaseScheduler")
-    later: dict[str, Any] = {name: Any for name in parts}  # imported only where they are used
-    hints = get_type_hints(kind, localns=later, include_extras=True)
+    parts = {
+        "AttentionBackend": _part("paged_attention:AttentionBackend"),
+        "BaseScheduler": Any,  # what a function makes
+        "ChunkPolicy": _part("unchunked:ChunkPolicy"),
+        "KVConnector": _part("kv_connector:KVConnector"),
+        "KVTierConfig": _part("tiered_cache:KVTierConfig"),
+        "PrefixCache": Any,
+        "Proposer": _part("proposers:Proposer"),
+    }
+    hints = get_type_hints(kind, localns=parts, include_extras=True)
     config = ConfigDict(arbitrary_types_allowed=True)
     return {name: TypeAdapter(hint, config=config) for name, hint in hints.items()}
 
 
-def _check(config: object, *rules: tuple[str, object, str]) -> None:
-    """Raise `ValueError` for the first `(field, is_right, rule)` whose `is_right` is false."""
-    for name, is_right, rule in rules:
-        if not is_right:
-            raise ValueError(f"{name} must {rule}, got {getattr(config, name)!r}")
+def _part(path: str) -> Any:
+    """The annotation of an instance of the class at this path, which is imported to check one."""
+
+    def check(value: object) -> object:
+        if isinstance(value, type) or not isinstance(value, resolve_name(path)):
+            raise PydanticCustomError("part", f"Input should be an instance of {path}")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
 
 
 @runtime_checkable
@@ -135,53 +147,9 @@ class LearnsDurations(Protocol):
     ) -> None: ...
 
 
-def _check_policy(value: Any) -> None:
-    if isinstance(value, str) and value in POLICIES:
-        return
-    policy: SchedulePolicy | type[SchedulePolicy]
-    if isinstance(value, SchedulePolicy):
-        policy = value
-    else:
-        import sglang_policies
-
-        policy = get_policy(value, sglang_policies.POLICIES)
-    has_key = getattr(policy.key, "__func__", policy.key) is not SchedulePolicy.key
-    has_order = getattr(policy.order, "__func__", policy.order) is not SchedulePolicy.order
-    if not has_key and not (has_order and policy.is_cache_aware):
-        needed = "must define key, or set is_cache_aware and define order"
-        raise ValueError(f"policy {needed}, got {value!r}")
-
-
-def is_proposer(value: object) -> TypeGuard[Proposer]:
-    if value is None or isinstance(value, str | dict):
-        return False
-    from proposers import Proposer
-
-    return _is_made(value, Proposer)
-
-
-def _is_backend(value: object) -> bool:
-    return _is_made(value, AttentionBackend)
-
-
 def is_instance_arg(value: object) -> bool:
     """Whether `value` is an object given by the caller, not a name or a number."""
     return value is not None and not isinstance(value, str | int | float | dict)
-
-
-def _check_name(
-    field: str, value: object, names: Iterable[str | None], is_one: bool, instead: str
-) -> None:
-    if value is None or isinstance(value, str):
-        is_one = value in tuple(names)
-    if not is_one:
-        shown = ", ".join(map(repr, names))
-        raise ValueError(f"{field} must be {instead}, or one of {shown}, got {value!r}")
-
-
-def _is_made(value: object, protocol: type) -> bool:
-    """Whether `value` is an instance of `protocol`. A class with its methods is not one."""
-    return not isinstance(value, type) and isinstance(value, protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +160,7 @@ class SpeculativeConfig:
     (chapter 5). At most `num_spec_tokens` draft tokens are proposed per step; with `adaptive`, only
     as many of them as pay off. Raises `ValueError` that names the field."""
 
-    method: str | Proposer
+    method: Literal["ngram", "draft"] | Proposer
     num_spec_tokens: PositiveInt = 4
     adaptive: bool = True
     model: PathLike | None = None
@@ -201,30 +169,19 @@ class SpeculativeConfig:
 
     @classmethod
     def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
-        if is_proposer(speculative):
-            speculative = {"method": speculative}
-        if not isinstance(speculative, dict) or "method" not in speculative:
-            raise ValueError(
-                "speculative must be None, an instance of Proposer or a dict with a method, got "
-                f"{speculative!r}"
-            )
-        known = list(cls.__dataclass_fields__)
-        if unknown := [name for name in speculative if name not in known]:
-            raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown[0]!r}")
-        if is_proposer(method := speculative["method"]):
-            speculative = {"num_spec_tokens": method.num_spec_tokens} | speculative
-        return cls(**speculative)
+        given = speculative if isinstance(speculative, dict) else {"method": speculative}
+        known = cls.__dataclass_fields__
+        if unknown := given.keys() - known.keys():
+            raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown}")
+        method = given.get("method")
+        num_spec_tokens = getattr(method, "num_spec_tokens", 4)
+        return cls(**{"method": method, "num_spec_tokens": num_spec_tokens} | given)
 
     def __post_init__(self) -> None:
-        instead = "an instance of Proposer"
-        _check_name("method", self.method, PROPOSERS, is_proposer(self.method), instead)
         check_fields(self)
+        require(self.min_ngram <= self.max_ngram, "min_ngram", self.min_ngram, "<= max_ngram")
         is_draft = self.model is None or self.method == "draft"
-        _check(
-            self,
-            ("min_ngram", self.min_ngram <= self.max_ngram, "be <= max_ngram"),
-            ("model", is_draft, "be None without method 'draft'"),
-        )
+        require(is_draft, "model", self.model, "None without method 'draft'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +191,7 @@ class EngineConfig:
     configures it as the demo does (`common/requests/gc_utils.py`), before it makes an engine."""
 
     model: PathLike | None = None  # a directory or hub id; None: the shipped checkpoint
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: str | torch.dtype = "auto"
     block_size: PositiveInt = 16
     # KV blocks, with the null block; None: as free memory allows.
@@ -245,14 +202,16 @@ class EngineConfig:
     # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
-    scheduler: str | Callable[..., BaseScheduler] = "two_phase"
+    scheduler: Literal["two_phase", "prefill_first", "fcfs"] | Callable[..., BaseScheduler] = (
+        "two_phase"
+    )
     # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
     # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"
     # Share of blocks that "two_phase" keeps for running requests.
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     # Or "radix"; None: no prefix cache.
-    prefix_cache: str | Callable[..., PrefixCache] | None = "hash"
+    prefix_cache: Literal["hash", "radix"] | Callable[..., PrefixCache] | None = "hash"
     kv_tiers: KVTierConfig | None = None  # evicted blocks go to host memory and disk
     # Shares KV blocks over a pool. One for each engine, and none with `kv_tiers`.
     kv_connector: KVConnector | None = None
@@ -266,7 +225,7 @@ class EngineConfig:
     mixing: bool = False  # puts decodes into the prefill batches of "prefill_first"
     # The fields of `SpeculativeConfig`, such as {"method": "ngram"}; or a `Proposer`.
     speculative: dict | Proposer | None = None
-    attention_backend: str | AttentionBackend = "auto"  # or "torch", "triton"
+    attention_backend: Literal["auto", "torch", "triton"] | AttentionBackend = "auto"
     # Compiles decode attention, norms and rotary embedding for a CPU when the engine is made: some
     # 30 seconds, a few seconds once the result is cached on disk. "auto": for models of
     # `COMPILE_FROM_PARAMETERS` parameters and more.
@@ -310,108 +269,80 @@ class EngineConfig:
     emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 
     def __post_init__(self) -> None:
-        for name, names, is_one, instead in (
-            ("scheduler", SCHEDULERS, callable, "a class or function that makes a scheduler"),
-            (
-                "prefix_cache",
-                (None, *PREFIX_CACHES),
-                callable,
-                "a function that makes a PrefixCache",
-            ),
-            (
-                "attention_backend",
-                ("auto", *ATTENTION_BACKENDS),
-                _is_backend,
-                "an AttentionBackend",
-            ),
-        ):
-            value = getattr(self, name)
-            _check_name(name, value, names, is_one(value), instead)
-        _check_policy(self.policy)
         check_fields(self)
-        self._check_own_parts()
+        if isinstance(self.policy, str) and self.policy not in POLICIES:
+            import sglang_policies
+
+            get_policy(self.policy, sglang_policies.POLICIES)
         self._check_what_goes_together()
 
     def _check_what_goes_together(self) -> None:
-        kind = self.scheduler
-        may_preempt = self.may_preempt
-        has_size = self.chunk_size is not None
-        name = f"scheduler {kind!r}"
-        no_cut = f"be None if prompts are not cut ({name}, {self.chunked_prefill!r})"
-        has_stages = self.pipeline_parallel_size > 1
-        no_clock = NO_CLOCK if has_stages else no_cut
-        no_long = "be None unless scheduler is 'two_phase' and chunked_prefill a number"
-        no_cache = "be None without a prefix_cache"
-        is_fixed = self.batch_invariant
-        tiles = "batch_invariant=True, which has its own tiles"
-        no_adapters = f"be None with {tiles}"
-        is_summed = is_fixed and self.tensor_parallel_size > 1
-        order = "be 1 with batch_invariant=True, as the order of summation depends on the batch"
-        refused = {  # checked only for fields that are not None
-            "preempt_every": (not may_preempt, f"be None with {name}"),
-            "speculative": (self.speculation and not may_preempt, f"be None with {name}"),
-            "policy": (self.policy != "fcfs" and not may_preempt, f"be 'fcfs' with {name}"),
-            "chunked_prefill": (has_size and kind == "fcfs", f"not be a number with {name}"),
-            "mixing": (self.mixing and kind != "prefill_first", f"be False with {name}"),
-            "target_step_ms": (not self.cuts_prompts or has_stages, no_clock),
-            "max_long_partial_prefills": (kind != "two_phase" or not has_size, no_long),
-            "kv_tiers": (self.prefix_cache is None, no_cache),
-            "kv_connector": (self.prefix_cache is None, no_cache),
-            "attention_backend": (
-                is_fixed and self.attention_backend == "triton",
-                f"be 'torch' with {tiles}",
-            ),
-            "tensor_parallel_size": (is_summed, order),
-            "compile": (is_fixed and self.compile is True, f"be False with {tiles}"),
-            "adapters": (is_fixed, no_adapters),
-            "max_loras": (is_fixed, no_adapters),
-            "pack_weights": (is_fixed and not self.pack_weights, f"be True with {tiles}"),
-            "emulate_graphs": (
-                self.emulate_graphs and self.enforce_eager,
-                "be False with enforce_eager",
-            ),
-        }
-        for field_name, (is_wrong, rule) in refused.items():
-            _check(self, (field_name, getattr(self, field_name) is None or not is_wrong, rule))
-        if self.kv_tiers is not None or self.kv_connector is not None:
-            from kv_connector import KVConnector
-            from tiered_cache import KVTierConfig
-
-            is_tiers = isinstance(self.kv_tiers, KVTierConfig | None)
-            is_connector = isinstance(self.kv_connector, KVConnector | None)
-            has_one = self.kv_tiers is None or self.kv_connector is None
-            _check(
-                self,
-                ("kv_tiers", is_tiers, "be None or an instance of KVTierConfig"),
-                ("kv_connector", is_connector, "be None or an instance of KVConnector"),
-                ("kv_connector", has_one, "be None with kv_tiers"),
-            )
-
-    def _check_own_parts(self) -> None:
-        """Check which options are compatible with parts that were given instead of names."""
-        has_policy = is_instance_arg(self.chunked_prefill)
-        has_backend = is_instance_arg(self.attention_backend)
+        scheduler = self.scheduler
+        is_fcfs = scheduler == "fcfs"
+        is_own_policy = is_instance_arg(self.chunked_prefill)
+        is_own_backend = is_instance_arg(self.attention_backend)
         spec_config = self.speculation
-        has_proposer = spec_config is not None and is_instance_arg(spec_config.method)
-        far = "be a name, because the model is in other processes"
-        tiles = "be a name with batch_invariant=True, which has its own tiles"
-        learns = self.learns_durations and self.pipeline_parallel_size > 1
-        target = "be None if chunked_prefill is a ChunkPolicy, which has a target of its own"
-        whole = f"be True or False with scheduler {self.scheduler!r}"
-        _check(
-            self,
-            ("attention_backend", not has_backend or not self.has_workers, far),
-            ("attention_backend", not has_backend or not self.batch_invariant, tiles),
-            ("speculative", not has_proposer or not self.has_workers, far),
+        is_own_proposer = spec_config is not None and is_instance_arg(spec_config.method)
+        is_uncached = self.prefix_cache is None
+        has_stages = self.pipeline_parallel_size > 1
+        is_fixed = self.batch_invariant
+        has_tiles = is_own_backend or self.attention_backend == "triton"
+        # A field that is not None, whether it is refused, and what it must be.
+        rules = (
+            ("preempt_every", is_fcfs, "None with scheduler 'fcfs'"),
+            ("speculative", is_fcfs, "None with scheduler 'fcfs'"),
+            ("policy", is_fcfs and self.policy != "fcfs", "'fcfs' with scheduler 'fcfs'"),
             (
                 "chunked_prefill",
-                not isinstance(self.chunked_prefill, type),
-                "be made, a ChunkPolicy",
+                is_fcfs and not isinstance(self.chunked_prefill, bool),
+                "True or False with scheduler 'fcfs'",
             ),
-            ("chunked_prefill", not has_policy or self.may_preempt, whole),
-            ("chunked_prefill", not has_policy or not learns, NO_CLOCK),
-            ("target_step_ms", not has_policy or self.target_step_ms is None, target),
+            (
+                "chunked_prefill",
+                is_own_policy and has_stages and self.learns_durations,
+                "without durations in a pipeline, where other steps are in flight",
+            ),
+            (
+                "mixing",
+                self.mixing and scheduler != "prefill_first",
+                f"False with scheduler {scheduler!r}",
+            ),
+            ("target_step_ms", not self.cuts_prompts, "None if prompts are not cut"),
+            ("target_step_ms", has_stages, "None in a pipeline, where other steps are in flight"),
+            ("target_step_ms", is_own_policy, "None: this chunked_prefill has its own"),
+            (
+                "max_long_partial_prefills",
+                scheduler != "two_phase" or self.chunk_size is None,
+                "None unless scheduler is 'two_phase' and chunked_prefill a number",
+            ),
+            ("kv_tiers", is_uncached, "None without a prefix_cache"),
+            ("kv_connector", is_uncached, "None without a prefix_cache"),
+            ("kv_connector", self.kv_tiers is not None, "None with kv_tiers"),
+            (
+                "attention_backend",
+                is_own_backend and self.has_workers,
+                "a name, because the model is in other processes",
+            ),
+            (
+                "speculative",
+                is_own_proposer and self.has_workers,
+                "a name, because the model is in other processes",
+            ),
+            ("attention_backend", is_fixed and has_tiles, "'torch' with batch_invariant=True"),
+            (
+                "tensor_parallel_size",
+                is_fixed and self.tensor_parallel_size > 1,
+                "1 with batch_invariant=True",
+            ),
+            ("compile", is_fixed and self.compile is True, "False with batch_invariant=True"),
+            ("adapters", is_fixed, "None with batch_invariant=True"),
+            ("max_loras", is_fixed, "None with batch_invariant=True"),
+            ("pack_weights", is_fixed and not self.pack_weights, "True with batch_invariant=True"),
+            ("emulate_graphs", self.emulate_graphs and self.enforce_eager, "False: enforce_eager"),
         )
+        for name, is_refused, allowed in rules:
+            value = getattr(self, name)
+            require(value is None or not is_refused, name, value, allowed)
 
     @property
     def num_ranks(self) -> int:
@@ -433,12 +364,7 @@ class EngineConfig:
 
     @property
     def cuts_prompts(self) -> bool:
-        return self.chunked_prefill is not False and self.may_preempt
-
-    @property
-    def may_preempt(self) -> bool:
-        """Whether the scheduler can preempt. A scheduler of your own is assumed to."""
-        return self.scheduler != "fcfs"
+        return self.chunked_prefill is not False and self.scheduler != "fcfs"
 
     @property
     def learns_durations(self) -> bool:
@@ -493,18 +419,13 @@ class EngineConfig:
 
     def resolve_device(self) -> torch.device:
         """Return the device; `"auto"`: CUDA if available. Raises `ValueError` for a missing one."""
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            device = None
-        if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:N]', got {self.device!r}")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device must be 'cpu' without a CUDA device, got {self.device!r}")
-        if device.type == "cuda" and (device.index or 0) >= (known := torch.cuda.device_count()):
-            raise ValueError(f"device must be below 'cuda:{known}', got {self.device!r}")
+            return torch.device("cuda" if num_gpus else "cpu")
+        device = torch.device(self.device)
+        is_there = device.type == "cpu" or (device.index or 0) < num_gpus
+        allowed = f"below 'cuda:{num_gpus}'" if num_gpus else "'cpu' without a CUDA device"
+        require(is_there, "device", self.device, allowed)
         return device
 
 
