@@ -431,7 +431,7 @@ def _is_json(text: str) -> bool:
 def _tracer(engine) -> Callable:
     from common.events.step_trace import describe_step
 
-    num_warm_up = engine.recorder.num_steps
+    num_warm_up = engine.num_steps
 
     def show(record) -> None:
         record.step += 1 - num_warm_up  # the reader's first step is step 1

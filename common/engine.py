@@ -48,7 +48,7 @@ from common.sampling.sampling_defaults import sampling_defaults
 from prefix_cache import PrefixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
-from step_record import StepRecord, preemptions_of
+from step_record import StepRecord, make_record, preemptions_of
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -124,7 +124,7 @@ class LLMEngine(EngineCalls):
         self.parts = parts
         self.tokenizer = tokenizer
         self.core = parts.core
-        self.recorder = parts.recorder
+        self.num_steps = 0
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
@@ -333,9 +333,9 @@ class LLMEngine(EngineCalls):
         start_time = time.monotonic()
         try:
             results = self.core.step()
+            record = self._observe_step()
             now = time.monotonic()
-            record = None if self.on_step is None else self.recorder.record()
-            self._update_stats(self.recorder.plan, now - start_time)
+            self._update_stats(self.core.last_step.plan, now - start_time)
             touched = self._process_outputs(results, now)
             self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
         except Exception as error:  # an interrupt leaves the mark, and the next call recovers
@@ -343,10 +343,22 @@ class LLMEngine(EngineCalls):
             raise
         for plugin in self._plugins.values():
             plugin.flush()
-        self._check_progress(self.recorder.plan)
+        self._check_progress(self.core.last_step.plan)
         if self.config.check_invariants:
             self._check_invariants()
         return touched, record
+
+    def _observe_step(self) -> StepRecord | None:
+        """Make the record of the step that has finished, and give it to the engine's observers.
+        Returns None if neither they nor `on_step` want it."""
+        observers = self.parts.observers
+        record = None
+        if observers or self.on_step is not None:
+            record = make_record(self.core, self.num_steps)
+            for observer in observers:
+                observer(record)
+        self.num_steps += 1
+        return record
 
     def _process_outputs(
         self, results: Sequence[EngineCoreOutput], now: float
@@ -354,8 +366,9 @@ class LLMEngine(EngineCalls):
         """Process a step's results and end the groups that have finished. Returns the groups that
         the step touched."""
         touched = dict[RequestGroup, None]()
-        if scored := self.recorder.output.prompt_logprobs:
-            for sequence in self._sequences_of(self.recorder.plan, scored):
+        step = self.core.last_step
+        if scored := step.output.prompt_logprobs:
+            for sequence in self._sequences_of(step.plan, scored):
                 assert sequence.group.prompt_logprobs is not None
                 sequence.group.prompt_logprobs += scored[sequence.request_id]
         for result in results:
@@ -402,7 +415,6 @@ class LLMEngine(EngineCalls):
             plugin.on_error(error)
         if self.parts.multi_step_core is not None:
             self.parts.multi_step_core.give_up()
-        self.recorder.discard_plans()
         self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
@@ -519,11 +531,6 @@ class LLMEngine(EngineCalls):
     def adapters_by_digest(self) -> dict[str, list[str]]:
         """The names of each adapter, by the digest that its KV is keyed by."""
         return {} if self.parts.adapters is None else self.parts.adapters.by_digest
-
-    @public
-    def named_adapters(self) -> AdapterNames:
-        """Return the adapters' names, to load and unload them in parts."""
-        return self._adapter_names()
 
     def _adapter_names(self) -> AdapterNames:
         self._check_is_open()
@@ -689,7 +696,7 @@ class LLMEngine(EngineCalls):
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):
-                sequence.metrics.first_scheduled_time = self.recorder.start_time
+                sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
         preempted, num_recomputed_tokens = preemptions_of(plan)
         stats.num_preemptions += len(preempted)
         stats.recomputed_tokens += num_recomputed_tokens

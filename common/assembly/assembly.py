@@ -72,8 +72,8 @@ from kv_memory import UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
 from prefix_cache import PrefixCache
-from scheduler_interface import ModelRunner, SchedulerInterface
-from step_record import Observer, RecordedScheduler, StepRecord
+from scheduler_interface import ModelRunner
+from step_record import StepRecord
 
 if TYPE_CHECKING:
     from acceptance import SpecDecodeStats
@@ -721,8 +721,8 @@ class EngineParts:
     runner: RunnerParts
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
-    scheduler: SchedulerInterface
-    recorder: RecordedScheduler
+    scheduler: BaseScheduler
+    observers: list[Callable[[StepRecord], None]]  # called after every step
     core: EngineCore
     multi_step_core: OverlappedEngineCore | None
     in_flight_plans: OverlapPlugin | PipelinePlugin | None
@@ -764,14 +764,13 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         plugins=plugins,
     )
 
-    # The loop, over the scheduler with a recorder around it.
-    observers: list[Observer] = []
+    # The loop, and what is called after each of its steps.
+    observers: list[Callable[[StepRecord], None]] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
     if isinstance(chunk_policy, LearnsDurations):
         observers.append(partial(tell_durations, chunk_policy))
-    recorder = RecordedScheduler(scheduler, observers)
-    core = EngineCore(recorder, runner.runner)
+    core = EngineCore(scheduler, runner.runner)
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
@@ -780,12 +779,12 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
             from common.runner.pipeline import PipelinedEngineCore
 
             multi_step_core = PipelinedEngineCore(
-                recorder, queued_runner, in_flight_plans, num_stages
+                scheduler, queued_runner, in_flight_plans, num_stages
             )
         else:
             from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = OverlappedEngineCore(recorder, queued_runner, in_flight_plans)
+            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
         core = multi_step_core
 
     # The adapters' names, which requests use.
@@ -799,7 +798,7 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         kv_memory=kv_memory,
         connector=connector,
         scheduler=scheduler,
-        recorder=recorder,
+        observers=observers,
         core=core,
         multi_step_core=multi_step_core,
         in_flight_plans=in_flight_plans,
@@ -981,7 +980,7 @@ def make_scheduler(
     max_model_len: int,
     chunk_policy: ChunkPolicy | None,
     plugins: list[SchedulerPlugin],
-) -> SchedulerInterface:
+) -> BaseScheduler:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
     kind = config.scheduler
     make = resolve_name(SCHEDULERS[kind]) if isinstance(kind, str) else kind
@@ -1028,7 +1027,7 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 
 
 def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
-    """Notify a chunk policy of a step's duration. An observer of the recorder."""
+    """Notify a chunk policy of a step's duration. An observer."""
     starts = record.start_positions
     num_tokens = record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)

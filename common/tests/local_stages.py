@@ -63,7 +63,7 @@ class Stage:
         while (work := self.plans.get()) is not None:
             plan, future = work
             try:
-                _, content = message.unpack(plan, {"plan": ("plan",)})
+                _, content = message.unpack(plan)
                 handle = self.local.runner.execute(content["plan"])
                 future.set_result(handle.wait())
             except BaseException as error:
@@ -77,7 +77,7 @@ class LocalStages:
         self.stages = stages
 
     def execute(self, plan: RunnerInput) -> LocalStep:
-        data = message.pack("plan", plan=plan)
+        data = message.pack("plan", plan=message.runner_half(plan))
         return LocalStep([stage.execute(data) for stage in self.stages])
 
     def close(self) -> None:

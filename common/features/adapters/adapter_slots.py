@@ -30,7 +30,6 @@ See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from common.features.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
+from common.features.adapters.adapter_files import Adapter, LowRank, read_adapter
 from common.models.blocks import CheckpointTensor
 from common.models.linear import Linear, Product
 from common.models.model import DecoderLayer, DecoderModel
@@ -52,9 +51,6 @@ _FUSED = (
     ("mlp", "gate_up", ("mlp.gate_proj", "mlp.up_proj")),
     ("mlp", "down", ("mlp.down_proj",)),
 )
-
-
-_FIRST = ".post_attention_layernorm.weight"  # of each layer, in every family
 
 
 def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int, ...]]:
@@ -152,10 +148,9 @@ class AdapterSlots:
         self.slot_of: dict[str, int] = {}  # by digest, the least recently used first
         self.additions: list[Addition] = []
         adapted = AdaptedModel.of(model)
-        last = model.config.num_hidden_layers - 1
-        here = [n for n, t in parts.items() if n.endswith(_FIRST) and t.target is not None]
-        for name, layer in zip(here, model.layers, strict=True):
-            self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
+        for number, layer in zip(model.layer_range, model.layers, strict=True):
+            is_last = number == model.config.num_hidden_layers - 1
+            self._adapt(adapted, layer, f"model.layers.{number}", is_last, parts)
         # Does not keep the tensors, because plain weights are freed when they are packed.
         self._parts = {n: tensor.part for n, tensor in parts.items() if tensor.target is not None}
 
@@ -196,11 +191,14 @@ class AdapterSlots:
 
     # -- loading adapters
 
-    def begin(self, directory: str | Path) -> Reading:
-        return Reading(self, directory)
+    def load(self, directory: str | Path) -> str:
+        """Read an adapter into the host's memory, and return its digest. Raises the errors of
+        `read_adapter`."""
+        adapter = self.read(directory)
+        self.take(adapter)
+        return adapter.digest
 
     def read(self, directory: str | Path) -> Adapter:
-        """Read an adapter, in any thread. Raises the errors of `read_adapter`."""
         return read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
 
     def take(self, adapter: Adapter) -> None:
@@ -233,37 +231,13 @@ class AdapterSlots:
         return {digest: self.slot_of[digest] for digest in step_digests}
 
     def _free_slot(self) -> int:
-        if len(self.slot_of) < self.num_slots - 1:
-            used = set(self.slot_of.values())
-            return next(slot for slot in range(1, self.num_slots) if slot not in used)
-        return self.slot_of.pop(next(iter(self.slot_of)))
+        free = set(range(1, self.num_slots)) - set(self.slot_of.values())
+        return min(free) if free else self.slot_of.pop(next(iter(self.slot_of)))
 
     @torch.inference_mode()
     def _fill(self, slot: int, adapter: Adapter) -> None:
         for addition in self.additions:
             addition.fill(slot, adapter.matrices)
-
-
-class Reading:
-    """The `Loading` of one process: a thread reads the adapter."""
-
-    def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
-        self._slots = slots
-        thread = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._adapter = thread.submit(slots.read, directory)
-        thread.shutdown(wait=False)
-
-    def is_over(self) -> bool:
-        return self._adapter.done()
-
-    def digest(self) -> str:
-        return self._adapter.result().digest
-
-    def take(self) -> None:
-        self._slots.take(self._adapter.result())
-
-    def discard(self) -> None:
-        pass
 
 
 class Addition:
@@ -288,7 +262,7 @@ class Addition:
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         for i, (name, b) in enumerate(zip(self.names, self.b, strict=True)):
             matrix = matrices.get(name)
-            self.ranks[slot][i] = rank = 0 if matrix is None else matrix.rank
+            self.ranks[slot][i] = rank = 0 if matrix is None else len(matrix.a)
             self.a[slot, i, rank:].zero_()
             if matrix is not None:
                 self.a[slot, i, :rank].copy_(matrix.a, non_blocking=True)
