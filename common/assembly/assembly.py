@@ -64,7 +64,7 @@ from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import RunnerPlugin
-from common.sampling.sampler import BatchSampler, Sampler
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from engine_core import EngineCore
 from kv_memory import UncachedKVCacheManager
@@ -316,13 +316,13 @@ def make_runner_over(
             limits=limits,
             target_vocab_size=loaded.config.vocab_size,
         )
-    sampler: BatchSampler = Sampler(limits.vocab_size)
+    sampler = Sampler(limits.vocab_size)
     if not is_last_stage:
         from common.runner.stage import NoSampler
 
-        sampler = NoSampler()
+        sampler = NoSampler(limits.vocab_size)
     elif proposer is not None:
-        sampler = make_verifier(sampler, proposer, attention.is_triton)
+        sampler = make_verifier(limits.vocab_size, proposer, attention.is_triton)
 
     # The runner, and the one around it that speculates.
     make_paged = PagedModelRunner
@@ -676,16 +676,16 @@ def make_proposer(
     )
 
 
-def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
+def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Sampler:
     """Make the sampler that verifies draft tokens: with kernels if attention is a Triton kernel."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
     if not is_triton:
-        return SpeculativeSampler(sampler, proposer.draft_probs)
+        return SpeculativeSampler(vocab_size, proposer.draft_probs)
     import rejection_sampler_triton as kernels
 
     return SpeculativeSampler(
-        sampler,
+        vocab_size,
         proposer.draft_probs,
         reject=kernels.rejection_sample_triton,
         match=kernels.rejection_sampling_batched_triton,

@@ -106,7 +106,7 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
     paged = stages_of(engine)[stage].local.runner
     monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(paged, "compute", None)
+        patch.setattr(paged, "forward", None)
         for _ in range(3):
             engine.step()
     engine.check_invariants()
