@@ -187,10 +187,8 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     if (path / "generation_config.json").is_file():
         value = read_json(path / "generation_config.json").get("eos_token_id")
         generation = token_ids("generation_config.json: eos_token_id", value)
-    ids = tuple(dict.fromkeys(generation + config.eos_token_ids))
-    if impossible := [i for i in ids if not 0 <= i < config.vocab_size]:
-        logger.warning("eos_token_id: ignored, because not in the vocabulary: %s", impossible)
-    return tuple(i for i in ids if i not in impossible)
+    ids = dict.fromkeys(generation + config.eos_token_ids)
+    return tuple(i for i in ids if 0 <= i < config.vocab_size)
 
 
 # -- tensors
@@ -233,9 +231,13 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
     if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
         names.discard(HEAD)
     if missing := sorted(parts.keys() - names):
-        raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
+        shown = ", ".join(missing[:8])
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}"
+        )
     if unused := sorted(names - parts.keys()):
-        raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
+        shown = ", ".join(unused[:8])
+        raise ValueError(f"the checkpoint has {len(unused)} tensors that the model lacks: {shown}")
     for name, part in parts.items():
         stored = files[name].get_slice(name)
         shape = tuple(stored.get_shape())
@@ -257,8 +259,8 @@ def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None)
             part = parts[name]
             if (target := part.target) is not None:
                 target.copy_(files[name].get_slice(name)[part.part])
-                if part.offset:
-                    target.add_(part.offset)
+                if name.endswith("norm.weight"):
+                    target.add_(decoder.config.norm_offset)
                 num_filled += target.numel()
                 if name == EMBEDDING and HEAD in files and HEAD not in parts:
                     _check_tied(target, files[HEAD].get_slice(HEAD)[part.part])
@@ -283,8 +285,3 @@ def _check_tied(embedding: torch.Tensor, head: torch.Tensor) -> None:
             f"tie_word_embeddings must be false if {EMBEDDING} and {HEAD} differ in the "
             "checkpoint, got true"
         )
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

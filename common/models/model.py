@@ -27,7 +27,6 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pkgutil import resolve_name
 from typing import cast
 
@@ -36,7 +35,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from batch_layout import ComposedBatch
-from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
+from common.models.blocks import (
+    AttentionBlock,
+    CheckpointTensor,
+    MakeLinear,
+    MLPBlock,
+    allocator,
+    whole,
+)
 from common.models.collectives import Collectives
 from common.models.layer_groups import deal_layers
 from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers
@@ -232,15 +238,12 @@ class DecoderModel(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights by name: the same before and after packing. A packed matrix is unpacked
-        when it is reached. KV on disk is keyed by these names, which do not contain blocks."""
+        when it is reached. KV on disk is keyed by these names."""
         yield from self.named_buffers()
+        yield from self.named_parameters()
         for name, module in self.named_modules():
-            name = name.replace(".attention", "").replace(".mlp", "")
             if isinstance(module, Linear) and module.weight is None:
                 yield f"{name}.weight", module.plain_weight()
-            for part, parameter in module.named_parameters(name, recurse=False):
-                if parameter is not self.embed_weight or module is self:
-                    yield part, parameter
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor of a checkpoint of this configuration, with its place. Together they fill
@@ -251,11 +254,8 @@ class DecoderModel(nn.Module):
         }
         if not self.config.tie_word_embeddings:
             singles["lm_head.weight"] = self.lm_head.plain_weight()
-        parts = {name: CheckpointTensor(p, tuple(p.shape)) for name, p in singles.items()}
+        parts = whole(singles)
         for i, layer in enumerate(self.layers):
             for name, part in layer.checkpoint_tensors().items():
                 parts[f"model.layers.{i}.{name}"] = part
-        if offset := self.config.norm_offset:
-            norms = [name for name in parts if name.endswith("norm.weight")]
-            parts |= {name: replace(parts[name], offset=offset) for name in norms}
         return parts

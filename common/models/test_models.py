@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         "quantization_config must",
     ),
     "other sizes": (fields(hidden_size=48), "(89, 32) in the checkpoint and (89, 48) by config"),
-    "more layers": (fields(num_hidden_layers=4), "lacks tensors that the model needs: model.lay"),
+    "more layers": (fields(num_hidden_layers=4), "tensors that the model needs: model.lay"),
     "a shape": (tensors(lambda t: t.update({EXPERT: t[EXPERT][1:]})), "(23, 32) in the checkpoint"),
     "an expert missing": (tensors(lambda found: found.pop(EXPERT)), f"needs: {EXPERT}"),
     "a bias that config.json has not": (
