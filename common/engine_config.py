@@ -70,10 +70,7 @@ ATTENTION_BACKENDS = {
         "paged_attention:TorchAttentionBackend",
         "mixed_attention:MixedAttentionBackend",
     ),
-    "triton": (
-        "paged_attention_triton:TritonAttentionBackend",
-        "mixed_attention_triton:MixedTritonAttentionBackend",
-    ),
+    "triton": ("paged_attention_triton:TritonAttentionBackend",) * 2,
 }
 # Plugins that are made when the first request has the feature: the runner's, and the engine's.
 LAZY_PLUGINS = {

@@ -105,4 +105,4 @@ def compile_regions(model: DecoderModel) -> Regions:
         head_dim=model.layers[0].attention.head_dim,
     )
     operations = "norms and rotary embedding"
-    return try_to_compile(make, operations, f"{operations} are not compiled") or Regions()
+    return try_to_compile(make, f"{operations} are not compiled") or Regions()
