@@ -72,10 +72,7 @@ ATTENTION_BACKENDS = {
         "paged_attention:TorchAttentionBackend",
         "mixed_attention:MixedAttentionBackend",
     ),
-    "triton": (
-        "paged_attention_triton:TritonAttentionBackend",
-        "mixed_attention_triton:MixedTritonAttentionBackend",
-    ),
+    "triton": ("paged_attention_triton:TritonAttentionBackend",) * 2,
 }
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
