@@ -118,9 +118,9 @@ class SamplingParams:
         require(are_ids, "stop_token_ids", self.stop_token_ids, "integers >= 0")
         set_field("stop_token_ids", tuple(map(int, self.stop_token_ids)))
         for name, (allowed, low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
+            if name in _MAY_BE_NONE and getattr(self, name) is None:
                 continue
+            value = getattr(self, name)
             kind = type(low)
             is_right = _is_integer(value) if kind is int else _is_number(value)
             require(is_right and low <= kind(value) <= high, name, value, allowed)

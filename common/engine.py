@@ -117,8 +117,8 @@ class LLMEngine(EngineCalls):
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
         self.speculation = runner.speculation
-        self.max_model_len = runner.max_model_len
-        self.vocab_size = runner.vocab_size
+        self.max_model_len = runner.limits.max_model_len
+        self.vocab_size = runner.limits.vocab_size
         self.model_config = runner.model_config
         self.device = runner.device
         self.dtype = runner.dtype
@@ -126,9 +126,9 @@ class LLMEngine(EngineCalls):
         self._input_processor = InputProcessor(
             tokenizer=runner.tokenizer,
             num_embeddings=runner.model_config.vocab_size,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=runner.eos_token_ids,
-            max_model_len=runner.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=runner.limits.eos_token_ids,
+            max_model_len=self.max_model_len,
             seed=self.config.seed,
         )
         self.grammars: RequestGrammars | None = None  # until the first request has one
@@ -196,6 +196,7 @@ class LLMEngine(EngineCalls):
         if self.grammars is None:
             from common.features.grammars.request_grammars import RequestGrammars
 
+            assert self.tokenizer is not None  # the input processor has refused grammars
             path = self.config.model or SHIPPED_CHECKPOINT
             self.grammars = RequestGrammars(
                 tokenizer=self.tokenizer,

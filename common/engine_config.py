@@ -2,17 +2,18 @@
 a name or an object:
 
     argument            names                           or
-    scheduler           SCHEDULERS                      a function of `make_scheduler`'s keywords
+    scheduler           "two_phase", "prefill_first",   a function of `make_scheduler`'s keywords
+                        "fcfs"
     policy              chapter 4's own two, or all     a SchedulePolicy
                         of `sglang_policies.POLICIES`,
                         or "module:Class" of yours
-    prefix_cache        PREFIX_CACHES, None             a function of pool, block_size, listener
+    prefix_cache        "hash", "radix", None           a function of pool, block_size, listener
     chunked_prefill     True, False, a number           a ChunkPolicy
-    speculative         PROPOSERS, in a dict            a Proposer
-    attention_backend   ATTENTION_BACKENDS, "auto"      an AttentionBackend
+    speculative         "ngram", "draft", in a dict     a Proposer
+    attention_backend   "auto", "torch", "triton"       an AttentionBackend
     kv_connector        None                            a KVConnector
 
-A table maps each name to a "module:attribute", which is imported only when the name is chosen.
+A part is imported only if its name is chosen.
 
 See common/README.md"""
 
@@ -49,31 +50,6 @@ if TYPE_CHECKING:
     from proposers import Proposer
     from tiered_cache import KVTierConfig
     from unchunked import ChunkPolicy
-
-SCHEDULERS = {
-    # Chapter 4: fill the memory, and preempt when it runs out.
-    "two_phase": "scheduler:Scheduler",
-    "prefill_first": "prefill_first_scheduler:PrefillFirstScheduler",
-    # Chapter 1, over KV blocks and a prefix cache: reserve everything at admission.
-    "fcfs": "caching_fcfs_scheduler:CachingFCFSScheduler",
-}
-PREFIX_CACHES = {
-    "hash": "prefix_cache_local:PrefixCacheLocal",
-    "radix": "radix_cache:RadixCache",
-}
-PROPOSERS = {
-    "ngram": "proposers:NgramProposer",
-    "draft": "draft_model_proposer:DraftModelProposer",
-}
-# The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
-# "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
-ATTENTION_BACKENDS = {
-    "torch": (
-        "paged_attention:TorchAttentionBackend",
-        "mixed_attention:MixedAttentionBackend",
-    ),
-    "triton": ("paged_attention_triton:TritonAttentionBackend",) * 2,
-}
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SHIPPED_CHECKPOINT = CHECKPOINTS / "tiny"
@@ -129,7 +105,9 @@ def _part(path: str) -> Any:
 
     def check(value: object) -> object:
         if isinstance(value, type) or not isinstance(value, resolve_name(path)):
-            raise PydanticCustomError("part", f"Input should be an instance of {path}")
+            raise PydanticCustomError(
+                "part", "Input should be an instance of {path}", {"path": path}
+            )
         return value
 
     return Annotated[Any, AfterValidator(check)]
@@ -166,7 +144,9 @@ class SpeculativeConfig:
 
     @classmethod
     def make(cls, speculative: dict | Proposer) -> SpeculativeConfig:
-        given = speculative if isinstance(speculative, dict) else {"method": speculative}
+        given: dict[str, Any] = (
+            speculative if isinstance(speculative, dict) else {"method": speculative}
+        )
         known = cls.__dataclass_fields__
         if unknown := given.keys() - known.keys():
             raise ValueError(f"speculative must have only {', '.join(known)}, got {unknown}")

@@ -20,9 +20,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
-from base_scheduler import BaseScheduler
 from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
 from common.events.frames import Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file

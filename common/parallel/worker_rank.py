@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from common.assembly.assembly import LocalRunnerParts, load_draft, make_runner, packing_of
+from common.assembly.assembly import RunnerParts, load_draft, make_runner, packing_of
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig
 from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, load_model
@@ -42,7 +42,7 @@ class Rank:
         channel: WorkerChannel,
         config: EngineConfig,
         collectives: Collectives,
-        local: LocalRunnerParts,
+        local: RunnerParts,
     ) -> None:
         self.channel = channel
         self.collectives = collectives

@@ -95,10 +95,9 @@ class InputProcessor:
             features["grammar"] = self._grammar_source(params)
             features["min_tokens"] = min_tokens  # for its masks: a complete text can end before
             params = replace(params, grammar=None, min_tokens=0)
-        scores_prompt = params.prompt_logprobs is not None
         skips = params.skip_reading_prefix_cache
-        if scores_prompt:
-            check_integers(-1, prompt_logprobs=params.prompt_logprobs)
+        if (num_top := params.prompt_logprobs) is not None:
+            check_integers(-1, prompt_logprobs=num_top)
             few = "None or True if prompt_logprobs is set"
             require(skips is not False, "skip_reading_prefix_cache", skips, few)
             group.prompt_logprobs = [None]
@@ -108,16 +107,15 @@ class InputProcessor:
             params = DrawnSeedParams(**{f.name: getattr(params, f.name) for f in fields(params)})
         for i in range(params.n):
             sample_features = dict(features)
-            computes_scores = scores_prompt and i == 0  # for all samples
-            if computes_scores:
-                sample_features["prompt_logprobs"] = int(params.prompt_logprobs)
+            if num_top is not None and i == 0:  # one sample computes them for all
+                sample_features["prompt_logprobs"] = int(num_top)
             request = KeyedRequest(
                 request_id if params.n == 1 else f"{request_id}#{i}",
                 token_ids,
                 replace(
                     params,
                     seed=seed_of_sample(seed, i),
-                    skip_reading_prefix_cache=bool(skips or computes_scores),
+                    skip_reading_prefix_cache=bool(skips or "prompt_logprobs" in sample_features),
                 ),
                 self.eos_token_ids,
                 arrival_time,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.assembly.assembly import LocalRunnerParts, find_limits, make_runner
+from common.assembly.assembly import RunnerParts, find_limits, make_runner
 from common.engine import EngineConfig, LLMEngine
 from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, load_model
@@ -49,7 +49,7 @@ class Line(Collectives):
 class Stage:
     """Computes plans in a thread, in order, each from its bytes."""
 
-    def __init__(self, local: LocalRunnerParts) -> None:
+    def __init__(self, local: RunnerParts) -> None:
         self.local = local
         self.plans = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -113,7 +113,7 @@ def pipelined_engine(
 
     def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
         lines: list[Line] = []
-        parts: list[LocalRunnerParts] = []
+        parts: list[RunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
             line = Line(Ranks(1, config.pipeline_parallel_size, stage), lines)
             part = load_model(
