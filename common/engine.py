@@ -102,12 +102,11 @@ class LLMEngine(EngineCalls):
         runner = load(self.config, loaded, draft, tokenizer, self._sequences)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
-        self._close_runner = None if runner.close is None else weakref.finalize(self, runner.close)
+        self._close_runner = weakref.finalize(self, runner.close)
         try:
             parts = make_engine_parts(self.config, runner)
         except BaseException:
-            if self._close_runner is not None:
-                self._close_runner()
+            self._close_runner()
             raise
         self.parts = parts
         self.tokenizer = runner.tokenizer
@@ -625,8 +624,7 @@ class LLMEngine(EngineCalls):
             self.parts.connector.close()
         if self.grammars is not None:
             self.grammars.close()
-        if self._close_runner is not None:
-            self._close_runner()
+        self._close_runner()
 
     @public
     def reset_stats(self) -> None:
@@ -649,12 +647,9 @@ class LLMEngine(EngineCalls):
         self.kv_manager.check_invariants(self.scheduler.running.values())
         unfinished = {r for r, sequence in self._sequences.items() if not sequence.is_finished}
         assert unfinished == set(self.scheduler.requests)
-        assert len(self._sequences) == sum(len(group.sequences) for group in self._groups.values())
-        for request_id, sequence in self._sequences.items():
-            group = sequence.group
-            assert self._groups[group.request_id] is group and not group.finished, request_id
-            assert sequence in group.sequences and sequence.request_id == request_id, request_id
-        assert all(group.finished for group in self._finished_groups)
+        grouped = [sequence for group in self._groups.values() for sequence in group.sequences]
+        assert set(grouped) == set(self._sequences.values())
+        assert not any(group.finished for group in self._groups.values())
         assert self.scheduler.requests or self.kv_manager.num_blocks_in_use == 0, "blocks leaked"
 
     def _update_stats(self, plan: SchedulerOutput, seconds: float) -> None:

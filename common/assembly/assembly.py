@@ -170,7 +170,7 @@ class RunnerParts:
     speculation: Any = None  # `stats`, `reset_stats`; in this process, a SpeculatingRunner
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
-    close: Callable[[], None] | None = None
+    close: Callable[[], object] = int  # nothing to close
 
 
 def make_runner(
@@ -183,7 +183,7 @@ def make_runner(
     sequences: Mapping[str, OutputProcessor] | None = None,
     wrap_length: Callable[[DraftLength], DraftLength] | None = None,
     peers: Peers = NO_PEERS,
-    close: Callable[[], None] | None = None,
+    close: Callable[[], object] = int,
 ) -> RunnerParts:
     """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
     and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""

@@ -44,7 +44,7 @@ def executor_of(engine: LLMEngine) -> Executor:
 
 def side_of(engine: LLMEngine) -> RunnerParts:
     """What computes for it, which is not ended with another engine that uses it."""
-    return replace(engine.parts.runner, close=None)
+    return replace(engine.parts.runner, close=int)
 
 
 def engine_around(side: RunnerParts, tokenizer: Tokenizer, **config) -> LLMEngine:
