@@ -157,6 +157,8 @@ class PrefixCache(ABC):
         self.block_size = block_size
         self.listener = listener
         self.stats = CacheStats()
+        # Grows with every change of `cached_contents`, of a block's users or of the order.
+        self.num_changes = 0
         self._by_block_id: dict[int, Any] = {}  # where each block is in the cache's index
 
     def match_prefix(
@@ -171,6 +173,7 @@ class PrefixCache(ABC):
         prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         blocks = self._match(prefix, 0, len(token_ids) // self.block_size)
         if blocks:
+            self.num_changes += 1
             self._mark_used(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
@@ -208,6 +211,7 @@ class PrefixCache(ABC):
         if known:
             self.touch(known)
             self.pool.free(blocks[: len(known)])
+        self.num_changes += 1
         first = start + len(known)
         parent = found[-1] if found else None
         self._insert(prefix, first, parent, owned)
@@ -222,6 +226,7 @@ class PrefixCache(ABC):
     def evict(self, num_blocks: int) -> int:
         """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
         num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+        self.num_changes += num_blocks
         blocks = self._pop_lru(num_blocks)
         try:
             if self.listener is not None and blocks:
@@ -245,6 +250,7 @@ class PrefixCache(ABC):
         caller tells the pool which references remain; each subclass also clears its own index."""
         if self.listener is not None:
             self.listener.blocks_invalidated(self.pool.blocks[1:])
+        self.num_changes += 1
         self._by_block_id.clear()
 
     def reset(self) -> bool:

@@ -170,6 +170,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "touch")
+        self.num_changes += 1
         self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
             if cached.block.ref_cnt == 2:  # the cache and its first user
@@ -177,6 +178,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "release")
+        self.num_changes += 1
         for cached in cached_blocks:
             if cached.block.ref_cnt == 1:
                 raise ValueError(f"cannot release block {cached.block_id}: no request uses it")

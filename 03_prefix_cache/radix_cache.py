@@ -86,6 +86,7 @@ class RadixCache(PrefixCache):
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         """O(nodes + blocks), and for a node that is split, its pages before the split."""
+        self.num_changes += 1
         for node in self.tree.cut_out([block.block_id for block in blocks]):
             self._lock(node)
 
@@ -100,6 +101,7 @@ class RadixCache(PrefixCache):
             if self.num_users(block) == 0:
                 raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
+        self.num_changes += 1
         self._clock += 1
         for node in nodes:
             self.pool.free(node.blocks)
@@ -146,17 +148,21 @@ class RadixCache(PrefixCache):
         return self.num_cached_blocks - self._num_used
 
     def cached_contents(self) -> Iterator[CachedContent]:
-        for node in sorted(self.tree.nodes(), key=lambda node: (node.last_access, -node.end)):
-            keys = self.tree.path_to(node)[0].above.extra_keys if node.blocks else ()
-            for index in reversed(range(len(node.blocks))):
-                before = node.blocks[index - 1 : index] or node.above.blocks[-1:]
-                yield CachedContent(
-                    node.blocks[index],
-                    before[0].block_id if before else None,
-                    tuple(node.key[index * self.page_size : (index + 1) * self.page_size]),
-                    keys,
-                    begins_node=index == 0,
-                )
+        nodes = [node for node in self.tree.nodes() if not node.is_root]
+        for node in sorted(nodes, key=lambda node: (node.last_access, -node.end)):
+            if node.contents is None:
+                node.contents = self._contents_of(node)
+            yield from reversed(node.contents)
+
+    def _contents_of(self, node: TreeNode) -> list[CachedContent]:
+        keys = self.tree.path_to(node)[0].above.extra_keys
+        parent = node.above.blocks[-1].block_id if node.above.blocks else None
+        contents = []
+        for index, block in enumerate(node.blocks):
+            tokens = tuple(node.key[index * self.page_size : (index + 1) * self.page_size])
+            contents.append(CachedContent(block, parent, tokens, keys, begins_node=index == 0))
+            parent = block.block_id
+        return contents
 
     def check_invariants(self) -> None:
         self.tree.check_invariants()

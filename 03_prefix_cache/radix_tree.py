@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from block_pool import Block
-from prefix_cache import NormalKeys
+from prefix_cache import CachedContent, NormalKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,7 @@ class TreeNode:
     children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
     is_queued: bool = False  # the cache's heap has an entry for it
     extra_keys: NormalKeys = ()  # only of a root
+    contents: list[CachedContent] | None = None  # of its pages; made when they are asked for
 
     @property
     def start(self) -> int:
@@ -137,6 +138,7 @@ class RadixTree:
         blocks = node.blocks[:num_pages]
         upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
         del node.key[: len(key)], node.blocks[:num_pages]
+        node.contents = None
         self._attach(upper)
         node.parent = upper
         self._attach(node)
@@ -184,6 +186,7 @@ class RadixTree:
             node.key += key
             node.blocks += blocks
             node.end += len(blocks)
+            node.contents = None
         for block in blocks:
             self.node_of[block.block_id] = node
         return node
@@ -196,6 +199,7 @@ class RadixTree:
         if len(taken) == len(leaf.blocks):
             self._detach(leaf)
         leaf.end -= len(taken)
+        leaf.contents = None
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
 

@@ -223,3 +223,22 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
     cache.stats.record(1, 1)
     cache.stats.record(39, 19)
     assert cache.stats == CacheStats(2, 40, 20) and cache.stats.hit_rate == 0.5
+
+
+def test_a_reader_sees_whether_anything_has_changed(make_cache):
+    rig = Rig(make_cache, 12, 4)
+    seen = []
+    for change in (
+        lambda: rig.warm("ABCD"),
+        lambda: rig.warm("ABX"),
+        lambda: rig.cache.match_prefix(rig.spell("AB")),
+        lambda: rig.hold("AB"),
+        lambda: rig.cache.evict(1),
+        rig.cache.clear,
+    ):
+        change()
+        contents = list(rig.cache.cached_contents())
+        num_changes = rig.cache.num_changes
+        assert list(rig.cache.cached_contents()) == contents and (num_changes, contents) not in seen
+        assert num_changes == rig.cache.num_changes not in [number for number, _ in seen]
+        seen.append((num_changes, contents))

@@ -64,6 +64,7 @@ class GroupedPrefixCache:
         self.pool = pool
         self.block_size = block_size
         self.stats = CacheStats()
+        self.num_changes = 0  # grows when a block becomes known or unknown
         # Whole blocks before a block's end that the next token sees.
         self._num_seen = [None if w is None else -(-(w - 1) // block_size) for w in windows]
         self._by_key: dict[tuple[int, bytes], GroupedBlock] = {}
@@ -120,6 +121,7 @@ class GroupedPrefixCache:
         new = GroupedBlock(block, group, chain, index)
         known = self._by_key.setdefault(new.key, new)
         if known is new:
+            self.num_changes += 1
             self._by_block_id[block.block_id] = new
         else:
             self.hold([known.block])
@@ -131,6 +133,7 @@ class GroupedPrefixCache:
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
             if known is not None:
+                self.num_changes += 1
                 del self._by_key[known.key]
 
     def is_cached(self, block: Block) -> bool:
@@ -151,6 +154,7 @@ class GroupedPrefixCache:
         return True
 
     def clear(self) -> None:
+        self.num_changes += 1
         self._by_key.clear()
         self._by_block_id.clear()
 

@@ -2,7 +2,7 @@
 
 Engines in different processes, on different machines, share one pool; it belongs to none of them:
 
-    key     vfs-kv2/<hash of the prefix, in hex>
+    key     vfs-kv3/<hash of the prefix, in hex>
     value   a block's record (`kv_store.py`)
 
 A hash identifies a prefix, so a value never changes and no engine has to be notified. The store
@@ -26,7 +26,7 @@ from kv_store import KVStore
 from mooncake_client import MooncakeAddress, MooncakeClient, StoreDownError
 from request_chain import Link
 
-KEY_PREFIX = "vfs-kv2/"
+KEY_PREFIX = "vfs-kv3/"
 
 
 def store_key(link: Link) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from kv_store import SharedStore, make_record, open_record
+from kv_store import KVStore, make_record, open_record
 from request import Request
 from request_chain import Link
 from store_connector import StoreConnector
@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class PoolConnector(StoreConnector):
-    """A `KVConnector` to `pool`, which is any `KVStore` or a `GlobalKVPool`, for the engine on
-    `node_id`. The pool is shared, so its creator closes it."""
+    """A `KVConnector` to `pool`, which is shared: its creator closes it."""
 
-    def __init__(self, pool: SharedStore, node_id: str, load_timeout_s: float = 5.0) -> None:
-        super().__init__(pool.at_node(node_id), load_timeout_s)
+    def __init__(self, pool: KVStore, load_timeout_s: float = 5.0) -> None:
+        super().__init__(pool, load_timeout_s)
 
     def _read(self, links: Sequence[Link]) -> Iterator[bytes]:
         return self._checked(links, self.store.get(links))

@@ -105,8 +105,8 @@ class ErringSampler(DraftSampler):
     def __init__(self, errs: Errs) -> None:
         self.errs = errs
 
-    def stage(self, rounds, device) -> Sequence:
-        return ()
+    def prepare(self, rounds, device) -> None:
+        pass
 
     def needs_probs(self, request: RunnerRequest) -> bool:
         return not request.req_id.endswith("1")

@@ -34,27 +34,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from base_scheduler import BaseScheduler
 from batch_layout import compose_in_order
 from block_pool import BlockPool
-from common.engine_config import (
-    ATTENTION_BACKENDS,
-    LAZY_PLUGINS,
-    PREFIX_CACHES,
-    PROPOSERS,
-    SCHEDULERS,
-    SHIPPED_CHECKPOINT,
-    SHIPPED_DRAFT,
-    EngineConfig,
-    LearnsDurations,
-)
+from chunk_policy import ChunkedPrefill
+from common.engine_config import SHIPPED_CHECKPOINT, SHIPPED_DRAFT, EngineConfig, LearnsDurations
 from common.models.layer_groups import deal_layers
 from common.models.linear import OneDnnProduct, Packing, linear_layers, reason_not_packed
 from common.models.loader import LoadedModel, load_model, read_checkpoint
@@ -64,19 +54,19 @@ from common.runner.batch_state import BatchState
 from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
-from common.sampling.runner_plugin import PluginContext, RunnerPlugin
-from common.sampling.sampler import BatchSampler, Sampler
+from common.sampling.runner_plugin import RunnerPlugin
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from engine_core import EngineCore
 from kv_memory import UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
 from prefix_cache import PrefixCache
-from scheduler_interface import ModelRunner, SchedulerInterface
-from step_record import Observer, RecordedScheduler, StepRecord
+from request import require
+from scheduler_interface import ModelRunner
+from step_record import StepRecord
 
 if TYPE_CHECKING:
-    from acceptance import SpecDecodeStats
     from base_scheduler import SchedulerPlugin
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
@@ -106,7 +96,7 @@ def load_runner(
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[RunnerParts, Tokenizer | None]:
+) -> RunnerParts:
     """Load the models that are not given, and make the runner of this process. `sequences` are the
     engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
     available memory does not allow the configuration."""
@@ -124,10 +114,15 @@ def load_runner(
     device = loaded.model.embed_weight.device
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
-        runner = make_runner(
-            config, loaded, draft, limits, tokenizer=tokenizer, sequences=sequences
+        return make_runner(
+            config,
+            loaded,
+            draft,
+            limits,
+            tokenizer=tokenizer,
+            sequences=sequences,
+            close=put_threads_back,
         )
-        return replace(runner, close=put_threads_back), tokenizer
     except BaseException:
         put_threads_back()
         raise
@@ -136,14 +131,21 @@ def load_runner(
 def load_draft(
     config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
 ) -> LoadedModel | None:
-    """Return `draft`, or load the draft model that `config` names, or None if it names none."""
+    """Return `draft`, or load the draft model that `config` names, or None if it names none. Raises
+    `ValueError` if its vocabulary size differs from the target's."""
     spec_config = config.speculation
-    weight = target.model.embed_weight
     if spec_config is None or spec_config.method != "draft":
         return None
-    path = spec_config.model or SHIPPED_DRAFT
-    packing = partial(packing_of, config)
-    return draft or load_model(path, weight.dtype, weight.device, packing_of=packing)
+    if draft is None:
+        weight = target.model.embed_weight
+        packing = partial(packing_of, config)
+        path = spec_config.model or SHIPPED_DRAFT
+        draft = load_model(path, weight.dtype, weight.device, packing_of=packing)
+    vocab_size = draft.config.vocab_size
+    allowed = f"the target's vocabulary of {target.config.vocab_size} tokens"
+    is_same = vocab_size == target.config.vocab_size
+    require(is_same, "model of speculative", vocab_size, allowed)
+    return draft
 
 
 # -- the half that computes: a runner and its parts, each made from those above it
@@ -152,52 +154,23 @@ def load_draft(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
     """The runner, in this process or in others, and what the planning half needs to know of it.
-    `vocab_size` counts the tokens that can be sampled, without padding lanes. `block_io` gives
-    access to KV blocks and returns everything that their bytes depend on besides tokens, which
-    takes time."""
+    `block_io` gives access to KV blocks and returns everything that their bytes depend on besides
+    tokens, which takes time."""
 
     runner: ModelRunner
     model_config: ModelConfig
     num_parameters: int
     device: torch.device
     dtype: torch.dtype
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]  # every id that ends a text
-    kv_cache: KVCacheSize
+    limits: Limits
+    tokenizer: Tokenizer | None
+    kv_cache: Any  # `num_blocks`, `kv_bytes_per_block`; in this process, a PagedKVCache
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
-    speculation: Speculation | None = None
+    speculation: Any = None  # `stats`, `reset_stats`; in this process, a SpeculatingRunner
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
-    close: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRunnerParts(RunnerParts):
-    """The same, of a runner in this process."""
-
-    kv_cache: PagedKVCache
-    speculation: SpeculatingRunner | None = None
-    adapters: AdapterSlots | None = None
-
-
-class KVCacheSize(Protocol):
-    """The KV tensors' size, as the scheduler's side sees it."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def kv_bytes_per_block(self) -> int: ...
-
-
-class Speculation(Protocol):
-    """The runner's part that proposes draft tokens, as the engine sees it."""
-
-    stats: SpecDecodeStats
-
-    def reset_stats(self) -> None: ...
+    close: Callable[[], object] = int  # nothing to close
 
 
 def make_runner(
@@ -210,15 +183,15 @@ def make_runner(
     sequences: Mapping[str, OutputProcessor] | None = None,
     wrap_length: Callable[[DraftLength], DraftLength] | None = None,
     peers: Peers = NO_PEERS,
-) -> LocalRunnerParts:
+    close: Callable[[], object] = int,
+) -> RunnerParts:
     """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
     and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
     model = loaded.model
+    is_last_stage = model.collectives.ranks.is_last_stage
 
     # The models: groups of layers with a block table each, attention, adapters, kernels.
     model.group_layers(limits.max_model_len)
-    if draft is not None and draft.model is not model:  # the longest context it drafts for
-        draft.model.group_layers(draft.config.num_unhidden)
     attention = make_attention(config, loaded)
     adapters: AdapterSlots | None = None
     if config.takes_adapters:
@@ -227,10 +200,9 @@ def make_runner(
         adapters = AdapterSlots(model, config.max_adapters, config.max_lora_rank)
     prepare_model(config, loaded, is_triton=attention.is_triton)
     if draft is not None and draft.model is not model:
+        draft.model.group_layers(draft.config.num_unhidden)  # the longest context it drafts for
         set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
         pack_weights(config, draft.model)
-
-    # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
     make_graphs: GraphMaker | None = None
     if config.wants_graphs(model.embed_weight.device):
         from common.runner.graph_maker import GraphMaker
@@ -243,134 +215,106 @@ def make_runner(
             max_model_len=limits.max_model_len,
             parts=[] if adapters is None else [adapters],
         )
-    over = partial(
-        make_runner_over,
-        config=config,
-        loaded=loaded,
-        draft=draft,
-        limits=limits,
-        attention=attention,
-        adapters=adapters,
-        make_graphs=make_graphs,
-        tokenizer=tokenizer,
-    )
+
+    def make_over(kv_cache: PagedKVCache) -> RunnerParts:
+        """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
+        state = make_state(config, loaded, limits, adapters=adapters, tokenizer=tokenizer)
+        proposer: Proposer | None = None
+        if is_last_stage and config.speculation is not None:
+            proposer = make_proposer(
+                config, draft, limits, state=state, kv_cache=kv_cache, backend=attention.backend
+            )
+        sampler = Sampler(limits.vocab_size)
+        if not is_last_stage:
+            from common.runner.stage import NoSampler
+
+            sampler = NoSampler(limits.vocab_size)
+        elif proposer is not None:
+            sampler = make_verifier(limits.vocab_size, proposer, attention.is_triton)
+        make_paged = PagedModelRunner
+        if config.pipeline_parallel_size > 1:
+            from common.runner.stage import StageRunner
+
+            make_paged = StageRunner
+        elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+            from common.runner.graphs import GraphRunner
+
+            make_paged = partial(GraphRunner, graphs=graphs)
+        runner = paged = make_paged(
+            model=model,
+            kv_cache=kv_cache,
+            backend=attention.backend,
+            state=state,
+            sampler=sampler,
+            compose=attention.compose,
+            shuffle_seed=config.seed if config.shuffle_batch else None,
+        )
+        speculation: SpeculatingRunner | None = None
+        if proposer is not None:
+            runner = speculation = make_speculation(
+                config,
+                proposer=proposer,
+                runner=paged,
+                state=state,
+                sequences=sequences,
+                wrap_length=wrap_length,
+            )
+        return RunnerParts(
+            runner=runner,
+            model_config=loaded.config,
+            num_parameters=model.num_parameters,
+            device=paged.device,
+            dtype=model.embed_weight.dtype,
+            limits=limits,
+            tokenizer=tokenizer,
+            kv_cache=kv_cache,
+            block_io=partial(make_block_io, config, loaded, kv_cache),
+            is_queued=paged.device.type != "cpu",  # by the device
+            speculation=speculation,
+            num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
+            adapters=adapters,
+            close=close,
+        )
+
+    # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
     demand = KVDemand(
         config=config,
         loaded=loaded,
         draft=draft,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
-        make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
+        make_runner=lambda kv_cache: make_over(kv_cache).runner,  # on trial
         kind=attention.kv_cache_kind,
     )
-    return over(make_kv_cache(demand, peers), sequences=sequences, wrap_length=wrap_length)
+    return make_over(make_kv_cache(demand, peers))
 
 
-def make_runner_over(
-    kv_cache: PagedKVCache,
-    *,
+def make_state(
     config: EngineConfig,
     loaded: LoadedModel,
-    draft: LoadedModel | None,
     limits: Limits,
-    attention: Attention,
+    *,
     adapters: AdapterSlots | None,
-    make_graphs: GraphMaker | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
-) -> LocalRunnerParts:
-    """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
-    model = loaded.model
-    is_last_stage = model.collectives.ranks.is_last_stage
-
-    # The runner's copy of the requests, with its plugins in order. Those of `LAZY_PLUGINS` are made
-    # when the first request has their feature; they need logits, which the last stage has.
+) -> BatchState:
+    """Make the runner's copy of the requests, with its plugins in order. Those of `late` are made
+    when the first request has their feature; they need logits, which the last stage has."""
     plugins: list[RunnerPlugin] = []
     if adapters is not None:
         from common.features.adapters.adapter_columns import AdapterColumns
 
         plugins.append(AdapterColumns(adapters))
-    context = PluginContext(
-        tokenizer=tokenizer,
-        path=loaded.path,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-    )
-    late = {name: partial(make_lazily, path, context) for name, path in LAZY_PLUGINS.items()}
-    state = BatchState(
+    late: dict[str, Callable[[], RunnerPlugin]] = {}
+    if loaded.model.collectives.ranks.is_last_stage:
+        late["prompt_logprobs"] = partial(make_prompt_logprobs, limits)
+        late["grammar"] = partial(make_grammar_masks, loaded, tokenizer, limits)
+    return BatchState(
         config.max_num_seqs,
         -(-limits.max_model_len // config.block_size),
         SamplingColumns(eos_token_ids=limits.eos_token_ids),
         plugins,
-        model.num_groups,
-        late if is_last_stage else {},
-    )
-
-    # What proposes and samples tokens.
-    proposer: Proposer | None = None
-    if is_last_stage and config.speculation is not None:
-        proposer = make_proposer(
-            config,
-            draft,
-            state,
-            kv_cache=kv_cache,
-            backend=attention.backend,
-            limits=limits,
-            target_vocab_size=loaded.config.vocab_size,
-        )
-    sampler: BatchSampler = Sampler(limits.vocab_size)
-    if not is_last_stage:
-        from common.runner.stage import NoSampler
-
-        sampler = NoSampler()
-    elif proposer is not None:
-        sampler = make_verifier(sampler, proposer, attention.is_triton)
-
-    # The runner, and the one around it that speculates.
-    make_paged = PagedModelRunner
-    if config.pipeline_parallel_size > 1:
-        from common.runner.stage import StageRunner
-
-        make_paged = StageRunner
-    elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
-        from common.runner.graphs import GraphRunner
-
-        make_paged = partial(GraphRunner, graphs=graphs)
-    runner = paged = make_paged(
-        model=model,
-        kv_cache=kv_cache,
-        backend=attention.backend,
-        state=state,
-        sampler=sampler,
-        compose=attention.compose,
-        shuffle_seed=config.seed if config.shuffle_batch else None,
-    )
-    speculation: SpeculatingRunner | None = None
-    if proposer is not None:
-        runner = speculation = make_speculation(
-            config,
-            proposer=proposer,
-            runner=paged,
-            state=state,
-            sequences=sequences,
-            wrap_length=wrap_length,
-        )
-    return LocalRunnerParts(
-        runner=runner,
-        model_config=loaded.config,
-        num_parameters=model.num_parameters,
-        device=paged.device,
-        dtype=model.embed_weight.dtype,
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-        kv_cache=kv_cache,
-        block_io=partial(make_block_io, config, loaded, kv_cache),
-        is_queued=paged.device.type != "cpu",  # by the device
-        speculation=speculation,
-        num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
-        adapters=adapters,
+        loaded.model.num_groups,
+        late,
     )
 
 
@@ -395,10 +339,8 @@ def find_limits(
     configuration."""
     longest = model.config.max_position_embeddings
     max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len must be <= {longest}, the model's maximum, got {max_model_len}"
-        )
+    allowed = f"<= {longest}, the model's maximum"
+    require(max_model_len <= longest, "max_model_len", max_model_len, allowed)
     check_windows(config, deal_layers(model.config.layer_windows or (None,), max_model_len))
     vocab_size = model.config.vocab_size
     ends = list(model.generation_eos_token_ids)
@@ -431,13 +373,6 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
                 f"{name} is not supported for layers with a window; set max_model_len={window}, "
                 "with which no layer has one"
             )
-    logger.info(
-        "%d groups of layers have block tables of their own; of %d places for a layer %d are "
-        "unused",
-        len(groups.windows),
-        len(groups.windows) * groups.num_tensors,
-        groups.num_unused,
-    )
 
 
 # -- attention
@@ -461,64 +396,56 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     Raises `RuntimeError` if Triton is requested by name and cannot run here, and `ValueError` if
     its kernels do not support this dtype or head_dim."""
     name = config.attention_backend
-    is_mixed = config.cuts_prompts
+    model = loaded.model
+    device = model.embed_weight.device
     compose = compose_in_order
-    device = loaded.model.embed_weight.device
-    if is_mixed:
+    if config.cuts_prompts:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
-    if has_windows := loaded.model.groups.have_windows:
-        from window_attention import WindowBackend, compose_windows
+    if model.groups.have_windows:
+        from window_attention import compose_windows
 
-        compose = partial(compose_windows, compose, loaded.model.groups.windows)
+        compose = partial(compose_windows, compose, model.groups.windows)
     if config.batch_invariant:
         from invariant_attention import InvariantAttentionBackend
 
         return Attention(InvariantAttentionBackend(), compose)
-    if config.compile is True and name not in ("auto", "torch"):
-        logger.warning('compile=True does not compile attention: attention_backend is not "torch"')
-    if not isinstance(name, str):
-        return Attention(WindowBackend(name) if has_windows else name, compose)
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    if name == "triton":
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        from paged_attention_triton import TritonAttentionBackend
+
         try:
-            backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
-            backend.check(loaded.model.embed_weight.dtype, loaded.config.head_dim)
+            backend = TritonAttentionBackend()
+            backend.check(model.embed_weight.dtype, loaded.config.head_dim)
             return Attention(backend, compose, True)
         except (RuntimeError, ValueError) as error:
-            if config.attention_backend == "triton":
+            if name == "triton":
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
-            name = "torch"
-    backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
-    if has_windows and not isinstance(backend, TorchAttentionBackend):
-        backend = WindowBackend(backend)
-    attention = Attention(backend, compose)
-    if name == "torch" and config.wants_compiled(loaded.model.num_parameters, device):
-        return make_compiled_attention(config, loaded, attention)
-    return attention
+    if not isinstance(name, str):
+        backend = name
+        if model.groups.have_windows:
+            from window_attention import WindowBackend
 
+            backend = WindowBackend(backend)
+        return Attention(backend, compose)
+    backend = TorchAttentionBackend()
+    if config.cuts_prompts:
+        from mixed_attention import MixedAttentionBackend
 
-def make_compiled_attention(
-    config: EngineConfig, loaded: LoadedModel, attention: Attention
-) -> Attention:
-    """Return attention whose short queries are compiled, or the given one, after a warning, if
-    nothing can be compiled."""
-    if loaded.model.embed_weight.device.type != "cpu":
+        backend = MixedAttentionBackend()
+    if not config.wants_compiled(model.num_parameters, device):
+        return Attention(backend, compose)
+    if device.type != "cpu":
         logger.warning("compile=True has no effect: only attention on a CPU is compiled")
-        return attention
+        return Attention(backend, compose)
     from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
-    others = attention.backend
-    num_heads = loaded.model.num_heads
-    assert isinstance(others, TorchAttentionBackend)
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
-    compiled = CompiledAttentionBackend.compiled_for(num_heads, few_blocks, others)
+    compiled = CompiledAttentionBackend.compiled_for(model.num_heads, few_blocks, backend)
     if compiled is None:
-        return attention
-    return replace(attention, backend=compiled, kv_cache_kind=HeadMajorKVCache)
+        return Attention(backend, compose)
+    return Attention(compiled, compose, kv_cache_kind=HeadMajorKVCache)
 
 
 # -- the models, before they are used: adapters' places, regions, packing, kernels
@@ -582,16 +509,13 @@ def packing_of(
 
 def pack_weights(config: EngineConfig, model: DecoderModel) -> None:
     """Pack the matrices that are not packed yet."""
-    if not config.pack_weights:
+    if all(matrix.packed for matrix in linear_layers(model)):
         return
-    matrices = list(linear_layers(model))
-    if not all(matrix.packed for matrix in matrices):
-        if (packing := packing_of(config, model)) is not None:
-            model.pack_weights(packing)
-        else:
-            weight = model.embed_weight
-            reason = reason_not_packed(weight.dtype, weight.device)
-            logger.info("weights are not packed: %s", reason)
+    if (packing := packing_of(config, model)) is not None:
+        model.pack_weights(packing)
+    elif config.pack_weights:
+        weight = model.embed_weight
+        logger.info("weights are not packed: %s", reason_not_packed(weight.dtype, weight.device))
 
 
 # -- KV tensors
@@ -621,39 +545,48 @@ def kv_namespace(loaded: LoadedModel, kv_cache: PagedKVCache) -> tuple[tuple[str
 # -- the runner, its sampler and its draft tokens
 
 
-def make_lazily(path: str, context: PluginContext) -> RunnerPlugin:
-    return resolve_name(path)(context)
+def make_prompt_logprobs(limits: Limits) -> RunnerPlugin:
+    from common.sampling.prompt_logprobs import PromptLogprobs
+
+    return PromptLogprobs(limits.vocab_size)
+
+
+def make_grammar_masks(
+    loaded: LoadedModel, tokenizer: Tokenizer | None, limits: Limits
+) -> RunnerPlugin:
+    from common.features.grammars.grammar_masks import GrammarMasks
+    from common.features.grammars.vocabulary import Vocabulary
+
+    if tokenizer is None:  # of a worker
+        assert loaded.path is not None
+        tokenizer = load_tokenizer(loaded.path)
+    return GrammarMasks(Vocabulary.of(tokenizer, limits.vocab_size, limits.eos_token_ids))
 
 
 def make_proposer(
     config: EngineConfig,
     draft: LoadedModel | None,
-    state: BatchState,
+    limits: Limits,
     *,
+    state: BatchState,
     kv_cache: PagedKVCache,
     backend: AttentionBackend,
-    limits: Limits,
-    target_vocab_size: int,
 ) -> Proposer:
-    """Make the proposer of draft tokens. Raises `ValueError` if the draft model's vocabulary size
-    differs from the target's."""
+    """Make the proposer of draft tokens."""
     spec_config = config.speculation
     assert spec_config is not None
+    num_tokens = spec_config.num_spec_tokens
     if not isinstance(spec_config.method, str):
         return spec_config.method
-    make = resolve_name(PROPOSERS[spec_config.method])
-    num_tokens = spec_config.num_spec_tokens
     if spec_config.method == "ngram":
-        return make(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
-    from common.sampling.speculative_sampler import ConstrainedDrafts
+        from proposers import NgramProposer
 
+        return NgramProposer(num_tokens, spec_config.max_ngram, spec_config.min_ngram)
     assert draft is not None
-    if draft.config.vocab_size != target_vocab_size:
-        raise ValueError(
-            "model of speculative must have the target's vocabulary of "
-            f"{target_vocab_size} tokens, got {draft.config.vocab_size}"
-        )
-    return make(
+    from common.sampling.speculative_sampler import ConstrainedDrafts
+    from draft_model_proposer import DraftModelProposer
+
+    return DraftModelProposer(
         draft.model,
         allocate_kv_cache(draft, kv_cache.num_blocks, kv_cache.block_size),
         backend,
@@ -664,16 +597,16 @@ def make_proposer(
     )
 
 
-def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
+def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Sampler:
     """Make the sampler that verifies draft tokens: with kernels if attention is a Triton kernel."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
     if not is_triton:
-        return SpeculativeSampler(sampler, proposer.draft_probs)
+        return SpeculativeSampler(vocab_size, proposer.draft_probs)
     import rejection_sampler_triton as kernels
 
     return SpeculativeSampler(
-        sampler,
+        vocab_size,
         proposer.draft_probs,
         reject=kernels.rejection_sample_triton,
         match=kernels.rejection_sampling_batched_triton,
@@ -721,8 +654,8 @@ class EngineParts:
     runner: RunnerParts
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
-    scheduler: SchedulerInterface
-    recorder: RecordedScheduler
+    scheduler: BaseScheduler
+    observers: list[Callable[[StepRecord], None]]  # called after every step
     core: EngineCore
     multi_step_core: OverlappedEngineCore | None
     in_flight_plans: OverlapPlugin | PipelinePlugin | None
@@ -759,19 +692,18 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
     scheduler = make_scheduler(
         config,
         kv_memory=kv_memory,
-        max_model_len=runner.max_model_len,
+        max_model_len=runner.limits.max_model_len,
         chunk_policy=chunk_policy,
         plugins=plugins,
     )
 
-    # The loop, over the scheduler with a recorder around it.
-    observers: list[Observer] = []
+    # The loop, and what is called after each of its steps.
+    observers: list[Callable[[StepRecord], None]] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
     if isinstance(chunk_policy, LearnsDurations):
         observers.append(partial(tell_durations, chunk_policy))
-    recorder = RecordedScheduler(scheduler, observers)
-    core = EngineCore(recorder, runner.runner)
+    core = EngineCore(scheduler, runner.runner)
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
@@ -780,12 +712,12 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
             from common.runner.pipeline import PipelinedEngineCore
 
             multi_step_core = PipelinedEngineCore(
-                recorder, queued_runner, in_flight_plans, num_stages
+                scheduler, queued_runner, in_flight_plans, num_stages
             )
         else:
             from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = OverlappedEngineCore(recorder, queued_runner, in_flight_plans)
+            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
         core = multi_step_core
 
     # The adapters' names, which requests use.
@@ -799,7 +731,7 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         kv_memory=kv_memory,
         connector=connector,
         scheduler=scheduler,
-        recorder=recorder,
+        observers=observers,
         core=core,
         multi_step_core=multi_step_core,
         in_flight_plans=in_flight_plans,
@@ -869,7 +801,7 @@ def make_kv_memory(
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     pool = BlockPool(runner.kv_cache.num_blocks)
     block_size = config.block_size
-    groups = deal_layers(runner.model_config.layer_windows or (None,), runner.max_model_len)
+    groups = deal_layers(runner.model_config.layer_windows or (None,), runner.limits.max_model_len)
     if groups.have_windows:
         from cached_grouped_memory import CachedGroupedMemory
         from grouped_kv_memory import GroupedKVMemory
@@ -893,17 +825,18 @@ def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | 
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     kind = config.prefix_cache
     block_size = config.block_size
-    if isinstance(kind, str):
-        size = {"page_size" if kind == "radix" else "block_size": block_size}
-        return resolve_name(PREFIX_CACHES[kind])(pool=pool, listener=listener, **size)
+    if kind == "hash":
+        from prefix_cache_local import PrefixCacheLocal
+
+        return PrefixCacheLocal(pool=pool, block_size=block_size, listener=listener)
+    if kind == "radix":
+        from radix_cache import RadixCache
+
+        return RadixCache(pool=pool, page_size=block_size, listener=listener)
     assert kind is not None
     cache = kind(pool=pool, block_size=block_size, listener=listener)
     is_ours = isinstance(cache, PrefixCache) and cache.pool is pool
-    if not is_ours or cache.block_size != block_size or cache.listener is not listener:
-        raise ValueError(
-            "prefix_cache must make a PrefixCache over the given pool, block_size and listener, "
-            f"got {cache!r}"
-        )
+    require(is_ours, "prefix_cache", cache, "a function that makes a PrefixCache over the pool")
     return cache
 
 
@@ -917,19 +850,14 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy | None:
         return config.chunked_prefill
     if not config.cuts_prompts:
         return None
-    threshold = None if config.scheduler == "prefill_first" else config.chunk_size
-    if config.target_step_ms is None:
-        from chunk_policy import ChunkedPrefill
+    make = ChunkedPrefill
+    if config.target_step_ms is not None:
+        from adaptive_chunks import AdaptiveChunks
 
-        return ChunkedPrefill(
-            long_prefill_token_threshold=threshold,
-            max_long_partial_prefills=config.max_long_partial_prefills,
-        )
-    from adaptive_chunks import AdaptiveChunks
-
-    return AdaptiveChunks(
-        target_step_ms=config.target_step_ms,
-        long_prefill_token_threshold=threshold,
+        make = partial(AdaptiveChunks, target_step_ms=config.target_step_ms)
+    is_batch_limit = config.scheduler == "prefill_first"
+    return make(
+        long_prefill_token_threshold=None if is_batch_limit else config.chunk_size,
         max_long_partial_prefills=config.max_long_partial_prefills,
     )
 
@@ -981,40 +909,43 @@ def make_scheduler(
     max_model_len: int,
     chunk_policy: ChunkPolicy | None,
     plugins: list[SchedulerPlugin],
-) -> SchedulerInterface:
+) -> BaseScheduler:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
     kind = config.scheduler
-    make = resolve_name(SCHEDULERS[kind]) if isinstance(kind, str) else kind
-    make = partial(
-        make,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        plugins=plugins,
-    )
+    sizes = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "kv_memory": kv_memory,
+        "plugins": plugins,
+    }
     if kind == "fcfs":
-        return make()
-    make = partial(
-        make,
-        policy=make_policy(config, kv_memory),
-        chunk_policy=chunk_policy,
-        shuffle_waiting=config.shuffle_waiting,
-        seed=config.seed,
-    )
+        from caching_fcfs_scheduler import CachingFCFSScheduler
+
+        return CachingFCFSScheduler(**sizes)
+    order = {
+        "policy": make_policy(config, kv_memory),
+        "chunk_policy": chunk_policy,
+        "shuffle_waiting": config.shuffle_waiting,
+        "seed": config.seed,
+    }
     if kind == "two_phase":
-        return make(watermark=config.watermark)
+        from scheduler import Scheduler
+
+        return Scheduler(**sizes, **order, watermark=config.watermark)
     if kind == "prefill_first":
+        from prefill_first_scheduler import PrefillFirstScheduler
+
         size = config.chunk_size or config.max_num_batched_tokens
-        return make(
-            mixing=config.mixing, chunked_prefill_size=size if config.cuts_prompts else None
+        size = size if config.cuts_prompts else None
+        return PrefillFirstScheduler(
+            **sizes, **order, mixing=config.mixing, chunked_prefill_size=size
         )
-    scheduler = make()
+    scheduler = kind(**sizes, **order)
     is_ours = getattr(scheduler, "kv_memory", None) is kv_memory
-    if not is_ours or not isinstance(scheduler, BaseScheduler):
-        raise ValueError(
-            f"scheduler must make a BaseScheduler over the given kv_memory, got {scheduler!r}"
-        )
+    is_ours = is_ours and isinstance(scheduler, BaseScheduler)
+    allowed = "a function that makes a BaseScheduler over the given kv_memory"
+    require(is_ours, "scheduler", scheduler, allowed)
     return scheduler
 
 
@@ -1028,7 +959,7 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 
 
 def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
-    """Notify a chunk policy of a step's duration. An observer of the recorder."""
+    """Notify a chunk policy of a step's duration. An observer."""
     starts = record.start_positions
     num_tokens = record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)

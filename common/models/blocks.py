@@ -12,7 +12,7 @@ See common/README.md#which-models"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,13 +30,12 @@ from paged_attention import AttentionPlan, PagedKVCache
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Where a checkpoint tensor goes. `part` of the tensor (by default all) is broadcast to
-    `target`, a view of a parameter, and `offset` is added. The tensor must have exactly `shape`.
-    `target` is None where another process has the tensor."""
+    `target`, a view of a parameter. The tensor must have exactly `shape`. `target` is None where
+    another process has the tensor."""
 
     target: torch.Tensor | None
     shape: tuple[int, ...]
     part: tuple[slice, ...] = (slice(None),)
-    offset: float = 0.0
 
 
 def allocator(dtype: torch.dtype, device: torch.device | str) -> Callable[..., nn.Parameter]:
@@ -64,14 +63,18 @@ def linear(
 
 
 def parts_of(
-    prefix: str, names: tuple[str, ...], sizes: list[int], matrix: Linear
+    prefix: str,
+    names: Sequence[str],
+    matrix: Linear,
+    sizes: Sequence[int] = (),  # of the parts; (): they are equal
 ) -> dict[str, torch.Tensor]:
     """The views of one stacked matrix that belong to separate checkpoint tensors, by name."""
-    parts = dict(zip(names, matrix.plain_weight().split(sizes), strict=True))
-    found = {f"{prefix}.{name}.weight": part for name, part in parts.items()}
-    if matrix.bias is not None:
-        biases = zip(names, matrix.bias.split(sizes), strict=True)
-        found |= {f"{prefix}.{name}.bias": part for name, part in biases}
+    sizes = list(sizes) or [matrix.shape[0] // len(names)] * len(names)
+    found = {}
+    for kind, tensor in (("weight", matrix.plain_weight()), ("bias", matrix.bias)):
+        if tensor is not None:
+            parts = zip(names, tensor.split(sizes), strict=True)
+            found |= {f"{prefix}.{name}.{kind}": part for name, part in parts}
     return found
 
 
@@ -157,8 +160,8 @@ class AttentionBlock(nn.Module):
         found = {}
         if self.post_norm_weight is not None:
             found["post_attention_layernorm.weight"] = self.post_norm_weight
-        found |= parts_of("self_attn", ("q_proj", "k_proj", "v_proj"), sizes, self.qkv)
-        found |= parts_of("self_attn", ("o_proj",), [self.o.shape[0]], self.o)
+        found |= parts_of("self_attn", ["q_proj", "k_proj", "v_proj"], self.qkv, sizes)
+        found |= parts_of("self_attn", ["o_proj"], self.o)
         return whole(found) | self.own_norms()
 
     def own_norms(self) -> dict[str, CheckpointTensor]:
@@ -208,9 +211,8 @@ class MLPBlock(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
-        sizes = [self.gate_up.shape[0] // 2] * 2
-        found = parts_of("mlp", ("gate_proj", "up_proj"), sizes, self.gate_up)
-        found |= parts_of("mlp", ("down_proj",), [self.down.shape[0]], self.down)
+        found = parts_of("mlp", ["gate_proj", "up_proj"], self.gate_up)
+        found |= parts_of("mlp", ["down_proj"], self.down)
         return whole(found) | self.own_norms()
 
     def own_norms(self) -> dict[str, CheckpointTensor]:

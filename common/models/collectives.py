@@ -3,7 +3,7 @@
     all_reduce     the sum over the ranks of a stage, on each of them
     all_gather     the parts of the ranks of a stage side by side, on each of them
     send, receive  hidden states, from a stage to the next
-    least          the smallest number that any rank has
+    min_across     the smallest number that any rank has
 
 Groups of processes are objects of one engine. `torch.distributed.init_process_group` would make the
 default group of the whole process, which two engines would share; nothing is global here. Every
@@ -44,88 +44,28 @@ class CollectiveError(RuntimeError):
 
 
 class Collectives:
-    """The collective operations of one rank. Here there is no other rank, so nothing is sent."""
+    """The collective operations of one rank. Raises `CollectiveError`.
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks = Ranks() if ranks is None else ranks
+    `connect` makes the groups; without them nothing is sent."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' parts by rank: [..., size] -> [..., tensor_parallel_size * size]."""
-        return tensor
-
-    def min_across(self, value: int) -> int:
-        """Return the minimum over all ranks of all stages."""
-        return value
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send to the next stage's rank with the same `tp_rank`. Waits for that rank only if more
-        steps are in flight than there are stages. The tensor must not be overwritten."""
-        raise ValueError("cannot send: there is no next stage")
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Wait for the next tensor from the previous stage and return it."""
-        raise ValueError("cannot receive: there is no previous stage")
-
-    def close(self) -> None:
-        """Close the connections. A second call does nothing."""
-
-
-def connect(
-    ranks: Ranks,
-    store: Any,
-    device: torch.device,
-    timeout_s: float,
-    host: str = "127.0.0.1",
-) -> Collectives:
-    """Meet the other ranks at `store`, a `torch.distributed.Store`. Returns when all have joined.
-
-    `timeout_s` applies to each operation. `host` is this machine's address for the other ranks; the
-    default works if all ranks are on one machine. Raises `CollectiveError`."""
-    if ranks.world_size == 1:
-        return Collectives()
-    return Connected(ranks, store, device, timeout_s, host)
-
-
-class Connected(Collectives):
-    """Operations over several ranks, with `torch.distributed` groups. Raises `CollectiveError`."""
-
-    def __init__(
-        self, ranks: Ranks, store: Any, device: torch.device, timeout_s: float, host: str
-    ) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: Ranks | None = None, device: torch.device | str = "cpu") -> None:
+        self.ranks = ranks or Ranks()
         self.device = device
         self._world_group: Any = None
         self._tp_group: Any = None  # its ranks; None: there is one
         self._pp_group: Any = None  # the stages' ranks with this `tp_rank`; None: there is one
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._stores: list[Any] = []  # a group's store must outlive it
-        tp_size = ranks.tensor_parallel_size
-        num_stages = ranks.pipeline_parallel_size
-        make = _make_nccl if device.type == "cuda" else _make_gloo
-
-        def group(name: str, rank: int, size: int, make: Any = make) -> Any:
-            if size == 1:
-                return None
-            self._stores.append(dist.PrefixStore(name, store))
-            return make(self._stores[-1], rank, size, timedelta(seconds=timeout_s), host)
-
-        with self._named("connect"):
-            # Numbers are on the CPU, so this one is Gloo's everywhere.
-            self._world_group = group("world", ranks.rank, ranks.world_size, _make_gloo)
-            self._tp_group = group(f"tp {ranks.stage}", ranks.tp_rank, tp_size)
-            self._pp_group = group(f"pp {ranks.tp_rank}", ranks.stage, num_stages)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of this stage. `tensor`, contiguous, is overwritten."""
         if self._tp_group is not None:
             with self._named("all_reduce"):
                 self._tp_group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' parts by rank: [..., size] -> [..., tensor_parallel_size * size]."""
         if self._tp_group is None:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.tensor_parallel_size)]
@@ -134,14 +74,17 @@ class Connected(Collectives):
         return torch.cat(parts, dim=-1)
 
     def min_across(self, value: int) -> int:
+        """Return the minimum over all ranks of all stages."""
+        if self._world_group is None:
+            return value
         number = torch.tensor([value], dtype=torch.int64)
         with self._named("min_across"):
             self._world_group.allreduce([number], dist.ReduceOp.MIN).wait()
         return int(number)
 
     def send(self, tensor: torch.Tensor) -> None:
-        if self.ranks.is_last_stage:
-            raise ValueError("cannot send: there is no next stage")
+        """Send to the next stage's rank with the same `tp_rank`. Waits for that rank only if more
+        steps are in flight than there are stages. The tensor must not be overwritten."""
         with self._named("send"):
             work = self._pp_group.send([tensor], self.ranks.stage + 1, 0)
             self._sent.append((work, tensor))  # kept alive until it is sent
@@ -150,12 +93,37 @@ class Connected(Collectives):
                 self._sent.popleft()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if self.ranks.is_first_stage:
-            raise ValueError("cannot receive: there is no previous stage")
+        """Wait for the next tensor from the previous stage and return it."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with self._named("receive"):
             self._pp_group.recv([tensor], self.ranks.stage - 1, 0).wait()
         return tensor
+
+    @classmethod
+    def connect(
+        cls, ranks: Ranks, store: Any, device: torch.device, timeout_s: float
+    ) -> Collectives:
+        """Meet the other ranks, which are on this machine, at `store`, a
+        `torch.distributed.Store`. Returns when all have joined. `timeout_s` applies to each
+        operation."""
+        self = cls(ranks, device)
+        timeout = timedelta(seconds=timeout_s)
+
+        def group(name: str, rank: int, size: int, is_nccl: bool) -> Any:
+            if size == 1:
+                return None
+            self._stores.append(dist.PrefixStore(name, store))
+            return _make_group(self._stores[-1], rank, size, timeout, is_nccl)
+
+        on_gpu = device.type == "cuda"
+        tp_size = ranks.tensor_parallel_size
+        num_stages = ranks.pipeline_parallel_size
+        with self._named("connect"):
+            # Numbers are on the CPU, so this one is Gloo's everywhere.
+            self._world_group = group("world", ranks.rank, ranks.world_size, False)
+            self._tp_group = group(f"tp {ranks.stage}", ranks.tp_rank, tp_size, on_gpu)
+            self._pp_group = group(f"pp {ranks.tp_rank}", ranks.stage, num_stages, on_gpu)
+        return self
 
     def close(self) -> None:
         """Close the groups. Tensors sent and not yet received can be lost."""
@@ -176,14 +144,12 @@ class Connected(Collectives):
             ) from error
 
 
-def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+def _make_group(store: Any, rank: int, size: int, timeout: timedelta, is_nccl: bool) -> Any:
+    if is_nccl:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
-    options = dist.ProcessGroupNCCL.Options()  # NCCL finds its own way between machines
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -142,11 +142,11 @@ def find_architecture(fields: dict[str, Any]) -> str:
 
 def refusal_reason(architectures: object) -> str | None:
     """Why a model is not served. None: not known. `architectures` is from a `config.json`."""
-    given = architectures if isinstance(architectures, list) else []
-    names = [n for n in given if isinstance(n, str) and not fnmatchcase(n, "*Head*Model")]
-    for pattern, reason in REFUSAL_REASONS.items():
-        if any(fnmatchcase(name, pattern) for name in names):
-            return reason
+    names = map(str, architectures) if isinstance(architectures, list) else ()
+    for name in names:
+        for pattern, reason in REFUSAL_REASONS.items():
+            if fnmatchcase(name, pattern) and "Head" not in name:
+                return reason
     return None
 
 
@@ -160,16 +160,16 @@ def refuse_unsupported(fields: dict[str, Any], family: Family, known: Collection
     for name, value in fields.items():
         if name in _OF_SOME and name not in known and value:
             raise refused(name, value, f"be absent in {family.model_type}")
-        if name in family.reads or not _is_unsupported(name):
-            continue
-        is_cap = "softcap" in name  # one of 1 caps
-        if value is True or value not in (_NEUTRAL[:1] if is_cap else _NEUTRAL):
-            allowed = "absent or null" if is_cap else "absent, null, false, 0 or 1"
+        # A cap of 1 caps; other numbers of 0 and 1 change nothing.
+        neutral = (None,) if "softcap" in name else _NEUTRAL
+        is_asked_for = value is True or value not in neutral
+        if is_asked_for and _is_unsupported(name) and name not in family.reads:
+            allowed = "absent, null, false, 0 or 1" if neutral is _NEUTRAL else "absent or null"
             raise refused(name, value, f"be {allowed}, because this decoder has no such feature")
     ignored = fields.keys() - known - _OF_SOME
     if family.has_qk_norm:
         ignored -= {"use_qk_norm"}  # its layers norm anyway
-    if unknown := sorted(n for n in ignored if n[0] != "_" and not _is_unsupported(n)):
+    if unknown := [n for n in sorted(ignored) if n[0] != "_" and not _is_unsupported(n)]:
         logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
 
 

@@ -7,8 +7,8 @@ A matrix multiplication on a CPU reads its weights in tiles that suit the vector
     packed    the same numbers in an order that only one product reads, a `PackedProduct`:
               oneDNN's, or panels for `regions/compiled_linear.cpp`, for large models in float32
 
-A `Linear` has a `product`, which computes it; packing, tiles of rows (`batch_invariance.py`) and
-adapters put another one in its place, or around it, when the model is loaded.
+A `Linear` has a `product`, which computes it; packing and tiles of rows (`batch_invariance.py`) put
+another one in its place when the model is loaded. An adapter adds to the result.
 
 Measured on the matrices of a 0.6B model (`make bench`): the fewer rows a step has, the
 more of its time was the reordering. The sums are added in another order, so results differ from the
@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -70,6 +70,11 @@ class PackedProduct(Product, Protocol):
 Packing = Callable[[torch.Tensor, torch.Tensor | None], PackedProduct]  # of weight and bias
 
 
+# Of oneDNN's bfloat16 product on AMX: these numbers of rows take longer than the next one (133 ms
+# and 85 ms for all matrices of a 0.6B model), so a step computes rows of zeros with them.
+SLOW_ROWS = range(17, 33)
+
+
 class OneDnnProduct:
     """The product with a weight in oneDNN's order."""
 
@@ -77,16 +82,29 @@ class OneDnnProduct:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.bias = bias
         self.nbytes = torch.ops.mkldnn._nbytes(self.packed)
+        is_half = weight.dtype is torch.bfloat16
+        self.slow_rows = SLOW_ROWS if is_half and torch.cpu._is_amx_tile_supported() else ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) in self.slow_rows:
+            return self(padded(x, SLOW_ROWS.stop))[: len(x)]
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if len(x) in self.slow_rows:
+            num_rows = SLOW_ROWS.stop
+            return self.add_to(padded(residual, num_rows), padded(x, num_rows))[: len(x)]
         binary = torch.ops.mkldnn._linear_pointwise.binary
         return binary(x, residual, self.packed, self.bias, "add")
 
     def plain_weight(self) -> torch.Tensor:
         return self.packed.to_dense()
+
+
+def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`rows`, and rows of zeros."""
+    num_missing = num_rows - len(rows)
+    return F.pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
 
 
 class InTiles:
@@ -103,34 +121,17 @@ class InTiles:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self._compute(self.product.add_to, residual, x)
 
-    def tile_of(self, num_rows: int) -> int:
-        return self.tile
-
     def _compute(self, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """Compute `product(*rows)` in tiles of rows. Each of `rows` is [num_rows, ...]."""
         num_rows = len(rows[0])
-        tile = self.tile_of(num_rows)
-        if num_missing := -num_rows % tile:
-            rows = tuple(F.pad(each, (0, 0, 0, num_missing)) for each in rows)
+        num_missing = -num_rows % self.tile
+        rows = tuple(padded(each, num_rows + num_missing) for each in rows)
         if self.one_tile_a_call:
-            calls = zip(*(each.split(tile) for each in rows), strict=True)
+            calls = zip(*(each.split(self.tile) for each in rows), strict=True)
             result = torch.cat([product(*call) for call in calls])
         else:
             result = product(*rows)
-        return result[:num_rows] if num_missing else result
-
-
-# Of oneDNN's bfloat16 product on AMX: these numbers of rows take longer than the next one (133 ms
-# and 85 ms for all matrices of a 0.6B model), so a step computes rows of zeros with them.
-SLOW_ROWS = range(17, 33)
-
-
-class WithoutSlowRows(InTiles):
-    def __init__(self, product: Product) -> None:
-        super().__init__(product, tile=1, one_tile_a_call=False)
-
-    def tile_of(self, num_rows: int) -> int:
-        return SLOW_ROWS.stop if num_rows in SLOW_ROWS else 1
+        return result[:num_rows]
 
 
 class Linear(nn.Module):
@@ -143,30 +144,30 @@ class Linear(nn.Module):
         self.shape = weight.shape
         self.packed: PackedProduct | None = None
         self.product: Product = PlainProduct(weight, bias)
-        self.adapter: Any = None  # its `product` is the plain or packed one; None: no adapters
+        self.adapter: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, in] -> [rows, out]
-        return self.product(x)
+        return self._adapted(x, self.product(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return `residual + self(x)`, [rows, out]. `residual` may be overwritten."""
-        return self.product.add_to(residual, x)
+        return self._adapted(x, self.product.add_to(residual, x))
+
+    def _adapted(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add what adapters compute of `x` to the product."""
+        return y if self.adapter is None else self.adapter(x, y)
 
     def summed(self, product: torch.Tensor) -> torch.Tensor:
         """The sum of the partial products of all processes."""
         return product
 
     @torch.no_grad()
-    def pack(self, keep_weight: bool = False, packing: Packing = OneDnnProduct) -> None:
+    def pack(self, packing: Packing = OneDnnProduct, keep_weight: bool = False) -> None:
         """Pack the weight. With `keep_weight` the plain one is kept for its other users."""
         if self.packed is not None or self.weight is None:
             return
         self.packed = packing(self.weight.detach(), self.bias)
-        product: Product = self.packed
-        is_onednn_bfloat16 = packing is OneDnnProduct and self.weight.dtype is torch.bfloat16
-        if is_onednn_bfloat16 and torch.cpu._is_amx_tile_supported():
-            product = WithoutSlowRows(product)
-        self._take_product(product)
+        self.product = self.packed
         if not keep_weight:
             self.weight = None
 
@@ -174,14 +175,7 @@ class Linear(nn.Module):
         """Compute the packed product for a multiple of `tile` rows, or in calls of exactly that
         many."""
         assert self.packed is not None
-        self._take_product(InTiles(self.packed, tile, one_tile_a_call))
-
-    def _take_product(self, product: Product) -> None:
-        """Replace the product without an adapter, also below one."""
-        if self.adapter is None:
-            self.product = product
-        else:
-            self.adapter.product = product
+        self.product = InTiles(self.packed, tile, one_tile_a_call)
 
     def plain_weight(self) -> torch.Tensor:
         """The plain weight [out_features, in_features]. An unpacked copy, if it was freed."""
@@ -197,14 +191,9 @@ def reason_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the device is {device.type}"
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"the processor is {platform.machine()}"
-    if not torch.backends.mkldnn.is_available():
-        return "this build of torch has no oneDNN"
-    if dtype is torch.float32:
-        return None
-    if dtype is torch.bfloat16:
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return None if supported else "the processor has no AVX-512 for bfloat16"
-    return f"the dtype is {dtype}"
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "the processor has no AVX-512 for bfloat16"
+    return None if dtype in (torch.float32, torch.bfloat16) else f"the dtype is {dtype}"
 
 
 def linear_layers(module: nn.Module) -> Iterator[Linear]:

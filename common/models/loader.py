@@ -50,8 +50,6 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES.va
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # one, if they are tied
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_NUMBER = 10_000  # of layers or experts: lists of them would be memory, too
-_PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 _DOWNLOADS = ["*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja"]
 
 
@@ -70,24 +68,25 @@ def resolve_checkpoint(model: str | Path) -> Path:
     """Return a model's directory: `model` itself, or the hub's download of it. Raises
     `FileNotFoundError` if `model` is neither."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} must be a model directory, but has no config.json")
-        return path
-    if path.exists():
-        raise FileNotFoundError(f"model must be a directory, got the file {path}")
+    if not path.exists():
+        path = _download(model)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} must be a model directory, but has no config.json")
+    return path
+
+
+def _download(model: str | Path) -> Path:
     if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
         raise FileNotFoundError(f"model must be a directory or a hub id, got {model}")
     from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
 
     try:
-        downloaded = Path(snapshot_download(model, allow_patterns=_DOWNLOADS))
+        return Path(snapshot_download(model, allow_patterns=_DOWNLOADS))
     except Exception as error:  # the hub's, the network's and the cache's errors share no base
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(
-            f"model must be a directory or a hub id to download, got {model}: {reason[0]}"
+            f"model must be a directory or a hub id to download, got {model}: {reason}"
         ) from error
-    return resolve_checkpoint(downloaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,7 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     """Read a checkpoint's metadata. Raises `FileNotFoundError` and `ValueError` like
     `load_model`."""
     path = resolve_checkpoint(model)
-    fields = read_json(path / "config.json")
-    for name in ("num_hidden_layers", "num_experts", "num_local_experts"):
-        number = fields.get(name)
-        if isinstance(number, int) and number > _MAX_NUMBER:
-            raise ValueError(f"{name} must be at most {_MAX_NUMBER}, got {number}")
-    config = ModelConfig.from_hf(fields)
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
@@ -165,23 +159,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def _open_weights(path: Path) -> dict[str, Any]:
     """Open safetensors files by tensor name. Maps the files; reads no weights yet."""
     if (path / _WEIGHTS).is_file():
-        file_names = {_WEIGHTS}
+        file_names = [_WEIGHTS]
     elif (path / _INDEX).is_file():
-        index = read_json(path / _INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
-            raise ValueError(f"{path / _INDEX}: weight_map must map tensor names to file names")
-        file_names = set(index.values())
+        file_names = sorted(set(read_json(path / _INDEX)["weight_map"].values()))
     else:
-        others = [p.name for p in sorted(path.iterdir()) if p.suffix in _PICKLED]
-        hint = f"; {others[0]} is not read, because reading it may run any code" if others else ""
-        raise FileNotFoundError(f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}{hint}")
+        raise FileNotFoundError(
+            f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}; no other file is read, "
+            "because reading a pickled one may run any code"
+        )
     files: dict[str, Any] = {}
-    for file_name in sorted(file_names):
+    for file_name in file_names:
         file = _open_file(path, file_name)
-        for name in sorted(file.keys()):
-            if name in files:
-                raise ValueError(f"{path} has {name} twice, the second time in {file_name}")
-            files[name] = file
+        files |= dict.fromkeys(sorted(file.keys()), file)
     return files
 
 
@@ -198,10 +187,8 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     if (path / "generation_config.json").is_file():
         value = read_json(path / "generation_config.json").get("eos_token_id")
         generation = token_ids("generation_config.json: eos_token_id", value)
-    ids = tuple(dict.fromkeys(generation + config.eos_token_ids))
-    if impossible := [i for i in ids if not 0 <= i < config.vocab_size]:
-        logger.warning("eos_token_id: ignored, because not in the vocabulary: %s", impossible)
-    return tuple(i for i in ids if i not in impossible)
+    ids = dict.fromkeys(generation + config.eos_token_ids)
+    return tuple(i for i in ids if 0 <= i < config.vocab_size)
 
 
 # -- tensors
@@ -210,15 +197,15 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 def _resolve_dtype(
     dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
 ) -> torch.dtype:
-    requested = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if requested is not None and requested in _DTYPES.values():
-        return requested
     if dtype != "auto":
-        raise ValueError(f"dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}")
+        requested = _DTYPES.get(str(dtype).removeprefix("torch."))
+        if requested is None:
+            raise ValueError(f"dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}")
+        return requested
     stored = _DTYPES.get(config.dtype or "")
     if stored is None:  # the configuration does not say
-        file_dtypes = (file.get_slice(name).get_dtype() for name, file in files.items())
-        stored = _FILE_DTYPES.get(next(file_dtypes, "F32"), torch.float32)
+        name, file = next(iter(files.items()))
+        stored = _FILE_DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
     is_fast = {
         torch.bfloat16: is_bfloat16_fast,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -244,9 +231,13 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
     if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
         names.discard(HEAD)
     if missing := sorted(parts.keys() - names):
-        raise ValueError(f"the checkpoint lacks tensors that the model needs: {_shown(missing)}")
+        shown = ", ".join(missing[:8])
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}"
+        )
     if unused := sorted(names - parts.keys()):
-        raise ValueError(f"the checkpoint has tensors that the model lacks: {_shown(unused)}")
+        shown = ", ".join(unused[:8])
+        raise ValueError(f"the checkpoint has {len(unused)} tensors that the model lacks: {shown}")
     for name, part in parts.items():
         stored = files[name].get_slice(name)
         shape = tuple(stored.get_shape())
@@ -262,20 +253,20 @@ def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None)
     """Copy every tensor to its place. With `packing`, pack the matrices of a layer when it is
     complete; the tensors of one follow each other in `checkpoint_tensors`."""
     parts = _places(decoder, files)
-    if decoder.config.tie_word_embeddings and EMBEDDING in files and HEAD in files:
-        _check_tied(files, parts[EMBEDDING])
     num_filled = 0
     for layer, names in groupby(parts, _layer_of):
         for name in names:
             part = parts[name]
             if (target := part.target) is not None:
                 target.copy_(files[name].get_slice(name)[part.part])
-                if part.offset:
-                    target.add_(part.offset)
+                if name.endswith("norm.weight"):
+                    target.add_(decoder.config.norm_offset)
                 num_filled += target.numel()
+                if name == EMBEDDING and HEAD in files and HEAD not in parts:
+                    _check_tied(target, files[HEAD].get_slice(HEAD)[part.part])
         if packing is not None and layer in decoder.layer_range:
             for matrix in linear_layers(decoder.layers[layer - decoder.layer_range.start]):
-                matrix.pack(packing=packing)
+                matrix.pack(packing)
     assert num_filled == decoder.num_parameters, "a parameter got no tensor"
     if packing is not None:  # those outside of layers
         decoder.pack_weights(packing)
@@ -287,17 +278,10 @@ def _layer_of(name: str) -> int:
     return -1 if found is None else int(found[1])
 
 
-def _check_tied(files: dict[str, Any], matrix: CheckpointTensor) -> None:
+def _check_tied(embedding: torch.Tensor, head: torch.Tensor) -> None:
     """Check that a tied matrix stored twice has equal values. Each process compares its part."""
-    part = matrix.part if matrix.target is not None else (slice(0),)
-    embedding, head = (files[name].get_slice(name)[part] for name in (EMBEDDING, HEAD))
-    if not torch.equal(embedding, head):
+    if not torch.equal(embedding, head.to(embedding)):
         raise ValueError(
             f"tie_word_embeddings must be false if {EMBEDDING} and {HEAD} differ in the "
             "checkpoint, got true"
         )
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -27,7 +27,6 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pkgutil import resolve_name
 from typing import cast
 
@@ -36,10 +35,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from batch_layout import ComposedBatch
-from common.models.blocks import AttentionBlock, CheckpointTensor, MakeLinear, MLPBlock, allocator
+from common.models.blocks import (
+    AttentionBlock,
+    CheckpointTensor,
+    MakeLinear,
+    MLPBlock,
+    allocator,
+    whole,
+)
 from common.models.collectives import Collectives
 from common.models.layer_groups import deal_layers
-from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers, reason_not_packed
+from common.models.linear import Linear, OneDnnProduct, Packing, linear_layers
 from common.models.model_config import SCORED, ModelConfig
 from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
@@ -110,7 +116,6 @@ class DecoderModel(nn.Module):
 
     rotary_table: torch.Tensor
     window_rotary_table: torch.Tensor | None  # of layers with a window; None: as the others
-    embedding_scale: torch.Tensor | None  # []
     namespace: tuple[tuple[str, str], ...] = ()  # of its KV, if that is not the whole model's
 
     def __init__(
@@ -141,17 +146,17 @@ class DecoderModel(nn.Module):
         self.layers = cast("list[DecoderLayer]", nn.ModuleList(layers))
         dtype = self.embed_weight.dtype
         device = self.embed_weight.device
-        has_scale = config.embedding_scale != 1
-        scale = torch.tensor(config.embedding_scale, dtype=dtype).to(device) if has_scale else None
-        self.register_buffer("embedding_scale", scale, persistent=False)
-        for name, rope in (("", config.rope), ("window_", config.window_rope)):
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        for name, rope in (
+            ("rotary_table", config.rope),
+            ("window_rotary_table", config.window_rope),
+        ):
             table = None
             if rope is not None:
                 table = rotary_table(rope, config.head_dim, config.max_position_embeddings, dtype)
                 table = table.to(device)
-            self.register_buffer(f"{name}rotary_table", table, persistent=False)
+            self.register_buffer(name, table, persistent=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.rank_config = config  # the shapes that this process computes with
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, _ = layers[0].attention.head_counts
         self.group_layers(config.num_unhidden)  # until an engine knows its longest sequence
@@ -182,7 +187,7 @@ class DecoderModel(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden_size]
         """Return the embeddings, which start the residual stream."""
         hidden = self.embed_tokens(input_ids)
-        return hidden if self.embedding_scale is None else hidden.mul_(self.embedding_scale)
+        return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(input_ids, self.embed_weight)
@@ -225,27 +230,20 @@ class DecoderModel(nn.Module):
         logits = self.lm_head(hidden)
         return logits if out is None else out.copy_(logits)
 
-    def pack_weights(self, packing: Packing | None = None) -> str | None:
-        """Pack every matrix for this processor (`linear.py`), by default in oneDNN's order. Returns
-        None, or the reason why they stay plain."""
-        weight = self.embed_weight
-        reason = None if packing is not None else reason_not_packed(weight.dtype, weight.device)
-        if reason is None:
-            for matrix in linear_layers(self):
-                matrix.pack(matrix.weight is self.embed_weight, packing or OneDnnProduct)
-        return reason
+    def pack_weights(self, packing: Packing = OneDnnProduct) -> None:
+        """Pack every matrix for this processor (`linear.py`), if that is possible here
+        (`reason_not_packed`)."""
+        for matrix in linear_layers(self):
+            matrix.pack(packing, keep_weight=matrix.weight is self.embed_weight)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights by name: the same before and after packing. A packed matrix is unpacked
-        when it is reached. KV on disk is keyed by these names, which do not contain blocks."""
+        when it is reached. KV on disk is keyed by these names."""
         yield from self.named_buffers()
+        yield from self.named_parameters()
         for name, module in self.named_modules():
-            name = name.replace(".attention", "").replace(".mlp", "")
             if isinstance(module, Linear) and module.weight is None:
                 yield f"{name}.weight", module.plain_weight()
-            for part, parameter in module.named_parameters(name, recurse=False):
-                if parameter is not self.embed_weight or module is self:
-                    yield part, parameter
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Every tensor of a checkpoint of this configuration, with its place. Together they fill
@@ -256,11 +254,8 @@ class DecoderModel(nn.Module):
         }
         if not self.config.tie_word_embeddings:
             singles["lm_head.weight"] = self.lm_head.plain_weight()
-        parts = {name: CheckpointTensor(p, tuple(p.shape)) for name, p in singles.items()}
+        parts = whole(singles)
         for i, layer in enumerate(self.layers):
             for name, part in layer.checkpoint_tensors().items():
                 parts[f"model.layers.{i}.{name}"] = part
-        if offset := self.config.norm_offset:
-            norms = [name for name in parts if name.endswith("norm.weight")]
-            parts |= {name: replace(parts[name], offset=offset) for name in norms}
         return parts

@@ -46,7 +46,7 @@ _SIZES = (
 )
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _WITH_WINDOW = "sliding_attention"
-_BOTH_TYPES = {"full_attention", _WITH_WINDOW}
+_FULL = "full_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
@@ -101,16 +101,16 @@ class ModelConfig:
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of norm weights. In bfloat16, adding 1 to a weight would lose most of its bits.
         Families that norm a block's output round once, after the product with the weight."""
-        if self.norm_offset or not self.has_post_norms:
-            return torch.float32 if self.norm_offset else dtype
-        return torch.promote_types(dtype, torch.float32)
+        if self.norm_offset:
+            return torch.float32
+        return torch.promote_types(dtype, torch.float32) if self.has_post_norms else dtype
 
     @property
     def numerics(self) -> str:
-        """The settings besides weights that KV depends on: eps, and others if not the default."""
-        settings = self.query_pre_attn_scalar, self.activation
-        is_usual = settings == (None, "silu")
-        return f"eps {self.rms_norm_eps}" + ("" if is_usual else f" {settings}")
+        """The settings besides weights that KV depends on."""
+        attention_scale = self.query_pre_attn_scalar
+        embedding_scale = self.embedding_scale
+        return f"{self.rms_norm_eps} {attention_scale} {embedding_scale} {self.activation}"
 
     @property
     def mlp_sizes(self) -> set[int]:
@@ -146,18 +146,11 @@ class ModelConfig:
         activation = getattr(hf, act_field)
         if activation not in _ACTIVATIONS:
             raise refused(act_field, activation, f"be {' or '.join(_ACTIVATIONS)}")
-        ropes = hf.rope_parameters
-        window_rope = None
-        if ropes.keys() >= _BOTH_TYPES:  # each with angles of its own
-            for name in sorted(ropes.keys() - _BOTH_TYPES):
-                raise refused(f"rope_parameters: {name}", ropes[name], "be in full_attention")
-            window_rope = _rope(hf, ropes[_WITH_WINDOW], _WITH_WINDOW)
-            rope = _rope(hf, ropes["full_attention"], "full_attention")
-            ropes = ropes["full_attention"]
-        else:
-            rope = _rope(hf, ropes, None)
+        have_own_rope = _WITH_WINDOW in hf.rope_parameters  # layers with a window
+        rope = _rope(hf, _FULL if have_own_rope else None)
         if rope.rope_type == "yarn":  # as in vLLM: the file's length may be the one without it
-            lengthened = int(ropes["original_max_position_embeddings"] * ropes["factor"])
+            yarn = hf.rope_parameters.get(_FULL, hf.rope_parameters)
+            lengthened = int(yarn["original_max_position_embeddings"] * yarn["factor"])
             sizes["max_position_embeddings"] = max(hf.max_position_embeddings, lengthened)
         has_attention_bias = getattr(hf, "attention_bias", False) and not family.has_qkv_bias
         return cls(
@@ -176,7 +169,7 @@ class ModelConfig:
             layer_windows=_layer_windows(hf),
             blocks=family.blocks,
             experts=None if family.experts is None else resolve_name(family.experts)(hf),
-            window_rope=window_rope,
+            window_rope=_rope(hf, _WITH_WINDOW) if have_own_rope else None,
             query_pre_attn_scalar=getattr(hf, "query_pre_attn_scalar", None),
             embedding_scale=hf.hidden_size**0.5 if family.scales_embeddings else 1.0,
             activation=activation,
@@ -190,7 +183,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+    if any(type(i) is not int for i in ids):
         raise refused(name, value, "be an integer, a list of integers or null")
     return tuple(ids)
 
@@ -211,10 +204,11 @@ def _read_by_transformers(given: dict[str, Any], family: Family) -> Any:
         raise ValueError(f"config.json cannot be read: {reason}") from error
 
 
-def _rope(hf: Any, parameters: dict[str, Any], layer_type: str | None) -> RopeParameters:
+def _rope(hf: Any, layer_type: str | None) -> RopeParameters:
     """Read the rotary parameters of all layers, or of those of a type."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         raise refused("rope_type", rope_type, f"be {', '.join(_ROPE_TYPES)}")
@@ -223,13 +217,9 @@ def _rope(hf: Any, parameters: dict[str, Any], layer_type: str | None) -> RopePa
     if parameters.get("partial_rotary_factor") not in (None, 1):
         raise refused("partial_rotary_factor", parameters["partial_rotary_factor"], "be 1")
     theta = parameters["rope_theta"]
-    if not isinstance(theta, int | float) or not theta > 0:
-        raise refused("rope_theta", theta, "be > 0")
     if rope_type == "default":
         return RopeParameters(theta=theta)
     inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](hf, layer_type=layer_type)
-    if not inv_freq.isfinite().all():
-        raise refused("rope_parameters", parameters, "give finite angles")
     return RopeParameters(
         theta=theta,
         rope_type=rope_type,
@@ -242,13 +232,13 @@ def _layer_windows(hf: Any) -> tuple[Window, ...]:
     window = getattr(hf, "sliding_window", None)
     layer_types = getattr(hf, "layer_types", None)
     if layer_types is None:
-        layer_types = [_WITH_WINDOW] * hf.num_hidden_layers if window is not None else []
-    allowed = ("full_attention",) if window is None else ("full_attention", _WITH_WINDOW)
+        layer_types = [_FULL if window is None else _WITH_WINDOW] * hf.num_hidden_layers
+    windows = {_FULL: None, _WITH_WINDOW: window}
     for layer_type in layer_types:
-        if layer_type not in allowed:
-            rule = f"be of {', '.join(allowed)} if sliding_window is {window!r}"
+        if layer_type not in windows or (layer_type == _WITH_WINDOW and window is None):
+            rule = f"be {_FULL}, or {_WITH_WINDOW} with a sliding_window"
             raise refused("layer_types", layer_type, rule)
     if _WITH_WINDOW not in layer_types:
         return ()
     check_integers(1, sliding_window=window)
-    return tuple(window if kind == _WITH_WINDOW else None for kind in layer_types)
+    return tuple(windows[layer_type] for layer_type in layer_types)

@@ -143,7 +143,7 @@ def test_missing_things_are_file_not_found(checkpoint, tmp_path, monkeypatch):
     no_ids = ("a/b/c", "./models/x", "some org/model", "/nowhere/at/all", Path("org/model"))
     for model, message in (
         (tmp_path / "empty", "no config.json"),
-        (checkpoint / "config.json", "got the file"),
+        (checkpoint / "config.json", "must be a model directory"),
         *((name, "model must be a directory") for name in no_ids),
     ):
         with pytest.raises(FileNotFoundError, match=message):

@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,11 @@ class RemoteRunner:
     def execute(self, plan: RunnerInput) -> RemoteStep:
         times = self._times
         self._times = []
-        step = self.executor.ask("plan", plan=plan, times=times)
+        step = self.executor.ask("plan", plan=message.runner_half(plan), times=times)
         return RemoteStep(self, step)
 
     def take(self, step: int) -> StepOutput:
-        answer = self.executor.wait_for_output(step)
-        output: StepOutput = answer["output"]
+        output = self.executor.wait_for_output(step)
         if self.tells_times:
             propose_ms = output.times.get("propose_ms", 0.0)
             self._times.append([step, sum(output.times.values()) - propose_ms, propose_ms])
@@ -134,85 +132,48 @@ class RemoteBlockIO:
 
     def __init__(self, executor: Executor, kv_cache: KVSizeOfRanks) -> None:
         self.executor = executor
-        self.kv_cache = kv_cache
+        self.bytes_of_ranks = kv_cache.bytes_of_ranks
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
     def read_block(self, block_id: int) -> bytes:
-        """The block's bytes after the steps so far. Raises `ValueError` for a missing block."""
-        self._check_block(block_id)
-        number = self.executor.ask("read", block_id=block_id)
+        """The block's bytes after the steps so far."""
+        number = self.executor.ask("read_block", block_id=block_id)
         parts = self.executor.answers(number, "reading a KV block")
         return b"".join(part["data"] for part in parts)
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Write the block before later steps run. Raises `ValueError`, and writes nothing, if the
-        block does not exist or `data` has another length."""
-        self._check_block(block_id)
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
+        """Write a block of `block_nbytes` bytes, before later steps run."""
         first = 0
         messages = []
-        for num_bytes in self.kv_cache.bytes_of_ranks:
+        for num_bytes in self.bytes_of_ranks:
             part = bytes(data[first : first + num_bytes])
-            messages.append(message.pack("write", block_id=block_id, data=part))
+            messages.append(message.pack("write_block", block_id=block_id, data=part))
             first += num_bytes
         self.executor.send(messages)
 
-    def _check_block(self, block_id: int) -> None:
-        num_blocks = self.kv_cache.num_blocks
-        if not 0 < block_id < num_blocks:
-            raise ValueError(f"block_id must be in [1, {num_blocks}), got {block_id}")
-
-
-class RemoteLoading:
-    """A `Loading` over all ranks: each reads a file that all can see, in a thread."""
-
-    def __init__(self, executor: Executor, path: str) -> None:
-        self._executor = executor
-        self._path = path
-        self._number = executor.ask("adapter", directory=path)
-
-    def is_over(self) -> bool:
-        return self._executor.is_answered(self._number)
-
-    def digest(self) -> str:
-        answers = self._executor.answers(
-            self._number, "reading an adapter", timeout_s=START_TIMEOUT_S
-        )
-        for answer in answers:
-            if answer["digest"] is None:
-                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
-        digest = answers[0]["digest"]
-        if any(answer["digest"] != digest for answer in answers):
-            raise ValueError(f"{self._path} must be the same on all ranks: the file has changed")
-        return digest
-
-    def take(self) -> None:
-        self._end(is_wanted=True)
-
-    def discard(self) -> None:
-        """Drop the loaded data. Ranks that are gone have lost it already."""
-        with suppress(WorkerError):
-            self._end(is_wanted=False)
-
-    def _end(self, is_wanted: bool) -> None:
-        self._executor.forget(self._number)
-        self._executor.send(message.pack("take", number=self._number, is_wanted=is_wanted))
-
 
 class RemoteAdapters:
-    """An `AdapterLoader` over all ranks."""
+    """An `AdapterLoader` over all ranks: each reads a directory that all can see."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
 
-    def begin(self, directory: str | Path) -> RemoteLoading:
-        return RemoteLoading(self.executor, str(Path(directory).expanduser().resolve()))
+    def load(self, directory: str | Path) -> str:
+        path = str(Path(directory).expanduser().resolve())
+        number = self.executor.ask("load_adapter", directory=path)
+        answers = self.executor.answers(number, "reading an adapter", START_TIMEOUT_S)
+        for answer in answers:
+            if answer["kind_of_error"]:
+                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
+        digest = answers[0]["digest"]
+        if any(answer["digest"] != digest for answer in answers):
+            raise ValueError(f"{path} must be the same on all ranks: the file has changed")
+        return digest
 
     def drop(self, digest: str) -> None:
         """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""
         with suppress(WorkerError):
-            self.executor.send(message.pack("drop", digest=digest))
+            self.executor.send(message.pack("drop_adapter", digest=digest))
 
 
 # -- the start
@@ -224,7 +185,7 @@ def start_runner(
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
     sequences: Mapping[str, OutputProcessor],
-) -> tuple[RunnerParts, Tokenizer]:
+) -> RunnerParts:
     """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
     if loaded is not None or draft is not None:
@@ -243,26 +204,25 @@ def start_runner(
         raise ValueError(f"device must not name one, got {config.device!r}: each rank has its own")
     num_parameters = DecoderModel(checkpoint.config, device="meta").num_parameters  # no memory
     started = launch(config.num_ranks, device, num_parameters, config.num_threads)
-    output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
+    output_ranks = [ranks.rank for ranks in all_ranks if ranks.is_last_stage]
     executor = Executor(
         links=started.links,
         folder=started.folder,
-        output_rank=output_rank,
+        output_ranks=output_ranks if config.check_invariants else output_ranks[:1],
         timeout_s=config.worker_timeout_s,
-        compares=config.check_invariants,
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
-        runner = _make_runner(
+        return _make_runner(
             config=config,
             checkpoint=checkpoint,
+            tokenizer=tokenizer,
             executor=executor,
             facts=facts,
             limits=limits,
             num_parameters=num_parameters,
             sequences=sequences,
         )
-        return runner, tokenizer
     except BaseException:
         executor.close()
         raise
@@ -275,18 +235,13 @@ def _start_messages(
     started: StartedWorkers,
     limits: Limits,
 ) -> list[bytes]:
-    config_map = config_to_map(config) | {
-        "model": str(checkpoint.path.resolve()),
-        "device": device.type,
-    }
     has_connector = config.kv_tiers is not None or config.kv_connector is not None
     return [
         message.pack(
             "start",
-            config=config_map,
+            config=worker_config(config, checkpoint, device),
             rank=link.rank,
-            limits=[limits.max_model_len, limits.vocab_size],
-            eos_token_ids=list(limits.eos_token_ids),
+            limits=limits,
             store_port=started.store.port,
             threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -296,46 +251,35 @@ def _start_messages(
     ]
 
 
-def config_to_map(config: EngineConfig) -> dict[str, Any]:
-    """The configuration fields that a worker needs. KV tiers, connectors and the scheduling policy
-    are left out. A user's planning components are sent as their kind only."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    for name in ("kv_tiers", "kv_connector", "events", "policy", "prefix_cache"):
-        del values[name]
-    values["adapters"] = {} if config.takes_adapters else None  # they come later
-    for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
-        if is_instance_arg(values[name]):
-            values[name] = instead
-    return _plain(values)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    return value
+def worker_config(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+) -> EngineConfig:
+    """The configuration of a worker: without what plans, caches and stores, which stays here."""
+    return replace(
+        config,
+        model=str(checkpoint.path.resolve()),
+        device=device.type,
+        adapters={} if config.takes_adapters else None,  # they come later
+        policy="fcfs",
+        prefix_cache="hash",
+        kv_tiers=None,
+        kv_connector=None,
+        events=None,
+        scheduler="two_phase" if is_instance_arg(config.scheduler) else config.scheduler,
+        chunked_prefill=is_instance_arg(config.chunked_prefill) or config.chunked_prefill,
+    )
 
 
 def _make_runner(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
     executor: Executor,
     facts: Sequence[dict[str, Any]],
     limits: Limits,
     num_parameters: int,
     sequences: Mapping[str, OutputProcessor],
 ) -> RunnerParts:
-    for name in ("checkpoint", "dtype", "num_blocks"):
-        values = [fact[name] for fact in facts]
-        if len(set(values)) > 1:
-            raise ValueError(f"{name} must be the same on all ranks, got in order of rank {values}")
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
     kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
     runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
@@ -358,9 +302,8 @@ def _make_runner(
         num_parameters=num_parameters,
         device=torch.device(facts[0]["device"]),
         dtype=getattr(torch, facts[0]["dtype"]),
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
+        limits=limits,
+        tokenizer=tokenizer,
         kv_cache=kv_cache,
         block_io=block_io,
         is_queued=True,

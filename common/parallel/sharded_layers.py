@@ -37,7 +37,7 @@ class RowParallelLinear(Linear):
         self._collectives = collectives
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.summed(self.product(x))
+        return self.summed(super().forward(x))
 
     def summed(self, product: torch.Tensor) -> torch.Tensor:
         return self._collectives.all_reduce(product)

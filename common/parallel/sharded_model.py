@@ -136,7 +136,6 @@ class ShardedModel(DecoderModel):
         layers = range(narrow.num_hidden_layers)
         made = [DecoderLayer(narrow, i, dtype, device, into_stream) for i in layers]
         self._complete(config, made, collectives)
-        self.rank_config = narrow
         if ranks.world_size > 1:
             sizes = f"{ranks.tensor_parallel_size} x {ranks.pipeline_parallel_size}"
             part = f"rank {ranks.rank} of {sizes}, {self.layer_range} of the layers"

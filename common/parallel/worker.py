@@ -44,7 +44,6 @@ def serve(channel: WorkerChannel) -> None:
         rank = Rank.start(channel)
         while rank.handle(channel.receive()):
             pass
-        rank.close()
     except BaseException as error:
         from common.parallel.message import pack_error
 

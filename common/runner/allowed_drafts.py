@@ -27,9 +27,9 @@ class AllowedDrafts(Proposer):
     ) -> dict[str, list[int]]:
         draft_token_ids = self.proposer.propose(inputs, num_drafts)
         state = self.state
-        for num_possible in state.plugins.num_possible:
+        for plugin in state.plugins:
             for req_id, drafts in draft_token_ids.items():
-                del drafts[num_possible(state, state.row_of[req_id], drafts) :]
+                del drafts[plugin.num_possible(state, state.row_of[req_id], drafts) :]
         return {req_id: drafts for req_id, drafts in draft_token_ids.items() if drafts}
 
     def draft_probs(self, request_id: str) -> torch.Tensor | None:

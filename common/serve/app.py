@@ -37,7 +37,6 @@ from common.serve.streams import (
     merged,
     unless_disconnected,
 )
-from common.serve.tool_calls import schemas_of
 from common.serve.wire import (
     Body,
     ChatBody,
@@ -211,15 +210,14 @@ class Server:
 
     async def _chat_text(self, body: ChatBody | TokenizeBody, request: Request) -> str:
         assert body.messages is not None
-        schemas_of(body.tools or ())
-        names = ("documents", "reasoning_effort", "enable_thinking", "tools")
-        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        names = {"documents", "reasoning_effort", "enable_thinking", "tools"}
+        given = body.model_dump(include=names, exclude_unset=True, exclude_none=True)
         if body.reasoning_effort is not None and body.enable_thinking is None:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
         return await run_on_text(
-            request.state.num_body_bytes,
+            len(request.state.body),
             self.chat.text,
             body.messages,
             body.add_generation_prompt,
@@ -365,9 +363,7 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            data = b"".join([part async for part in request.stream()])
-            request.state.num_body_bytes = len(data)
-            body: Body = hints["body"].parsed(data)
+            body: Body = hints["body"].parsed(request.state.body)
             try:
                 answer = await unless_disconnected(request.receive, self.endpoint(body, request))
             except ValueError as error:

@@ -34,7 +34,6 @@ from common.serve.engine_loop import (
     PromptTooLong,
     QueueFull,
 )
-from common.serve.prompt_length import longest_token
 from request import SamplingParams
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class AsyncLLM:
         engine = self._engine_loop.made.result()
         assert engine.tokenizer is not None
         self.tokenizer = engine.tokenizer
-        self._max_token_bytes = longest_token(self.tokenizer)
+        self._max_token_chars = max(map(len, self.tokenizer.backend.get_vocab()))
         self.max_model_len = engine.max_model_len
         self.model_config = engine.model_config
         self.stats = engine.stats()
@@ -192,7 +191,7 @@ class AsyncLLM:
         `PromptTooLong`."""
         if isinstance(prompt, str):
             if params.truncate_prompt_tokens is None:
-                self._check_bytes(prompt)
+                self._check_length(prompt)
             prompt = await self.encode(prompt, add_special_tokens)
         if params.truncate_prompt_tokens is None and len(prompt) >= self.max_model_len:
             raise PromptTooLong(
@@ -202,12 +201,13 @@ class AsyncLLM:
             )
         return prompt
 
-    def _check_bytes(self, text: str) -> None:
-        """Refuse a text that is too long whatever its tokens are: 16 MB take a minute of a core."""
-        num_tokens = len(text) / self._max_token_bytes  # a character is a byte or more
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is too long whatever its tokens are, as vLLM does: 16 MB take a minute
+        of a core."""
+        num_tokens = len(text) // self._max_token_chars
         if num_tokens >= self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has at least {int(num_tokens)} tokens, but this model takes at most "
+                f"the prompt has at least {num_tokens} tokens, but this model takes at most "
                 f"{self.max_model_len - 1}"
             )
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.types import Message
@@ -22,7 +22,7 @@ from common.features.grammars.lark_text import TOO_MANY_WAYS
 from common.llm import LLM, SamplingParams
 from common.requests.output_processor import CompletionOutput
 from common.sampling.runner_plugin import NO_TOKEN
-from common.serve.async_llm import AsyncLLM, EngineError
+from common.serve.async_llm import AsyncLLM, EngineError, PromptTooLong
 from common.serve.conftest import SMALL, fail_next, is_idle
 from common.serve.deltas import DeltaSource, RequestDelta
 from common.serve.engine_loop import MAX_ADD_S, MAX_FAILURES, UNCOMPILED, EngineStopped
@@ -261,13 +261,13 @@ def end_next(engine: LLMEngine, reason: str, detail: str | None) -> None:
 
     def _step() -> list[Any]:
         del engine.step
-        groups = step()
-        for group in groups:
-            engine.abort_request(group.request_id)
-            for sequence in group.sequences:
-                sequence.completion.finish_reason = reason
-            group.metrics.finish_detail = detail
-        return groups
+        outputs = step()
+        for output in outputs:
+            engine.abort_request(output.request_id)
+            for completion in output.outputs:
+                completion.finish_reason = reason
+            output.metrics.finish_detail = detail
+        return outputs
 
     engine.step = _step
 
@@ -384,3 +384,10 @@ async def test_a_stream_is_closed_however_it_ends(ending: str) -> None:
     with pytest.raises(errors[ending]) if ending in errors else nullcontext():
         await call
     assert not is_open
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized() -> None:
+    llm = cast(AsyncLLM, SimpleNamespace(_max_token_chars=5, max_model_len=8))
+    AsyncLLM._check_length(llm, "x" * 39)
+    with pytest.raises(PromptTooLong, match="at least 8 tokens, but this model takes at most 7"):
+        AsyncLLM._check_length(llm, "x" * 40)

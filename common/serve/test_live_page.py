@@ -109,7 +109,7 @@ def present(state: Frame | None) -> Any:
 
 
 def watch_of(server: Running) -> FrameRecorder | None:
-    return server.call(lambda engine: engine._plugins.get("watch"))
+    return server.call(lambda engine: engine.frame_recorder)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
     sent nor kept a text, and starts over when it reads. A step that fails ends no film. The
     last to leave takes the recorder out."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
-    inside = lambda e: (e.kv_manager.pool, e.recorder.scheduler)  # noqa: E731
+    inside = lambda e: (e.kv_manager.pool, e.scheduler)  # noqa: E731
     parts = tight.call(inside)
     served = tight.app.state.server.live.viewers
     onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it
@@ -413,7 +413,7 @@ def test_the_page_asks_for_the_key_and_says_once_that_it_may_not_look(
         expect(page.locator(".key-form")).to_be_hidden()
         page.reload()
     gate = keyed.app.state.server.live.gate
-    monkeypatch.setattr(gate.admission, "config", GateConfig("0.0.0.0"))
+    monkeypatch.setattr(gate, "config", GateConfig("0.0.0.0"))
     page = open_tab(keyed, may_be_refused=True)
     is_quiet("does not show its engine")
     write(page, PROMPTS[:1])

@@ -267,7 +267,7 @@ ONLY_CHAT: dict[str, list[Any]] = {
     "max_completion_tokens": [0],
     "tools": [[{}], {}, [5]],
 }
-SCHEMAS = [5, {"type": "array"}, {"$ref": "#/$defs/Missing"}, {"allOf": nested(900)}]
+SCHEMAS = [5, {"$ref": "#/$defs/Missing"}, {"allOf": nested(900)}]
 # In a chat in which a call is required.
 WITH_TOOLS: dict[str, list[Any]] = {
     "tool_choice": [
@@ -277,7 +277,7 @@ WITH_TOOLS: dict[str, list[Any]] = {
         {"type": "custom", "function": {"name": "f"}},
     ],
     "tools": [
-        *([TOOL, TOOL], [{"type": "custom", "custom": {"name": "f"}}]),
+        [{"type": "custom", "custom": {"name": "f"}}],
         *([{"function": function}] for function in ({}, {"name": 'a"b'})),
         *([{"function": {"name": "f", "parameters": schema}}] for schema in SCHEMAS),
     ],

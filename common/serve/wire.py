@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,7 @@ from pydantic import (
 from common.requests.input_processor import RequestOptions
 from common.sampling.sampling_rules import SAMPLING_RULES
 from common.serve.errors import ApiError, api_error, bad
-from common.serve.tool_calls import ToolUse, tool_use
+from common.serve.tool_calls import ToolUse
 from grammars import Json
 from request import SamplingParams
 
@@ -136,6 +136,20 @@ class StreamOptions(Body):
 class ResponseFormat(Body):
     type: str
     json_schema: dict[str, Any] | None = None
+
+
+class Function(Body):
+    name: str = Field(max_length=256, pattern=r"^[\w.:/-]+$")
+    parameters: dict[str, Any] | None = None  # a JSON schema
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 _NUMBERS: dict[str, Any] = {r.name: (type(r.default) | None, None) for r in SAMPLING_RULES}
@@ -291,7 +305,7 @@ class TemplateBody(Body):
     documents: Messages | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    tools: Messages | None = None
+    tools: Tools | None = None
 
 
 class ChatBody(GenerateBody, TemplateBody):
@@ -300,7 +314,7 @@ class ChatBody(GenerateBody, TemplateBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -312,7 +326,17 @@ class ChatBody(GenerateBody, TemplateBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools and their choice. Raises `ApiError`."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        functions = [tool.function for tool in self.tools or ()]
+        schemas = {f.name: {"type": "object"} | (f.parameters or _NO_PARAMETERS) for f in functions}
+        choice = self.tool_choice or ("auto" if schemas else "none")
+        name = ""
+        if isinstance(choice, Tool):
+            name = choice.function.name
+            choice = "named"
+        is_known = name in schemas if name else bool(schemas)
+        if choice != "none" and not is_known:
+            raise bad("tool_choice must be 'none' or for one of the tools", "tool_choice")
+        return ToolUse(schemas, choice, name, is_parallel=self.parallel_tool_calls is not False)
 
     def _grammar(self) -> Any:
         tools = self.tool_use()

@@ -22,19 +22,16 @@ KINDS = {
         lora_alpha=8,
         use_rslora=True,
         target_modules=["q_proj", "v_proj"],
-        rank_pattern={"layers.1.self_attn.q_proj": 2},
-        alpha_pattern={"v_proj": 3},
     ),
     "one layer": dict(
         r=2,
         lora_alpha=7,
         target_modules=r".*\.(o_proj|gate_proj|down_proj)",
-        exclude_modules=["layers.1.mlp.down_proj"],
     ),
 }
 # Experts take none.
 OF_ATTENTION = {
-    name: {**kind, "target_modules": targets, "exclude_modules": None}
+    name: {**kind, "target_modules": targets}
     for (name, kind), targets in zip(
         KINDS.items(), (["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"], ["o_proj"])
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.assembly.assembly import LocalRunnerParts, find_limits, make_runner
+from common.assembly.assembly import RunnerParts, find_limits, make_runner
 from common.engine import EngineConfig, LLMEngine
 from common.models.collectives import Collectives
 from common.models.loader import LoadedModel, load_model
@@ -49,7 +49,7 @@ class Line(Collectives):
 class Stage:
     """Computes plans in a thread, in order, each from its bytes."""
 
-    def __init__(self, local: LocalRunnerParts) -> None:
+    def __init__(self, local: RunnerParts) -> None:
         self.local = local
         self.plans = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -63,7 +63,7 @@ class Stage:
         while (work := self.plans.get()) is not None:
             plan, future = work
             try:
-                _, content = message.unpack(plan, {"plan": ("plan",)})
+                _, content = message.unpack(plan)
                 handle = self.local.runner.execute(content["plan"])
                 future.set_result(handle.wait())
             except BaseException as error:
@@ -77,7 +77,7 @@ class LocalStages:
         self.stages = stages
 
     def execute(self, plan: RunnerInput) -> LocalStep:
-        data = message.pack("plan", plan=plan)
+        data = message.pack("plan", plan=message.runner_half(plan))
         return LocalStep([stage.execute(data) for stage in self.stages])
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def pipelined_engine(
 
     def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
         lines: list[Line] = []
-        parts: list[LocalRunnerParts] = []
+        parts: list[RunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
             line = Line(Ranks(1, config.pipeline_parallel_size, stage), lines)
             part = load_model(
@@ -122,14 +122,14 @@ def pipelined_engine(
             parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
         guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
-        side = replace(
+        return replace(
             parts[-1],
             close=runner.close,
             runner=runner if guesses is None else TrimmingRunner(runner, members),
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
+            tokenizer=tokenizer,
         )
-        return side, tokenizer
 
     monkeypatch.setattr(remote, "start_runner", make_parts)
     config = EngineConfig(check_invariants=True, **{"pipeline_parallel_size": 2, **options})

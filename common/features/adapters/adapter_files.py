@@ -18,9 +18,8 @@ See 04_scheduler/beyond/ADAPTERS.md"""
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import regex
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from common.models.loader import read_json
 
@@ -51,6 +50,9 @@ _REFUSED = {
     "kasa_config": "it changes the base model's weights",
     "velora_config": "its inputs are compressed",
     "monteclora_config": "its matrices are drawn",
+    "rank_pattern": "its ranks differ between matrices",
+    "alpha_pattern": "its scales differ between matrices",
+    "exclude_modules": "only some matrices are changed; target_modules can name them",
     "layers_to_transform": "only some layers are changed",
     "layers_pattern": "only some layers are changed",
 }
@@ -67,10 +69,6 @@ class LowRank:
 
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank], scaled
-
-    @property
-    def rank(self) -> int:
-        return len(self.a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,51 +94,33 @@ def read_adapter(
             raise FileNotFoundError(f"{path} must be a LoRA adapter's directory, but has no {name}")
     try:
         config = _read_config(path / CONFIG)
-        ranks_and_scales = _ranks_and_scales(config, list(shapes))
-        for name, (rank, _) in ranks_and_scales.items():
-            if rank > max_rank:
-                raise ValueError(f"{name} must have rank <= max_lora_rank {max_rank}, got {rank}")
-        tensors = _read_tensors(path / WEIGHTS)
-        return _read_matrices(tensors, ranks_and_scales, shapes, dtype)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        OSError,
-        RuntimeError,
-        regex.error,
-        SafetensorError,
-    ) as error:
+        targets = _targets(config, list(shapes))
+        rank, scale = _rank_and_scale(config)
+        if rank > max_rank:
+            raise ValueError(f"r must be <= max_lora_rank {max_rank}, got {rank}")
+        # Copies, because the file can be overwritten while the adapter is served.
+        stored = load_file(path / WEIGHTS).items()
+        tensors = {name.removeprefix(_PREFIX): tensor.clone() for name, tensor in stored}
+        matrices = {}
+        digest = blake2b(f"{scale!r}".encode(), digest_size=16)
+        for name in sorted(targets):
+            num_out, num_in = shapes[name]
+            a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in))
+            b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank))
+            digest.update(f"{name} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
+            for tensor in (a, b):
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            matrices[name] = LowRank(a.to(dtype), (b.double() * scale).to(dtype))
+            if not (matrices[name].a.isfinite().all() and matrices[name].b.isfinite().all()):
+                raise ValueError(f"{name} must be finite in {dtype}")
+        if tensors:
+            left = ", ".join(sorted(tensors)[:3])
+            raise ValueError(
+                f"{WEIGHTS} has {len(tensors)} tensors that {CONFIG} does not name: {left}"
+            )
+        return Adapter(digest.hexdigest(), matrices)
+    except Exception as error:  # of a file's content: the libraries' errors share no base
         raise ValueError(f"cannot read an adapter from {path}: {error}") from error
-
-
-def _read_matrices(
-    tensors: dict[str, torch.Tensor],
-    ranks_and_scales: dict[str, tuple[int, float]],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-) -> Adapter:
-    matrices = {}
-    digest = blake2b(digest_size=16)
-    for name, (rank, scale) in sorted(ranks_and_scales.items()):
-        num_out, num_in = shapes[name]
-        a = _take(tensors, f"{name}.lora_A.weight", (rank, num_in))
-        b = _take(tensors, f"{name}.lora_B.weight", (num_out, rank))
-        digest.update(f"{name} {scale!r} {a.dtype} {b.dtype} {tuple(a.shape)}\n".encode())
-        for tensor in (a, b):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        a = a.to(dtype)
-        scaled = (b.double() * scale).to(dtype)
-        if not (bool(a.isfinite().all()) and bool(scaled.isfinite().all())):
-            raise ValueError(f"{name} must be finite in {dtype}")
-        matrices[name] = LowRank(a, scaled)
-    if tensors:
-        left = ", ".join(sorted(tensors)[:3])
-        raise ValueError(
-            f"{WEIGHTS} has {len(tensors)} tensors that {CONFIG} does not name: {left}"
-        )
-    return Adapter(digest.hexdigest(), matrices)
 
 
 # -- the configuration
@@ -163,88 +143,56 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _targets(config: dict[str, Any], names: Collection[str]) -> Collection[str]:
-    """Return the names of the model's matrices that the adapter changes, by PEFT's rules."""
+def _targets(config: dict[str, Any], names: list[str]) -> list[str]:
+    """Return the names of the model's matrices that the adapter changes, by PEFT's rules: a `str`
+    is a regular expression for the whole name, a list has whole names or suffixes of them."""
     targets = config.get("target_modules")
     if not isinstance(targets, str | list):
         raise ValueError(f"target_modules must be a str or a list, got {targets!r}")
-    for outside in ("embed_tokens", "lm_head"):
-        for target in [targets] if isinstance(targets, str) else targets:
-            if target.split(".")[-1] == outside:
-                raise ValueError(f"target_modules must name matrices of layers, got {outside!r}")
-    found = names
-    if targets != "all-linear":
-        found = _matched("target_modules", targets, names)
-    excluded = set(_matched("exclude_modules", config.get("exclude_modules") or [], names))
-    return [name for name in found if name not in excluded]
-
-
-def _matched(field: str, patterns: str | list[str], names: Collection[str]) -> list[str]:
-    """Return the names that match: a `str` is a regular expression for the whole name, a list has
-    whole names or suffixes of them."""
-    if not isinstance(patterns, str):
-        return [n for n in names if any(n == end or n.endswith(f".{end}") for end in patterns)]
-    expression = regex.compile(patterns)
-    end = time.monotonic() + TIMEOUT_S
-    found = []
-    for name in names:
-        left = max(end - time.monotonic(), 1e-6)
-        try:
-            if expression.fullmatch(name, timeout=left, concurrent=True):
-                found.append(name)
-        except TimeoutError:
-            raise ValueError(
-                f"{field} must match the names of the model's matrices within {TIMEOUT_S:g} s, got "
-                f"{patterns[:200]!r}"
-            ) from None
+    for target in [targets] if isinstance(targets, str) else targets:
+        end = target.split(".")[-1]
+        if end in ("embed_tokens", "lm_head"):
+            raise ValueError(f"target_modules must name matrices of layers, got {end!r}")
+    if targets == "all-linear":
+        return names
+    if isinstance(targets, str):
+        found = _matched(targets, names)
+    else:
+        found = [n for n in names if any(n == end or n.endswith(f".{end}") for end in targets)]
+    if not found:
+        raise ValueError("target_modules must match a matrix of this model's layers")
     return found
 
 
-def layer_of(name: str) -> int:
-    """Return the layer index of a tensor or matrix from its name in a checkpoint."""
-    return int(re.findall(r"\.(\d+)\.", name)[0])
+def _matched(pattern: str, names: list[str]) -> list[str]:
+    expression = regex.compile(pattern)
+    end = time.monotonic() + TIMEOUT_S
+    try:
+        return [
+            name
+            for name in names
+            if expression.fullmatch(
+                name, timeout=max(end - time.monotonic(), 1e-6), concurrent=True
+            )
+        ]
+    except TimeoutError:
+        raise ValueError(
+            "target_modules must match the names of the model's matrices within "
+            f"{TIMEOUT_S:g} s, got {pattern[:200]!r}"
+        ) from None
 
 
-def _ranks_and_scales(
-    config: dict[str, Any], names: Collection[str]
-) -> dict[str, tuple[int, float]]:
-    targets = _targets(config, names)
-    if not targets:
-        raise ValueError("target_modules must match a matrix of this model's layers")
-    ranks = _by_pattern(config, "rank_pattern", "r", targets)
-    alphas = _by_pattern(config, "alpha_pattern", "lora_alpha", targets)
-    return {name: _rank_and_scale(config, name, ranks[name], alphas[name]) for name in targets}
-
-
-def _rank_and_scale(config: dict[str, Any], name: str, rank: Any, alpha: Any) -> tuple[int, float]:
+def _rank_and_scale(config: dict[str, Any]) -> tuple[int, float]:
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"the rank of {name} must be an integer >= 1, got {rank!r}")
+        raise ValueError(f"r must be an integer >= 1, got {rank!r}")
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"lora_alpha of {name} must be a number, got {alpha!r}")
+        raise ValueError(f"lora_alpha must be a number, got {alpha!r}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _by_pattern(
-    config: dict[str, Any], field: str, default: str, names: Collection[str]
-) -> dict[str, Any]:
-    """Return the value for each name. The first pattern that matches the end of a name decides."""
-    found = dict.fromkeys(names, config.get(default))
-    patterns = config.get(field) or {}
-    for pattern, value in reversed(patterns.items()):
-        for name in _matched(field, rf"(.*\.)?({pattern})", names):
-            found[name] = value
-    return found
-
-
 # -- the tensors
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the file's tensors by name, without PEFT's prefix."""
-    with safe_open(path, framework="pt") as file:
-        # Copies, because the file can be overwritten while the adapter is served.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _take(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, int]) -> torch.Tensor:

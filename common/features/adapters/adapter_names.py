@@ -14,39 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from common.requests.engine_plugin import EnginePlugin
 from request import Request
-
-
-class Loading(Protocol):
-    """An adapter that is being read while steps run. The other calls come between two steps."""
-
-    def is_over(self) -> bool: ...
-
-    def digest(self) -> str:
-        """Wait for the content, return its digest. Raises `ValueError`, `FileNotFoundError`."""
-        ...
-
-    def take(self) -> None:
-        """Put the adapter into memory, for future steps."""
-        ...
-
-    def discard(self) -> None:
-        """Discard the adapter. It was not taken, or taking it failed."""
-        ...
 
 
 class AdapterLoader(Protocol):
     """Loads adapters in the process that has the model, or on every rank."""
 
-    def begin(self, directory: str | Path) -> Loading: ...
+    def load(self, directory: str | Path) -> str:
+        """Read an adapter for future steps, and return its digest. Raises `ValueError` and
+        `FileNotFoundError`."""
+        ...
 
     def drop(self, digest: str) -> None:
         """Remove an adapter from memory. No future step uses it; one in flight may still do so."""
         ...
 
 
-class AdapterNames(EnginePlugin):
+class AdapterNames:
     """The names, and the requests that use each adapter. `wait_for_steps` waits until no step in
     flight can use the adapter that is dropped next."""
 
@@ -63,35 +47,18 @@ class AdapterNames(EnginePlugin):
     def load(self, name: str, directory: str | Path) -> None:
         """Load an adapter under a name. Raises `ValueError`, and changes nothing, if the name is in
         use or the adapter cannot be computed."""
-        self.end_load(name, self.begin_load(name, directory))
-
-    def begin_load(self, name: str, directory: str | Path) -> Loading:
-        """Start to read an adapter. Steps can run before `end_load` gets the result."""
-        self._check_is_free(name)
-        if not isinstance(directory, str | Path):
-            raise ValueError(f"directory must be a path, got {directory!r}")
-        self._drop_unused()
-        return self._loader.begin(directory)
-
-    def end_load(self, name: str, loading: Loading) -> None:
-        try:
-            self._check_is_free(name)  # another load may have taken the name
-            digest = loading.digest()
-            # Before `take`: if that is interrupted, the next `_drop_unused` drops the content.
-            self._users.setdefault(digest, set())
-            loading.take()
-            self._digests[name] = digest
-        except BaseException:
-            loading.discard()
-            raise
-
-    def _check_is_free(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a non-empty str, got {name!r}")
         if name in self._digests:
             raise ValueError(
                 f"name must be unused, got {name!r}; unload the adapter of this name first"
             )
+        if not isinstance(directory, str | Path):
+            raise ValueError(f"directory must be a path, got {directory!r}")
+        self._drop_unused()
+        digest = self._loader.load(directory)
+        self._users.setdefault(digest, set())
+        self._digests[name] = digest
 
     def unload(self, name: str) -> None:
         """Remove a name; requests keep the adapter. Raises `ValueError` for an unknown name."""
@@ -114,22 +81,16 @@ class AdapterNames(EnginePlugin):
             found.setdefault(digest, []).append(name)
         return found
 
-    def name_of(self, digest: str) -> str | None:
-        """Return the adapter's (first) name, or None if only unfinished requests still use it."""
-        return next((name for name, its in self._digests.items() if its == digest), None)
-
     def in_use(self, running: Container[str]) -> tuple[list[str], list[str]]:
         """Return the (first) names of the adapters that running requests use, and waiting
         ones."""
         in_running = []
         in_waiting = []
         for digest, users in list(self._users.items()):  # steps may run in another thread
-            name = self.name_of(digest) or digest
-            are_running = [user in running for user in tuple(users)]
-            if any(are_running):
-                in_running.append(name)
-            if not all(are_running):
-                in_waiting.append(name)
+            name = self.by_digest.get(digest, [digest])[0]
+            are_running = {user in running for user in tuple(users)}
+            in_running += [name] * (True in are_running)
+            in_waiting += [name] * (False in are_running)
         return in_running, in_waiting
 
     def on_add(self, request: Request) -> None:

@@ -30,19 +30,19 @@ See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from common.features.adapters.adapter_files import Adapter, LowRank, layer_of, read_adapter
+from common.features.adapters.adapter_files import Adapter, LowRank, read_adapter
 from common.models.blocks import CheckpointTensor
-from common.models.linear import Linear, Product
+from common.models.linear import Linear
 from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
+from common.sampling.runner_plugin import DeviceArgs
 
 # Matrices of a layer: block, matrix, and the checkpoint's matrices that it fuses.
 _FUSED = (
@@ -51,9 +51,6 @@ _FUSED = (
     ("mlp", "gate_up", ("mlp.gate_proj", "mlp.up_proj")),
     ("mlp", "down", ("mlp.down_proj",)),
 )
-
-
-_FIRST = ".post_attention_layernorm.weight"  # of each layer, in every family
 
 
 def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int, ...]]:
@@ -67,16 +64,17 @@ def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int,
 SlotMask = torch.Tensor
 
 
-class Ordered(NamedTuple):
+@dataclass(eq=False)
+class Ordered(DeviceArgs):
     """Rows by adapter: `order[start:stop]` are the rows of `slot`. `order` is None if it would be
     all rows in their present order."""
 
-    order: torch.Tensor | None  # [num_rows] int64
+    order: Any  # [num_rows] int64
     segments: Sequence[tuple[int, int, int]]  # slot, start, stop
 
 
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
+@dataclass(eq=False)
+class StepAdapters(DeviceArgs):
     """The adapters of all rows of a step (`tokens`), and of the rows that are still computed after
     the last layer's attention (`sampled`)."""
 
@@ -108,25 +106,18 @@ class AdaptedModel:
     @classmethod
     def of(cls, model: DecoderModel) -> AdaptedModel:
         known = model.layers[0].attention.qkv.adapter
-        return cls(model) if known is None else known.adapted
+        return known.adapted if isinstance(known, MatrixAdapter) else cls(model)
 
 
-class AdaptedProduct:
-    """A matrix's product, and what adapters add to it. The same in a step without adapters."""
+class MatrixAdapter:
+    """What adapters add to a matrix's product. Nothing in a step without adapters."""
 
-    def __init__(self, product: Product, adapted: AdaptedModel, index: int, lags: bool) -> None:
-        self.product = product
+    def __init__(self, adapted: AdaptedModel, index: int, lags: bool) -> None:
         self.adapted = adapted
         self.index = index
         self.lags = lags
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._add(x, self.product(x))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._add(x, self.product.add_to(residual, x))
-
-    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Add to `y` in place, the matrix's product [rows, out] with `x` [rows, in]."""
         step = self.adapted.step
         if step is None:
@@ -150,10 +141,9 @@ class AdapterSlots:
         self.slot_of: dict[str, int] = {}  # by digest, the least recently used first
         self.additions: list[Addition] = []
         adapted = AdaptedModel.of(model)
-        last = model.config.num_hidden_layers - 1
-        here = [n for n, t in parts.items() if n.endswith(_FIRST) and t.target is not None]
-        for name, layer in zip(here, model.layers, strict=True):
-            self._adapt(adapted, layer, name.removesuffix(_FIRST), layer_of(name) == last, parts)
+        for number, layer in zip(model.layer_range, model.layers, strict=True):
+            is_last = number == model.config.num_hidden_layers - 1
+            self._adapt(adapted, layer, f"model.layers.{number}", is_last, parts)
         # Does not keep the tensors, because plain weights are freed when they are packed.
         self._parts = {n: tensor.part for n, tensor in parts.items() if tensor.target is not None}
 
@@ -172,12 +162,8 @@ class AdapterSlots:
             matrix: Linear = getattr(getattr(layer, block), name)
             targets = [parts[f"{name}.weight"].target for name in names]
             sizes = [len(target) for target in targets if target is not None]
-            matrix.product = matrix.adapter = AdaptedProduct(
-                product=matrix.product if matrix.adapter is None else matrix.adapter.product,
-                adapted=adapted,
-                index=len(self.additions),
-                lags=is_last and name != "qkv",
-            )
+            lags = is_last and name != "qkv"
+            matrix.adapter = MatrixAdapter(adapted, len(self.additions), lags)
             addition = Addition(
                 weight=matrix.plain_weight(),
                 names=names,
@@ -194,11 +180,14 @@ class AdapterSlots:
 
     # -- loading adapters
 
-    def begin(self, directory: str | Path) -> Reading:
-        return Reading(self, directory)
+    def load(self, directory: str | Path) -> str:
+        """Read an adapter into the host's memory, and return its digest. Raises the errors of
+        `read_adapter`."""
+        adapter = self.read(directory)
+        self.take(adapter)
+        return adapter.digest
 
     def read(self, directory: str | Path) -> Adapter:
-        """Read an adapter, in any thread. Raises the errors of `read_adapter`."""
         return read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
 
     def take(self, adapter: Adapter) -> None:
@@ -231,37 +220,13 @@ class AdapterSlots:
         return {digest: self.slot_of[digest] for digest in step_digests}
 
     def _free_slot(self) -> int:
-        if len(self.slot_of) < self.num_slots - 1:
-            used = set(self.slot_of.values())
-            return next(slot for slot in range(1, self.num_slots) if slot not in used)
-        return self.slot_of.pop(next(iter(self.slot_of)))
+        free = set(range(1, self.num_slots)) - set(self.slot_of.values())
+        return min(free) if free else self.slot_of.pop(next(iter(self.slot_of)))
 
     @torch.inference_mode()
     def _fill(self, slot: int, adapter: Adapter) -> None:
         for addition in self.additions:
             addition.fill(slot, adapter.matrices)
-
-
-class Reading:
-    """The `Loading` of one process: a thread reads the adapter."""
-
-    def __init__(self, slots: AdapterSlots, directory: str | Path) -> None:
-        self._slots = slots
-        thread = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._adapter = thread.submit(slots.read, directory)
-        thread.shutdown(wait=False)
-
-    def is_over(self) -> bool:
-        return self._adapter.done()
-
-    def digest(self) -> str:
-        return self._adapter.result().digest
-
-    def take(self) -> None:
-        self._slots.take(self._adapter.result())
-
-    def discard(self) -> None:
-        pass
 
 
 class Addition:
@@ -286,7 +251,7 @@ class Addition:
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         for i, (name, b) in enumerate(zip(self.names, self.b, strict=True)):
             matrix = matrices.get(name)
-            self.ranks[slot][i] = rank = 0 if matrix is None else matrix.rank
+            self.ranks[slot][i] = rank = 0 if matrix is None else len(matrix.a)
             self.a[slot, i, rank:].zero_()
             if matrix is not None:
                 self.a[slot, i, :rank].copy_(matrix.a, non_blocking=True)
@@ -297,7 +262,8 @@ class Addition:
         then with its B."""
         if isinstance(rows, SlotMask):
             return self._add_in_graph(rows, x, y)
-        order, segments = rows
+        order = rows.order
+        segments = rows.segments
         if not segments:
             return y
         x = x if order is None else x.index_select(0, order)

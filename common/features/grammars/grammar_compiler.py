@@ -1,13 +1,10 @@
-"""`GrammarCompiler`: compiles grammars one after another, concurrently with steps, and caches them.
+"""`GrammarCompiler`: compiles grammars in threads, concurrently with steps, and caches them.
 
-The library lets other threads run in the meantime, and cannot be stopped. So a thread watches the
-thread that compiles: a grammar that takes too long fails, a grammar that no request waits for any
-longer is abandoned, and in both cases the next one starts. A job can be cancelled until it is done.
-
-An abandoned compilation continues until the library's own limits end it (`_LIMITS` in
+The library lets other threads run in the meantime, and cannot be stopped. A grammar that takes too
+long fails, and a job that no request waits for any longer can be cancelled until it is done; the
+thread that compiles it stays busy until the library's own limits end it (`_LIMITS` in
 `vocabulary.py`), which can take minutes, because the library does not count all of its work. Three
-of them do not delay another grammar. Short and long sources have separate queues, so however many
-long ones are abandoned, short ones do not wait.
+of them do not delay another grammar.
 
 The result is text, from which each rank that samples makes a matcher (`grammar_masks.py`), so masks
 never cross processes. A separate process for compiling could be ended, but its matcher would stay
@@ -19,35 +16,20 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import Lock, Semaphore, Thread
+from queue import SimpleQueue
+from threading import Lock, Thread, Timer
 
 from common.features.grammars.lark_text import compile_source
 from common.features.grammars.vocabulary import Vocabulary, tokenizer_of
 
-KEPT = 64 << 20  # approximate bytes of cached grammars, which no request may need
+NUM_KEPT = 32  # cached grammars, which no request may need
 TIMEOUT_S = 10.0  # for one grammar, without its wait for others
-MAX_CONCURRENT = 4  # of a queue: one for a request, and three abandoned ones that still run
-SHORT = 4_000  # characters
+NUM_THREADS = 4
+_MAKING_TOKENIZER = Lock()
 
-
-class GrammarJob(Future[str]):
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.source = source
-        self.outcomes = SimpleQueue[str | BaseException | None]()  # None: it was cancelled
-
-    def cancel(self) -> bool:
-        is_cancelled = super().cancel()
-        if is_cancelled:
-            self.outcomes.put(None)
-        return is_cancelled
-
-
-Jobs = SimpleQueue[GrammarJob | None]
+Jobs = SimpleQueue[tuple[str, Future[str]] | None]
 
 
 class GrammarCompiler:
@@ -56,94 +38,52 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._kept: OrderedDict[str, GrammarJob] = OrderedDict()
-        self._num_bytes = 0  # of the cached grammars
-        self._short = Jobs()
-        self._long = Jobs()
-        making = Lock()
-        for jobs in (self._short, self._long):
-            arguments = jobs, vocabulary, making
-            Thread(target=_watch, args=arguments, name="grammar", daemon=True).start()
-        self.close = weakref.finalize(self, _close, [self._short, self._long], self._kept)
+        self._kept: OrderedDict[str, Future[str]] = OrderedDict()
+        self._jobs = Jobs()
+        for _ in range(NUM_THREADS):
+            arguments = self._jobs, vocabulary
+            Thread(target=_work, args=arguments, name="grammar", daemon=True).start()
+        self.close = weakref.finalize(self, _close, self._jobs, self._kept)
 
-    def submit(self, source: str) -> GrammarJob:
+    def submit(self, source: str) -> Future[str]:
         """Return the job of a grammar. Its result is the compiled text, or a `ValueError` with the
         reason."""
         job = self._kept.pop(source, None)
-        if job is None:
-            self._num_bytes += _size(source)
-        if job is None or (job.done() and not _is_compiled(job)):
-            job = GrammarJob(source)
-            (self._short if len(source) <= SHORT else self._long).put(job)
+        if job is None or (job.done() and (job.cancelled() or job.exception())):
+            job = Future()
+            self._jobs.put((source, job))
         self._kept[source] = job
-        self._evict_to_fit()
+        if len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
         return job
 
-    def _evict_to_fit(self) -> None:
-        """Evict grammars until they fit into `KEPT`. The cost does not depend on their number."""
-        while self._num_bytes > KEPT and len(self._kept) > 1:
-            source, job = next(iter(self._kept.items()))
-            if not job.done():  # most jobs after it are not done either
-                break
-            del self._kept[source]
-            self._num_bytes -= _size(source)
 
-
-def _size(source: str) -> int:
-    """The approximate bytes of a source, its compiled text (which is longer) and its job."""
-    return 4 * len(source) + 4096
-
-
-def _is_compiled(job: GrammarJob) -> bool:
-    return not job.cancelled() and job.exception() is None
-
-
-def _watch(jobs: Jobs, vocabulary: Vocabulary, making: Lock) -> None:
-    """Compile the jobs of one queue. `making` is held while the tokenizer is made, once."""
-    with making, suppress(Exception):  # each grammar's compilation raises it again
-        tokenizer_of(vocabulary)  # takes seconds for a large one; no grammar's time includes it
-    at_work = Semaphore(MAX_CONCURRENT)
-    while (job := jobs.get()) is not None:
-        at_work.acquire()
-        if job.cancelled():
-            at_work.release()
-            continue
-        arguments = job.source, vocabulary, job.outcomes.put, at_work.release
-        Thread(target=_compile, args=arguments, name="grammar", daemon=True).start()
+def _work(jobs: Jobs, vocabulary: Vocabulary) -> None:
+    while (entry := jobs.get()) is not None:
+        source, job = entry
+        reason = f"compiling takes longer than {TIMEOUT_S:.0f} s"
+        timer = Timer(TIMEOUT_S, _fail, (job, reason))
+        timer.daemon = True
         try:
-            outcome = job.outcomes.get(timeout=TIMEOUT_S)
-        except Empty:
-            outcome = _refused(f"compiling takes longer than {TIMEOUT_S:.0f} s")
-        if outcome is None or not job.set_running_or_notify_cancel():
-            continue
-        if isinstance(outcome, str):
-            job.set_result(outcome)
-        else:
-            job.set_exception(outcome)
+            with _MAKING_TOKENIZER:  # takes seconds for a large one, the first time
+                tokenizer = tokenizer_of(vocabulary)
+            if not job.done():
+                timer.start()
+                compiled = compile_source(source, tokenizer)
+                with suppress(InvalidStateError):  # cancelled, or too late
+                    job.set_result(compiled)
+        except BaseException as error:
+            _fail(job, error)
+        timer.cancel()
 
 
-def _compile(
-    source: str,
-    vocabulary: Vocabulary,
-    put: Callable[[str | BaseException], None],
-    release: Callable[[], None],
-) -> None:
-    try:
-        outcome = compile_source(source, tokenizer_of(vocabulary))
-    except (ValueError, RecursionError) as error:
-        outcome = _refused(error)
-    except BaseException as error:
-        outcome = error
-    release()
-    put(outcome)
+def _fail(job: Future[str], reason: object) -> None:
+    with suppress(InvalidStateError):
+        job.set_exception(ValueError(f"cannot compile: {reason}"))
 
 
-def _refused(reason: object) -> ValueError:
-    return ValueError(f"cannot compile: {reason}")
-
-
-def _close(queues: list[Jobs], kept: OrderedDict[str, GrammarJob]) -> None:
+def _close(jobs: Jobs, kept: OrderedDict[str, Future[str]]) -> None:
     for job in kept.values():
         job.cancel()  # no effect on finished jobs
-    for jobs in queues:
+    for _ in range(NUM_THREADS):
         jobs.put(None)

@@ -8,9 +8,9 @@
 A matcher's state depends only on the outputs, and it reads them from the runner's copy when it
 needs them. So preemptions, several accepted draft tokens and chunks need no extra handling.
 
-Draft tokens (chapter 5) are matched one by one, for the bits of the rows after each, and then
-rolled back: only tokens that the runner has accepted stay. The rows after a draft token that the
-grammar forbids get no mask, because that draft token is rejected in any case.
+Draft tokens (chapter 5) are matched one by one by a copy of the matcher, for the bits of the rows
+after each: the matcher takes only tokens that the runner has accepted. The rows after a draft token
+that the grammar forbids get no mask, because that draft token is rejected in any case.
 
 EOS, and a stop token without text in the grammar, can come where the text is complete. Before
 `min_tokens` outputs no end token can come, unless nothing else can.
@@ -22,22 +22,21 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
+from itertools import takewhile
 
 import numpy as np
 import torch
 from llguidance.numpy import fill_next_token_bitmask
 
+from batch_layout import all_to_device
 from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
-from common.requests.tokenizer import load_tokenizer
 from common.sampling.runner_plugin import (
     BroughtByFew,
     HasTokens,
-    PluginContext,
     StepRows,
-    UploadBuffer,
 )
 from common.sampling.sampling_constraints import forbid
 from scheduler_interface import NewRequestData
@@ -52,14 +51,13 @@ class GrammarMasks(BroughtByFew):
         super().__init__()  # each row has a `Matched` or None
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer_of(vocabulary)
+        self._num_words = num_words(vocabulary)
 
     def admit(self, row: int, new: NewRequestData) -> None:
         compiled = new.features.get(self.name)
-        matched = None
         if compiled is not None:
             stop_token_ids = new.sampling_params.stop_token_ids
-            matched = self.match(compiled, stop_token_ids, new.features["min_tokens"])
-        self.put(row, matched)
+            self.put(row, self.match(compiled, stop_token_ids, new.features["min_tokens"]))
 
     def release(self, row: int) -> None:
         self.put(row, None)
@@ -70,18 +68,15 @@ class GrammarMasks(BroughtByFew):
         beginning = beginning_of(self._tokenizer, compiled)
         return Matched(beginning, self._vocabulary, stop_token_ids, min_tokens)
 
-    def before_sampling(
-        self, step: StepRows, upload: UploadBuffer
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         rows = step.queries.rows
         num_rows = step.queries.num_logit_rows
         first = np.cumsum(num_rows) - num_rows
         concerned = np.flatnonzero(self.has_one[rows] & (num_rows > 0))
         if not len(concerned):
-            return None
+            return logits
         at = np.concatenate([first[i] + np.arange(num_rows[i]) for i in concerned])
-        num_words = -(-len(self._vocabulary.token_bytes) // 32)
-        bits = np.full((len(at), num_words), -1, dtype=np.int32)
+        bits = np.full((len(at), self._num_words), -1, dtype=np.int32)
         row_of_bits = 0
         for i in concerned.tolist():
             matched: Matched = self.brought[rows[i]]
@@ -91,22 +86,21 @@ class GrammarMasks(BroughtByFew):
                 if matched.fill(bits, row_of_bits, drafts):
                     break
             row_of_bits += int(num_rows[i])
-        sent_at, sent_bits = upload.add(at), upload.add(bits)
-        return lambda logits: forbid(logits, sent_at(), sent_bits())
+        sent_at, sent_bits = all_to_device(logits.device, [at, bits])
+        return forbid(logits, sent_at, sent_bits)
 
     def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
         if not self.has_one[row]:
             return {}
-        bits = np.full((1, -(-len(self._vocabulary.token_bytes) // 32)), -1, dtype=np.int32)
+        bits = np.full((1, self._num_words), -1, dtype=np.int32)
         matched: Matched = copy(self.brought[row])
         matched.begin()
         matched.take(outputs)
         matched.fill(bits, 0, ())
-        is_allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool)
-        is_allowed = np.pad(is_allowed, (0, max(0, vocab_size - len(is_allowed))))[:vocab_size]
+        lanes = np.unpackbits(bits.view(np.uint8)[0], count=vocab_size, bitorder="little")
         reason = " with min_tokens" if len(outputs) < matched.min_tokens else ""
         reason = f" ({matched.gave_up})" if matched.gave_up else reason
-        return {f"{self.name}{reason}": is_allowed}
+        return {f"{self.name}{reason}": lanes.astype(bool)}
 
     def num_possible(self, state: HasTokens, row: int, drafts: Sequence[int]) -> int:
         matched: Matched | None = self.brought[row]
@@ -114,6 +108,11 @@ class GrammarMasks(BroughtByFew):
             return len(drafts)
         matched.follow(state, row)
         return matched.num_possible(drafts)
+
+
+def num_words(vocabulary: Vocabulary) -> int:
+    """The number of words of 32 bits that have a bit for each token."""
+    return -(-len(vocabulary.token_bytes) // 32)
 
 
 class Matched:
@@ -135,11 +134,9 @@ class Matched:
         self.min_tokens = min_tokens
         self._eos = frozenset(vocabulary.eos_token_ids)
         self._ends = self._eos.union(i for i in stop_token_ids if i < len(vocabulary.token_bytes))
-        ids = np.array([*self._ends])
-        self._words, at = np.unique(ids // 32, return_inverse=True)  # those with end tokens
-        self._bits = np.zeros(len(self._words), dtype=np.uint32)
-        np.bitwise_or.at(self._bits, at, np.uint32(1) << (ids % 32).astype(np.uint32))
-        self._bits = self._bits.view(np.int32)
+        is_end = np.zeros(num_words(vocabulary) * 32, dtype=bool)
+        is_end[list(self._ends)] = True
+        self._end_bits = np.packbits(is_end, bitorder="little").view(np.int32)
         self.gave_up = ""  # the reason, if the library gave up
         self.begin()
 
@@ -172,28 +169,17 @@ class Matched:
         return self._has_ended
 
     def _accept(self, draft: int) -> bool:
-        """Consume a draft token if it is allowed, and return whether it was. Validates first,
-        because a matcher that has refused a token cannot be used any longer."""
+        """Consume a draft token if it is allowed, and return whether it was."""
         if self._has_ended:
             return False
-        if self._end(draft):
-            return True
         is_text = draft not in self._eos and self._matcher.validate_tokens([draft]) == 1
-        return is_text and self._matcher.consume_token(draft)
+        return self._end(draft) or (is_text and self._matcher.consume_token(draft))
 
-    def _rollback(self, drafts: Sequence[int], num_taken: int) -> None:
-        """Roll back the first `num_taken` draft tokens, those that were accepted."""
-        tokens = drafts[:num_taken]
-        if self._has_ended and tokens:
-            self._has_ended = False
-            tokens = tokens[:-1]
-        self._matcher.rollback(len(tokens))
-        if self._matcher.is_error():
-            error = sentence_of(self._matcher.get_error())
-            self.gave_up = "" if error == NOTHING_FITS else error
-            if error != TOO_MANY_WAYS:  # that is caused by the text itself
-                self.beginning.rebuild()
-            self.begin()
+    def _ahead(self) -> Matched:
+        """A copy that takes draft tokens."""
+        ahead = copy(self)
+        ahead._matcher = self._matcher.deep_copy()
+        return ahead
 
     def fill(self, bits: np.ndarray, row: int, drafts: Sequence[int]) -> bool:
         """Fill `bits` [rows, words] int32 at `row` and at one more row for each draft token. After
@@ -201,17 +187,18 @@ class Matched:
         if the library gave up at the first row."""
         if self._has_ended:
             return True
-        num_taken = 0
+        ahead = self._ahead()
         for i, draft in enumerate([*drafts, -1]):
-            self._fill_row(bits[row + i], self._num_taken + i)
-            if draft < 0 or not self._accept(draft):
+            ahead._fill_row(bits[row + i], self._num_taken + i)
+            if draft < 0 or not ahead._accept(draft) or ahead._has_ended:
                 break
-            num_taken += 1
-            if self._has_ended:
-                break
-        if self._matcher.is_error():
-            bits[row + num_taken + 1 : row + 1 + len(drafts)] = 0
-        self._rollback(drafts, num_taken)
+        if ahead._matcher.is_error():
+            bits[row + i + 1 : row + 1 + len(drafts)] = 0
+            error = sentence_of(ahead._matcher.get_error())
+            self.gave_up = "" if error == NOTHING_FITS else error
+            if error != TOO_MANY_WAYS:  # that is caused by the text itself
+                self.beginning.rebuild()
+            self.begin()
         return bool(bits[row].any())
 
     def _fill_row(self, bits: np.ndarray, num_outputs: int) -> None:
@@ -221,23 +208,13 @@ class Matched:
             bits[:] = 0
             return
         if self._matcher.is_accepting():
-            bits[self._words] |= self._bits
+            bits |= self._end_bits
         if num_outputs < self.min_tokens:
-            others = bits.copy()
-            others[self._words] &= ~self._bits
-            bits[:] = others if others.any() else bits
+            others = bits & ~self._end_bits
+            if others.any():
+                bits[:] = others
 
     def num_possible(self, drafts: Sequence[int]) -> int:
-        num_taken = 0
-        while num_taken < len(drafts) and self._accept(drafts[num_taken]):
-            num_taken += 1
-        self._rollback(drafts, num_taken)
-        return num_taken
-
-
-def make(context: PluginContext) -> GrammarMasks:
-    tokenizer = context.tokenizer
-    path = context.path
-    tokenizer = tokenizer or (None if path is None else load_tokenizer(path))
-    assert tokenizer is not None, "a grammar needs a tokenizer"
-    return GrammarMasks(Vocabulary.of(tokenizer, context.vocab_size, context.eos_token_ids))
+        ahead = self._ahead()
+        accepted = takewhile(ahead._accept, drafts)
+        return len(list(accepted))

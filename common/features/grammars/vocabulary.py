@@ -8,10 +8,9 @@ See 04_scheduler/beyond/GRAMMARS.md#which-tokens-may-come-next"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from queue import SimpleQueue
+from functools import lru_cache
 from threading import Lock, Thread, stack_size
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -63,30 +62,24 @@ class Beginning:
     error state."""
 
     def __init__(self, tokenizer: LLTokenizer, text: str) -> None:
-        limits = _LIMITS[RULES in text]
-        self._make = partial(LLMatcher, tokenizer, text, log_level=0, limits=limits)
+        self.tokenizer = tokenizer
+        self.text = text
         self.rebuild()
 
     def rebuild(self) -> None:
         """Make the matcher, or a fresh one: copies share states, and their count can be high."""
-        made = SimpleQueue[LLMatcher | BaseException]()
+        thread = Thread(target=self._make, daemon=True)
         with _ONE_AT_A_TIME:
             usual = stack_size(_STACK)
             try:
-                Thread(target=_make, args=(self._make, made.put), daemon=True).start()
+                thread.start()
             finally:
                 stack_size(usual)
-        found = made.get()
-        if isinstance(found, BaseException):
-            raise found
-        self.matcher = found
+        thread.join()
 
-
-def _make(make: Callable[[], LLMatcher], put: Callable[[LLMatcher | BaseException], None]) -> None:
-    try:
-        put(make())
-    except BaseException as error:
-        put(error)
+    def _make(self) -> None:
+        limits = _LIMITS[RULES in self.text]
+        self.matcher = LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
 
 
 @lru_cache(maxsize=32)

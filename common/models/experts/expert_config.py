@@ -19,16 +19,6 @@ from request import check_integers
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """The names of the experts' tensors in a checkpoint, relative to a layer."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     num_experts: int
     num_active: int  # that a token is multiplied with
@@ -36,7 +26,8 @@ class ExpertsConfig:
     is_renormalised: bool  # do the weights of a token add up to 1
     is_rounded: bool  # are they rounded to the model's dtype
     layers: tuple[int, ...]  # that have experts; the others have an MLP
-    names: ExpertNames
+    block: str  # the name of the block in a checkpoint, relative to a layer
+    matrices: tuple[str, str, str]  # of each expert there: gate, up, down
 
     def part(self, layers: range, num_ranks: int) -> ExpertsConfig:
         """The configuration for these layers, with one rank's part of each matrix."""
@@ -61,7 +52,8 @@ def qwen3_moe(hf: Any) -> ExpertsConfig | None:
         is_renormalised=hf.norm_topk_prob,
         is_rounded=True,
         layers=tuple(layers),
-        names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+        block="mlp",
+        matrices=("gate_proj", "up_proj", "down_proj"),
     )
 
 
@@ -75,7 +67,8 @@ def mixtral(hf: Any) -> ExpertsConfig:
         is_renormalised=True,
         is_rounded=False,
         layers=tuple(range(hf.num_hidden_layers)),
-        names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
     )
 
 

@@ -134,14 +134,13 @@ class ExpertsBlock(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
-        names = self.experts.names
+        block = self.experts.block
+        *gate_and_up, down_name = self.experts.matrices
         found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
-        found |= parts_of(names.block, ("gate",), [self.router.shape[0]], self.router)
+        found |= parts_of(block, ["gate"], self.router)
         for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            prefix = f"{names.block}.experts.{i}"
-            sizes = [gate_up.shape[0] // 2] * 2
-            found |= parts_of(prefix, (names.gate, names.up), sizes, gate_up)
-            found |= parts_of(prefix, (names.down,), [down.shape[0]], down)
+            found |= parts_of(f"{block}.experts.{i}", gate_and_up, gate_up)
+            found |= parts_of(f"{block}.experts.{i}", [down_name], down)
         return whole(found)
 
 

@@ -33,10 +33,8 @@ class CompiledPacking:
         for dtype, name in ((torch.float32, "float"), (torch.bfloat16, "bfloat16")):
             self.pack[dtype] = pack = library[f"pack_{name}"]
             pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int)
-            pack.restype = None
             self.multiply[dtype] = multiply = library[f"multiply_{name}"]
             multiply.argtypes = *[c_void_p] * 5, *[c_int64] * 3, c_int
-            multiply.restype = None
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CompiledProduct:
         return CompiledProduct(self, weight.contiguous(), bias)
@@ -94,4 +92,4 @@ class CompiledProduct:
 
 def compile_packing() -> CompiledPacking | None:
     otherwise = "products are not compiled, they are oneDNN's"
-    return try_to_compile(CompiledPacking, "products", otherwise)
+    return try_to_compile(CompiledPacking, otherwise)

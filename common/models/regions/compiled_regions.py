@@ -14,7 +14,6 @@ See common/models/regions/README.md#between-the-matrices"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
@@ -37,22 +36,20 @@ class CompiledRegions(FusedRegions):
         """Compile the loops. Raises `RuntimeError` if nothing can be compiled here."""
         constants = dict(SCALAR=SCALARS[dtype], NORM=SCALARS[norm_dtype], HEAD_DIM=head_dim)
         library = load_library(Path(__file__).with_suffix(".cpp"), constants)
-        end = c_int64, c_int64, c_int
-        norm = [c_void_p, c_void_p, c_double, c_void_p, *end]
-        rotate = [c_void_p, c_void_p, c_double, *[c_void_p] * 5, *[c_int64] * 4]
-        rotate += [c_void_p, c_int64, *end]
-        self._norm = _function(library.rms_norm, norm)
-        self._silu = _function(library.silu_and_multiply, [c_void_p, c_void_p, *end])
-        self._rotate = _function(library.rotate_and_write, rotate)
+        self._norm = library.rms_norm
+        self._norm.argtypes = (c_void_p, c_void_p, c_double, c_void_p, c_int64, c_int64, c_int)
+        self._silu = library.silu_and_multiply
+        self._silu.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int)
+        self._rotate = library.rotate_and_write
+        places = *[c_void_p] * 5, *[c_int64] * 4  # table, positions, slots and caches
+        tokens = c_void_p, *[c_int64] * 3, c_int
+        self._rotate.argtypes = (c_void_p, c_void_p, c_double, *places, *tokens)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         output = torch.empty_like(x)
-        num_rows, size = x.shape
         num_threads = torch.get_num_threads()
-        self._norm(
-            x.data_ptr(), weight.data_ptr(), eps, output.data_ptr(), num_rows, size, num_threads
-        )
+        self._norm(x.data_ptr(), weight.data_ptr(), eps, output.data_ptr(), *x.shape, num_threads)
         return output
 
     def rotate_and_write(
@@ -89,20 +86,11 @@ class CompiledRegions(FusedRegions):
         return output
 
 
-def _function(function: Callable, types: Sequence[type]) -> Callable[..., None]:
-    function.argtypes = types
-    function.restype = None
-    return function
-
-
 def compile_regions(model: DecoderModel) -> Regions:
     """Return compiled regions for a model like this one. Without a C++ compiler: the plain
     functions, and a warning."""
-    make = partial(
-        CompiledRegions,
-        dtype=model.embed_weight.dtype,
-        norm_dtype=model.norm_weight.dtype,
-        head_dim=model.layers[0].attention.head_dim,
-    )
+    config = model.config
+    dtype = model.embed_weight.dtype
+    make = partial(CompiledRegions, dtype, config.norm_dtype(dtype), config.head_dim)
     operations = "norms and rotary embedding"
-    return try_to_compile(make, operations, f"{operations} are not compiled") or Regions()
+    return try_to_compile(make, f"{operations} are not compiled") or Regions()

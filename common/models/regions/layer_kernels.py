@@ -12,7 +12,7 @@ twenty launches. Three kernels replace them. They are tested against the plain o
 Everything between a load and a store is float32: a kernel rounds once where PyTorch rounds after
 each operation. That changes low bits in bfloat16, as between any two implementations.
 
-`kernel_regions.py` makes them available to the model.
+`kernel_regions.py` launches them.
 
 See common/models/regions/README.md#between-the-matrices"""
 
@@ -22,12 +22,12 @@ from functools import cache
 
 import torch
 
-from kernel_launch import TRITON_TYPES, Launch
-from paged_attention_triton import check_caches, next_power_of_2
+from kernel_launch import TRITON_TYPES, AttentionShape, Launch
+from paged_attention_triton import next_power_of_2
 from triton_or_none import jit_for_any, tl
 
-HEADS_AT_ONCE = 8  # in a program of `rotate_and_write`
-CHANNELS_AT_ONCE = 1024  # in a program of `silu_and_multiply`
+HEADS_AT_ONCE = 8  # in a program of `_rotate_and_write_kernel`
+CHANNELS_AT_ONCE = 1024  # in a program of `_silu_and_multiply_kernel`
 # Small tensors that came to the GPU in one copy with others.
 UNALIGNED = ("positions", "slot_mapping")
 
@@ -60,25 +60,16 @@ def _add_rms_norm_kernel(
 
 @cache
 def add_rms_norm_launch(hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Launch:
-    names = ("normed", "hidden", "delta")
-    arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype])
-    arguments |= {"weight": "*" + TRITON_TYPES[weight_dtype], "eps": "fp32"}
+    pointer = "*" + TRITON_TYPES[dtype]
+    arguments = {
+        "normed": pointer,
+        "hidden": pointer,
+        "delta": pointer,
+        "weight": "*" + TRITON_TYPES[weight_dtype],
+        "eps": "fp32",
+    }
     constants = {"HIDDEN_SIZE": hidden_size, "WIDTH": next_power_of_2(hidden_size)}
     return Launch(_add_rms_norm_kernel, arguments, constants, 4 if hidden_size <= 2048 else 8)
-
-
-def add_rms_norm(
-    hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add, and return the norm of the stored, rounded sum. `hidden` must be contiguous: it is
-    written."""
-    if not hidden.is_contiguous():
-        raise ValueError(f"hidden must be contiguous, got strides {hidden.stride()}")
-    normed = torch.empty_like(hidden)
-    if len(hidden):
-        launch = add_rms_norm_launch(hidden.shape[1], hidden.dtype, weight.dtype)
-        launch((len(hidden),), normed, hidden, delta.contiguous(), weight, eps)
-    return normed
 
 
 # -- heads are normed and turned; keys and values go into the cache at once
@@ -157,72 +148,27 @@ def _rotate_and_write_kernel(
 
 @cache
 def rotate_and_write_launch(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    cache_strides: tuple[int, int, int],  # from block to block, slot to slot, head to head
-    dtype: torch.dtype,
+    shape: AttentionShape,
     norm_dtype: torch.dtype | None,  # None: there is no norm
 ) -> Launch:
     names = ("query", "qkv", "rotary_table", "key_cache", "value_cache")
-    arguments = dict.fromkeys(names, "*" + TRITON_TYPES[dtype])
-    arguments |= {"norm_weight": "*" + TRITON_TYPES[norm_dtype or dtype]}
+    arguments = dict.fromkeys(names, "*" + TRITON_TYPES[shape.dtype])
+    arguments |= {"norm_weight": "*" + TRITON_TYPES[norm_dtype or shape.dtype]}
     arguments |= {"positions": "*i64", "slot_mapping": "*i64", "eps": "fp32"}
-    block_stride, slot_stride, head_stride = cache_strides
+    block_stride, slot_stride, head_stride = shape.cache_strides
     constants = {
         "HAS_NORM": norm_dtype is not None,
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": block_size,
+        "NUM_HEADS": shape.num_heads,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
         "BLOCK_STRIDE": block_stride,
         "SLOT_STRIDE": slot_stride,
         "HEAD_STRIDE": head_stride,
         "HEADS_AT_ONCE": HEADS_AT_ONCE,
-        "WIDTH": next_power_of_2(head_dim // 2),
+        "WIDTH": next_power_of_2(shape.head_dim // 2),
     }
     return Launch(_rotate_and_write_kernel, arguments, constants, 2, unaligned=UNALIGNED)
-
-
-def rotate_and_write(
-    qkv: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    rotary_table: torch.Tensor,
-    positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """The kernel for the function above. The caches can have either memory order."""
-    check_caches(key_cache, value_cache)
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    query = qkv.new_empty(len(qkv), num_heads, head_dim)
-    launch = rotate_and_write_launch(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        key_cache.stride()[:3],
-        qkv.dtype,
-        None if norm_weight is None else norm_weight.dtype,
-    )
-    if len(qkv):
-        launch(
-            (len(qkv), -(-qkv.shape[1] // HEADS_AT_ONCE)),
-            query,
-            qkv.contiguous(),
-            qkv if norm_weight is None else norm_weight,
-            rotary_table,
-            positions,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            eps,
-        )
-    return query
 
 
 # -- between the MLP's matrices
@@ -252,14 +198,3 @@ def silu_and_multiply_launch(inner_size: int, dtype: torch.dtype) -> Launch:
     arguments = {"output": pointer, "gate_up": pointer}
     constants = {"INNER_SIZE": inner_size, "WIDTH": CHANNELS_AT_ONCE}
     return Launch(_silu_and_multiply_kernel, arguments, constants)
-
-
-def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """The kernel for the function above."""
-    num_tokens = gate_up.shape[0]
-    inner_size = gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_tokens, inner_size)
-    if num_tokens:
-        grid = num_tokens, -(-inner_size // CHANNELS_AT_ONCE)
-        silu_and_multiply_launch(inner_size, gate_up.dtype)(grid, output, gate_up.contiguous())
-    return output

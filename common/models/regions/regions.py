@@ -38,18 +38,6 @@ def rms_norm(
     return single.to(x.dtype) if weight is None else single.to(x.dtype) * weight
 
 
-def norm_and_rotate(
-    qk: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    weight: torch.Tensor | None,  # [num_heads, head_dim], None: there is no norm
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor],  # `rotary_factors` of the tokens
-) -> torch.Tensor:  # like qk
-    """Norm of each head, and rotary embedding."""
-    if weight is not None:
-        qk = rms_norm(qk.to(weight.dtype), None, eps).mul_(weight).to(qk.dtype)
-    return rotate(qk, rotary)
-
-
 class Regions:
     """The operations that a model calls between its matrices."""
 
@@ -80,7 +68,9 @@ class Regions:
         """Norm and rotate queries and keys; write keys and values to the cache."""
         num_kv_heads = key_cache.shape[2]
         qk, value = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-        qk = norm_and_rotate(qk, norm_weight, eps, rotary)
+        if norm_weight is not None:
+            qk = rms_norm(qk.to(norm_weight.dtype), None, eps).mul_(norm_weight).to(qk.dtype)
+        qk = rotate(qk, rotary)
         query, key = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
         plan.write_kv(key, value, key_cache, value_cache)
         return query
@@ -131,9 +121,9 @@ class FusedRegions(Regions):
         self, gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Apply the activation and multiply. Only SiLU is fused."""
-        if activation is not F.silu:
-            return super().activate_and_multiply(gate_up, activation)
-        return self.silu_and_multiply(gate_up)
+        if activation is F.silu:
+            return self.silu_and_multiply(gate_up)
+        return super().activate_and_multiply(gate_up, activation)
 
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
