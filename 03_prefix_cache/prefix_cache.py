@@ -314,9 +314,11 @@ class PrefixCache(ABC):
             token_ids = tuple(token for part in reversed(parts) for token in part)
             yield CachedPrefix(content.extra_keys, token_ids, content.block)
 
-    @abstractmethod
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""
+        """Raise `AssertionError` if the cache contradicts its pool."""
+        users = [self.pool.blocks[block_id].ref_cnt - 1 for block_id in self._by_block_id]
+        assert min(users, default=0) >= 0, "the cache has no reference to one of its blocks"
+        assert users.count(0) == self.num_evictable_blocks, "unused blocks"
 
     @abstractmethod
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Any]:

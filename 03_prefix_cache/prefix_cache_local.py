@@ -212,24 +212,3 @@ class PrefixCacheLocal(PrefixCache):
     def cached_contents(self) -> Iterator[CachedContent]:
         used = (cached for cached in self._by_block_id.values() if cached.num_users)
         return (cached.content for cached in chain(used, self._evictable.values()))
-
-    def check_invariants(self) -> None:
-        assert len(self._by_hash) == len(self._by_block_id)
-        places = {block_id: place for place, block_id in enumerate(self._evictable)}
-        for block_hash, cached in self._by_hash.items():
-            assert self._by_block_id[cached.block_id] is cached, cached
-            assert cached.block is self.pool.blocks[cached.block_id], cached
-            assert cached.block_hash == block_hash, cached
-            assert len(cached.token_ids) == self.block_size, cached
-            parent = cached.parent
-            if parent is None:
-                parent_hash = _mix_in(b"", cached.extra_keys)
-            else:
-                parent_hash = parent.block_hash
-                assert self._by_hash.get(parent_hash) is parent, f"{cached} has no parent"
-                assert parent.num_users >= cached.num_users, f"{cached} is used, its parent is not"
-            assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.num_users >= 0, f"{cached} has no reference from the cache"
-            assert (cached.num_users == 0) == (cached.block_id in places), cached
-            if parent is not None and parent.num_users == 0:
-                assert places[cached.block_id] < places[parent.block_id], f"wrong order: {cached}"

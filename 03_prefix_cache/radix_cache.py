@@ -163,25 +163,3 @@ class RadixCache(PrefixCache):
             contents.append(CachedContent(block, parent, tokens, keys, begins_node=index == 0))
             parent = block.block_id
         return contents
-
-    def check_invariants(self) -> None:
-        self.tree.check_invariants()
-        num_used = 0
-        nodes = set(self.tree.nodes())
-        for node in nodes:
-            num_used += len(node.blocks) if node.lock_ref else 0
-            for block in node.blocks:
-                assert block is self.pool.blocks[block.block_id], f"{block} is not in the pool"
-                assert block.ref_cnt == node.lock_ref + 1, f"ref_cnt of {block} contradicts {node}"
-            for child in node.children.values():
-                assert node.is_root or child.lock_ref <= node.lock_ref, f"{child} used, {node} not"
-                is_newer = child.last_access > node.last_access
-                assert node.is_root or node.lock_ref or not is_newer, f"{child} newer than {node}"
-        assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
-        queued = {node for _, _, node in self._heap}
-        assert len(queued) == len(self._heap), "a node is in the eviction heap twice"
-        assert queued == {node for node in nodes if node.is_queued}, "queued, but not in the tree"
-        for time, _, node in self._heap:
-            assert time <= node.last_access, f"{node} would be evicted too late"
-        for node in nodes - queued:
-            assert node.is_root or node.children or node.lock_ref, f"{node} is not queued"

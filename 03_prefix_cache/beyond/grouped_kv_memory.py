@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from itertools import zip_longest
 
 from block_pool import NULL_BLOCK_ID, Block, BlockPool
@@ -257,21 +257,6 @@ class GroupedKVMemory(UncachedKVCacheManager):
 
     def _count_holders(self) -> Counter[int]:
         return sum((group._count_holders() for group in self.groups), Counter())
-
-    def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        """Also check that no block that is seen was freed."""
-        requests = list(requests)
-        super().check_invariants(requests)
-        names = [group.requests() for group in self.groups]
-        assert all(found == names[0] for found in names), "a block table is missing in a group"
-        for group in self._windows:
-            for request in requests:
-                ids = group.get_block_ids(request.request_id)
-                assert len(ids) * self.block_size >= request.num_computed_tokens, repr(request)
-                num_null = sum(block_id == NULL_BLOCK_ID for block_id in ids)
-                num_unseen = group.num_unseen_blocks(request.num_computed_tokens)
-                assert num_null <= num_unseen, f"{request} lost visible blocks"
-                assert all(ids[num_null:]), f"{request} has a hole in group {group.group}"
 
 
 def max_blocks(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from block_pool import Block, BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
@@ -117,8 +117,3 @@ class LoadingKVCacheManager(CachedKVCacheManager):
         holders = super()._count_holders()
         holders.update(block.block_id for block in self.loads.held_blocks())
         return holders
-
-    def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        super().check_invariants(requests)
-        loading = {load.request.request_id for load in self.loads.loads()}
-        assert loading.isdisjoint(self._tables), "both loading and running"

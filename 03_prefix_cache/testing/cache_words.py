@@ -9,6 +9,7 @@ import pytest
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
+from cache_checks import check_cache
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, HasBlockId
 from radix_cache import RadixCache
@@ -76,7 +77,7 @@ class Rig:
         return sorted(shown), free_ids, order, refs, self.cache.num_evictable_blocks
 
     def check(self) -> None:
-        self.cache.check_invariants()
+        check_cache(self.cache)
         self.pool.check_invariants()
 
     def refused(

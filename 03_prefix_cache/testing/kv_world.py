@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from block_pool import BlockPool
+from cache_checks import check_memory
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady
 from kv_slots import Chaos, MakeCache, Runner, make_request
@@ -247,7 +248,7 @@ class World:
         self.runner.forward(batch, self.running)
 
     def check(self) -> None:
-        self.manager.check_invariants(self.running.values())
+        check_memory(self.manager, self.running.values())
         self.runner.check_cached(self.cache)
         stats = self.cache.stats
         found = [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit]
