@@ -26,7 +26,6 @@ from operator import attrgetter
 from block_pool import Block, BlockPool
 from prefix_cache import CachedContent, CacheListener, HasBlockId, PrefixCache, PrefixKey
 from radix_tree import RadixTree, TreeNode
-from request import check_integers
 
 PAGE_SIZE = 16
 NUM_PAGES = 1024
@@ -34,20 +33,15 @@ NUM_PAGES = 1024
 
 class RadixCache(PrefixCache):
     """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool. Takes the
-    engine's `pool`, or makes a pool of `num_pages` pages (1,024 by default). Raises `ValueError` if
-    both are given, and for sizes below 1."""
+    engine's `pool`, or makes a pool of `num_pages` pages."""
 
     def __init__(
         self,
         page_size: int = PAGE_SIZE,
         pool: BlockPool | None = None,
-        num_pages: int | None = None,
+        num_pages: int = NUM_PAGES,
         listener: CacheListener | None = None,
     ) -> None:
-        if pool is not None and num_pages is not None:
-            raise ValueError(f"give num_pages or pool, not both, got {num_pages} and {pool}")
-        num_pages = NUM_PAGES if num_pages is None else num_pages
-        check_integers(1, page_size=page_size, num_pages=num_pages)
         super().__init__(pool or BlockPool(num_pages + 1), page_size, listener)
         self.page_size = page_size
         self.tree = RadixTree(page_size)
@@ -98,7 +92,7 @@ class RadixCache(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         for block in blocks:
-            if self.num_users(block) == 0:
+            if self.pool.blocks[block.block_id].ref_cnt == 1:
                 raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
         self.num_changes += 1

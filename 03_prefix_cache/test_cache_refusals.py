@@ -9,19 +9,13 @@ from block_pool import BlockPool
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_slots import PREFIX_CACHES, make_request
 from kv_world import World
-from prefix_cache_local import PrefixCacheLocal, compute_block_hash
+from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
 
 POOL = BlockPool(5)
-HASH = r"parent_hash must .*\(32 bytes\).* None .*, got "
 CONSTRUCTED = [
-    (lambda: PrefixCacheLocal(3, POOL), "give max_cached_blocks or pool"),
-    (lambda: PrefixCacheLocal(0), "max_cached_blocks must be .*>= 1, got 0"),
-    (lambda: RadixCache(0), "page_size must be .*>= 1, got 0"),
-    (lambda: RadixCache(num_pages=0), "num_pages must be .*, got 0"),
-    (lambda: RadixCache(4, POOL, 4), "give num_pages or pool"),
-    (lambda: compute_block_hash(b"x" * 31, [2]), f"{HASH}b'x"),
-    (lambda: compute_block_hash(hash((0, 2)), [2]), HASH),
+    (lambda: PrefixCacheLocal(0), "num_blocks must be .*>= 2 .*, got 1"),
+    (lambda: RadixCache(0), "block_size must be .*>= 1, got 0"),
     (lambda: CachedKVCacheManager(POOL, 2, PrefixCacheLocal(4, block_size=2)), "block_size must"),
     (lambda: CachedKVCacheManager(POOL, 2, RadixCache(3, POOL)), r"cache \(3\).*, got 2"),
 ]

@@ -3,21 +3,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from block_pool import NULL_BLOCK_ID
+from block_pool import NULL_BLOCK_ID, Block
 from cached_grouped_memory import CachedGroupedMemory
 from cached_kv_cache_manager import CachedKVCacheManager
 from grouped_kv_memory import GroupedKVMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from loading_kv_cache_manager import LoadingKVCacheManager
-from prefix_cache import extra_keys_of, normalise_extra_keys
+from prefix_cache import NormalKeys, PrefixCache, extra_keys_of, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal, compute_block_hash
 from radix_cache import RadixCache
 from radix_tree import RadixTree
 from request import Request
+
+
+class CachedPrefix(NamedTuple):
+    """One cached block with its whole prefix."""
+
+    extra_keys: NormalKeys
+    token_ids: tuple[int, ...]  # of the whole prefix, with this block's tokens last
+    block: Block
+
+    @property
+    def num_users(self) -> int:
+        return self.block.ref_cnt - 1
+
+
+def cached_prefixes(cache: PrefixCache | GroupedPrefixCache) -> Iterator[Any]:
+    """Every cached block with its whole prefix, in the order of `cached_contents`."""
+    if isinstance(cache, GroupedPrefixCache):
+        yield from cache.cached_prefixes()
+        return
+    contents = {content.block.block_id: content for content in cache.cached_contents()}
+    for content in contents.values():
+        parts = [content.token_ids]
+        parent_id = content.parent_id
+        while parent_id is not None:
+            parent = contents[parent_id]
+            parts.append(parent.token_ids)
+            parent_id = parent.parent_id
+        token_ids = tuple(token for part in reversed(parts) for token in part)
+        yield CachedPrefix(content.extra_keys, token_ids, content.block)
 
 
 def check_cache(cache: Any) -> None:
@@ -131,7 +160,7 @@ def check_published(manager: CachedKVCacheManager, requests: list[Request]) -> N
             assert is_shared or index >= state.num_published, f"{request_id!r} lost {block}"
             place = ("shared" if is_shared else request_id, index)
             assert places.setdefault(block.block_id, place) == place, (request_id, place)
-    paths = {prefix.block.block_id: prefix for prefix in manager.cache.cached_prefixes()}
+    paths = {prefix.block.block_id: prefix for prefix in cached_prefixes(manager.cache)}
     for request in requests:
         block_ids = manager.get_block_ids(request.request_id)
         state = manager._states.get(request.request_id)
