@@ -29,7 +29,7 @@ from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
 from prefix_cache import MatchCursor, PrefixCache, extra_keys_of, normalise_extra_keys
-from request import Request, check_integers
+from request import Request
 from scheduler_interface import BlockTableUpdate
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
@@ -48,15 +48,10 @@ class _CacheState:
 
 class CachedKVCacheManager(UncachedKVCacheManager):
     """A `UncachedKVCacheManager` whose requests share the prefixes that any of them has computed.
-    Raises `ValueError` unless `cache` works on the same `pool` and block size."""
+    `cache` works on the same `pool` and block size."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
-        if cache.pool is not pool or cache.block_size != block_size:
-            raise ValueError(
-                f"block_size must be that of the cache ({cache.block_size}), on the same pool, "
-                f"got {block_size}"
-            )
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
@@ -114,7 +109,6 @@ class CachedKVCacheManager(UncachedKVCacheManager):
     ) -> bool:
         """Allocate slots, with the `computed` blocks shared at the front of the table.
         `request.num_computed_tokens` does not include them yet."""
-        check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED

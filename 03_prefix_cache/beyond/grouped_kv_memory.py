@@ -225,14 +225,11 @@ class GroupedKVMemory(UncachedKVCacheManager):
         return [[] for _ in self.groups]
 
     def num_written_slots(self, starts: Collection[int], num_tokens: int) -> int:
-        """Slots in all groups, without those that no token sees. Exact for decodes, which free a
-        block when they begin one; with more tokens in a step, the count can be off by one block."""
-        borders = [start // self.block_size for start in starts]
-        size = self.block_size
-        windows = [window for window in self.windows if window is not None]
-        unseen = (n - -(-(window - 1) // size) for window in windows for n in borders)
-        num_given_up = sum(n for n in unseen if n > 0) * size
-        return len(self.groups) * super().num_written_slots(starts, num_tokens) - num_given_up
+        """Slots in all groups that a later token can see."""
+        num_slots = len(self.groups) * num_tokens
+        for window in self.windows:
+            num_slots += sum(starts if window is None else (min(n, window - 1) for n in starts))
+        return num_slots
 
     def free(self, request: Request) -> None:
         """Frees the deepest blocks of all groups first, because a prefix is useful only if all

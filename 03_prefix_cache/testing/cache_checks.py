@@ -142,8 +142,7 @@ def check_memory(memory: Any, requests: Iterable[Request] = ()) -> None:
     if isinstance(memory, CachedKVCacheManager):
         check_published(memory, requests)
     if isinstance(memory, LoadingKVCacheManager):
-        loading = {load.request.request_id for load in memory.loads.loads()}
-        assert loading.isdisjoint(memory._tables), "both loading and running"
+        assert memory.loads.keys().isdisjoint(memory._tables), "both loading and running"
 
 
 def check_published(manager: CachedKVCacheManager, requests: list[Request]) -> None:
