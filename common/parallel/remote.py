@@ -45,38 +45,26 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRunner:
-    """A `ModelRunner` over the workers. `tells_times`: the ranks propose draft tokens, and are sent
-    the times that one of them has measured."""
+    """A `ModelRunner` over the workers."""
 
-    def __init__(self, executor: Executor, tells_times: bool = False) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.tells_times = tells_times
-        self._times: list[list] = []  # not sent yet: step, ms of verifying, ms of drafting
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
-        times = self._times
-        self._times = []
-        step = self.executor.ask("plan", plan=message.runner_half(plan), times=times)
-        return RemoteStep(self, step)
-
-    def take(self, step: int) -> StepOutput:
-        output = self.executor.wait_for_output(step)
-        if self.tells_times:
-            propose_ms = output.times.get("propose_ms", 0.0)
-            self._times.append([step, sum(output.times.values()) - propose_ms, propose_ms])
-        return output
+        step = self.executor.ask("plan", plan=message.runner_half(plan))
+        return RemoteStep(self.executor, step)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStep:
     """A step whose plan the workers have received."""
 
-    runner: RemoteRunner
+    executor: Executor
     step: int
 
     def wait(self) -> StepOutput:
         """Wait for the output. Raises `WorkerError` if a worker exited, is stuck or raised."""
-        return self.runner.take(self.step)
+        return self.executor.wait_for_output(self.step)
 
 
 class CountingRunner:
@@ -255,11 +243,15 @@ def worker_config(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device
 ) -> EngineConfig:
     """The configuration of a worker: without what plans, caches and stores, which stays here."""
+    speculative = config.speculative
+    if isinstance(speculative, dict):  # the number that pays is learned from a clock: each rank's
+        speculative = {**speculative, "adaptive": False}
     return replace(
         config,
         model=str(checkpoint.path.resolve()),
         device=device.type,
         adapters={} if config.takes_adapters else None,  # they come later
+        speculative=speculative,
         policy="fcfs",
         prefix_cache="hash",
         kv_tiers=None,
@@ -282,7 +274,7 @@ def _make_runner(
 ) -> RunnerParts:
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
     kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
-    runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
+    runner: ModelRunner = RemoteRunner(executor)
     counting = None
     if config.speculation is not None:
         runner = counting = CountingRunner(TrimmingRunner(runner, sequences))
