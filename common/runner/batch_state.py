@@ -73,7 +73,7 @@ class BatchState(SharingRunnerState):
             self.token_ids[rows, self.num_tokens[rows] - 1] = -1 - places
 
     def _tell_appended(self, changes: CachedRequestData) -> None:
-        lens = np.fromiter(map(len, changes.new_token_ids), np.int64, changes.num_reqs)
+        lens = np.fromiter(map(len, changes.new_token_ids), np.int64, len(changes.req_ids))
         rows = self.rows_of(changes.req_ids)[lens > 0]
         stops = self.num_tokens[rows]
         if len(rows):
