@@ -387,7 +387,7 @@ class LoadingMachine(SchedulerMachine):
 
     @initialize(**SMALL_WORLDS | {"cache": st.just("loads")}, num=st.sampled_from([1, 2, 128]))
     def start(self, num, **options):
-        mock.patch("policy_queue.MAX_SKIPPED", num).start()
+        mock.patch("preemptive_scheduler.MAX_SKIPPED", num).start()
         super().start(**options)
 
     def teardown(self):

@@ -252,3 +252,17 @@ class PrefillFirstScheduler(PreemptiveScheduler):
             if num_tokens:
                 step.add(request, num_tokens)
         return batch
+
+    def preempt(self, request: Request) -> None:
+        if request is self.chunked_req:
+            self.chunked_req = None
+        super().preempt(request)
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        holders = [] if self.chunked_req is None else [self.chunked_req]
+        holders += self.running_batch.reqs
+        if self.last_batch is not self.running_batch:
+            holders += (r for r in self.last_batch.reqs if r is not self.chunked_req)
+        held = [r.request_id for r in holders if not r.is_finished]
+        assert sorted(held) == sorted(self.running), "a request is in two batches or in none"

@@ -48,6 +48,7 @@ class SchedulerLoop(StepLoop):
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
+        self.num_taken = 0
         self.num_scheduled_tokens = 0
         self.memory: Any = scheduler.kv_memory  # must have `check_invariants`
         self.runner: Any = FakeModelRunner(self.memory.block_size, self.vocab_size)
@@ -62,6 +63,7 @@ class SchedulerLoop(StepLoop):
         return self.take(request)
 
     def take(self, request: Request) -> Request:
+        self.num_taken += 1
         request.arrival_time = float(len(self.requests))
         return super().take(request)
 
@@ -90,7 +92,7 @@ class SchedulerLoop(StepLoop):
         """Each token but a request's last was computed once, and again if preemption lost it,
         unless it was cached."""
         assert self.scheduler.get_request_counts() == (0, 0)
-        if len(self.finished) == len(self.requests):  # none was aborted
+        if len(self.finished) == self.num_taken:  # none was aborted
             num_needed = sum(r.num_tokens - 1 - r.num_cached_tokens for r in self.finished)
             num_needed += self.scheduler.num_recomputed_tokens
             assert self.num_scheduled_tokens == num_needed + num_discarded
