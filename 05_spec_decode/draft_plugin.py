@@ -19,12 +19,12 @@ See 05_spec_decode/README.md#draft-tokens-in-a-scheduler"""
 
 from __future__ import annotations
 
-from preemptive_scheduler import PreemptionPlugin
+from base_scheduler import SchedulerPlugin
 from request import Request, check_integers
 from scheduler_interface import SchedulerOutput, StepOutput
 
 
-class DraftPlugin(PreemptionPlugin):
+class DraftPlugin(SchedulerPlugin):
     """Draft tokens by request. `num_rejected_drafts` counts the ones the target model rejected.
     `num_lookahead_tokens` slots are allocated after each step's tokens, if they are free, for a
     proposer that writes its own KV."""

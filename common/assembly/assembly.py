@@ -871,9 +871,9 @@ def make_policy(
         return policy
     if policy in POLICIES:
         return get_policy(policy)()
-    from sglang_policies import policy_over
+    from sglang_policies import policy_by_name
 
-    return policy_over(kv_memory, policy, config.seed)
+    return policy_by_name(policy, kv_memory, config.seed)
 
 
 def make_plugins(
@@ -926,8 +926,6 @@ def make_scheduler(
     order = {
         "policy": make_policy(config, kv_memory),
         "chunk_policy": chunk_policy,
-        "shuffle_waiting": config.shuffle_waiting,
-        "seed": config.seed,
     }
     if kind == "two_phase":
         from scheduler import Scheduler

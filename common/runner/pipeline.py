@@ -28,9 +28,7 @@ from collections.abc import Sequence
 
 from base_scheduler import BaseScheduler
 from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
-from request import check_integers
 from scheduler_interface import EngineCoreOutput
-from step_record import preemptions_of
 
 
 class PipelinedEngineCore(OverlappedEngineCore):
@@ -43,7 +41,6 @@ class PipelinedEngineCore(OverlappedEngineCore):
         in_flight_plans: InFlightPlans,
         num_in_flight: int,
     ) -> None:
-        check_integers(1, num_in_flight=num_in_flight)
         super().__init__(scheduler, runner, in_flight_plans)
         self.num_in_flight = num_in_flight
 
@@ -56,7 +53,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
             while True:
                 plan = steps[0].plan
                 results = self.finish(steps.popleft())
-                if not plan.is_empty or preemptions_of(plan)[0] or not steps:
+                if not plan.is_empty or plan.preempted_requests or not steps:
                     return results
         except BaseException:
             self.give_up()
