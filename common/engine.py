@@ -111,12 +111,12 @@ class LLMEngine(EngineCalls):
         if self.config.has_workers:
             from common.parallel.remote import start_runner as load
 
-        runner, tokenizer = load(self.config, loaded, draft, tokenizer, self._sequences)
+        runner, tokenizer = load(self.config, loaded, draft, tokenizer)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = None if runner.close is None else weakref.finalize(self, runner.close)
         try:
-            parts = make_engine_parts(self.config, runner)
+            parts = make_engine_parts(self.config, runner, self._sequences)
         except BaseException:
             if self._close_runner is not None:
                 self._close_runner()
@@ -128,7 +128,6 @@ class LLMEngine(EngineCalls):
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
-        self.speculation = runner.speculation
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.model_config = runner.model_config
@@ -564,8 +563,8 @@ class LLMEngine(EngineCalls):
             stats.recent_prefix_cache_hit_rate = self._cache_stats.recent_hit_rate
         rates = self._throughput.per_second(time.monotonic())
         stats.recent_prompt_throughput, stats.recent_output_throughput = rates
-        if self.speculation is not None:
-            spec_stats = self.speculation.stats
+        if (drafts := self.parts.drafts) is not None:
+            spec_stats = drafts.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
             stats.accepted_by_position = list(spec_stats.accepted_by_position)
@@ -663,8 +662,8 @@ class LLMEngine(EngineCalls):
         self._throughput = Throughput(time.monotonic())
         if self.prefix_cache is not None:
             self.prefix_cache.stats = self._cache_stats
-        if self.speculation is not None:
-            self.speculation.reset_stats()
+        if self.parts.drafts is not None:
+            self.parts.drafts.reset_stats()
         self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 

@@ -42,10 +42,10 @@ from policies import POLICIES, SchedulePolicy, get_policy
 from unchunked import ChunkPolicy
 
 if TYPE_CHECKING:
+    from base_scheduler import BaseScheduler
     from kv_connector import KVConnector
     from prefix_cache import PrefixCache
     from proposers import Proposer
-    from base_scheduler import BaseScheduler
     from tiered_cache import KVTierConfig
 
 SCHEDULERS = {

@@ -76,7 +76,6 @@ from scheduler_interface import ModelRunner
 from step_record import StepRecord
 
 if TYPE_CHECKING:
-    from acceptance import SpecDecodeStats
     from base_scheduler import SchedulerPlugin
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
@@ -88,12 +87,12 @@ if TYPE_CHECKING:
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+    from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
     from prefix_cache import CacheListener
     from proposers import Proposer
-    from speculating_runner import DraftLength, SpeculatingRunner
     from unchunked import ChunkPolicy
 
 logger = logging.getLogger(__name__)
@@ -105,11 +104,9 @@ def load_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[RunnerParts, Tokenizer | None]:
-    """Load the models that are not given, and make the runner of this process. `sequences` are the
-    engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
-    available memory does not allow the configuration."""
+    """Load the models that are not given, and make the runner of this process. Raises
+    `ValueError` if the model or the available memory does not allow the configuration."""
     if loaded is None:
         device = config.resolve_device()
         if device.index is not None:
@@ -124,9 +121,7 @@ def load_runner(
     device = loaded.model.embed_weight.device
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
-        runner = make_runner(
-            config, loaded, draft, limits, tokenizer=tokenizer, sequences=sequences
-        )
+        runner = make_runner(config, loaded, draft, limits, tokenizer=tokenizer)
         return replace(runner, close=put_threads_back), tokenizer
     except BaseException:
         put_threads_back()
@@ -167,7 +162,6 @@ class RunnerParts:
     kv_cache: KVCacheSize
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
-    speculation: Speculation | None = None
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
     close: Callable[[], None] | None = None
@@ -178,7 +172,6 @@ class LocalRunnerParts(RunnerParts):
     """The same, of a runner in this process."""
 
     kv_cache: PagedKVCache
-    speculation: SpeculatingRunner | None = None
     adapters: AdapterSlots | None = None
 
 
@@ -192,14 +185,6 @@ class KVCacheSize(Protocol):
     def kv_bytes_per_block(self) -> int: ...
 
 
-class Speculation(Protocol):
-    """The runner's part that proposes draft tokens, as the engine sees it."""
-
-    stats: SpecDecodeStats
-
-    def reset_stats(self) -> None: ...
-
-
 def make_runner(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -207,12 +192,10 @@ def make_runner(
     limits: Limits,
     *,
     tokenizer: Tokenizer | None = None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
     peers: Peers = NO_PEERS,
 ) -> LocalRunnerParts:
-    """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
-    and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
+    """Make the runner of this process. A worker has no `tokenizer` (plugins read the
+    checkpoint's)."""
     model = loaded.model
 
     # The models: groups of layers with a block table each, attention, adapters, kernels.
@@ -263,7 +246,7 @@ def make_runner(
         make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
         kind=attention.kv_cache_kind,
     )
-    return over(make_kv_cache(demand, peers), sequences=sequences, wrap_length=wrap_length)
+    return over(make_kv_cache(demand, peers))
 
 
 def make_runner_over(
@@ -277,8 +260,6 @@ def make_runner_over(
     adapters: AdapterSlots | None,
     make_graphs: GraphMaker | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
 ) -> LocalRunnerParts:
     """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
     model = loaded.model
@@ -346,16 +327,10 @@ def make_runner_over(
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    speculation: SpeculatingRunner | None = None
     if proposer is not None:
-        runner = speculation = make_speculation(
-            config,
-            proposer=proposer,
-            runner=paged,
-            state=state,
-            sequences=sequences,
-            wrap_length=wrap_length,
-        )
+        from speculating_runner import SpeculatingRunner
+
+        runner = SpeculatingRunner(paged, proposer, state, state.num_possible)
     return LocalRunnerParts(
         runner=runner,
         model_config=loaded.config,
@@ -368,7 +343,6 @@ def make_runner_over(
         kv_cache=kv_cache,
         block_io=partial(make_block_io, config, loaded, kv_cache),
         is_queued=paged.device.type != "cpu",  # by the device
-        speculation=speculation,
         num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
         adapters=adapters,
     )
@@ -680,36 +654,6 @@ def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Sampl
     )
 
 
-def make_speculation(
-    config: EngineConfig,
-    *,
-    proposer: Proposer,
-    runner: ModelRunner,
-    state: BatchState,
-    sequences: Mapping[str, OutputProcessor] | None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None,
-) -> SpeculatingRunner:
-    """Make the runner that proposes and verifies draft tokens around the paged one."""
-    from common.runner.allowed_drafts import AllowedDrafts
-    from speculating_runner import FixedLength, SpeculatingRunner
-
-    spec_config = config.speculation
-    assert spec_config is not None
-    if spec_config.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(spec_config.num_spec_tokens)
-    else:
-        length = FixedLength(spec_config.num_spec_tokens)
-    if wrap_length is not None:
-        length = wrap_length(length)
-    if sequences is not None:
-        from common.runner.trimming_runner import TrimmingRunner
-
-        runner = TrimmingRunner(runner, sequences)
-    return SpeculatingRunner(runner, AllowedDrafts(proposer, state), length, state)
-
-
 # -- the half that plans: memory, scheduler and loop around a runner
 
 
@@ -727,10 +671,14 @@ class EngineParts:
     multi_step_core: OverlappedEngineCore | None
     in_flight_plans: OverlapPlugin | PipelinePlugin | None
     adapters: AdapterNames | None
+    drafts: DraftPlugin | None
 
 
-def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
-    """Make the parts around a runner. Raises `ValueError` if the runner's model does not allow the
+def make_engine_parts(
+    config: EngineConfig, runner: RunnerParts, sequences: Mapping[str, OutputProcessor]
+) -> EngineParts:
+    """Make the parts around a runner. `sequences` are the engine's, by request id: their stop
+    strings trim verified draft tokens. Raises `ValueError` if the runner's model does not allow the
     configuration, or if a user's function returns an unsuitable part."""
     # KV memory outside of this engine. It may refuse, so it comes before any thread.
     connector, listener = make_connector(config, runner)
@@ -753,9 +701,10 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
 
     # The scheduler, and its plugins in the order in which it calls them.
     chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(
-        config, in_flight_plans=in_flight_plans, num_lookahead_tokens=runner.num_lookahead_tokens
-    )
+    drafts = None
+    if runner.num_lookahead_tokens is not None:
+        drafts = make_draft_plugin(config, runner.num_lookahead_tokens, sequences)
+    plugins = make_plugins(config, in_flight_plans=in_flight_plans, drafts=drafts)
     scheduler = make_scheduler(
         config,
         kv_memory=kv_memory,
@@ -803,6 +752,7 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         multi_step_core=multi_step_core,
         in_flight_plans=in_flight_plans,
         adapters=adapters,
+        drafts=drafts,
     )
 
 
@@ -947,20 +897,33 @@ def make_policy(
     return policy_over(kv_memory, policy, config.seed)
 
 
+def make_draft_plugin(
+    config: EngineConfig, num_lookahead_tokens: int, sequences: Mapping[str, OutputProcessor]
+) -> DraftPlugin:
+    from draft_plugin import DraftPlugin, FixedLength
+
+    spec_config = config.speculation
+    assert spec_config is not None
+    length = FixedLength(spec_config.num_spec_tokens)
+    if spec_config.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(spec_config.num_spec_tokens)
+    return DraftPlugin(num_lookahead_tokens, length, sequences)
+
+
 def make_plugins(
     config: EngineConfig,
     *,
     in_flight_plans: OverlapPlugin | PipelinePlugin | None,
-    num_lookahead_tokens: int | None,
+    drafts: DraftPlugin | None,
 ) -> list[SchedulerPlugin]:
     """Make the scheduler's plugins, in the order in which it calls them."""
     plugins: list[SchedulerPlugin] = []
     if in_flight_plans is not None:
         plugins.append(in_flight_plans)
-    if num_lookahead_tokens is not None:
-        from draft_plugin import DraftPlugin
-
-        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if drafts is not None:
+        plugins.append(drafts)
     if config.takes_adapters:
         from adapter_limit import MaxLoRAs
 

@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
-from base_scheduler import BaseScheduler, SchedulerPlugin
+from base_scheduler import SchedulerPlugin
 from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
 from common.events.frames import BY_REQUEST, Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file
