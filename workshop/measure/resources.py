@@ -118,9 +118,9 @@ def launches_of(family: str, kind: str, architecture: int) -> list[Launch]:
     engine replaces by another kernel."""
     dtype, model = getattr(torch, kind.partition(" ")[0]), FAMILIES[family]
     precision = kind.partition(" as ")[2] or "ieee"
-    shape = attention_shape(model, ENGINE, dtype, architecture, precision, False)
-    how = {"float32_precision": precision, "windows": _WINDOWS.get(family, (None,))}
-    launches = launch_configurations(model, ENGINE, dtype, architecture, **how)
+    shape = attention_shape(model, ENGINE, dtype)
+    shape = shape._replace(architecture=architecture, float32_precision=precision)
+    launches = launch_configurations(model, ENGINE, shape, _WINDOWS.get(family, (None,)))
     strides = (shape.head_dim * (shape.num_heads + n * shape.num_kv_heads) for n in (1, 2))
     return [*launches, write_kv_launch(shape, *strides)]
 
