@@ -56,9 +56,9 @@ def make_engines() -> Engines:
 
 def serve(
     engine: LLMEngine, request_id: str, prompt: list[int], output_len: int
-) -> tuple[list[int], int, float]:
-    """Serve one request. Returns its answer, the prompt tokens that were computed, and the
-    milliseconds to its first token."""
+) -> tuple[int, float]:
+    """Serve one request. Returns the prompt tokens that were computed, and the milliseconds to its
+    first token."""
     num_before = engine.stats().scheduled_tokens
     engine.add_request(request_id, prompt, greedy(output_len))
     while engine.has_unfinished_requests():
@@ -68,7 +68,7 @@ def serve(
     assert num_scheduled == num_computed + output_len - 1, "the engine computed other tokens"
     ttft = output.metrics.time_to_first_token
     assert ttft is not None, "the engine returned nothing"
-    return list(output.outputs[0].token_ids), num_computed, round(1e3 * ttft, 3)
+    return num_computed, round(1e3 * ttft, 3)
 
 
 # -- time to first token against the length of the shared prefix
@@ -92,7 +92,7 @@ def measure_shared_lens(engines: Engines, repeats: int, shared_lens: Sequence[in
             other = 2 if prefix[shared : shared + 1] != [2] else 3
             prompt = [*prefix[:shared], other, *text(SHARED_PROMPT_LEN - shared - 1)]
             for name in rotated(engines, round_number):
-                _, num_computed, ttft_ms = serve(engines[name], "request", prompt, 1)
+                num_computed, ttft_ms = serve(engines[name], "request", prompt, 1)
                 num_cached = 0 if name == "off" else shared
                 assert num_computed == SHARED_PROMPT_LEN - num_cached, "another prefix was hit"
                 times[name][str(shared)].append(ttft_ms)

@@ -32,7 +32,7 @@ from workshop.book.palette import BASELINE, DRAFT, NGRAM, label_line
 from workshop.measure.bench.bench_work import greedy
 from workshop.measure.lab_frame import Measurement, Part, run_lab
 from workshop.measure.rounds import run_in_turn
-from workshop.training.tiny_data import corpus
+from workshop.training.tiny_data import held_out
 
 SYSTEMS: dict[str, dict | None] = {
     "plain": None,
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def held_out_texts(tokenizer: Tokenizer, longer_than: int = 0) -> list[list[int]]:
-    texts = [tokenizer.encode(text) for _, text in sorted(corpus()[1].items())]
+    texts = [tokenizer.encode(text) for text in held_out()]
     return [ids for ids in texts if len(ids) > longer_than]
 
 

@@ -20,7 +20,7 @@ import torch
 from common.engine_config import EngineConfig
 from kernel_launch import DEFAULT_ARCHITECTURE, Launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
-from workshop.measure.launch_configurations import launch_configurations
+from workshop.measure.launch_configurations import attention_shape, launch_configurations
 
 FAMILIES = {
     "Qwen3-0.6B": QWEN3_0_6B,
@@ -114,10 +114,10 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
 
 def launches_of(family: str, kind: str, architecture: int) -> list[Launch]:
     """An engine's launches."""
-    windows = _WINDOWS.get(family, (None,))
-    return launch_configurations(
-        FAMILIES[family], ENGINE, getattr(torch, kind), architecture, windows=windows
-    )
+    model = FAMILIES[family]
+    shape = attention_shape(model, ENGINE, getattr(torch, kind))
+    shape = shape._replace(architecture=architecture)
+    return launch_configurations(model, ENGINE, shape, _WINDOWS.get(family, (None,)))
 
 
 def compile_all(every: int = 1) -> list[Resources]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from scipy.optimize import nnls
 
 from base_scheduler import BaseScheduler
 from request import Request, SamplingParams
@@ -56,29 +57,9 @@ def fit_cost_model(steps: Sequence[tuple[int, int, int, float]]) -> tuple[CostMo
     rows = np.array([(1, *step[:3]) for step in steps], dtype=float)
     times = np.array([step[3] for step in steps])
     relative = rows / times[:, None]
-    values = solve_not_negative(relative.T @ relative, relative.sum(axis=0), ridge=1e-12)
+    values, _ = nnls(relative, np.ones(len(steps)))
     error = float(np.median(np.abs(rows @ values / times - 1)))
     return CostModel(*map(float, values)), error
-
-
-def solve_not_negative(gram: np.ndarray, target: np.ndarray, *, ridge: float) -> np.ndarray:
-    """Solve least squares from its normal equations, `gram @ coefficients = target`, without
-    negative coefficients: while there are any, the most negative one is left out. With a `ridge`,
-    features that never varied share their explanation."""
-    size = np.sqrt(np.maximum(gram.diagonal(), 1e-300))
-    scaled = gram / np.outer(size, size)
-    scaled_target = target / size
-    kept = list(range(len(target)))
-    solution = np.zeros(len(target))
-    while kept:
-        part = scaled[np.ix_(kept, kept)] + ridge * np.eye(len(kept))
-        found = np.linalg.solve(part, scaled_target[kept])
-        worst = int(found.argmin())
-        if found[worst] >= 0:
-            solution[kept] = found
-            break
-        del kept[worst]
-    return solution / size
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from workshop.book import figure_words
 from workshop.measure import lab_frame
 from workshop.measure.bench.bench_record import read_record
 from workshop.measure.lab_frame import Measurement, Part, run_lab
@@ -36,9 +35,6 @@ PARTS = {
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(lab_frame, "ROOT", tmp_path)
-    table = tmp_path / "zh.txt"
-    table.write_text("seen {}\n    看到 {}\n", encoding="utf-8")
-    monkeypatch.setattr(figure_words, "TABLE", table)
     chapter = tmp_path / "01_a"
     (chapter / "beyond").mkdir(parents=True)
     (chapter / "README.md").write_text("text\n")

@@ -17,7 +17,7 @@ from common.tests.paged_harness import PagedHarness
 from common.tests.small_models import subject
 from kernel_launch import TRITON_TYPES, Launch
 from request import SamplingParams
-from workshop.measure.launch_configurations import launch_configurations
+from workshop.measure.launch_configurations import attention_shape, launch_configurations
 
 pytestmark = pytest.mark.needs("triton")
 
@@ -65,9 +65,12 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
     return found
 
 
-def must_be_listed(launched, config, engine: EngineConfig, dtype=torch.float32, **options) -> None:
-    allowed = launch_configurations(config, engine, dtype, is_interpreted=True, **options)
-    known = {identity(launch, dict(launch.arguments)) for launch in allowed}
+def must_be_listed(launched, *models, engine: EngineConfig, dtype=torch.float32) -> None:
+    known = set()
+    for model in models:
+        shape = attention_shape(model.config, engine, dtype)._replace(is_interpreted=True)
+        allowed = launch_configurations(model.config, engine, shape, model.groups.windows)
+        known |= {identity(launch, dict(launch.arguments)) for launch in allowed}
     unknown = {kernel for kernel, key in launched if key not in known}
     assert launched and not unknown, f"{unknown} would be compiled while serving"
 
@@ -89,8 +92,8 @@ def test_an_engine_launches_nothing_else_and_agrees_with_the_oracle(name, random
     for top_k in (0, 5) if samples_all else ():
         params = SamplingParams(top_k=top_k, top_p=0.9, presence_penalty=0.1, max_tokens=1)
         engine.generate_batch(random_oracle.prompts[:1], params)
-    draft_config = draft.config if name == "draft model" else None
-    must_be_listed(launched, target.config, config, draft=draft_config)
+    models = [target.model, draft.model] if name == "draft model" else [target.model]
+    must_be_listed(launched, *models, engine=config)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama-biases"])
@@ -106,7 +109,7 @@ def test_a_model_of_kernels_launches_listed_ones_and_has_the_logits_of_float64(
     found = PagedHarness(model, 1, block_size=16).step(work).double()
     assert (found - expected).abs().max() <= 0.2 * expected.abs().max()
     engine = EngineConfig(block_size=16, attention_backend="triton")
-    must_be_listed(launched, model.config, engine, torch.bfloat16)
+    must_be_listed(launched, model, engine=engine, dtype=torch.bfloat16)
     kernels = {kernel for kernel, _ in launched}
     assert kernels >= {"_add_rms_norm_kernel", "_rotate_and_write_kernel"}
 
@@ -116,5 +119,5 @@ def test_a_window_is_a_constant_that_was_foreseen(launched):
     engine = EngineConfig(num_blocks=100, max_model_len=64, attention_backend="triton")
     params = SamplingParams(temperature=0, max_tokens=2)
     LLMEngine(engine, loaded=loaded).generate_batch([[*range(20)]], params)
-    must_be_listed(launched, loaded.config, engine, windows=loaded.model.groups.windows)
+    must_be_listed(launched, loaded.model, engine=engine)
     assert any("('WINDOW', 5)" in key for _, key in launched)

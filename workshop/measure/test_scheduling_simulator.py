@@ -1,17 +1,12 @@
-"""The simulator against arithmetic by hand; and with every scheduler, simulated time is the sum of
-the steps' costs, and every computed token is accounted for."""
+"""The simulator against arithmetic by hand."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
-from base_scheduler import BaseScheduler
-from prefill_first_scheduler import PrefillFirstScheduler
-from scheduler import Scheduler, make_kv_memory
-from sglang_policies import POLICIES, policy_by_name
+from scheduler import Scheduler
 from workshop.measure.scheduling_simulator import (
     CostModel,
     SimulatedRequest,
@@ -21,7 +16,6 @@ from workshop.measure.scheduling_simulator import (
 )
 
 COST = CostModel(base_ms=10, per_token_ms=1, per_request_ms=2, per_context_ms=0.1)
-NUM_BLOCKS = 16  # 15 of 4 positions: two or three requests
 
 
 def request(arrival_s: float, num_prompt: int, num_outputs: int) -> SimulatedRequest:
@@ -66,46 +60,3 @@ def test_the_fit_finds_the_model_that_made_the_steps_and_weighs_relative_errors(
     assert (model.per_request_ms, model.per_context_ms) == pytest.approx((2, 0.1))
     model, error = fit_cost_model([(0, 0, 0, 1.0), (0, 0, 0, 2.0)])
     assert (model.base_ms, error) == pytest.approx((1.2, (0.2 + 0.4) / 2))
-
-
-def limits() -> dict:
-    memory = make_kv_memory(NUM_BLOCKS, block_size=4)
-    return {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_memory": memory}
-
-
-def two_phases(policy: str) -> BaseScheduler:
-    options = limits()
-    return Scheduler(policy=policy_by_name(policy, options["kv_memory"]), **options)
-
-
-def prefill_first(**options: bool) -> BaseScheduler:
-    """Admit more than fits, so that requests are retracted."""
-    ratios = dict.fromkeys(("init_new_token_ratio", "min_new_token_ratio"), 0.0)
-    return PrefillFirstScheduler(**ratios, **options, **limits())
-
-
-PREEMPTIVE: dict[str, Callable[[], BaseScheduler]] = {
-    **{f"two phases, {p}": lambda p=p: two_phases(p) for p in POLICIES},
-    "prefill first": prefill_first,
-    "prefill first, mixed": lambda: prefill_first(mixing=True),
-}
-
-
-def random_load(seed: int) -> list[SimulatedRequest]:
-    """Thirty requests that come at once, some of which share a beginning."""
-    rng, requests = random.Random(seed), []
-    beginnings = [[], *([rng.randrange(2, 99) for _ in range(12)] for _ in range(2))]
-    for _ in range(30):
-        prompt = rng.choice(beginnings) + [rng.randrange(2, 99) for _ in range(rng.randint(1, 20))]
-        requests.append(SimulatedRequest(0.0, prompt, rng.randint(1, 24), 24, rng.randrange(3)))
-    return requests
-
-
-@pytest.mark.parametrize("name", PREEMPTIVE)
-def test_every_computed_token_is_accounted_for(name: str) -> None:
-    requests, scheduler = random_load(7), PREEMPTIVE[name]()
-    run = simulate(scheduler, requests, COST)
-    assert sum(step.num_preempted for step in run.steps) > 0
-    num_needed = sum(len(r.prompt_token_ids) + r.num_outputs - 1 for r in requests)
-    num_computed = sum(step.num_tokens for step in run.steps)
-    assert num_computed == num_needed - run.num_cached_tokens + scheduler.num_recomputed_tokens

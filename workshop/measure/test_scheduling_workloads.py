@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 
 import pytest
 
-from workshop.measure.scheduling_simulator import GO_ON, STOP, SimulatedRequest
+from workshop.measure.scheduling_simulator import GO_ON, STOP
 from workshop.measure.scheduling_workloads import MAX_TOKENS, WORKLOADS
 
 # Shortest and longest prompt, mean outputs.
@@ -18,36 +17,21 @@ LENGTHS = {
     "burst": (16, 128, 60),
 }
 NUM_REQUESTS = 1000
-RATE = 5.0
 
 
-@cache
-def made(name: str) -> list[SimulatedRequest]:
-    return WORKLOADS[name](NUM_REQUESTS, RATE, 0)
-
-
-@pytest.fixture(params=WORKLOADS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def test_lengths_limits_and_priorities(name: str) -> None:
-    requests, (shortest, longest, mean_outputs) = made(name), LENGTHS[name]
-    lengths = [len(request.prompt_token_ids) for request in requests]
-    assert shortest <= min(lengths) and max(lengths) <= longest
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_lengths_limits_priorities_and_shared_blocks(name: str) -> None:
+    """Prompts share a block of 16 only where it is intended. No prompt has a token that the
+    simulator samples, so a block of outputs differs."""
+    requests = WORKLOADS[name](NUM_REQUESTS, 5.0, 0)
+    shortest, longest, mean_outputs = LENGTHS[name]
+    prompts = [tuple(request.prompt_token_ids) for request in requests]
+    assert shortest <= min(map(len, prompts)) and max(map(len, prompts)) <= longest
     outputs = [request.num_outputs for request in requests]
     assert sum(outputs) / NUM_REQUESTS == pytest.approx(mean_outputs, rel=0.12)
     assert all(1 <= request.num_outputs <= request.max_tokens for request in requests)
     kinds = {(request.max_tokens, request.priority) for request in requests}
     assert kinds == {*product((64, 128, MAX_TOKENS), range(3))}
-
-
-def test_prompts_share_blocks_only_where_it_is_intended(name: str) -> None:
-    """No prompt has a token that the simulator samples, so a block of outputs differs."""
-    prompts = [tuple(request.prompt_token_ids) for request in made(name)]
-    num_heads = 24 if name == "shared" else NUM_REQUESTS
-    assert len({prompt[:16] for prompt in prompts}) == num_heads
+    heads = [len({prompt[:length] for prompt in prompts}) for length in (16, 320, 336)]
+    assert heads == ([24, 24, NUM_REQUESTS] if name == "shared" else [NUM_REQUESTS] * 3)
     assert {STOP, GO_ON}.isdisjoint(token for prompt in prompts for token in prompt)
-    if name == "shared":
-        assert len({prompt[:320] for prompt in prompts}) == 24
-        assert len({prompt[:336] for prompt in prompts}) == NUM_REQUESTS

@@ -27,7 +27,7 @@ from triton.runtime.jit import MockTensor
 from workshop.measure.bench.random_weights import QWEN3_0_6B
 from common.engine_config import EngineConfig
 from kernel_launch import TRITON_TYPES
-from workshop.measure.launch_configurations import launch_configurations
+from workshop.measure.launch_configurations import attention_shape, launch_configurations
 
 
 class Driver:
@@ -50,7 +50,8 @@ class At(MockTensor):
 triton.runtime.driver.set_active(Driver())
 DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 engine = EngineConfig(speculative={"method": "draft"})
-launches = launch_configurations(QWEN3_0_6B, engine, torch.bfloat16, draft=QWEN3_0_6B)
+shape = attention_shape(QWEN3_0_6B, engine, torch.bfloat16)
+launches = 2 * launch_configurations(QWEN3_0_6B, engine, shape)  # two models
 names = [f"{one.kernel.__name__} {one.constants} {one.arguments}" for one in launches]
 sample = list(dict.fromkeys(names))[:: int(sys.argv[1])]
 launches = [one for one, name in zip(launches, names) if name in sample]

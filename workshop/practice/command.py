@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -35,7 +34,6 @@ from workshop.practice.trial import broken_copy, try_tests
 from workshop.watch.page_maker import write_page
 
 WIDTH = 96
-DEMO_S = 120  # it takes a few; ten times as long on a busy machine
 
 
 def _say(text: str) -> None:
@@ -234,7 +232,6 @@ def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None
     one.add_argument("--grade", action="store_true", help="try your answer, whatever it is")
     one.add_argument("--hint", action="store_true", help="one hint more")
     one.add_argument("--solution", action="store_true", help="our answer")
-    one.add_argument("--demo", action="store_true", help="run the engine on your answer")
     one.add_argument("--again", action="store_true", help="begin with a blank; the old is kept")
     options = parser.parse_args(arguments)
     asked = [name for name, value in vars(options).items() if value is True]
@@ -257,7 +254,7 @@ def tasks(arguments: Sequence[str] | None = None, bench: Workbench | None = None
     if task is None:
         print(list_tasks(bench))
         return 0
-    does = {"grade": _grade, "hint": _hint, "solution": _solution, "demo": _demo, "again": _again}
+    does = {"grade": _grade, "hint": _hint, "solution": _solution, "again": _again}
     return does[asked[0]](task, bench) if asked else _go_on(task, bench)
 
 
@@ -348,7 +345,7 @@ def _grade(task: Task, bench: Workbench) -> int:
         return 1
     bench.passed(task)
     _say(f"Compare it with ours: {again} ARGS=--solution")
-    _say(f"Run it: {again} ARGS=--demo    With all of yours: make demo ARGS=--mine")
+    _say("Run the engine on your answers: make demo ARGS=--mine")
     here = TASKS.index(task)
     following = _open_tasks(bench, (*TASKS[here:], *TASKS[:here]))
     if following:
@@ -373,16 +370,3 @@ def _solution(task: Task, bench: Workbench) -> int:
     _say(f"{task.file}, line {blank.first_line}, in {task.place}:")
     _say(textwrap.indent(textwrap.dedent(blank.solution), "    ").rstrip())
     return 0
-
-
-def _demo(task: Task, bench: Workbench) -> int:
-    """Run the demo in a separate process: nothing is imported before the reader's module."""
-    if bench.text(task) is None or bench.is_blank(task):
-        _say(f"There is no answer to run yet. Begin: make task N={task.number}")
-        return 1
-    demo = [sys.executable, "-m", "workshop.tasks.demo_on_yours", task.number, str(bench.folder)]
-    try:
-        return subprocess.run(demo, timeout=DEMO_S).returncode
-    except subprocess.TimeoutExpired:
-        _say(f"Stopped: it did not end within {DEMO_S} seconds. Does a loop never stop?")
-        return 1

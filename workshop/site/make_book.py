@@ -8,8 +8,8 @@
 tests it (`tests/check_book.py`). The site makes no request to another host, and apart from its
 search works from `file://`.
 
-If the environment variable `BOOK_REPOSITORY`, else `[project.urls] Repository`, names the
-repository, links to source files go there, at the built commit; else file names are text."""
+If the environment variable `BOOK_REPOSITORY` has the repository's address, links to source files go
+there, at the built commit; else file names are text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from workshop.book.path import ROOT
-from workshop.book.repository import site_repository
 from workshop.site import staging
 from workshop.site.page_tree import LANGUAGES, git
 
@@ -102,7 +101,8 @@ def notebook_folder() -> Path:
 
 
 def _build_pages(site: Path, folder: Path, has_films: bool) -> None:
-    repository, commit = site_repository(), git("rev-parse", "HEAD").strip()
+    repository = os.environ.get("BOOK_REPOSITORY", "")
+    commit = git("rev-parse", "HEAD").strip()
     commands = []
     for language in LANGUAGES:
         tree = staging.stage(folder / language, language == "zh", has_films, repository)

@@ -1,4 +1,4 @@
-"""The pages of one language of the site: their order in the sidebar, and the home page."""
+"""The pages of one language of the site, and their order in the sidebar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from workshop.book.path import ROOT
 
 LANGUAGES = ("en", "zh")
 PAGES = PurePath("workshop", "site", "pages")  # of those that only the site has, at its root
-CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
-CLONE_AND_ENTER = re.compile(r"^git clone URL .*\ncd .*\n", re.MULTILINE)
-WIDE = re.compile(r"^(make .*?) {12}( *# )", re.MULTILINE)  # too far from the commands
 
 # The sidebar: captions in both languages, and their pages. A page in or below the folder of an
 # `index` that no other `index` is nearer to is listed below that.
@@ -112,10 +109,3 @@ def owner(name: str, tree: Tree) -> str:
         if index in tree.pages and index != name:
             return index
     return ""
-
-
-def home_page(text: str, repository: str) -> str:
-    """Return the home page. Without the repository's address there is nothing to clone."""
-    if repository:
-        return CLONE.sub(f"git clone {repository} vllm-from-scratch", text)
-    return WIDE.sub(r"\1\2", CLONE_AND_ENTER.sub("", text))

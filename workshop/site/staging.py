@@ -21,7 +21,7 @@ from pathlib import Path
 from workshop.book.path import ROOT
 from workshop.book.quoted import BLOCK, find_file, first_line, with_lines
 from workshop.book.translation import SUFFIX, english_of, older_sections
-from workshop.site.page_tree import Tree, find_pages, home_page, page_name, toctrees
+from workshop.site.page_tree import Tree, find_pages, page_name, toctrees
 
 CODE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`(?P<path>[\w/]+\.py)`$")
@@ -31,6 +31,7 @@ STILL = re.compile(
     r"(?P<caption>\n\n\*(?:[^\n]|\n(?!\n))*\*\n(?=<!-- /table))?"
 )
 COMMAND = re.compile(r'make watch ARGS="?--film (?P<name>\w+)')
+CLONE = re.compile(r"^git clone URL .*$", re.MULTILINE)
 MARK = re.compile(r"<!-- calculator: (?P<name>\w+) -->")
 FILE_NAME = re.compile(r"(?<=\[)`?[\w/.]+(?<!\.zh)\.(?:md|ipynb)`?(?=\]\()")  # "": the page's title
 SWITCH = re.compile(r"^\[(?:中文|English)\]\([^)]*\)\n", re.MULTILINE)  # the sidebar has one
@@ -146,8 +147,8 @@ def staged(text: str, name: str, path: Path, tree: Tree, has_films: bool) -> str
             return f"{up}{place}"
         return f"source:{place}{anchor}"
 
-    if name == "index":
-        text = home_page(text, tree.repository)
+    if tree.repository:
+        text = CLONE.sub(f"git clone {tree.repository} vllm-from-scratch", text)
     if has_films:
         text = STILL.sub(film, text)
     text = MARK.sub(r'<div class="calculator" data-calculator="\g<name>"></div>', text)

@@ -13,8 +13,8 @@ and the extremes of the rounds. Every run of a system sets it up from scratch, l
 short requests that are not counted, and then serves the whole workload.
 
 The work and the definition of useful tokens are in `bench_work.py`, the systems in
-`bench_systems.py`, the floors in `bench_roofline.py` and `bench_floor.py`. The benchmark measures
-the CPU.
+`bench_systems.py`, the floor of a decode step in `bench_roofline.py`. The benchmark measures the
+CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from transformers.utils import logging
 
 from common.requests.gc_utils import freeze_gc_heap
 from workshop.measure.bench.bench_command import BENCH, Driver, describe_malloc
-from workshop.measure.bench.bench_floor import floor_of_record
-from workshop.measure.bench.bench_models import BenchModels, choose_dtype, load_models
+from workshop.measure.bench.bench_models import choose_dtype, load_models
 from workshop.measure.bench.bench_record import (
     describe_latency,
     record_head,
@@ -42,10 +41,8 @@ from workshop.measure.bench.bench_record import (
     write_record,
 )
 from workshop.measure.bench.bench_roofline import (
-    kv_bytes_per_token,
     measure_bandwidth,
     measure_linear,
-    row_counts_up_to,
 )
 from workshop.measure.bench.bench_systems import serve_timed
 from workshop.measure.bench.bench_table import render, tables_of
@@ -151,19 +148,14 @@ def make_bench(
             }
         )
 
-    roofline = measure_roofline(models, min(limits.max_num_seqs, num_requests), args.smoke)
-    record = {**head, "config": config, "systems": systems, "roofline": roofline}
-    record["floor"] = floor_of_record(record)
-    return record, Measured(name, list(systems), run)
-
-
-def measure_roofline(models: BenchModels, most: int, smoke: bool) -> dict[str, Any]:
-    repeats, loaded = 2 if smoke else 7, models.loaded
-    return {
-        "bandwidth": measure_bandwidth(32 if smoke else 512, repeats),
-        **measure_linear(loaded, row_counts_up_to(most), 64 if smoke else 1024, repeats),
-        "kv_bytes_per_token": kv_bytes_per_token(loaded),
+    repeats = 2 if args.smoke else 7
+    most = min(limits.max_num_seqs, num_requests)
+    roofline = {
+        "bandwidth": measure_bandwidth(32 if args.smoke else 512, repeats),
+        **measure_linear(models.loaded, [1, min(8, most), most], repeats),
     }
+    record = {**head, "config": config, "systems": systems, "roofline": roofline}
+    return record, Measured(name, list(systems), run)
 
 
 # -- the command

@@ -21,8 +21,7 @@ def tables_of(folder: Path) -> Tables:
 
 
 def render(record: dict[str, Any]) -> str:
-    """Render one model: a heading, the table of systems, the floor of a step, and the machine of
-    the measurement."""
+    """Render one model: a heading, the table of systems, and the machine of the measurement."""
     config, work, where = record["config"], record["config"]["workload"], record["environment"]
     prompts, outputs = work["prompt_lens"], work["output_lens"]
     head = ["system", "useful tok/s", "lowest-highest", "TTFT p50 / p99"]
@@ -34,7 +33,6 @@ def render(record: dict[str, Any]) -> str:
         f"tokens in, {outputs[0]}-{outputs[1]} out, "
         f"{sum(work['output_tokens']):,} useful tokens.",
         markdown_table([*head, "between tokens p50 / p99"], rows),
-        *([_floor(record, record["floor"])] if record.get("floor") else []),
         f"<sub>{where['cpu']}, {where['cpu_capability']}, {config['threads']} threads, "
         f"{where['memory_bytes'] / (1 << 30):.0f} GiB; torch {where['torch']}, transformers "
         f"{where['transformers']}, Python {where['python']}; malloc {config['malloc']['mode']}; "
@@ -64,27 +62,6 @@ def _latency(runs: list[dict[str, Any]], name: str) -> str:
     if not pairs:
         return ""
     return " / ".join(_duration(median(pair[p] for pair in pairs)) for p in ("p50", "p99"))
-
-
-def _floor(record: dict[str, Any], floor: dict[str, Any]) -> str:
-    """The run's floor with its parts, and how many times as long each complete system took."""
-    work = record["config"]["workload"]
-    speed = _number(sum(work["output_tokens"]) / floor["seconds"])
-    prompts, decodes, kv, whole = (
-        _duration(1e3 * floor[name]) for name in ("prompts_s", "decodes_s", "kv_s", "seconds")
-    )
-    times = [
-        f"{system['title'].replace('**', '')} "
-        f"{median(run['seconds'] for run in system['runs']) / floor['seconds']:.2f}"
-        for system in record["systems"].values()
-        if system["runs"] and system["num_requests"] == work["num_requests"]
-    ]
-    return (
-        f"**The floor of this run**: {floor['num_prompt_tokens']:,} prompt tokens at the rate of "
-        f"the matrices {prompts}, the packed matrices alone in {floor['num_decode_steps']:,} "
-        f"decode steps {decodes}, their KV read once {kv}; together {whole}, {speed} tok/s."
-        + (f" As many times that took: {'; '.join(times)}." if times else "")
-    )
 
 
 def _number(value: float) -> str:

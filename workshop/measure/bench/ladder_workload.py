@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from common.requests.tokenizer import Tokenizer
 from workshop.measure.bench.bench_work import BenchRequest
-from workshop.training.tiny_data import corpus
+from workshop.training.tiny_data import held_out
 
 SYSTEM_PROMPT_LEN = 128
 LONG_PROMPT_LEN = 1400
@@ -94,7 +94,7 @@ def min_prompt_tokens(prompts: Iterable[Sequence[int]]) -> int:
 @lru_cache(maxsize=1)  # encoding takes seconds
 def _encoded_corpus(tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:
     """The corpus's files in the order of their names, and their functions that are long enough."""
-    files = [text for _, text in sorted(corpus()[1].items())]
+    files = held_out()
     functions = [tokenizer.encode(source) for text in files for source in functions_of(text)]
     functions = [ids for ids in functions if len(ids) >= 2 * OUTPUT_LENS[0]]
     return [tokenizer.encode(text) for text in files], functions

@@ -7,19 +7,16 @@
     hint                             from vague to precise
     test MODULE NAME NAME            the simplest first
     names                            bound by the statements to write; none: the whole body
-    engine {"chunked_prefill": 8}    arguments of `LLM` that make it use the module, if any do
 
 Common wrong answers, each with the lesson in it, are in `patches.txt`; `zh_mistake` is the lesson
 in Chinese. If a reader's answer fails the tests as a typical mistake does, the lesson is shown."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from workshop.practice.exercise import Exercise, read_exercises, renamed_row
 from workshop.practice.patch_table import (
@@ -33,7 +30,7 @@ from workshop.practice.source_patch import ROOT, file_of
 from workshop.practice.tasks.blank import Blank, make_blank, with_holes
 
 TABLE = Path(__file__).with_name("tasks.txt")
-_WORDS = "example minutes place write hint test names engine"
+_WORDS = "example minutes place write hint test names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,6 @@ class Task(Exercise):
     mistakes: tuple[Bug, ...]
     # Not the whole body: the statements, one after the other, that bind these names.
     names: tuple[str, ...]
-    # Arguments of `LLM` that make it use the module. None: no arguments do.
-    engine: dict[str, Any] | None
 
     @property
     def number(self) -> str:
@@ -97,7 +92,6 @@ def read_tasks(table: Path) -> Iterator[Task]:
             tests=tuple(f"{file}::{name}" for file, *names in tests for name in names),
             mistakes=mistakes,
             names=tuple(row.text("names").split()),
-            engine=json.loads(row.text("engine") or "null"),
         )
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from workshop.practice.apart import apart
 from workshop.practice.source_patch import ROOT
 from workshop.practice.tasks.answer import answer_to, is_blank
 from workshop.practice.tasks.blank import function_at
 from workshop.practice.tasks.course import EVENINGS, TASKS, Task, blank_of, blank_text
-from workshop.practice.tasks.demo_on_yours import engine_on
 from workshop.practice.tasks.test_answers import the
 from workshop.practice.tasks.workbench import Workbench
 
@@ -85,28 +82,3 @@ def test_of_two_functions_in_a_file_each_is_begun_again_tried_and_passed_alone(
     assert Workbench(bench.folder).has_passed(one) and not bench.has_passed(other)
     bench.file(one).write_text(one.source().replace("pos % size", "pos & size"))
     assert not bench.has_passed(one), "an answer that has changed"
-
-
-def _run(engines: list[dict]) -> list[set[tuple[str, int]]]:
-    """Which functions, by file and line, each engine has called."""
-    found: list[set[tuple[str, int]]] = []
-
-    def note(frame, event, arg) -> None:
-        if event == "call":
-            found[-1].add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-
-    for options in engines:
-        found.append(set())
-        sys.setprofile(note)
-        engine_on(options)
-        sys.setprofile(None)
-    return found
-
-
-def test_the_engine_calls_the_function_where_a_task_says_so() -> None:
-    tasks = [task for task in TASKS if task.engine is not None]
-    engines = {repr(task.engine): task.engine for task in tasks}
-    called = dict(zip(engines, apart(_run, (list(engines.values()),), 120), strict=True))
-    for task in tasks:
-        place = str(ROOT / task.file), function_of(task.source(), task).lineno
-        assert place in called[repr(task.engine)], task.number
