@@ -79,6 +79,7 @@ REWRITTEN = [  # page, text, as staged
         "`[x](Makefile)` [`y`](source:Makefile) [z](common/index.md) [w](04_scheduler/index.md)"
         "\n```\n[v](Makefile)\n```",
     ),
+    ("FIRST_HOUR", "git clone URL a  # b", "git clone URL a  # b"),  # there is no address
     (
         f"{CHAPTER}index",  # the name of a file leads to it
         "`scheduler.py` `llm.py` `no_such.py` [`llm.py`](scheduler.py)",

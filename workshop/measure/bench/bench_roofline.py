@@ -38,27 +38,24 @@ def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> dict[str, Any]:
-    """Milliseconds to multiply all matrices of the model, in order, with each number of rows. They
+    """Milliseconds to multiply all matrices of the model with each number of rows. They
     are packed as in the engine where that is possible."""
     model = loaded.model
     if (packing := packing_of(EngineConfig(), model)) is not None:
         model.pack_weights(packing)
-    matrices = [
-        (matrix, matrix.shape[1]) for layer in model.layers for matrix in linear_layers(layer)
-    ]
-    matrices.append((model.lm_head, loaded.config.hidden_size))
+    matrices = list(linear_layers(model))
     dtype = model.embed_weight.dtype
     sizes = [
         matrix.packed.nbytes if matrix.packed else matrix.shape.numel() * dtype.itemsize
-        for matrix, _ in matrices
+        for matrix in matrices
     ]
 
     def multiply(rows: int) -> Callable[[], None]:
-        inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in matrices}
+        inputs = [torch.ones(rows, matrix.shape[1], dtype=dtype) for matrix in matrices]
 
         def call() -> None:
-            for matrix, width in matrices:
-                matrix(inputs[width])
+            for matrix, hidden in zip(matrices, inputs):
+                matrix(hidden)
 
         return call
 
