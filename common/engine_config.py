@@ -375,11 +375,11 @@ class EngineConfig:
 
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
         """Whether to compile attention in PyTorch on `device`. (A GPU has kernels instead.)"""
+        is_wanted = self.compile is True
         if self.compile == "auto":
-            is_large = num_parameters >= COMPILE_FROM_PARAMETERS
             # The number of rows in a step decides what runs compiled, and so would change the bits.
-            return device.type == "cpu" and is_large and not self.batch_invariant
-        return self.compile is True
+            is_wanted = num_parameters >= COMPILE_FROM_PARAMETERS and not self.batch_invariant
+        return is_wanted and device.type == "cpu"
 
     def wants_overlap(self, device: torch.device) -> bool:
         is_requested = self.overlap_scheduling is True

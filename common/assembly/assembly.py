@@ -436,9 +436,6 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         backend = MixedAttentionBackend()
     if not config.wants_compiled(model.num_parameters, device):
         return Attention(backend, compose)
-    if device.type != "cpu":
-        logger.warning("compile=True has no effect: only attention on a CPU is compiled")
-        return Attention(backend, compose)
     from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
@@ -480,7 +477,7 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
         from common.models.regions.kernel_regions import KernelRegions
 
         regions = KernelRegions()
-    elif is_compiled and weight.device.type == "cpu":
+    elif is_compiled:
         from common.models.regions.compiled_regions import compile_regions  # imports the compiler
 
         regions = compile_regions(model)

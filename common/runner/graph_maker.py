@@ -48,7 +48,7 @@ class GraphMaker:
         reason = None
         if config.batch_invariant:
             reason = "batch_invariant=True computes on the host's plan"
-        elif device.type == "cpu" and config.wants_compiled(model.num_parameters, device):
+        elif config.wants_compiled(model.num_parameters, device):
             reason = "PyTorch cannot capture compiled code"
         elif is_instance_arg(config.attention_backend):
             reason = "this attention_backend may plan on the host"
