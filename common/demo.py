@@ -215,7 +215,7 @@ def print_summary(result: Run, llm) -> None:
     )
     again = f"{stats.recomputed_tokens} tokens computed again"
     print(f"preemptions          {stats.num_preemptions} ({again})")
-    if llm.engine.speculation is not None:
+    if llm.engine.parts.drafts is not None:
         print(
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
             f"draft tokens accepted; {stats.tokens_per_pass:.2f} tokens a pass"

@@ -99,12 +99,12 @@ class LLMEngine(EngineCalls):
         if self.config.has_workers:
             from common.parallel.remote import start_runner as load
 
-        runner = load(self.config, loaded, draft, tokenizer, self._sequences)
+        runner = load(self.config, loaded, draft, tokenizer)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = weakref.finalize(self, runner.close)
         try:
-            parts = make_engine_parts(self.config, runner)
+            parts = make_engine_parts(self.config, runner, self._sequences)
         except BaseException:
             self._close_runner()
             raise
@@ -115,7 +115,6 @@ class LLMEngine(EngineCalls):
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
-        self.speculation = runner.speculation
         self.max_model_len = runner.limits.max_model_len
         self.vocab_size = runner.limits.vocab_size
         self.model_config = runner.model_config
@@ -531,8 +530,8 @@ class LLMEngine(EngineCalls):
             stats.looked_up_tokens = cache.stats.num_tokens_looked_up
             stats.cached_tokens = cache.stats.num_tokens_hit
             stats.prefix_cache_hit_rate = cache.stats.hit_rate
-        if self.speculation is not None:
-            spec_stats = self.speculation.stats
+        if (drafts := self.parts.drafts) is not None:
+            spec_stats = drafts.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
             stats.num_drafted_tokens = spec_stats.num_drafted
@@ -622,8 +621,8 @@ class LLMEngine(EngineCalls):
         """Reset the counters, for example after a warm-up. The prefix cache is kept."""
         if self.prefix_cache is not None:
             self.prefix_cache.stats = CacheStats()
-        if self.speculation is not None:
-            self.speculation.reset_stats()
+        if self.parts.drafts is not None:
+            self.parts.drafts.reset_stats()
         if self.parts.in_flight_plans is not None:
             self.parts.in_flight_plans.num_discarded_tokens = 0
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)

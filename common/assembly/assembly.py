@@ -78,12 +78,12 @@ if TYPE_CHECKING:
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+    from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
     from prefix_cache import CacheListener
     from proposers import Proposer
-    from speculating_runner import DraftLength, SpeculatingRunner
     from unchunked import ChunkPolicy
 
 logger = logging.getLogger(__name__)
@@ -95,11 +95,9 @@ def load_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
 ) -> RunnerParts:
-    """Load the models that are not given, and make the runner of this process. `sequences` are the
-    engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
-    available memory does not allow the configuration."""
+    """Load the models that are not given, and make the runner of this process. Raises
+    `ValueError` if the model or the available memory does not allow the configuration."""
     if loaded is None:
         device = config.resolve_device()
         if device.index is not None:
@@ -115,13 +113,7 @@ def load_runner(
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
         return make_runner(
-            config,
-            loaded,
-            draft,
-            limits,
-            tokenizer=tokenizer,
-            sequences=sequences,
-            close=put_threads_back,
+            config, loaded, draft, limits, tokenizer=tokenizer, close=put_threads_back
         )
     except BaseException:
         put_threads_back()
@@ -167,7 +159,6 @@ class RunnerParts:
     kv_cache: Any  # `num_blocks`, `kv_bytes_per_block`; in this process, a PagedKVCache
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
-    speculation: Any = None  # `stats`, `reset_stats`; in this process, a SpeculatingRunner
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
     close: Callable[[], object] = int  # nothing to close
@@ -180,13 +171,11 @@ def make_runner(
     limits: Limits,
     *,
     tokenizer: Tokenizer | None = None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
     peers: Peers = NO_PEERS,
     close: Callable[[], object] = int,
 ) -> RunnerParts:
-    """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
-    and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
+    """Make the runner of this process. A worker has no `tokenizer` (plugins read the
+    checkpoint's)."""
     model = loaded.model
     is_last_stage = model.collectives.ranks.is_last_stage
 
@@ -249,16 +238,10 @@ def make_runner(
             compose=attention.compose,
             shuffle_seed=config.seed if config.shuffle_batch else None,
         )
-        speculation: SpeculatingRunner | None = None
         if proposer is not None:
-            runner = speculation = make_speculation(
-                config,
-                proposer=proposer,
-                runner=paged,
-                state=state,
-                sequences=sequences,
-                wrap_length=wrap_length,
-            )
+            from speculating_runner import SpeculatingRunner
+
+            runner = SpeculatingRunner(paged, proposer, state, state.num_possible)
         return RunnerParts(
             runner=runner,
             model_config=loaded.config,
@@ -270,7 +253,6 @@ def make_runner(
             kv_cache=kv_cache,
             block_io=partial(make_block_io, config, loaded, kv_cache),
             is_queued=paged.device.type != "cpu",  # by the device
-            speculation=speculation,
             num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
             adapters=adapters,
             close=close,
@@ -610,36 +592,6 @@ def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Sampl
     )
 
 
-def make_speculation(
-    config: EngineConfig,
-    *,
-    proposer: Proposer,
-    runner: ModelRunner,
-    state: BatchState,
-    sequences: Mapping[str, OutputProcessor] | None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None,
-) -> SpeculatingRunner:
-    """Make the runner that proposes and verifies draft tokens around the paged one."""
-    from common.runner.allowed_drafts import AllowedDrafts
-    from speculating_runner import FixedLength, SpeculatingRunner
-
-    spec_config = config.speculation
-    assert spec_config is not None
-    if spec_config.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(spec_config.num_spec_tokens)
-    else:
-        length = FixedLength(spec_config.num_spec_tokens)
-    if wrap_length is not None:
-        length = wrap_length(length)
-    if sequences is not None:
-        from common.runner.trimming_runner import TrimmingRunner
-
-        runner = TrimmingRunner(runner, sequences)
-    return SpeculatingRunner(runner, AllowedDrafts(proposer, state), length, state)
-
-
 # -- the half that plans: memory, scheduler and loop around a runner
 
 
@@ -657,10 +609,14 @@ class EngineParts:
     multi_step_core: OverlappedEngineCore | None
     in_flight_plans: OverlapPlugin | PipelinePlugin | None
     adapters: AdapterNames | None
+    drafts: DraftPlugin | None
 
 
-def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
-    """Make the parts around a runner. Raises `ValueError` if the runner's model does not allow the
+def make_engine_parts(
+    config: EngineConfig, runner: RunnerParts, sequences: Mapping[str, OutputProcessor]
+) -> EngineParts:
+    """Make the parts around a runner. `sequences` are the engine's, by request id: their stop
+    strings trim verified draft tokens. Raises `ValueError` if the runner's model does not allow the
     configuration, or if a user's function returns an unsuitable part."""
     # KV memory outside of this engine. It may refuse, so it comes before any thread.
     connector, listener = make_connector(config, runner)
@@ -683,9 +639,10 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
 
     # The scheduler, and its plugins in the order in which it calls them.
     chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(
-        config, in_flight_plans=in_flight_plans, num_lookahead_tokens=runner.num_lookahead_tokens
-    )
+    drafts = None
+    if runner.num_lookahead_tokens is not None:
+        drafts = make_draft_plugin(config, runner.num_lookahead_tokens, sequences)
+    plugins = make_plugins(config, in_flight_plans=in_flight_plans, drafts=drafts)
     scheduler = make_scheduler(
         config,
         kv_memory=kv_memory,
@@ -733,6 +690,7 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         multi_step_core=multi_step_core,
         in_flight_plans=in_flight_plans,
         adapters=adapters,
+        drafts=drafts,
     )
 
 
@@ -873,20 +831,33 @@ def make_policy(
     return policy_over(kv_memory, policy, config.seed)
 
 
+def make_draft_plugin(
+    config: EngineConfig, num_lookahead_tokens: int, sequences: Mapping[str, OutputProcessor]
+) -> DraftPlugin:
+    from draft_plugin import DraftPlugin, FixedLength
+
+    spec_config = config.speculation
+    assert spec_config is not None
+    length = FixedLength(spec_config.num_spec_tokens)
+    if spec_config.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(spec_config.num_spec_tokens)
+    return DraftPlugin(num_lookahead_tokens, length, sequences)
+
+
 def make_plugins(
     config: EngineConfig,
     *,
     in_flight_plans: OverlapPlugin | PipelinePlugin | None,
-    num_lookahead_tokens: int | None,
+    drafts: DraftPlugin | None,
 ) -> list[SchedulerPlugin]:
     """Make the scheduler's plugins, in the order in which it calls them."""
     plugins: list[SchedulerPlugin] = []
     if in_flight_plans is not None:
         plugins.append(in_flight_plans)
-    if num_lookahead_tokens is not None:
-        from draft_plugin import DraftPlugin
-
-        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if drafts is not None:
+        plugins.append(drafts)
     if config.takes_adapters:
         from adapter_limit import MaxLoRAs
 

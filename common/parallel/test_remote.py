@@ -64,7 +64,7 @@ def tokens_of(
 
 
 def plan_message(plan: RunnerInput) -> bytes:
-    return message.pack("plan", number=STEP, plan=plan, times=[])
+    return message.pack("plan", number=STEP, plan=plan)
 
 
 def must_be_dead(engine: LLMEngine, pids: list[int], names: str) -> None:

@@ -5,7 +5,6 @@ See common/parallel/README.md#processes"""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -27,7 +26,6 @@ from common.parallel.sharded_model import ShardedModel
 from common.runner.kv_sizing import Peers
 from kv_block_io import PagedBlockIO
 from scheduler_interface import RunnerInput, StepHandle
-from speculating_runner import DraftLength
 
 logger = logging.getLogger(__name__)
 dist: Any = torch.distributed  # its type stubs lack what is needed here
@@ -78,7 +76,6 @@ class Rank:
             loaded=loaded,
             draft=draft,
             limits=content["limits"],
-            wrap_length=DriverChosenLength,
             peers=Peers(collectives.min_across, ranks.world_size),
         )
         rank = cls(channel, config, collectives, local)
@@ -107,11 +104,8 @@ class Rank:
         getattr(self, kind)(**content)
         return kind != "close"
 
-    def plan(self, number: int, plan: RunnerInput, times: list[list]) -> None:
+    def plan(self, number: int, plan: RunnerInput) -> None:
         """Begin a step."""
-        length = self.local.speculation and self.local.speculation.draft_length
-        if isinstance(length, DriverChosenLength):
-            length.begin(number, times)
         step = self.local.runner.execute(plan)
         if self.local.device.type == "cpu":
             self._answer_plan(number, step)
@@ -179,36 +173,3 @@ def _load(config: EngineConfig, device: torch.device, collectives: Collectives) 
         make=make,
         packing_of=partial(packing_of, config, is_loading=True),
     )
-
-
-class DriverChosenLength(DraftLength):
-    """The number of draft tokens, where several ranks must propose the same ones. All ranks use the
-    times of one rank, which the driver sends to all a step later."""
-
-    def __init__(self, inner: DraftLength) -> None:
-        self.inner = inner
-        self._step = 0
-        self._unverified: dict[int, Callable[[float, float], None]] = {}  # by step: takes its times
-
-    def begin(self, step: int, times: list[list]) -> None:
-        """`times`: step, milliseconds of verifying and of drafting, of steps before this one."""
-        self._step = step
-        for number, verify_ms, draft_ms in times:
-            if number in self._unverified:
-                self._unverified.pop(number)(verify_ms, draft_ms)
-
-    def choose(self, request_ids: Any) -> list[int]:
-        return self.inner.choose(request_ids)
-
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        self.inner.observe(request_id, num_drafted, num_accepted)
-
-    def observe_step(
-        self, num_requests: int, num_tokens: int, num_rounds: int, verify_ms: float, draft_ms: float
-    ) -> None:
-        self._unverified[self._step] = partial(
-            self.inner.observe_step, num_requests, num_tokens, num_rounds
-        )
-
-    def remove_request(self, request_id: str) -> None:
-        self.inner.remove_request(request_id)

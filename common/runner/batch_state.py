@@ -84,6 +84,11 @@ class BatchState(SharingRunnerState):
         assert self.sampled is not None
         return int(self.sampled.read_tokens()[-1 - token_id])
 
+    def num_possible(self, req_id: str, drafts: list[int]) -> int:
+        """Return how many of these drafts, from the first one on, all plugins allow."""
+        row = self.row_of[req_id]
+        return min(plugin.num_possible(self, row, drafts) for plugin in self.plugins)
+
     def missing_reason(
         self, sampling: SamplingBatch, before: AsyncStepOutput | None, vocab_size: int, req_id: str
     ) -> str | None:
