@@ -67,7 +67,7 @@ def rank_config(config: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 
 def _check_divisible(config: ModelConfig, size: int) -> None:
-    if size > 1 and config.blocks[0] == "post-norm attention":
+    if size > 1 and config.has_whole_qk_norm:
         raise ValueError(
             f"tensor_parallel_size must be 1 for {config.architecture}, which normalizes the "
             f"queries of all heads as one vector, got {size}"
