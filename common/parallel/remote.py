@@ -6,16 +6,14 @@
                 worker 0 .. N-1                               `common/parallel/worker.py`
 
 `execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
-needs no thread. Work on the engine's objects stays here: a run of accepted draft tokens is trimmed
-where the request's text is, draft tokens are counted, and KV tiers and connectors get the bytes of
-a block from all ranks.
+needs no thread. KV tiers and connectors get the bytes of a block from all ranks.
 
 See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 
-from acceptance import SpecDecodeStats
 from common.assembly.assembly import Limits, Namespace, RunnerParts, find_limits
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
 from common.models.loader import Checkpoint, LoadedModel, read_checkpoint
@@ -33,10 +30,8 @@ from common.parallel import message
 from common.parallel.executor import OF_THE_USER, START_TIMEOUT_S, Executor, WorkerError
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
-from common.requests.output_processor import OutputProcessor
 from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.runner.trimming_runner import TrimmingRunner
-from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
+from scheduler_interface import RunnerInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +46,7 @@ class RemoteRunner:
         self.executor = executor
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
-        step = self.executor.ask("plan", plan=message.runner_half(plan))
-        return RemoteStep(self.executor, step)
+        return RemoteStep(self.executor, self.executor.ask("plan", plan=message.runner_half(plan)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +59,6 @@ class RemoteStep:
     def wait(self) -> StepOutput:
         """Wait for the output. Raises `WorkerError` if a worker exited, is stuck or raised."""
         return self.executor.wait_for_output(self.step)
-
-
-class CountingRunner:
-    """Counts accepted and rejected draft tokens that other processes propose and verify. The
-    numbers follow from plan and output."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.stats = SpecDecodeStats()
-
-    def execute(self, plan: RunnerInput) -> CountedStep:
-        num_drafted = {r: len(ids) for r, ids in plan.scheduled_draft_token_ids.items()}
-        return CountedStep(self, self.runner.execute(plan), num_drafted)
-
-    def reset_stats(self) -> None:
-        self.stats = SpecDecodeStats()
-
-
-@dataclass(frozen=True, slots=True)
-class CountedStep:
-    runner: CountingRunner
-    step: StepHandle
-    num_drafted: Mapping[str, int]
-
-    def wait(self) -> StepOutput:
-        output = self.step.wait()
-        for req_id, tokens in output.token_ids.items():
-            if tokens:
-                self.runner.stats.observe(self.num_drafted.get(req_id, 0), len(tokens) - 1)
-        return output
 
 
 # -- KV
@@ -172,7 +136,6 @@ def start_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[RunnerParts, Tokenizer]:
     """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
@@ -208,7 +171,6 @@ def start_runner(
             facts=facts,
             limits=limits,
             num_parameters=num_parameters,
-            sequences=sequences,
         )
         return runner, tokenizer
     except BaseException:
@@ -243,15 +205,11 @@ def worker_config(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device
 ) -> EngineConfig:
     """The configuration of a worker: without what plans, caches and stores, which stays here."""
-    speculative = config.speculative
-    if isinstance(speculative, dict):  # the number that pays is learned from a clock: each rank's
-        speculative = {**speculative, "adaptive": False}
     return replace(
         config,
         model=str(checkpoint.path.resolve()),
         device=device.type,
         adapters={} if config.takes_adapters else None,  # they come later
-        speculative=speculative,
         policy="fcfs",
         prefix_cache="hash",
         kv_tiers=None,
@@ -269,14 +227,9 @@ def _make_runner(
     facts: Sequence[dict[str, Any]],
     limits: Limits,
     num_parameters: int,
-    sequences: Mapping[str, OutputProcessor],
 ) -> RunnerParts:
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
     kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
-    runner: ModelRunner = RemoteRunner(executor)
-    counting = None
-    if config.speculation is not None:
-        runner = counting = CountingRunner(TrimmingRunner(runner, sequences))
     lookahead = [f["num_lookahead_tokens"] for f in facts if f["num_lookahead_tokens"] is not None]
 
     def block_io() -> tuple[RemoteBlockIO, Namespace]:
@@ -288,7 +241,7 @@ def _make_runner(
         return RemoteBlockIO(executor, kv_cache), tuple(namespace)
 
     return RunnerParts(
-        runner=runner,
+        runner=RemoteRunner(executor),
         model_config=checkpoint.config,
         num_parameters=num_parameters,
         device=torch.device(facts[0]["device"]),
@@ -299,7 +252,6 @@ def _make_runner(
         kv_cache=kv_cache,
         block_io=block_io,
         is_queued=True,
-        speculation=counting,
         num_lookahead_tokens=max(lookahead, default=None),
         adapters=RemoteAdapters(executor) if config.takes_adapters else None,
         close=executor.close,

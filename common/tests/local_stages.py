@@ -22,7 +22,6 @@ from common.models.ranks import Ranks
 from common.parallel import message, remote
 from common.parallel.sharded_model import ShardedModel
 from common.requests.tokenizer import Tokenizer
-from common.runner.trimming_runner import TrimmingRunner
 from scheduler_interface import RunnerInput, StepOutput
 
 PATIENCE_S = 30.0
@@ -111,7 +110,7 @@ def pipelined_engine(
 ) -> LLMEngine:
     """An engine over stages of this process, which checks itself after every step."""
 
-    def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
+    def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any):
         lines: list[Line] = []
         parts: list[LocalRunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
@@ -120,12 +119,11 @@ def pipelined_engine(
                 path, torch.float64, torch.device("cpu"), partial(ShardedModel, collectives=line)
             )
             parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
-        guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
         side = replace(
             parts[-1],
             close=runner.close,
-            runner=runner if guesses is None else TrimmingRunner(runner, members),
+            runner=runner,
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
         )

@@ -65,7 +65,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, oracle, loaded
     """Traps 36, 38, 39: verified at its own position, and no more than there may be. Scheduled are
     prompts, outputs but the last, and rejected guesses."""
     engine = checked_engine(loaded, speculative=BY_SCRIPT, num_blocks=200, prefix_cache=None)
-    engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS[script])
+    engine.core.runner.proposer = ScriptedProposer(oracle, SCRIPTS[script])
     indices = [0, 3, 5, 6, 7]
     outputs = serve(engine, oracle, indices, MAX_TOKENS)
     stats = engine.stats()
@@ -157,7 +157,7 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
             engine = checked_engine(shipped_loaded, tokenizer=shipped_tokenizer, **config)
             if speculative:
                 proposer = ScriptedProposer(shipped_oracle, SCRIPTS["right"], num_spec_tokens=5)
-                engine.speculation.proposer = proposer
+                engine.core.runner.proposer = proposer
             output = engine.generate_batch([prompt], replace(params, logprobs=1))["request-0"]
             results.append(output)
             visible = [*prompt, *output.outputs[0].token_ids]
