@@ -132,18 +132,6 @@ class CachedContent(NamedTuple):
     begins_node: bool = False  # the first of its node, if the index is a tree
 
 
-class CachedPrefix(NamedTuple):
-    """One cached block with its whole prefix. For checks and pictures; O(depth)."""
-
-    extra_keys: NormalKeys
-    token_ids: tuple[int, ...]  # of the whole prefix, with this block's tokens last
-    block: Block
-
-    @property
-    def num_users(self) -> int:
-        return self.block.ref_cnt - 1
-
-
 class PrefixCache(ABC):
     """Map prefixes to blocks of `pool`, of `block_size` tokens each. The base class has what both
     caches share; each subclass has its own index, and tracks which blocks are in use and when they
@@ -280,10 +268,6 @@ class PrefixCache(ABC):
     def owns(self, block: HasBlockId) -> bool:
         return block.block_id in self._by_block_id
 
-    def num_users(self, block: HasBlockId) -> int:
-        """Users of a cached block, without the cache's own reference."""
-        return self.pool.blocks[block.block_id].ref_cnt - 1
-
     @property
     def num_cached_blocks(self) -> int:
         return len(self._by_block_id)
@@ -300,23 +284,11 @@ class PrefixCache(ABC):
     def cached_contents(self) -> Iterator[CachedContent]:
         """Every cached block; unused ones in the order in which they would be evicted."""
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix, in the order of `cached_contents`. Too slow for
-        the engine's loop."""
-        contents = {content.block.block_id: content for content in self.cached_contents()}
-        for content in contents.values():
-            parts = [content.token_ids]
-            parent_id = content.parent_id
-            while parent_id is not None:
-                parent = contents[parent_id]
-                parts.append(parent.token_ids)
-                parent_id = parent.parent_id
-            token_ids = tuple(token for part in reversed(parts) for token in part)
-            yield CachedPrefix(content.extra_keys, token_ids, content.block)
-
-    @abstractmethod
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""
+        """Raise `AssertionError` if the cache contradicts its pool."""
+        users = [self.pool.blocks[block_id].ref_cnt - 1 for block_id in self._by_block_id]
+        assert min(users, default=0) >= 0, "the cache has no reference to one of its blocks"
+        assert users.count(0) == self.num_evictable_blocks, "unused blocks"
 
     @abstractmethod
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Any]:

@@ -202,20 +202,3 @@ class RadixTree:
         leaf.contents = None
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""
-        num_pages = 0
-        for extra_keys, root in self.roots.items():
-            assert root.extra_keys == extra_keys and root.is_root, root
-            assert root.children and not root.blocks and not root.key and root.end == 0, root
-        for node in self.nodes():
-            num_pages += len(node.blocks)
-            assert len(node.key) == len(node.blocks) * self.page_size, node
-            for first_page, child in node.children.items():
-                assert child.parent is node and child.blocks, child
-                assert child.start == node.end, f"{child} does not start at its parent's end"
-                assert first_page == tuple(child.key[: self.page_size]), child
-            for block in node.blocks:
-                assert self.node_of.get(block.block_id) is node, f"{block} is in another node"
-        assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} in node_of"

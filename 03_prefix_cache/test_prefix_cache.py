@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bounded_loops import as_long_as
+from cache_checks import cached_prefixes
 from cache_words import Rig
 from cache_world import CacheLog, Tenant, World
 from kv_slots import BLOCK_SIZES, PREFIX_CACHES, Chaos, check_long_run
@@ -180,7 +181,7 @@ def test_extra_keys_separate_everything(make_cache):
     held = [rig.warm("AB", keys) for keys in ALL_KEYS]
     assert len({block_id for blocks in held for block_id in blocks}) == 2 * len(ALL_KEYS)
     assert [rig.hits("AB", keys) for keys in ALL_KEYS] == held
-    shown = {prefix.extra_keys for prefix in rig.cache.cached_prefixes()}
+    shown = {prefix.extra_keys for prefix in cached_prefixes(rig.cache)}
     assert shown == {normalise_extra_keys(keys) for keys in ALL_KEYS} and len(shown) == 11
     assert rig.hits("AB", (("salt", "unknown"),)) == []
     assert normalise_extra_keys(None) == () != normalise_extra_keys([("lora", 7)])

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 from block_pool import Block, BlockPool
 from prefix_cache import CacheStats
-from prefix_cache_local import compute_block_hash
 from request_chain import Link
 
 
@@ -105,10 +104,6 @@ class GroupedPrefixCache:
             found.append([self._by_key[key].block for key in keys])
         return found
 
-    def is_used(self, group: int, link: Link) -> bool:
-        known = self._by_key.get((group, link[0]))
-        return known is not None and known.block.ref_cnt > 0
-
     def hold(self, blocks: Sequence[Block]) -> None:
         """Add a reference to known blocks, whether they have any or not."""
         free = [block for block in blocks if block.ref_cnt == 0]
@@ -139,9 +134,6 @@ class GroupedPrefixCache:
     def is_cached(self, block: Block) -> bool:
         return block.block_id in self._by_block_id
 
-    def key_of(self, block: Block) -> tuple[int, bytes]:
-        return self._by_block_id[block.block_id].key
-
     @property
     def num_cached_blocks(self) -> int:
         return len(self._by_block_id)
@@ -164,9 +156,5 @@ class GroupedPrefixCache:
 
     def check_invariants(self) -> None:
         assert len(self._by_key) == len(self._by_block_id)
-        for block_id, known in self._by_block_id.items():
+        for known in self._by_block_id.values():
             assert self._by_key[known.key] is known, known
-            assert self.pool.blocks[block_id] is known.block, known
-            before = known.chain[: known.index]
-            (name, tokens) = known.chain[known.index]
-            assert not before or compute_block_hash(before[-1][0], tokens) == name, known

@@ -129,8 +129,3 @@ class TieredCache(StoreConnector):
         super().close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def check_invariants(self) -> None:
-        assert len(self.host) <= self.config.host_blocks
-        assert len(set(self._link_of.values())) == len(self._link_of), "a hash is cached twice"
-        assert self.disk is None or len(self.disk) <= self.config.disk_blocks

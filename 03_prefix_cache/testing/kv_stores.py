@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bounded_loops import as_long_as
+from cache_checks import check_memory
 from global_kv_pool import GlobalKVPool
 from kv_connector import KVConnector
 from kv_memory import ComputedBlocks, NotReady
@@ -132,7 +133,7 @@ class ByteEngine:
 
         for _ in as_long_as(is_waiting, seconds=60):
             self.manager.wait_for_loads()
-            self.manager.check_invariants()
+            check_memory(self.manager)
         computed = self.manager.get_computed_blocks(request)
         assert isinstance(computed, ComputedBlocks)
         return computed
@@ -155,9 +156,9 @@ class ByteEngine:
         manager.cache_blocks(request, request.num_tokens)
         block_ids = manager.get_block_ids("served")
         assert [self.io.data[block_id] for block_id in block_ids[:num_full]] == right
-        manager.check_invariants([request])
+        check_memory(manager, [request])
         if is_error:
             request.has_bad_kv = True
         manager.free(request)
-        manager.check_invariants()
+        check_memory(manager)
         return computed.num_tokens

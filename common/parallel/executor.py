@@ -18,7 +18,6 @@ See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -34,8 +33,6 @@ import psutil
 from common.parallel import message
 from common.parallel.channel import DriverChannel, interrupts_held
 from scheduler_interface import StepOutput
-
-logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # for a worker's imports, and to read its weights
 CLOSE_TIMEOUT_S = 5.0
@@ -100,9 +97,6 @@ class Executor:
             wrong = [e for e in self._errors.values() if e["kind_of_error"] in OF_THE_USER]
             if wrong and len(wrong) == len(self._errors):
                 raise OF_THE_USER[wrong[0]["kind_of_error"]](wrong[0]["sentence"]) from None
-            raise
-        except BaseException:
-            self.close()
             raise
         self._folder.cleanup()  # all are connected
         return [answer["facts"] for answer in answers]
@@ -222,17 +216,13 @@ class Executor:
         if self._is_closed or os.getpid() != self._pid:  # a fork does not own the workers
             return
         if self.failure is None:
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
             with suppress(Exception, KeyboardInterrupt):
-                self._close_workers()
+                self.send(message.pack("close"))
+                for link in self.links:
+                    link.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         self._is_closed = True
-
-    def _close_workers(self) -> None:
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for link in self.links:
-            self._channel.send(link.rank, message.pack("close"))
-        for link in self.links:
-            link.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _kill(self) -> None:
         for link in self.links:

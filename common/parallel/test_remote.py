@@ -205,7 +205,7 @@ def must_survive_an_interrupt(engine: LLMEngine, alone: LLMEngine) -> None:
 
 
 def test_ranks_draft_alike_and_one_that_raises_is_named(shipped_loaded, shipped_tokenizer) -> None:
-    """The number of drafts depends on a clock (`adaptive`): on one, or the ranks would differ."""
+    """The plan says how many tokens to draft, whatever a clock says (`adaptive`)."""
     options = {"method": "draft", "num_spec_tokens": 3}
     config = EngineConfig(**RANKS, check_invariants=True, speculative=options, **WORKERS)
     engine = LLMEngine(config, tokenizer=shipped_tokenizer)

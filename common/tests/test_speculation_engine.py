@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from cache_checks import cached_prefixes
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, serve
 from common.tests.every_kind import must_say_the_same
@@ -160,7 +161,7 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
             output = engine.generate_batch([prompt], replace(params, logprobs=1))["request-0"]
             results.append(output)
             visible = [*prompt, *output.outputs[0].token_ids]
-            for prefix in engine.prefix_cache.cached_prefixes():
+            for prefix in cached_prefixes(engine.prefix_cache):
                 assert list(prefix.token_ids) == visible[: len(prefix.token_ids)]
         must_say_the_same({"": results[1]}, {"": results[0]})
         assert results[1].metrics.finish_detail == results[0].metrics.finish_detail
