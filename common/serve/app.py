@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.sampling.sampling_defaults import sampling_defaults
 from common.serve.answers import DONE, Answer, event, token_text
-from common.serve.async_llm import AsyncLLM, run_on_text
+from common.serve.async_llm import AsyncLLM
 from common.serve.chat import ChatPrompts
 from common.serve.deltas import RequestDelta
 from common.serve.engine_loop import EngineError, QueueFull
@@ -133,9 +133,7 @@ class Server:
     async def _generate(
         self, answer: Answer, prompts: list[list[int]], request: Request
     ) -> Response:
-        num_tokens = list(map(len, prompts))
-        room = self.llm.max_model_len
-        answer.params = answer.body.within_entries(num_tokens, answer.params, room)
+        answer.params = answer.body.within_entries(list(map(len, prompts)), answer.params)
         num = len(prompts) * answer.params.n
         limit = self.llm.max_per_request
         if limit is not None and num > limit:
@@ -155,9 +153,7 @@ class Server:
                 stream_owns_requests = True
                 return EventStream(events, requests)
             totals = await gathered(first_deltas, requests)
-            if answer.has_logprobs:  # there can be `MAX_ENTRIES`
-                return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
-            return json_response(answer.whole(totals))
+            return await asyncio.to_thread(lambda: json_response(answer.whole(totals)))
         finally:
             if not stream_owns_requests:
                 await close_all(requests)
@@ -175,7 +171,7 @@ class Server:
             for chunk in chunks if stream_options.include_usage else ():
                 chunk["usage"] = None
                 if stream_options.continuous_usage_stats:
-                    chunk["usage"] = answer.usage.content()
+                    chunk["usage"] = answer.usage()
             return b"".join(map(event, chunks))
 
         try:
@@ -216,8 +212,7 @@ class Server:
             named = body.chat_template_kwargs or {}  # for the templates that can turn it off
             given["enable_thinking"] = named.get("enable_thinking", body.reasoning_effort != "none")
         kwargs = (body.chat_template_kwargs or {}) | given
-        return await run_on_text(
-            len(request.state.body),
+        return await asyncio.to_thread(
             self.chat.text,
             body.messages,
             body.add_generation_prompt,

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -94,20 +93,26 @@ class Body(BaseModel):
 
     def error(self, error: Exception) -> ApiError:
         """Return the error for the client that sent this body, with `param` as a field of it."""
-        names = self._names_in_engine
-        found = api_error(error, names.keys() | type(self).model_fields.keys())
-        if (name := found.param) in names:
-            found.param = param = names[name]
-            if name in ("schema", "choice"):  # parts of the field
-                found.message = f"{param}: {found.message}"
-            elif found.message.startswith(name):
-                found.message = param + found.message.removeprefix(name)
+        found = api_error(error, _FIELDS_OF.keys() | type(self).model_fields.keys())
+        name = found.param
+        for field in _FIELDS_OF.get(name or "", ()):
+            if getattr(self, field, None) is not None:
+                found.param = field
+                is_part = name in ("schema", "choice")  # of the field
+                rest = f": {found.message}" if is_part else found.message.removeprefix(str(name))
+                found.message = field + rest
+                break
         return found
 
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        """The body's field by the name with which the engine's messages begin, if it is another."""
-        return {}
+
+# By the name with which an engine's message begins: the fields that it can mean.
+_GRAMMARS = ("structured_outputs", "response_format", "tools")
+_FIELDS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grammar", "schema", "choice"), _GRAMMARS),
+    "adapter": ("model",),
+    "prompt": ("messages",),
+    "max_tokens": ("max_completion_tokens",),
+}
 
 
 def _wrong_body(error: ValidationError) -> ApiError:
@@ -119,13 +124,6 @@ def _wrong_body(error: ValidationError) -> ApiError:
     message = furthest["msg"].removeprefix("Value error, ")
     field = str(furthest["loc"][0]) if place else None
     return bad(f"{place or 'the body'}: {message}", field)
-
-
-def _few(value: Any) -> Any:
-    """Refuse a long dictionary before its entries are looked at."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"must have at most {MAX_BIASES} entries")
-    return value
 
 
 class StreamOptions(Body):
@@ -172,7 +170,7 @@ class GenerateBody(RuleNumbers):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_few)] = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Numbers | None = None
     bad_words: Strings | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -202,12 +200,6 @@ class GenerateBody(RuleNumbers):
         except ValueError as error:
             raise self.error(error) from error
 
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        form = self.structured_outputs is None and self.response_format is not None
-        grammar = "response_format" if form else "structured_outputs"
-        return {**dict.fromkeys(("grammar", "schema", "choice"), grammar), "adapter": "model"}
-
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options must be null without stream", "stream_options")
@@ -219,33 +211,20 @@ class GenerateBody(RuleNumbers):
                 raise bad(f"{name} must have at most {MAX_TEXT} bytes in all strings", name)
         self.check_extra()
 
-    def within_entries(
-        self, num_tokens: list[int], params: SamplingParams, max_model_len: int
-    ) -> SamplingParams:
-        """Return `params` within `MAX_ENTRIES` log-probabilities per answer. `num_tokens` are the
-        lengths of the prompts, `max_model_len` is the model's maximum length. If the client gave no
-        `max_tokens`, it is lowered to fit. Raises `ApiError` if the client's values exceed the
-        limit."""
-        width = _width(params.logprobs)
-        names = ("max_tokens", "max_completion_tokens")
-        if width and all(getattr(self, name, None) is None for name in names):
-            fits = max(1, MAX_ENTRIES // (params.n * len(num_tokens) * width))
-            if fits < min(params.max_tokens or max_model_len, max_model_len - min(num_tokens)):
-                params = replace(params, max_tokens=fits)
-        in_prompts = _width(params.prompt_logprobs) * sum(num_tokens)
-        rooms = [max(0, max_model_len - num) for num in num_tokens]
-        in_outputs = width * sum(min(params.max_tokens or room, room) for room in rooms)
-        found = params.n * (in_prompts + in_outputs)
-        if found > MAX_ENTRIES:
-            name = "logprobs"
-            if in_prompts > in_outputs:
-                name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
-            raise bad(
-                f"{name}: prompts x n x tokens x logprobs must be at most {MAX_ENTRIES:,}, got "
-                f"{found:,}; ask for fewer of them, or lower max_tokens",
-                name,
-            )
-        return params
+    def within_entries(self, num_tokens: list[int], params: SamplingParams) -> SamplingParams:
+        """Return `params` with `max_tokens` lowered, so that an answer has at most `MAX_ENTRIES`
+        log-probabilities. `num_tokens` are the lengths of the prompts. Raises `ApiError` if those
+        of the prompts alone are more."""
+        in_prompts = params.n * _width(params.prompt_logprobs) * sum(num_tokens)
+        if in_prompts >= MAX_ENTRIES:
+            name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
+            limit = f"less than {MAX_ENTRIES:,}, got {in_prompts:,}"
+            raise bad(f"{name}: prompts x n x tokens x logprobs must be {limit}", name)
+        width = params.n * len(num_tokens) * _width(params.logprobs)
+        if width == 0:
+            return params
+        fits = max(1, (MAX_ENTRIES - in_prompts) // width)
+        return replace(params, max_tokens=min(fits, params.max_tokens or fits))
 
     def _grammar(self) -> Any:
         form = self.response_format
@@ -317,13 +296,6 @@ class ChatBody(GenerateBody, TemplateBody):
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        found = super()._names_in_engine | {"prompt": "messages", "max_tokens": limit}
-        is_call = self.tool_choice not in (None, "none", "auto")
-        return found | dict.fromkeys(("grammar", "schema") if is_call else (), "tools")
-
     def tool_use(self) -> ToolUse:
         """Return the tools and their choice. Raises `ApiError`."""
         functions = [tool.function for tool in self.tools or ()]
@@ -369,10 +341,6 @@ class TokenizeBody(TemplateBody):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-
-    @property
-    def _names_in_engine(self) -> dict[str, str]:
-        return {} if self.messages is None else {"prompt": "messages"}
 
 
 class DetokenizeBody(Body):
