@@ -61,7 +61,7 @@ from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
-from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
+from common.runner.kv_sizing import NO_PEERS, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import PluginContext, RunnerPlugin
@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from common.models.model import DecoderModel
     from common.models.model_config import ModelConfig
     from common.requests.output_processor import OutputProcessor
-    from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
@@ -214,18 +213,6 @@ def make_runner(
         pack_weights(config, draft.model)
 
     # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
-    make_graphs: GraphMaker | None = None
-    if config.wants_graphs(model.embed_weight.device):
-        from common.runner.graph_maker import GraphMaker
-
-        make_graphs = GraphMaker.of(
-            config,
-            model,
-            backend=attention.backend,
-            is_triton=attention.is_triton,
-            max_model_len=limits.max_model_len,
-            parts=[] if adapters is None else [adapters],
-        )
     over = partial(
         make_runner_over,
         config=config,
@@ -234,19 +221,19 @@ def make_runner(
         limits=limits,
         attention=attention,
         adapters=adapters,
-        make_graphs=make_graphs,
         tokenizer=tokenizer,
     )
-    demand = KVDemand(
-        config=config,
-        loaded=loaded,
+    kv_cache = make_kv_cache(
+        config,
+        loaded,
         draft=draft,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
         kind=attention.kv_cache_kind,
+        peers=peers,
     )
-    return over(make_kv_cache(demand, peers))
+    return over(kv_cache)
 
 
 def make_runner_over(
@@ -258,7 +245,6 @@ def make_runner_over(
     limits: Limits,
     attention: Attention,
     adapters: AdapterSlots | None,
-    make_graphs: GraphMaker | None,
     tokenizer: Tokenizer | None,
 ) -> LocalRunnerParts:
     """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
@@ -314,10 +300,21 @@ def make_runner_over(
         from common.runner.stage import StageRunner
 
         make_paged = StageRunner
-    elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+    elif config.wants_graphs(model.embed_weight.device):
+        from common.runner.graph_maker import make_graphs
         from common.runner.graphs import GraphRunner
 
-        make_paged = partial(GraphRunner, graphs=graphs)
+        graphs = make_graphs(
+            config,
+            model,
+            kv_cache,
+            backend=attention.backend,
+            is_triton=attention.is_triton,
+            max_model_len=limits.max_model_len,
+            part=adapters,
+        )
+        if graphs is not None:
+            make_paged = partial(GraphRunner, graphs=graphs)
     runner = paged = make_paged(
         model=model,
         kv_cache=kv_cache,
