@@ -51,7 +51,7 @@ from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
-from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
+from common.runner.kv_sizing import NO_PEERS, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import RunnerPlugin
@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from common.models.model import DecoderModel
     from common.models.model_config import ModelConfig
     from common.requests.output_processor import OutputProcessor
-    from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
@@ -192,18 +191,6 @@ def make_runner(
         draft.model.group_layers(draft.config.num_unhidden)  # the longest context it drafts for
         set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
         pack_weights(config, draft.model)
-    make_graphs: GraphMaker | None = None
-    if config.wants_graphs(model.embed_weight.device):
-        from common.runner.graph_maker import GraphMaker
-
-        make_graphs = GraphMaker.of(
-            config,
-            model,
-            backend=attention.backend,
-            is_triton=attention.is_triton,
-            max_model_len=limits.max_model_len,
-            parts=[] if adapters is None else [adapters],
-        )
 
     def make_over(kv_cache: PagedKVCache) -> RunnerParts:
         """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
@@ -225,10 +212,21 @@ def make_runner(
             from common.runner.stage import StageRunner
 
             make_paged = StageRunner
-        elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+        elif config.wants_graphs(model.embed_weight.device):
+            from common.runner.graph_maker import make_graphs
             from common.runner.graphs import GraphRunner
 
-            make_paged = partial(GraphRunner, graphs=graphs)
+            graphs = make_graphs(
+                config,
+                model,
+                kv_cache,
+                backend=attention.backend,
+                is_triton=attention.is_triton,
+                max_model_len=limits.max_model_len,
+                part=adapters,
+            )
+            if graphs is not None:
+                make_paged = partial(GraphRunner, graphs=graphs)
         runner = paged = make_paged(
             model=model,
             kv_cache=kv_cache,
@@ -259,16 +257,17 @@ def make_runner(
         )
 
     # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
-    demand = KVDemand(
-        config=config,
-        loaded=loaded,
+    kv_cache = make_kv_cache(
+        config,
+        loaded,
         draft=draft,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         make_runner=lambda kv_cache: make_over(kv_cache).runner,  # on trial
         kind=attention.kv_cache_kind,
+        peers=peers,
     )
-    return make_over(make_kv_cache(demand, peers))
+    return make_over(kv_cache)
 
 
 def make_state(

@@ -135,7 +135,7 @@ class PagedModelRunner:
             names = [req_ids[i] for i in layout.order.tolist()]
             ordered = Queries._make(column[layout.order] for column in queries)
             step = StepRows(self.state, names, ordered, drafts)
-            staged = self.stage(layout, step, concerned)
+            staged = self.stage(step, concerned)
         sample_args = self.sampler.prepare(sampling)
         for args in (*staged.values(), sample_args):
             upload.fill(args)
@@ -151,9 +151,7 @@ class PagedModelRunner:
             step=step,
         )
 
-    def stage(
-        self, layout: StepLayout, step: StepRows, concerned: Sequence[RunnerPlugin]
-    ) -> dict[str, Any]:
+    def stage(self, step: StepRows, concerned: Sequence[RunnerPlugin]) -> dict[str, Any]:
         """Return the plugins' part of the batch, by plugin name."""
         staged = {plugin.name: plugin.stage(step) for plugin in concerned}
         return {name: found for name, found in staged.items() if found is not None}

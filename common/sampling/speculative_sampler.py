@@ -193,7 +193,7 @@ class ConstrainedDrafts:
         upload.send()
 
     def sample_drafts(
-        self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
+        self, logits: torch.Tensor, num_drafted: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         raw = self.sampler.raw_logits(logits)
         args = self._rounds[num_drafted]
