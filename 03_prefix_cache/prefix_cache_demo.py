@@ -3,9 +3,8 @@
 #
 # This notebook uses the code of chapter 3. It defines only a few lines that print.
 #
-# **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；token 相同、前文不同的两个块，
-# 为什么不会被当成同一个（Trap 1）；一棵基数树（radix tree）怎样长出来；最后在引擎里看，命中以后
-# 首 token 快了多少，换一个 salt 又怎样。
+# **中文提要**：一条哈希链；匹配、占用、释放、淘汰各做什么；一棵基数树（radix tree）怎样长出来；
+# 最后在引擎里看，命中以后首 token 快了多少，换一个 salt 又怎样。
 
 # %%
 import warnings
@@ -58,25 +57,6 @@ cache.release(blocks)
 cache.check_invariants()
 
 # %% [markdown]
-# ## Trap 1 does not happen here
-#
-# `p t` finishes, its blocks are evicted and given to `q t`, so a block holds the tokens `t` again,
-# now computed after `q`. Then `p t` arrives again. Its first block was never reused, but its second
-# was.
-
-# %%
-p = [1] * 4
-q = [2] * 4
-t = [7] * 4
-cache = PrefixCacheLocal(max_cached_blocks=3, block_size=4)
-first = cache.cache_computed_blocks(p + t)
-print("p t is in blocks", [block.block_id for block in first])
-second = cache.cache_computed_blocks(q + t)
-print("q t is in blocks", [block.block_id for block in second])
-print("p t now finds", cache.match_prefix(p + t).num_cached_tokens, "tokens")
-print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
-
-# %% [markdown]
 # ## A radix tree grows
 #
 # A run of tokens without a branch is one node. `b` splits the node of `a` where the two prompts
@@ -84,14 +64,11 @@ print("q t finds", cache.match_prefix(q + t).num_cached_tokens, "tokens")
 
 
 # %%
-def show(tree):
-    """Print a line for each cached block, indented below the block before it."""
-    begin_nodes = {content.block for content in tree.cached_contents() if content.begins_node}
-    for prefix in sorted(tree.cached_prefixes(), key=lambda prefix: prefix.token_ids):
-        depth = len(prefix.token_ids) // 4 - 1
-        tokens = list(prefix.token_ids[-4:])
-        node = "starts a node" if prefix.block in begin_nodes else "same node"
-        print(f"{'    ' * depth}{tokens} {node}, users: {prefix.num_users}")
+def show(cache):
+    """Print a line for each node, indented below its parent."""
+    for node in cache.tree.nodes():
+        if not node.is_root:
+            print(f"{'    ' * node.start}{node.key} users: {node.lock_ref}")
     print()
 
 

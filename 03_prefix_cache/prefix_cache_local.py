@@ -35,9 +35,9 @@ from prefix_cache import (
     PrefixKey,
     normalise_extra_keys,
 )
-from request import check_integers
 
 BLOCK_SIZE = 16
+MAX_CACHED_BLOCKS = 1024
 HASH_BYTES = 32
 
 
@@ -52,19 +52,12 @@ def _mix_in(parent_hash: bytes, extra_keys: NormalKeys) -> bytes:
 
 
 def compute_block_hash(
-    parent_hash: bytes | int | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
+    parent_hash: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None = None
 ) -> bytes:
     """The hash of a block with `token_ids` (signed 64-bit integers) after the prefix whose hash is
-    `parent_hash`; None for a first block, or 0 as in the Chinese blog posts. Returns 32 bytes, the
-    same on every machine. Raises `ValueError` if `parent_hash` is not a hash."""
-    parent_hash = b"" if parent_hash is None or parent_hash == 0 else parent_hash
-    if not isinstance(parent_hash, bytes) or len(parent_hash) not in (0, HASH_BYTES):
-        raise ValueError(
-            f"parent_hash must be the hash of a block ({HASH_BYTES} bytes), or None for a first "
-            f"block, got {parent_hash!r}"
-        )
+    `parent_hash`; None for a first block. Returns 32 bytes, the same on every machine."""
     if not parent_hash or extra_keys:
-        parent_hash = _mix_in(parent_hash, normalise_extra_keys(extra_keys))
+        parent_hash = _mix_in(parent_hash or b"", normalise_extra_keys(extra_keys))
     return _link(parent_hash, token_ids)
 
 
@@ -116,24 +109,16 @@ class CachedBlock:
 
 class PrefixCacheLocal(PrefixCache):
     """A `PrefixCache` keyed by chained hashes. Takes the engine's `pool`, or makes a pool of
-    `max_cached_blocks` blocks. Raises `ValueError` unless exactly one of the two is given."""
+    `max_cached_blocks` blocks."""
 
     def __init__(
         self,
-        max_cached_blocks: int | None = None,
+        max_cached_blocks: int = MAX_CACHED_BLOCKS,
         pool: BlockPool | None = None,
         block_size: int = BLOCK_SIZE,
         listener: CacheListener | None = None,
     ) -> None:
-        if (max_cached_blocks is None) == (pool is None):
-            raise ValueError(
-                f"give max_cached_blocks or pool, not both, got {max_cached_blocks} and {pool}"
-            )
-        if max_cached_blocks is not None:
-            check_integers(1, max_cached_blocks=max_cached_blocks)
-            pool = BlockPool(max_cached_blocks + 1)
-        assert pool is not None
-        super().__init__(pool, block_size, listener)
+        super().__init__(pool or BlockPool(max_cached_blocks + 1), block_size, listener)
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._evictable: OrderedDict[int, CachedBlock] = OrderedDict()
 
@@ -170,6 +155,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "touch")
+        self.num_changes += 1
         self.pool.touch([cached.block for cached in cached_blocks])
         for cached in cached_blocks:
             if cached.block.ref_cnt == 2:  # the cache and its first user
@@ -177,6 +163,7 @@ class PrefixCacheLocal(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         cached_blocks = self._cached(blocks, "release")
+        self.num_changes += 1
         for cached in cached_blocks:
             if cached.block.ref_cnt == 1:
                 raise ValueError(f"cannot release block {cached.block_id}: no request uses it")
@@ -210,24 +197,3 @@ class PrefixCacheLocal(PrefixCache):
     def cached_contents(self) -> Iterator[CachedContent]:
         used = (cached for cached in self._by_block_id.values() if cached.num_users)
         return (cached.content for cached in chain(used, self._evictable.values()))
-
-    def check_invariants(self) -> None:
-        assert len(self._by_hash) == len(self._by_block_id)
-        places = {block_id: place for place, block_id in enumerate(self._evictable)}
-        for block_hash, cached in self._by_hash.items():
-            assert self._by_block_id[cached.block_id] is cached, cached
-            assert cached.block is self.pool.blocks[cached.block_id], cached
-            assert cached.block_hash == block_hash, cached
-            assert len(cached.token_ids) == self.block_size, cached
-            parent = cached.parent
-            if parent is None:
-                parent_hash = _mix_in(b"", cached.extra_keys)
-            else:
-                parent_hash = parent.block_hash
-                assert self._by_hash.get(parent_hash) is parent, f"{cached} has no parent"
-                assert parent.num_users >= cached.num_users, f"{cached} is used, its parent is not"
-            assert block_hash == compute_block_hash(parent_hash, cached.token_ids), cached
-            assert cached.num_users >= 0, f"{cached} has no reference from the cache"
-            assert (cached.num_users == 0) == (cached.block_id in places), cached
-            if parent is not None and parent.num_users == 0:
-                assert places[cached.block_id] < places[parent.block_id], f"wrong order: {cached}"

@@ -26,7 +26,6 @@ from operator import attrgetter
 from block_pool import Block, BlockPool
 from prefix_cache import CachedContent, CacheListener, HasBlockId, PrefixCache, PrefixKey
 from radix_tree import RadixTree, TreeNode
-from request import check_integers
 
 PAGE_SIZE = 16
 NUM_PAGES = 1024
@@ -34,20 +33,15 @@ NUM_PAGES = 1024
 
 class RadixCache(PrefixCache):
     """A `PrefixCache` that keeps the tokens themselves. A page is a block of the pool. Takes the
-    engine's `pool`, or makes a pool of `num_pages` pages (1,024 by default). Raises `ValueError` if
-    both are given, and for sizes below 1."""
+    engine's `pool`, or makes a pool of `num_pages` pages."""
 
     def __init__(
         self,
         page_size: int = PAGE_SIZE,
         pool: BlockPool | None = None,
-        num_pages: int | None = None,
+        num_pages: int = NUM_PAGES,
         listener: CacheListener | None = None,
     ) -> None:
-        if pool is not None and num_pages is not None:
-            raise ValueError(f"give num_pages or pool, not both, got {num_pages} and {pool}")
-        num_pages = NUM_PAGES if num_pages is None else num_pages
-        check_integers(1, page_size=page_size, num_pages=num_pages)
         super().__init__(pool or BlockPool(num_pages + 1), page_size, listener)
         self.page_size = page_size
         self.tree = RadixTree(page_size)
@@ -86,6 +80,7 @@ class RadixCache(PrefixCache):
 
     def touch(self, blocks: Sequence[HasBlockId]) -> None:
         """O(nodes + blocks), and for a node that is split, its pages before the split."""
+        self.num_changes += 1
         for node in self.tree.cut_out([block.block_id for block in blocks]):
             self._lock(node)
 
@@ -97,9 +92,10 @@ class RadixCache(PrefixCache):
 
     def release(self, blocks: Sequence[HasBlockId]) -> None:
         for block in blocks:
-            if self.num_users(block) == 0:
+            if self.pool.blocks[block.block_id].ref_cnt == 1:
                 raise ValueError(f"cannot release block {block.block_id}: no request uses it")
         nodes = self.tree.cut_out([block.block_id for block in blocks])
+        self.num_changes += 1
         self._clock += 1
         for node in nodes:
             self.pool.free(node.blocks)
@@ -146,36 +142,18 @@ class RadixCache(PrefixCache):
         return self.num_cached_blocks - self._num_used
 
     def cached_contents(self) -> Iterator[CachedContent]:
-        for node in sorted(self.tree.nodes(), key=lambda node: (node.last_access, -node.end)):
-            keys = self.tree.path_to(node)[0].above.extra_keys if node.blocks else ()
-            for index in reversed(range(len(node.blocks))):
-                before = node.blocks[index - 1 : index] or node.above.blocks[-1:]
-                yield CachedContent(
-                    node.blocks[index],
-                    before[0].block_id if before else None,
-                    tuple(node.key[index * self.page_size : (index + 1) * self.page_size]),
-                    keys,
-                    begins_node=index == 0,
-                )
+        nodes = [node for node in self.tree.nodes() if not node.is_root]
+        for node in sorted(nodes, key=lambda node: (node.last_access, -node.end)):
+            if node.contents is None:
+                node.contents = self._contents_of(node)
+            yield from reversed(node.contents)
 
-    def check_invariants(self) -> None:
-        self.tree.check_invariants()
-        num_used = 0
-        nodes = set(self.tree.nodes())
-        for node in nodes:
-            num_used += len(node.blocks) if node.lock_ref else 0
-            for block in node.blocks:
-                assert block is self.pool.blocks[block.block_id], f"{block} is not in the pool"
-                assert block.ref_cnt == node.lock_ref + 1, f"ref_cnt of {block} contradicts {node}"
-            for child in node.children.values():
-                assert node.is_root or child.lock_ref <= node.lock_ref, f"{child} used, {node} not"
-                is_newer = child.last_access > node.last_access
-                assert node.is_root or node.lock_ref or not is_newer, f"{child} newer than {node}"
-        assert num_used == self._num_used, f"{num_used} blocks are used, not {self._num_used}"
-        queued = {node for _, _, node in self._heap}
-        assert len(queued) == len(self._heap), "a node is in the eviction heap twice"
-        assert queued == {node for node in nodes if node.is_queued}, "queued, but not in the tree"
-        for time, _, node in self._heap:
-            assert time <= node.last_access, f"{node} would be evicted too late"
-        for node in nodes - queued:
-            assert node.is_root or node.children or node.lock_ref, f"{node} is not queued"
+    def _contents_of(self, node: TreeNode) -> list[CachedContent]:
+        keys = self.tree.path_to(node)[0].above.extra_keys
+        parent = node.above.blocks[-1].block_id if node.above.blocks else None
+        contents = []
+        for index, block in enumerate(node.blocks):
+            tokens = tuple(node.key[index * self.page_size : (index + 1) * self.page_size])
+            contents.append(CachedContent(block, parent, tokens, keys, begins_node=index == 0))
+            parent = block.block_id
+        return contents

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from block_pool import Block
-from prefix_cache import NormalKeys
+from prefix_cache import CachedContent, NormalKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,7 @@ class TreeNode:
     children: dict[tuple[int, ...], TreeNode] = field(default_factory=dict, repr=False)
     is_queued: bool = False  # the cache's heap has an entry for it
     extra_keys: NormalKeys = ()  # only of a root
+    contents: list[CachedContent] | None = None  # of its pages; made when they are asked for
 
     @property
     def start(self) -> int:
@@ -137,6 +138,7 @@ class RadixTree:
         blocks = node.blocks[:num_pages]
         upper = TreeNode(node.parent, key, blocks, page, node.lock_ref, node.last_access)
         del node.key[: len(key)], node.blocks[:num_pages]
+        node.contents = None
         self._attach(upper)
         node.parent = upper
         self._attach(node)
@@ -184,6 +186,7 @@ class RadixTree:
             node.key += key
             node.blocks += blocks
             node.end += len(blocks)
+            node.contents = None
         for block in blocks:
             self.node_of[block.block_id] = node
         return node
@@ -196,22 +199,6 @@ class RadixTree:
         if len(taken) == len(leaf.blocks):
             self._detach(leaf)
         leaf.end -= len(taken)
+        leaf.contents = None
         del leaf.blocks[-num_pages:], leaf.key[-num_pages * self.page_size :]
         return taken
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if the tree is inconsistent. O(tokens in the tree)."""
-        num_pages = 0
-        for extra_keys, root in self.roots.items():
-            assert root.extra_keys == extra_keys and root.is_root, root
-            assert root.children and not root.blocks and not root.key and root.end == 0, root
-        for node in self.nodes():
-            num_pages += len(node.blocks)
-            assert len(node.key) == len(node.blocks) * self.page_size, node
-            for first_page, child in node.children.items():
-                assert child.parent is node and child.blocks, child
-                assert child.start == node.end, f"{child} does not start at its parent's end"
-                assert first_page == tuple(child.key[: self.page_size]), child
-            for block in node.blocks:
-                assert self.node_of.get(block.block_id) is node, f"{block} is in another node"
-        assert num_pages == len(self.node_of), f"{num_pages} pages, {len(self.node_of)} in node_of"

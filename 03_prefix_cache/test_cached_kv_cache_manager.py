@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from cache_checks import check_memory
 from kv_memory import ComputedBlocks, NotReady, SharingRunnerState
 from kv_slots import BLOCK_SIZES, check_long_run, make_request
 from kv_world import OPERATIONS, KVChaos, World
@@ -55,7 +56,7 @@ def test_kv_that_is_not_trusted_empties_the_cache(make_cache):
     assert probe is not NotReady.IN_FLIGHT
     world.step()
     assert world.cache.num_cached_blocks == 0
-    world.manager.check_invariants(world.running.values())
+    check_memory(world.manager, world.running.values())
     assert world.admit("probe", 4)
     world.step()
     assert world.cache.num_cached_blocks == 2

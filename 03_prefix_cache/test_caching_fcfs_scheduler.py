@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from block_pool import BlockPool
+from cache_checks import check_memory
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from kv_memory import SharingRunnerState, UncachedKVCacheManager
@@ -63,7 +64,7 @@ class CachingLoop(StepLoop):
 
     def check(self) -> None:
         super().check()
-        self.manager.check_invariants(self.scheduler.running.values())
+        check_memory(self.manager, self.scheduler.running.values())
         if self.manager.cache is not None:
             self.runner.check_cached(self.manager.cache)
 

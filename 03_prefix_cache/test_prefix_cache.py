@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bounded_loops import as_long_as
+from cache_checks import cached_prefixes
 from cache_words import Rig
 from cache_world import CacheLog, Tenant, World
 from kv_slots import BLOCK_SIZES, PREFIX_CACHES, Chaos, check_long_run
@@ -180,7 +181,7 @@ def test_extra_keys_separate_everything(make_cache):
     held = [rig.warm("AB", keys) for keys in ALL_KEYS]
     assert len({block_id for blocks in held for block_id in blocks}) == 2 * len(ALL_KEYS)
     assert [rig.hits("AB", keys) for keys in ALL_KEYS] == held
-    shown = {prefix.extra_keys for prefix in rig.cache.cached_prefixes()}
+    shown = {prefix.extra_keys for prefix in cached_prefixes(rig.cache)}
     assert shown == {normalise_extra_keys(keys) for keys in ALL_KEYS} and len(shown) == 11
     assert rig.hits("AB", (("salt", "unknown"),)) == []
     assert normalise_extra_keys(None) == () != normalise_extra_keys([("lora", 7)])
@@ -223,3 +224,22 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
     cache.stats.record(1, 1)
     cache.stats.record(39, 19)
     assert cache.stats == CacheStats(2, 40, 20) and cache.stats.hit_rate == 0.5
+
+
+def test_a_reader_sees_whether_anything_has_changed(make_cache):
+    rig = Rig(make_cache, 12, 4)
+    seen = []
+    for change in (
+        lambda: rig.warm("ABCD"),
+        lambda: rig.warm("ABX"),
+        lambda: rig.cache.match_prefix(rig.spell("AB")),
+        lambda: rig.hold("AB"),
+        lambda: rig.cache.evict(1),
+        rig.cache.clear,
+    ):
+        change()
+        contents = list(rig.cache.cached_contents())
+        num_changes = rig.cache.num_changes
+        assert list(rig.cache.cached_contents()) == contents and (num_changes, contents) not in seen
+        assert num_changes == rig.cache.num_changes not in [number for number, _ in seen]
+        seen.append((num_changes, contents))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import policies
 from block_pool import BlockPool
+from cache_checks import cached_prefixes
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import KeyedRequest, extra_keys_of
 from kv_slots import PREFIX_CACHES
@@ -89,7 +90,7 @@ class World:
 
     def num_cached(self) -> dict[str, int]:
         """Tokens of the longest cached prefix, short of the last token, by looking for each."""
-        known = {(prefix.extra_keys, prefix.token_ids) for prefix in self.cache.cached_prefixes()}
+        known = {(prefix.extra_keys, prefix.token_ids) for prefix in cached_prefixes(self.cache)}
         size = self.cache.block_size
         result = {}
         for request in self.waiting:

@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import scheduler_steps
 from bounded_loops import as_long_as
+from cache_checks import cached_prefixes
 from cached_kv_cache_manager import CachedKVCacheManager
 from caching_fcfs_scheduler import CachingFCFSScheduler
 from fake_model import FakeModelRunner, _mix, continuation
@@ -432,7 +433,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
     cache = scheduler.kv_memory.cache
     cached = ()
     if cache is not None:
-        found = cache.cached_prefixes()
+        found = cached_prefixes(cache)
         cached = tuple(sorted((getattr(p, "group", 0), p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = tuple(tuple(plan.num_scheduled_tokens.items()) for plan in world.plans)

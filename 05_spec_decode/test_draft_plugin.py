@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,3 +107,26 @@ def test_drafts_of_a_finished_request_are_not_used_for_the_next_of_its_id(kind):
     scheduler.check_invariants()
     with pytest.raises(ValueError, match=r"^num_lookahead_tokens must .*>= 0, got 1.5"):
         DraftPlugin(1.5)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_tokens_after_a_stop_string_are_cut_with_their_logprobs(kind):
+    """Trap 82: not those of another request that has the id of an aborted one."""
+    sequences = {name: SimpleNamespace(num_wanted=lambda tokens: 2) for name in "abc"}
+    plugin = DraftPlugin(sequences=sequences)
+    scheduler = kind(num_gpu_blocks=40, block_size=4, plugins=[plugin])
+    for name in "abc":
+        scheduler.add_request(Request.from_tokens(name, [1, 2, 3], 20))
+    proposals = {"a": [5, 6], "b": [5], "c": [5, 6]}
+    output = StepOutput({name: [4] for name in "abc"}, draft_token_ids=proposals)
+    scheduler.update_from_output(scheduler.schedule(), output)
+    plan = scheduler.schedule()
+    scheduler.abort_request("c")
+    sequences["c"] = SimpleNamespace(num_wanted=lambda tokens: 1)
+    scheduler.add_request(Request.from_tokens("c", [1, 2], 20))
+    tokens = {"a": [5, 6, 7], "b": [5, 8], "c": [5, 6, 7]}
+    output = StepOutput(tokens, {"a": ["x", "y", "z"]})
+    results = scheduler.update_from_output(plan, output)
+    assert {r.request_id: r.new_token_ids for r in results} == {"a": [5, 6], "b": [5, 8]}
+    assert output.logprobs["a"] == ["x", "y"] and output.token_ids["c"] == [5, 6, 7]
+    assert plugin.num_rejected_drafts == 1 and plugin.stats.num_accepted == 2

@@ -13,7 +13,7 @@ import pytest
 import test_scheduler_runs as runs
 from adaptive_length import AdaptiveLength
 from bounded_loops import as_long_as
-from draft_plugin import DraftPlugin
+from draft_plugin import DraftPlugin, FixedLength
 from fake_model import FakeModelRunner, continuation
 from input_batch import RunnerRequest
 from kv_memory import KeyedRequest, SharingRunnerState, UncachedKVCacheManager
@@ -22,7 +22,7 @@ from proposers import NgramProposer, Proposer, ProposerInput
 from request import Request
 from scheduler import Scheduler
 from scheduler_interface import FinishedStep, SchedulerOutput
-from speculating_runner import DraftLength, FixedLength, SpeculatingRunner
+from speculating_runner import SpeculatingRunner
 from test_scheduler_runs import CACHES, VOCAB, make_memory
 
 K = 3
@@ -39,7 +39,7 @@ class World(runs.World):
         memory: UncachedKVCacheManager,
         kind: type,
         make_proposer: MakeProposer,
-        draft_length: DraftLength | None = None,
+        draft_length: FixedLength | None = None,
         num_lookahead_tokens: int | None = None,
         **options,
     ) -> None:
@@ -47,11 +47,11 @@ class World(runs.World):
         self.proposer = make_proposer(memory, state)
         if num_lookahead_tokens is None:
             num_lookahead_tokens = self.proposer.num_lookahead_tokens
-        self.drafts = DraftPlugin(num_lookahead_tokens)
-        super().__init__(memory, kind, plugins=[self.drafts], **options)
         self.length: Any = draft_length or FixedLength(K)
+        self.drafts = DraftPlugin(num_lookahead_tokens, self.length)
+        super().__init__(memory, kind, plugins=[self.drafts], **options)
         target = FakeModelRunner(memory.block_size, VOCAB, state)
-        self.runner = SpeculatingRunner(target, self.proposer, self.length, state)
+        self.runner = SpeculatingRunner(target, self.proposer, state)
         self.num_moved = 0  # table entries that came to name a cached block
 
     @property
@@ -67,7 +67,7 @@ class World(runs.World):
         """Also the step after the last one, so that who finished last is forgotten."""
         super().run(*args, **options)
         self.step()
-        seen = self.runner.stats
+        seen = self.drafts.stats
         assert seen.num_tokens == seen.num_passes + seen.num_accepted
         is_cut = any(request.sampling_params.stop_token_ids for request in self.finished)
         if self.scheduler.get_stats().total_aborted == 0 and not is_cut:
@@ -183,18 +183,13 @@ def test_no_token_changes(kind, cache, name):
         assert not getattr(world.proposer, "_histories" if name == "ngram" else "known")
 
 
-class Recorder(DraftLength):
-    """`num_drafts` for every request, or what it says of its id. Writes down what it is told."""
+class Recorder(FixedLength):
+    """Writes down what it is told."""
 
-    def __init__(self, num_drafts: int | Callable[[str], int] = K) -> None:
-        self.num_drafts = num_drafts
+    def __init__(self, num_spec_tokens: int = K) -> None:
+        super().__init__(num_spec_tokens)
         self.steps: list[tuple] = []
         self.observed: list[tuple] = []
-
-    def choose(self, request_ids: Sequence[str]) -> list[int]:
-        if callable(self.num_drafts):
-            return [self.num_drafts(request_id) for request_id in request_ids]
-        return [self.num_drafts] * len(request_ids)
 
     def observe(self, *numbers) -> None:
         self.observed.append(numbers)
@@ -224,13 +219,13 @@ def test_what_a_length_is_told_of_steps_and_requests(monkeypatch):
     world.runner.runner.execute = timed
     world.take(Request.from_tokens("a", [1, 2, 3], 40))
     steps: list[tuple] = []
-    for length.num_drafts in (2, 3, 0, 0, 1, 1):
+    for length.num_spec_tokens in (2, 3, 0, 0, 1, 1):
         world.step()
         steps += [tuple(length.steps[-1:])]
     # A request's tokens, and rounds of drafting; nothing of the prompt's step.
     expected = [(3, 3), (4, 0), (1, 0), (1, 0), (2, 1)]
     assert steps == [(), *[((1, *step, 23.0, 7.0),) for step in expected]]
-    assert length.observed == [("a", 2, 1), ("a", 3, 1), ("a", 1, 1)]
+    assert length.observed == [(2, 1), (3, 1), (1, 1)]
     world.take(Request.from_tokens("b", [1, 2], 9))
     world.step()
     assert len(length.steps) == 5

@@ -271,7 +271,7 @@ def print_summary(result: Run, llm) -> None:
     )
     again = f"{stats.recomputed_tokens} tokens computed again"
     print(f"preemptions          {stats.num_preemptions} ({again})")
-    if llm.engine.speculation is not None:
+    if llm.engine.parts.drafts is not None:
         print(
             f"speculation          {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
             f"draft tokens accepted; {stats.tokens_per_pass:.2f} tokens a pass"
@@ -431,7 +431,7 @@ def _is_json(text: str) -> bool:
 def _tracer(engine) -> Callable:
     from common.events.step_trace import describe_step
 
-    num_warm_up = engine.recorder.num_steps
+    num_warm_up = engine.num_steps
 
     def show(record) -> None:
         record.step += 1 - num_warm_up  # the reader's first step is step 1

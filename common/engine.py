@@ -48,7 +48,7 @@ from common.sampling.sampling_defaults import sampling_defaults
 from prefix_cache import PrefixCache
 from request import Request, RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
-from step_record import StepRecord, preemptions_of
+from step_record import StepRecord, make_record, preemptions_of
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -111,12 +111,12 @@ class LLMEngine(EngineCalls):
         if self.config.has_workers:
             from common.parallel.remote import start_runner as load
 
-        runner, tokenizer = load(self.config, loaded, draft, tokenizer, self._sequences)
+        runner, tokenizer = load(self.config, loaded, draft, tokenizer)
         # Ends the workers, if there are any, and restores torch's thread count, when this engine is
         # closed or garbage-collected.
         self._close_runner = None if runner.close is None else weakref.finalize(self, runner.close)
         try:
-            parts = make_engine_parts(self.config, runner)
+            parts = make_engine_parts(self.config, runner, self._sequences)
         except BaseException:
             if self._close_runner is not None:
                 self._close_runner()
@@ -124,11 +124,10 @@ class LLMEngine(EngineCalls):
         self.parts = parts
         self.tokenizer = tokenizer
         self.core = parts.core
-        self.recorder = parts.recorder
+        self.num_steps = 0
         self.scheduler = parts.scheduler
         self.kv_manager = parts.kv_memory
         self.kv_cache = runner.kv_cache
-        self.speculation = runner.speculation
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.model_config = runner.model_config
@@ -333,9 +332,9 @@ class LLMEngine(EngineCalls):
         start_time = time.monotonic()
         try:
             results = self.core.step()
+            record = self._observe_step()
             now = time.monotonic()
-            record = None if self.on_step is None else self.recorder.record()
-            self._update_stats(self.recorder.plan, now - start_time)
+            self._update_stats(self.core.last_step.plan, now - start_time)
             touched = self._process_outputs(results, now)
             self._throughput.note(now, self._stats.prompt_tokens, self._stats.output_tokens)
         except Exception as error:  # an interrupt leaves the mark, and the next call recovers
@@ -343,10 +342,22 @@ class LLMEngine(EngineCalls):
             raise
         for plugin in self._plugins.values():
             plugin.flush()
-        self._check_progress(self.recorder.plan)
+        self._check_progress(self.core.last_step.plan)
         if self.config.check_invariants:
             self._check_invariants()
         return touched, record
+
+    def _observe_step(self) -> StepRecord | None:
+        """Make the record of the step that has finished, and give it to the engine's observers.
+        Returns None if neither they nor `on_step` want it."""
+        observers = self.parts.observers
+        record = None
+        if observers or self.on_step is not None:
+            record = make_record(self.core, self.num_steps)
+            for observer in observers:
+                observer(record)
+        self.num_steps += 1
+        return record
 
     def _process_outputs(
         self, results: Sequence[EngineCoreOutput], now: float
@@ -354,8 +365,9 @@ class LLMEngine(EngineCalls):
         """Process a step's results and end the groups that have finished. Returns the groups that
         the step touched."""
         touched = dict[RequestGroup, None]()
-        if scored := self.recorder.output.prompt_logprobs:
-            for sequence in self._sequences_of(self.recorder.plan, scored):
+        step = self.core.last_step
+        if scored := step.output.prompt_logprobs:
+            for sequence in self._sequences_of(step.plan, scored):
                 assert sequence.group.prompt_logprobs is not None
                 sequence.group.prompt_logprobs += scored[sequence.request_id]
         for result in results:
@@ -402,7 +414,6 @@ class LLMEngine(EngineCalls):
             plugin.on_error(error)
         if self.parts.multi_step_core is not None:
             self.parts.multi_step_core.give_up()
-        self.recorder.discard_plans()
         self.kv_manager.clear()
         self.scheduler.clear()
         is_final = getattr(error, "is_final", False)
@@ -552,8 +563,8 @@ class LLMEngine(EngineCalls):
             stats.recent_prefix_cache_hit_rate = self._cache_stats.recent_hit_rate
         rates = self._throughput.per_second(time.monotonic())
         stats.recent_prompt_throughput, stats.recent_output_throughput = rates
-        if self.speculation is not None:
-            spec_stats = self.speculation.stats
+        if (drafts := self.parts.drafts) is not None:
+            spec_stats = drafts.stats
             stats.num_passes = spec_stats.num_passes
             stats.num_drafted_passes = spec_stats.num_drafted_passes
             stats.accepted_by_position = list(spec_stats.accepted_by_position)
@@ -651,8 +662,8 @@ class LLMEngine(EngineCalls):
         self._throughput = Throughput(time.monotonic())
         if self.prefix_cache is not None:
             self.prefix_cache.stats = self._cache_stats
-        if self.speculation is not None:
-            self.speculation.reset_stats()
+        if self.parts.drafts is not None:
+            self.parts.drafts.reset_stats()
         self._num_discarded_before = self._num_discarded_tokens()
         self._stats = EngineStats(kv_blocks_total=self.kv_manager.pool.num_usable_blocks)
 
@@ -684,7 +695,7 @@ class LLMEngine(EngineCalls):
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):
-                sequence.metrics.first_scheduled_time = self.recorder.start_time
+                sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
         preempted, num_recomputed_tokens = preemptions_of(plan)
         stats.num_preemptions += len(preempted)
         stats.recomputed_tokens += num_recomputed_tokens

@@ -42,10 +42,10 @@ from policies import POLICIES, SchedulePolicy, get_policy
 from unchunked import ChunkPolicy
 
 if TYPE_CHECKING:
+    from base_scheduler import BaseScheduler
     from kv_connector import KVConnector
     from prefix_cache import PrefixCache
     from proposers import Proposer
-    from scheduler_interface import SchedulerInterface
     from tiered_cache import KVTierConfig
 
 SCHEDULERS = {
@@ -120,7 +120,7 @@ def check_fields(config: object) -> None:
 
 @cache
 def _adapters(kind: type) -> dict[str, TypeAdapter]:
-    parts = ("KVConnector", "KVTierConfig", "PrefixCache", "Proposer", "SchedulerInterface")
+    parts = ("KVConnector", "KVTierConfig", "PrefixCache", "Proposer", "BaseScheduler")
     later: dict[str, Any] = {name: Any for name in parts}  # imported only where they are used
     hints = get_type_hints(kind, localns=later, include_extras=True)
     config = ConfigDict(arbitrary_types_allowed=True)
@@ -253,7 +253,7 @@ class EngineConfig:
     # Instead of a name, each role takes your own part or a function that makes one.
     # "two_phase" and "prefill_first" (chapter 4) fill the memory, and preempt when it runs out.
     # "fcfs" (chapter 1) reserves everything at admission.
-    scheduler: str | Callable[..., SchedulerInterface] = "two_phase"
+    scheduler: str | Callable[..., BaseScheduler] = "two_phase"
     # Orders the first two's waiting queue: "priority", "lof", "random", "lpm", "lpm-first",
     # "dfs-weight", or your own class as "module:Class".
     policy: str | SchedulePolicy = "fcfs"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from adaptive_length import AdaptiveLength
 from common import demo
+from draft_plugin import FixedLength
 
 
 def texts_of(out: str) -> str:
@@ -18,9 +19,7 @@ STAGES = ("1 arrive", "2 schedule", "3 blocks", "4 prepare", "5 forward", "6 sam
 
 def test_options_change_no_word_and_the_trace_tells_what_they_do(capsys, monkeypatch) -> None:
     """The number of useful drafts depends on the clock; this test always drafts the maximum."""
-    monkeypatch.setattr(
-        AdaptiveLength, "choose", lambda self, ids: [self.num_spec_tokens] * len(ids)
-    )
+    monkeypatch.setattr(AdaptiveLength, "choose", FixedLength.choose)
     arguments = ["--prompt", "class A:", "--prompt", "for i in range(", "--max-tokens", "24"]
     texts = set[str]()
     for more, expected in (

@@ -15,7 +15,6 @@ from mooncake_pool import MooncakePool
 
 SCRIPTED_LIBRARY = """
 import os, time
-from types import SimpleNamespace as N
 
 def obey(key):
     if "hang" in key: time.sleep(60)
@@ -34,9 +33,6 @@ class MooncakeDistributedStore:
         return [obey(key) or int(key in self.values) for key in keys]
     def is_exist(self, key):
         return self.batch_is_exist([key])[0]
-    def batch_get_replica_desc(self, keys):
-        buffer = N(buffer_descriptor=N(transport_endpoint="somebody"))
-        return {key: [N(get_memory_descriptor=lambda: buffer)] for key in keys if key != "gone"}
     def get_hostname(self):
         return "mine"
     def put(self, key, value, config):

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 from block_pool import Block, BlockPool
 from prefix_cache import CacheStats
-from prefix_cache_local import compute_block_hash
 from request_chain import Link
 
 
@@ -64,6 +63,7 @@ class GroupedPrefixCache:
         self.pool = pool
         self.block_size = block_size
         self.stats = CacheStats()
+        self.num_changes = 0  # grows when a block becomes known or unknown
         # Whole blocks before a block's end that the next token sees.
         self._num_seen = [None if w is None else -(-(w - 1) // block_size) for w in windows]
         self._by_key: dict[tuple[int, bytes], GroupedBlock] = {}
@@ -104,10 +104,6 @@ class GroupedPrefixCache:
             found.append([self._by_key[key].block for key in keys])
         return found
 
-    def is_used(self, group: int, link: Link) -> bool:
-        known = self._by_key.get((group, link[0]))
-        return known is not None and known.block.ref_cnt > 0
-
     def hold(self, blocks: Sequence[Block]) -> None:
         """Add a reference to known blocks, whether they have any or not."""
         free = [block for block in blocks if block.ref_cnt == 0]
@@ -120,6 +116,7 @@ class GroupedPrefixCache:
         new = GroupedBlock(block, group, chain, index)
         known = self._by_key.setdefault(new.key, new)
         if known is new:
+            self.num_changes += 1
             self._by_block_id[block.block_id] = new
         else:
             self.hold([known.block])
@@ -131,13 +128,11 @@ class GroupedPrefixCache:
         for block in blocks:
             known = self._by_block_id.pop(block.block_id, None)
             if known is not None:
+                self.num_changes += 1
                 del self._by_key[known.key]
 
     def is_cached(self, block: Block) -> bool:
         return block.block_id in self._by_block_id
-
-    def key_of(self, block: Block) -> tuple[int, bytes]:
-        return self._by_block_id[block.block_id].key
 
     @property
     def num_cached_blocks(self) -> int:
@@ -151,6 +146,7 @@ class GroupedPrefixCache:
         return True
 
     def clear(self) -> None:
+        self.num_changes += 1
         self._by_key.clear()
         self._by_block_id.clear()
 
@@ -160,9 +156,5 @@ class GroupedPrefixCache:
 
     def check_invariants(self) -> None:
         assert len(self._by_key) == len(self._by_block_id)
-        for block_id, known in self._by_block_id.items():
+        for known in self._by_block_id.values():
             assert self._by_key[known.key] is known, known
-            assert self.pool.blocks[block_id] is known.block, known
-            before = known.chain[: known.index]
-            (name, tokens) = known.chain[known.index]
-            assert not before or compute_block_hash(before[-1][0], tokens) == name, known

@@ -24,29 +24,19 @@ class PagedBlockIO:
             for pair in zip(kv_cache.key_cache, kv_cache.value_cache, strict=True)
             for tensor in pair
         ]
-        self._num_blocks = kv_cache.num_blocks
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
     @torch.inference_mode()
     def read_block(self, block_id: int) -> bytes:
-        """Return `block_nbytes` bytes. Raises `ValueError` for a block that does not exist."""
-        self._check_block(block_id)
+        """Return `block_nbytes` bytes."""
         block = torch.stack([tensor[block_id] for tensor in self._tensors])
         return block.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
     @torch.inference_mode()
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Overwrite a block. Raises `ValueError`, and writes nothing, if the block does not exist
-        or `data` has another length."""
-        self._check_block(block_id)
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
+        """Overwrite a block with `block_nbytes` bytes."""
         first = self._tensors[0]
         shape = (len(self._tensors), *first.shape[1:])
         block = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(first.dtype).view(shape)
         for tensor, layer in zip(self._tensors, block, strict=True):
             tensor[block_id] = layer.to(tensor.device)
-
-    def _check_block(self, block_id: int) -> None:
-        if not 0 < block_id < self._num_blocks:
-            raise ValueError(f"block_id must be in [1, {self._num_blocks}), got {block_id}")

@@ -39,7 +39,8 @@ class KVBlockIO(Protocol):
     def read_block(self, block_id: int) -> bytes: ...
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Overwrite a block. Raises `ValueError` if `data` is not `block_nbytes` long."""
+        """Overwrite a block with `block_nbytes` bytes."""
+        ...
 
 
 class KVConnector(ABC):
@@ -50,17 +51,13 @@ class KVConnector(ABC):
         """Called once, by the engine. `namespace` identifies model, dtype and layout: KV of another
         namespace does not match, even for equal tokens. Raises `ValueError` the second time,
         because two engines would mix their loads and saves."""
-        if self.is_bound:
+        if hasattr(self, "io"):
             raise ValueError(
                 f"kv_connector must belong to this engine, got {self!r}; make one for each engine"
             )
         self.io = io
         self.block_size = block_size
         self.namespace = tuple(namespace)
-
-    @property
-    def is_bound(self) -> bool:
-        return hasattr(self, "io")
 
     @abstractmethod
     def get_num_new_matched_tokens(

@@ -21,9 +21,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Protocol
 
-from prefix_cache_local import HASH_BYTES
 from request_chain import Link
 
 
@@ -49,23 +47,10 @@ class KVStore(ABC):
     def drop(self, link: Link) -> None:
         """Remove a block, because its content is not trusted. Unknown links are ignored."""
 
-    def at_node(self, node_id: str) -> KVStore:
-        """Return the store as the engine on this node uses it."""
-        return self
-
-
-class SharedStore(Protocol):
-    """A `KVStore`, or a pool with a store for each node."""
-
-    def at_node(self, node_id: str) -> KVStore: ...
-
 
 # -- a block outside the process
 
 CHECKSUM_BYTES = 16
-MAGIC = b"KVBLOCK2"
-RECORD_HEADER = struct.Struct(f"<8s{HASH_BYTES}sQ{CHECKSUM_BYTES}s")
-# Magic, chain hash, number of KV bytes, checksum; after it the KV bytes.
 
 
 def compute_checksum(link: Link, data: bytes | memoryview) -> bytes:
@@ -80,18 +65,14 @@ def compute_checksum(link: Link, data: bytes | memoryview) -> bytes:
 
 
 def make_record(link: Link, data: bytes) -> bytes:
-    return RECORD_HEADER.pack(MAGIC, link[0], len(data), compute_checksum(link, data)) + data
+    """The checksum and the KV bytes."""
+    return compute_checksum(link, data) + data
 
 
-def open_record(record: bytes | bytearray, link: Link) -> bytes:
+def open_record(record: bytes, link: Link) -> bytes:
     """The KV bytes of a record. Raises `ValueError` if it is not exactly what was written for this
     link."""
-    if len(record) < RECORD_HEADER.size:
-        raise ValueError(f"record must be at least one header long, got {len(record)} bytes")
-    magic, block_hash, num_bytes, checksum = RECORD_HEADER.unpack_from(record)
-    data = bytes(memoryview(record)[RECORD_HEADER.size :])
-    if (magic, block_hash, num_bytes) != (MAGIC, link[0], len(data)):
-        raise ValueError("cannot read the record: wrong header")
-    if checksum != compute_checksum(link, data):
+    data = record[CHECKSUM_BYTES:]
+    if record[:CHECKSUM_BYTES] != compute_checksum(link, data):
         raise ValueError("cannot read the record: wrong checksum")
     return data

@@ -10,9 +10,7 @@ A folder outlives its process, a disk can return wrong data, and a process can d
 a write. So a file gets its name when it is complete, and nothing is trusted: a record is valid only
 if the checksum over its hash, tokens and bytes is right, at every read.
 
-Both tiers report, to a listener if there is one, which hash was added (True) and removed (False).
-All methods can be called from different threads; the listener is called in theirs, under the tier's
-lock.
+All methods can be called from different threads.
 
 Invariants: those of `kv_store.py`; never more than `max_blocks`. vLLM's and SGLang's file storages
 keep one file for each block, too.
@@ -27,7 +25,7 @@ import re
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,17 +36,12 @@ logger = logging.getLogger(__name__)
 _BLOCK_FILE = re.compile("[0-9a-f]{64}[.]kv")
 
 
-def ignore_change(block_hash: bytes, is_here: bool) -> None:
-    """The default listener of a tier, which does nothing."""
-
-
 class LRUTier(KVStore):
     """A store of `max_blocks` blocks; what a block's bytes are kept in is the subclass's."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_read = 0  # blocks
-        self.on_change: Callable[[bytes, bool], object] = ignore_change
         self._lock = threading.RLock()
         # The link and the bytes in memory of each block, the least recently used first.
         self._kept: OrderedDict[bytes, tuple[Link, bytes]] = OrderedDict()
@@ -84,17 +77,14 @@ class LRUTier(KVStore):
             is_new = block_hash not in self._kept
             self._kept[block_hash] = link, self._write(link, bytes(data))
             self._kept.move_to_end(block_hash)
-            self.on_change(block_hash, True)
             if len(self._kept) > self.max_blocks:
-                oldest, kept = self._kept.popitem(last=False)
-                self.on_change(oldest, False)
-                self._dropped(*kept)
+                _, oldest = self._kept.popitem(last=False)
+                self._dropped(*oldest)
         return is_new
 
     def drop(self, link: Link) -> None:
         with self._lock:
             if self._kept.pop(link[0], None) is not None:
-                self.on_change(link[0], False)
                 self._erase(link)
 
     @abstractmethod
@@ -128,27 +118,19 @@ class HostTier(LRUTier):
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         """Bytes in memory are found now, so no later eviction takes them away."""
-        return self._parts(links, [self._kept.get(block_hash) for block_hash, _ in links])
+        return self._parts([(link, self._kept.get(link[0])) for link in links])
 
-    def _parts(
-        self, links: Sequence[Link], found: Sequence[tuple[Link, bytes] | None]
-    ) -> Iterator[bytes]:
-        for link, kept in zip(links, found, strict=True):
+    def _parts(self, found: Sequence[tuple[Link, tuple[Link, bytes] | None]]) -> Iterator[bytes]:
+        for link, kept in found:
             if kept is not None:
                 self.num_read += 1
                 yield kept[1]
-                continue
-            if self.below is None:
+            elif self.below is None:
                 raise LookupError(f"cannot read block {link[0].hex()}: not in the host tier")
-            for data in self.below.get([link]):
+            else:
+                (data,) = self.below.get([link])
                 self.put(link, data)
                 yield data
-
-    def put(self, link: Link, data: bytes) -> bool:
-        if self.max_blocks > 0:
-            return super().put(link, data)
-        self._dropped(link, data)
-        return False
 
     def drop(self, link: Link) -> None:
         super().drop(link)

@@ -43,6 +43,8 @@ import zmq
 logger = logging.getLogger(__name__)
 
 RPC_FAILED = -900  # the library's code for a master that does not answer
+START_TIMEOUT_S = 30.0
+BUFFER_NBYTES = 32 << 20  # limits the size of a value
 _LOOK_S = 0.02  # between two looks at the client's process
 HOW_TO_INSTALL = (
     "Linux on x86-64: pip install mooncake-transfer-engine-non-cuda, and the libraries it wants "
@@ -83,28 +85,23 @@ class StoreDownError(RuntimeError):
 class MooncakeClient:
     """This machine's client of the store, usable from any thread, one call at a time.
 
-    Lends `segment_nbytes` of memory to the store (0: none, and then another client must lend some);
-    `buffer_nbytes` limits the size of a value. `host` is this machine's name for other clients. The
-    first call that fails, or is not answered after `timeout_s`, is the last: this call and all
-    later ones raise `StoreDownError` immediately. Raises `MooncakeUnavailableError` if there is no
-    store at `address`, or no library.
+    Lends `segment_nbytes` of memory to the store (0: none, and then another client must lend some).
+    `host` is this machine's name for other clients. The first call that fails, or is not answered
+    after `timeout_s`, is the last: this call and all later ones raise `StoreDownError` immediately.
+    Raises `MooncakeUnavailableError` if there is no store at `address`, or no library.
     """
 
     def __init__(
         self,
         address: MooncakeAddress,
         segment_nbytes: int = 256 << 20,
-        buffer_nbytes: int = 32 << 20,
         timeout_s: float = 5.0,
         host: str = "127.0.0.1",
-        start_timeout_s: float = 30.0,
     ) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         for endpoint in (address.master, address.metadata):
             if not can_connect(endpoint):  # the library would try for 90 s
                 raise MooncakeUnavailableError(f"cannot reach a Mooncake store at {endpoint}")
-        self.timeout_s = start_timeout_s
+        self.timeout_s = START_TIMEOUT_S
         self.down_reason: str | None = None
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(prefix="mooncake_client_")  # noqa: SIM115
@@ -116,7 +113,7 @@ class MooncakeClient:
             self._socket.bind(endpoint)
             self.process = _start_client_process(endpoint, self._log)
             try:
-                self.call("setup", host, metadata, segment_nbytes, buffer_nbytes, address.master)
+                self.call("setup", host, metadata, segment_nbytes, address.master)
             except StoreDownError as failure:
                 raise MooncakeUnavailableError(
                     f"{failure}\nIts log ends: {end_of_log(self._log)}"
@@ -195,38 +192,28 @@ def _start_client_process(endpoint: str, log: IO[bytes]) -> subprocess.Popen[byt
 class _StoreCalls:
     """The calls of the client's process. An exception brings the client down."""
 
-    def setup(
-        self, host: str, metadata: str, segment_nbytes: int, buffer_nbytes: int, master: str
-    ) -> None:
+    def setup(self, host: str, metadata: str, segment_nbytes: int, master: str) -> None:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as failure:
             raise RuntimeError(f"the library does not load: {failure}. {HOW_TO_INSTALL}") from None
         self._store = MooncakeDistributedStore()
-        code = self._store.setup(host, metadata, segment_nbytes, buffer_nbytes, "tcp", "", master)
+        code = self._store.setup(host, metadata, segment_nbytes, BUFFER_NBYTES, "tcp", "", master)
         if code:
             raise RuntimeError(f"the store's set-up failed with code {code}")
         self._placement = ReplicateConfig()
         self._placement.preferred_segment = self._store.get_hostname()
 
-    def locate(self, keys: list[str]) -> list[str]:
-        """A client that has the value, for each key up to the first that is not in the store."""
+    def has(self, keys: list[str]) -> int:
+        """How many keys, from the first on, are in the store."""
         codes = self._store.batch_is_exist(keys)
         _checked(min(codes))
-        num_found = next((i for i, code in enumerate(codes) if code != 1), len(keys))
-        found = self._store.batch_get_replica_desc(keys[:num_found]) if num_found else {}
-        nodes: list[str] = []
-        for key in keys[:num_found]:
-            if not found.get(key):
-                break
-            memory = found[key][0].get_memory_descriptor()
-            nodes.append(memory.buffer_descriptor.transport_endpoint)
-        return nodes
+        return next((i for i, code in enumerate(codes) if code != 1), len(keys))
 
-    def put(self, key: str, value: bytes) -> int:
-        """Store a value, in the memory that this client lends if there is space. Returns 0, or a
-        code if there is no space. An existing key stays unchanged."""
-        return _checked(self._store.put(key, value, self._placement))
+    def put(self, key: str, value: bytes) -> bool:
+        """Store a value, in the memory that this client lends if there is space. Returns False
+        without space. An existing key stays unchanged."""
+        return _checked(self._store.put(key, value, self._placement)) == 0
 
     def get(self, key: str) -> bytes:
         """Return the value, b"" if the key does not exist, or the client with it is gone."""

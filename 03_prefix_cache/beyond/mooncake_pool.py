@@ -2,7 +2,7 @@
 
 Engines in different processes, on different machines, share one pool; it belongs to none of them:
 
-    key     vfs-kv2/<hash of the prefix, in hex>
+    key     vfs-kv3/<hash of the prefix, in hex>
     value   a block's record (`kv_store.py`)
 
 A hash identifies a prefix, so a value never changes and no engine has to be notified. The store
@@ -26,7 +26,7 @@ from kv_store import KVStore
 from mooncake_client import MooncakeAddress, MooncakeClient, StoreDownError
 from request_chain import Link
 
-KEY_PREFIX = "vfs-kv2/"
+KEY_PREFIX = "vfs-kv3/"
 
 
 def store_key(link: Link) -> str:
@@ -39,7 +39,7 @@ class MooncakePool(KVStore):
     The object is this process's client of the store: it lends `segment_nbytes` of memory, which
     `close` takes back, with the blocks in it. `host` is this machine's name for the other clients.
     No call takes longer than `timeout_s`. Raises `MooncakeUnavailableError` if there is no store or
-    no library, `ValueError` for a time that is not positive.
+    no library.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MooncakePool(KVStore):
     def has(self, links: Sequence[Link]) -> int:
         keys = [store_key(link) for link in links]
         try:
-            return len(self._client.call("locate", keys)) if keys else 0
+            return self._client.call("has", keys) if keys else 0
         except StoreDownError:
             return 0
 
@@ -77,9 +77,7 @@ class MooncakePool(KVStore):
         """Also returns False if the store has failed."""
         key = store_key(link)
         try:
-            if self._client.call("locate", [key]):
-                return False
-            return self._client.call("put", key, data) == 0
+            return not self._client.call("has", [key]) and self._client.call("put", key, data)
         except StoreDownError:
             return False
 

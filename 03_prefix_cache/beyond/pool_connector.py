@@ -15,29 +15,25 @@ and bytes; a record that does not match ends the load before it, and is dropped,
 can replace it.
 
 Invariants: those of `store_connector.py`; a block is written only if it has the requested hash and
-tokens and as many bytes as a block of this engine; an exception of the store is caught here.
+tokens and as many bytes as a block of this engine.
 
 See 03_prefix_cache/beyond/README.md#a-pool-that-engines-share"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
-from kv_store import SharedStore, make_record, open_record
+from kv_store import KVStore, make_record, open_record
 from request import Request
 from request_chain import Link
 from store_connector import StoreConnector
 
-logger = logging.getLogger(__name__)
-
 
 class PoolConnector(StoreConnector):
-    """A `KVConnector` to `pool`, which is any `KVStore` or a `GlobalKVPool`, for the engine on
-    `node_id`. The pool is shared, so its creator closes it."""
+    """A `KVConnector` to `pool`, which is shared: its creator closes it."""
 
-    def __init__(self, pool: SharedStore, node_id: str, load_timeout_s: float = 5.0) -> None:
-        super().__init__(pool.at_node(node_id), load_timeout_s)
+    def __init__(self, pool: KVStore, load_timeout_s: float = 5.0) -> None:
+        super().__init__(pool, load_timeout_s)
 
     def _read(self, links: Sequence[Link]) -> Iterator[bytes]:
         return self._checked(links, self.store.get(links))
@@ -55,13 +51,9 @@ class PoolConnector(StoreConnector):
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """Publishes the deepest block first, and marks the whole chain as used afterwards: the
         store drops a tail before its head, without which the tail could not be found."""
-        try:
-            links = self._trusted(self._chains.chain(request, len(block_ids)))
-            num_known = max(0, self.store.has(links))
-            for link, block_id in reversed(list(zip(links, block_ids))[num_known:]):
-                record = make_record(link, self.io.read_block(block_id))
-                self.store.put(link, record)
-            if 0 < num_known < len(links):
-                self.store.has(links)
-        except Exception as failure:
-            logger.warning("cannot save %r to the KV pool: %r", request.request_id, failure)
+        links = self._trusted(self._chains.chain(request, len(block_ids)))
+        num_known = max(0, self.store.has(links))
+        for link, block_id in reversed(list(zip(links, block_ids))[num_known:]):
+            self.store.put(link, make_record(link, self.io.read_block(block_id)))
+        if 0 < num_known < len(links):
+            self.store.has(links)

@@ -40,8 +40,7 @@ class RequestChains:
         return self.known(request, num_blocks)[:num_blocks]
 
     def known(self, request: Request, num_blocks: int) -> list[Link]:
-        """The same list each time, of at least `num_blocks`. It grows later: a caller that keeps it
-        keeps all."""
+        """The same list each time, of at least `num_blocks`. It grows later."""
         chain = self._chains.setdefault(request, [])
         size = self.block_size
         for start in range(len(chain) * size, num_blocks * size, size):

@@ -57,27 +57,18 @@ class Loads:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-loads")
 
     def start(self, name: str, parts: Iterator[bytes]) -> None:
-        """Raises `ValueError` if a load of this name was not taken, `RuntimeError` after
-        `close`."""
-        if name in self._loads:
-            raise ValueError(f"load {name!r} exists; take its result or cancel it")
+        """Raises `RuntimeError` after `close`."""
         load = _PartialLoad(parts, time.monotonic() + self.timeout_s)
         self._threads.submit(load.read)
         self._loads[name] = load
 
     def has_ended(self, name: str) -> bool:
-        """Whether the load can be taken. Raises `ValueError` for a name that is not, or no longer,
-        known."""
-        load = self._loads.get(name)
-        if load is None:
-            raise ValueError(f"load {name!r} is unknown, or its result was taken")
+        """Whether the load can be taken."""
+        load = self._loads[name]
         return load.has_ended or time.monotonic() >= load.deadline
 
     def take(self, name: str) -> tuple[list[bytes], str | None]:
-        """Return the parts that arrived, and why there are not more (None: all arrived). Raises
-        `ValueError` for a load that is in flight or unknown."""
-        if not self.has_ended(name):
-            raise ValueError(f"cannot take load {name!r}: still in flight")
+        """Return the parts that arrived, and why there are not more (None: all arrived)."""
         load = self._loads[name]
         error = load.error if load.has_ended else f"timed out after {self.timeout_s} s"
         arrived = load.arrived.copy()  # later ones are in no result

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from block_pool import BlockPool
+from cache_checks import check_cache, check_memory
 from cached_grouped_memory import CachedGroupedMemory
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_memory import NotReady
@@ -48,7 +49,7 @@ def test_the_longest_hit_is_that_of_brute_force(windows: tuple[int | None, ...])
         found = cache.find(chain, valid[-1])
         ids = [[(b.block_id - 1) % num_blocks for b in blocks] for blocks in found]
         assert all(x == list(range(valid[-1] - len(x), valid[-1])) for x in ids)
-        cache.check_invariants()
+        check_cache(cache)
         lengths.add(valid[-1])
     assert lengths == set(range(num_blocks + 1))
 
@@ -108,22 +109,21 @@ class GroupedChaos(Chaos):
             assert memory.blocking_req_id in computing, "no request computes it"
             computed = memory.get_computed_blocks(request, wait_for_others=False)
         reads = not request.sampling_params.skip_reading_prefix_cache
-        expected = self.expected_hit(request) if reads else 0
-        is_shy = request.num_preemptions or memory._reserved_ends
-        assert computed.num_tokens == expected or (is_shy and computed.num_tokens == 0)
+        finds = reads and not request.num_preemptions
+        assert computed.num_tokens == (self.expected_hit(request) if finds else 0)
         num_new = min(self.pick(1, STEP), request.num_tokens - computed.num_tokens)
         freeing = self.choose(self.running.keys() - self.plan.keys()) if self.pick(0, 1) else None
         fits = memory.can_allocate(request, num_new, computed, 0, self.running.get(freeing))
         if fits and freeing is not None:
             self.preempt(freeing)
-        num_reserved = self.pick(0, 3) * self.pick(0, 1)
+        num_reserved = self.pick(0, 3) * bool(request.num_preemptions or not computed.num_tokens)
         if not memory.allocate_slots(request, num_new, num_reserved, computed):
             assert (num_reserved or not fits) and not any(memory.get_tables(name))
             return
         self.running[name] = self.waiting.pop(name)
         self.plan[name] = computed.num_tokens
         request.num_computed_tokens = computed.num_tokens + num_new
-        if reads and not request.num_preemptions:
+        if finds:
             counts = zip(self.stats, (1, request.num_tokens, computed.num_tokens))
             self.stats = [count + more for count, more in counts]
 
@@ -209,7 +209,7 @@ def test_any_order_of_calls(windows):
         stats = chaos.memory.cache.stats
         for _ in range(250):
             getattr(chaos, rng.choice(operations))()
-            memory.check_invariants(chaos.running.values())
+            check_memory(memory, chaos.running.values())
             counts = [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit]
             assert counts == chaos.stats
         for name in list(chaos.running):

@@ -15,7 +15,7 @@ import pytest
 
 from kv_store import KVStore, compute_checksum, make_record, open_record
 from kv_stores import NBYTES, STORES, FaultyStore
-from kv_tiers import DiskTier, HostTier
+from kv_tiers import DiskTier, LRUTier
 from request_chain import Link
 
 LINKS: list[Link] = [(number.to_bytes(32, "big"), (number, 7, 2**40)) for number in range(12)]
@@ -44,12 +44,8 @@ def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> Ordered
     a copy. Trap 11: of one chain the tail is the oldest."""
     rng = random.Random(seed)
     naive = OrderedDict[int, bytes]()
-    changes = list[tuple[bytes, bool]]()
-    if tells := isinstance(store, HostTier | DiskTier):
-        store.on_change = lambda *change: changes.append(change)
     for _ in range(num_turns):
         chain = rng.sample(range(12), rng.randint(1, 5))
-        expected = list[tuple[bytes, bool]]()
         first = chain[0]
         links = [LINKS[number] for number in chain]
         num_there = next((i for i, number in enumerate(chain) if number not in naive), len(chain))
@@ -60,9 +56,8 @@ def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> Ordered
                 buffer[:] = bytes(len(buffer))
                 naive[first] = content(first)
                 naive.move_to_end(first)
-                expected.append((LINKS[first][0], True))
                 if len(naive) > max_blocks:
-                    expected.append((LINKS[naive.popitem(last=False)[0]][0], False))
+                    naive.popitem(last=False)
             case "h" | "g" as call:
                 assert store.has(links) == num_there
                 for number in reversed(chain[:num_there]):
@@ -72,11 +67,9 @@ def check(store: KVStore, max_blocks: int, num_turns: int, seed: int) -> Ordered
                     assert read(store, chain) == (there, num_there < len(chain))
             case "d" if rng.random() < 0.3:
                 store.drop(links[0])
-                expected += [(LINKS[first][0], False)] * (naive.pop(first, None) is not None)
-        if tells:
-            assert sorted(changes) == sorted(expected)
+                naive.pop(first, None)
+        if isinstance(store, LRUTier):
             assert {n for n in range(12) if LINKS[n][0] in store} == set(naive)
-            changes.clear()
     assert store.has([]) == 0 and read(store, []) == ([], False)
     return naive
 
@@ -99,7 +92,7 @@ def test_a_full_store_loses_what_is_least_recently_used(kind: str, tmp_path: Pat
     """The next process finds in the folder what was there."""
     for seed in range(6):
         store = STORES[kind](tmp_path, 5)
-        naive = check(store.at_node("a"), 5, num_turns=150, seed=seed)
+        naive = check(store, 5, num_turns=150, seed=seed)
         if isinstance(store, DiskTier):
             assert read_all(make_disk(tmp_path, 5)) == naive
             shutil.rmtree(tmp_path / "kv")
@@ -113,7 +106,7 @@ def test_a_record_is_opened_only_if_it_is_exactly_what_was_made() -> None:
     mine = LINKS[1]
     data = b"key and value bytes"
     record = make_record(mine, data)
-    assert open_record(record, mine) == open_record(bytearray(record), mine) == data
+    assert open_record(record, mine) == open_record(bytes(record), mine) == data
     damaged = [(record[:n], mine) for n in range(len(record))] + [(record + b"\0", mine)]
     for index, byte in enumerate(record):
         flipped = bytes([byte ^ 1 << index % 8])
@@ -136,7 +129,7 @@ def test_a_checksum_covers_hash_tokens_and_bytes_and_tells_where_each_ends() -> 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_another_thread_drops_a_block_before_a_look_up_or_after_it(kind: str, tmp_path: Path):
-    tier = STORES[kind](tmp_path, 5).at_node("a")
+    tier = STORES[kind](tmp_path, 5)
     for number in range(3):
         tier.put(LINKS[number], content(number))
     reader = threading.Thread(target=tier.drop, args=[LINKS[1]])
@@ -168,24 +161,21 @@ def test_a_write_that_is_interrupted_or_fails_changes_nothing(tmp_path, monkeypa
 
 
 def test_every_damaged_byte_of_a_record_is_a_miss(tmp_path: Path):
-    """The magic, the hash, the length, the checksum, the block: one flipped bit each."""
+    """The checksum, the block: one flipped bit each."""
     disk = make_disk(tmp_path, 2, range(2))
-    changes = list[tuple[bytes, bool]]()
-    disk.on_change = lambda *change: changes.append(change)
     file = tmp_path / "kv" / f"{LINKS[1][0].hex()}.kv"
     record = bytearray(file.read_bytes())
     for place in range(len(record)):
         record[place] ^= 0x10
         file.write_bytes(record)
         record[place] ^= 0x10
-        assert read_all(disk) == {0: content(0)} and changes == [(LINKS[1][0], False)], place
+        assert read_all(disk) == {0: content(0)}, place
         assert not file.exists()
         disk.put(LINKS[1], content(1))
         assert read(disk, [1]) == ([content(1)], False)
-        changes.clear()
 
 
-@pytest.mark.parametrize("num_kept", [0, 5, 60, None])
+@pytest.mark.parametrize("num_kept", [0, 5, 50, None])
 def test_the_next_process_takes_over_the_blocks_that_fit(tmp_path, num_kept):
     """Whatever is missing is a miss, and no wrong bytes."""
     make_disk(tmp_path, 8, range(11))

@@ -121,7 +121,7 @@ class LoadingWorld(World):
 
     def held_outside(self, for_good: bool = False) -> set[int]:
         """Blocks of loads. Those that arrived for requests that still wait can be reclaimed."""
-        loads = self.manager.loads._loads
+        loads = self.manager.loads
         in_flight = self.connector.in_flight()
         held = [loads[name] for name in loads if not for_good or name in in_flight]
         return {block.block_id for load in held for block in load.prefix + load.blocks}
@@ -162,10 +162,10 @@ class LoadingWorld(World):
         loads = self.manager.loads
         connector.scribble()
         super().check()
-        in_flight = {name for name, load in loads._loads.items() if not load.has_arrived}
+        in_flight = {name for name, load in loads.items() if not load.has_arrived}
         assert connector.loads.keys() == in_flight
         known = self.waiting.keys() | self.running.keys()
-        for container in (loads._num_local, connector.asked):
+        for container in (self.manager._num_local, connector.asked):
             assert container.keys() <= known, "kept for a request that is gone"
         order = [block.block_id for block in self.pool.free_order()]
         for block_ids in connector.given_back:  # trap 11: the deepest is taken first
@@ -208,7 +208,7 @@ def test_a_load_displaces_no_other_load_and_its_request_does_not_wait(make_cache
     assert world.query("small", [3] * 5, 2) is NotReady.LOADING
     world.connector.finish("small", 2)
     assert world.get_computed_blocks(world.waiting["early"]).num_tokens == 8
-    assert set(world.manager.loads._loads) == {"early", "small"}
+    assert set(world.manager.loads) == {"early", "small"}
     assert world.admit("early"), "loads that have arrived give way to a table"
     world.step()
     world.drain()
@@ -236,12 +236,12 @@ def test_blocks_of_a_request_with_bad_kv_are_refused_and_not_offered(make_cache,
         assert world.query(name, [1] * 7, 3) is NotReady.LOADING
     loads = world.manager.loads
     world.connector.finish("blocks", 1)
-    loads.is_in_flight("blocks")
+    assert world.manager._has_arrived(loads["blocks"])
     assert "prefix" in loads and "blocks" in loads
     bad.has_bad_kv = True
     for name in ("good", "bad"):
         world.manager.free(world.running.pop(name))
-    assert not loads._loads and world.manager.num_blocks_in_use == 0
+    assert not loads and world.manager.num_blocks_in_use == 0
     calls = [call for call in world.connector.calls if call[0] in ("finished", "refused")]
     assert [call[:2] for call in calls[:1]] == ([] if fails else [("finished", "good")])
     assert calls[1:] == ([] if fails else [("refused", "bad", 2)])

@@ -55,7 +55,7 @@ class TierWords:
                 called[action]([block])
             elif action in ("host", "disk"):
                 getattr(tiers, action).put(LINKS[name], data)
-        tiers.check_invariants()
+        assert len(tiers.host) <= tiers.config.host_blocks
 
 
 MOVES = [  # host and disk: their sizes, and their blocks at the end, the next to be lost first
@@ -87,14 +87,11 @@ MOVES = [  # host and disk: their sizes, and their blocks at the end, the next t
 def test_blocks_move_between_tiers(row: tuple[int, int, str, str, str]):
     num_host, num_disk, script, *expected = row
     words = TierWords(num_host, num_disk)
-    added = list[bytes]()
     host, disk = tiers = words.tiers.host, words.tiers.disk
-    disk.on_change = lambda name, is_here: added.extend([name] * is_here)
     for sentence in script.split(", "):
         words.say(*sentence.split())
     kept = [[NAMES[name] for name in of_tier] for of_tier in (host._kept, disk._kept)]
     assert ["".join(names) for names in kept] == expected, "the least recently used first"
-    assert len(added) == len(set(added)), "written to disk twice"
     for tier, names in zip(tiers, kept, strict=True):
         for name in names:
             assert list(tier.get([LINKS[name]])) == [name.encode() * words.io.block_nbytes]
@@ -113,17 +110,20 @@ def test_a_folder_serves_the_next_engine_of_the_model(make_cache, model, keys, n
         engine.cache.listener = tiers
         return engine
 
-    for config in (KVTierConfig(0, 10), KVTierConfig(0, 50, tmp_path / "kv", "write_through")):
+    for config in (KVTierConfig(0, 10), KVTierConfig(0, 50, tmp_path / "kv")):
         first = make_engine(MODEL)
         is_kept = config.disk_path is not None
         assert first.serve([3] * 10, SALT) == first.serve([4] * 16) == 0
         assert first.connector.disk.folder.exists()
-        assert len(first.io.read) == (13 if is_kept else 5)
+        assert len(first.io.read) == 5  # what was evicted for the second prompt
+        assert first.manager.reset_prefix_cache()
+        assert len(first.io.read) == 13
         first.connector.close()
         assert first.connector.disk.folder.exists() == is_kept
     second = make_engine((("model", model), MODEL[1]))
     assert second.serve([3] * 10, keys) == num_found * BLOCK_SIZE
     assert second.connector.num_loaded_blocks() == {"host": 0, "disk": num_found}
+    assert second.manager.reset_prefix_cache()
     assert len(second.io.read) == (0 if num_found else 5)
     second.connector.close()
 
@@ -133,7 +133,6 @@ WRONG = [
     {"host_blocks": 1.5},
     {"host_blocks": 0},
     {"host_blocks": 1, "disk_blocks": True},
-    {"host_blocks": 1, "write_policy": "never"},
     {"host_blocks": 1, "load_timeout_s": 0},
     {"host_blocks": 1, "disk_path": 3},
     {"host_blocks": 1, "disk_path": Path(__file__)},

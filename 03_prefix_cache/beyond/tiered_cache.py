@@ -5,9 +5,8 @@
     disk     DiskTier, a checked file each     v pushed out of host  |
 
 A `TieredCache` listens to the device's prefix cache. Blocks that are evicted there are copied to
-the host first (write-back), or were copied when they were published (write-through: then an
-eviction costs nothing, and every block is copied once, hit or not). Blocks that do not fit into the
-host go to disk; blocks that do not fit on disk are lost.
+the host first (write-back). Blocks that do not fit into the host go to disk; blocks that do not fit
+on disk are lost.
 
 The way back is a `KVConnector`: a request whose prefix continues in a lower tier waits for it,
 while others pass. Threads read the blocks, and verify those from disk; the engine's thread writes
@@ -43,27 +42,22 @@ class KVTierConfig:
     """Sizes of the tiers below the device, in blocks; 0 leaves one out.
 
     `disk_path` is a folder, which outlives the engine and serves the next one; None: a temporary
-    one. `write_policy` is `"write_back"` or `"write_through"`. A load that takes longer
-    than `load_timeout_s` ends with the blocks that have arrived. Raises `ValueError` that names
-    field and value.
+    one. A load that takes longer than `load_timeout_s` ends with the blocks that have arrived.
+    Raises `ValueError` that names field and value.
     """
 
     host_blocks: int
     disk_blocks: int = 0
     disk_path: str | Path | None = None
-    write_policy: str = "write_back"
     load_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         check_integers(0, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks)
         is_path = isinstance(self.disk_path, str | Path) and not Path(self.disk_path).is_file()
-        is_policy = self.write_policy in ("write_back", "write_through")
         has_tier = self.host_blocks + self.disk_blocks > 0
         require(has_tier, "host_blocks", self.host_blocks, "> 0 if disk_blocks is 0")
         rule = "None or the path of a folder"
         require(self.disk_path is None or is_path, "disk_path", self.disk_path, rule)
-        rule = "'write_back' or 'write_through'"
-        require(is_policy, "write_policy", self.write_policy, rule)
         require(self.load_timeout_s > 0, "load_timeout_s", self.load_timeout_s, "> 0")
 
 
@@ -104,27 +98,22 @@ class TieredCache(StoreConnector):
             block_hash = compute_block_hash(None, token_ids, keys)
         else:
             block_hash = compute_block_hash(self._link_of[parent.block_id][0], token_ids)
-        link = self._link_of[block.block_id] = (block_hash, tuple(token_ids))
-        if self.config.write_policy == "write_through":
-            self._save(link, block)
+        self._link_of[block.block_id] = (block_hash, token_ids)
 
     def blocks_evicted(self, blocks: Sequence[Block]) -> None:
         """Children come first, so in the lower tiers they are older than their parents, and leave
         first too."""
         for block in blocks:
-            self._save(self._link_of.pop(block.block_id), block)
+            link = self._link_of.pop(block.block_id)
+            if link[0] not in self._refused and self.host.has([link]) == 0:
+                self.host.put(link, self.io.read_block(block.block_id))
 
     def blocks_invalidated(self, blocks: Sequence[Block]) -> None:
         """Remove the blocks here too, above all from a file that serves the next engine."""
         for block in blocks:
             link = self._link_of.pop(block.block_id, None)
-            if link is None:
-                continue
-            self.host.drop(link)
-
-    def _save(self, link: Link, block: Block) -> None:
-        if link[0] not in self._refused and self.host.has([link]) == 0:
-            self.host.put(link, self.io.read_block(block.block_id))
+            if link is not None:
+                self.host.drop(link)
 
     # -- up
 
@@ -140,8 +129,3 @@ class TieredCache(StoreConnector):
         super().close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def check_invariants(self) -> None:
-        assert len(self.host) <= self.config.host_blocks
-        assert len(set(self._link_of.values())) == len(self._link_of), "a hash is cached twice"
-        assert self.disk is None or len(self.disk) <= self.config.disk_blocks

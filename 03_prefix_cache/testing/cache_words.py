@@ -9,6 +9,7 @@ import pytest
 
 from block_pool import Block, BlockPool
 from bounded_loops import as_long_as
+from cache_checks import cached_prefixes, check_cache
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, HasBlockId
 from radix_cache import RadixCache
@@ -65,7 +66,7 @@ class Rig:
         """All that anyone can see, and in which order the cache would evict."""
         shown = [
             (prefix.extra_keys, prefix.token_ids, prefix.block.block_id, prefix.num_users)
-            for prefix in self.cache.cached_prefixes()
+            for prefix in cached_prefixes(self.cache)
         ]
         twin = copy.deepcopy(self.cache)
         free_ids = ids(twin.pool.free_order())
@@ -76,7 +77,7 @@ class Rig:
         return sorted(shown), free_ids, order, refs, self.cache.num_evictable_blocks
 
     def check(self) -> None:
-        self.cache.check_invariants()
+        check_cache(self.cache)
         self.pool.check_invariants()
 
     def refused(

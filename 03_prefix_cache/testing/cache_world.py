@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from block_pool import Block
+from cache_checks import cached_prefixes
 from cache_words import Rig, as_word, ids, nodes_of
 from kv_slots import MakeCache
 from prefix_cache import ExtraKeys, MatchCursor, NormalKeys, normalise_extra_keys
@@ -265,7 +266,7 @@ class World(Rig):
         for block in self.pool.blocks[1:]:
             assert block.ref_cnt == references[block.block_id], block
             assert self.cache.owns(block) == (block.block_id in self.heard), block
-        shown = {p[:2]: (p.block.block_id, p.num_users) for p in self.cache.cached_prefixes()}
+        shown = {p[:2]: (p.block.block_id, p.num_users) for p in cached_prefixes(self.cache)}
         assert shown == {prefix: (i, used[i]) for prefix, i in block_of.items()}
         assert self.heard == {block_id: prefix for prefix, block_id in block_of.items()}
         assert sorted(self.cache.cached_block_ids()) == sorted(self.heard)
@@ -277,7 +278,7 @@ class World(Rig):
         """Drop everything, and evict block by block, in the order that the cache shows."""
         for tenant in self.tenants[:]:
             self.drop(tenant)
-        for shown in list(self.cache.cached_prefixes()):
+        for shown in list(cached_prefixes(self.cache)):
             self.evict(1)
             assert self.left == [shown[:2]]
         self.check()

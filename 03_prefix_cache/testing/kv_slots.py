@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from block_pool import BlockPool
+from cache_checks import cached_prefixes
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of, normalise_extra_keys
 from prefix_cache_local import PrefixCacheLocal
 from radix_cache import RadixCache
@@ -95,7 +96,7 @@ class Runner:
         self.memory |= dict.fromkeys(slots[start:stop], "NaN")
 
     def check_cached(self, cache: PrefixCache) -> None:
-        for prefix in cache.cached_prefixes():
+        for prefix in cached_prefixes(cache):
             first = len(prefix.token_ids) - self.block_size
             for i, slot in enumerate(self.slots(prefix.block.block_id), first + 1):
                 expected = (prefix.token_ids[:i], prefix.extra_keys)

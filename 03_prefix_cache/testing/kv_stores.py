@@ -11,10 +11,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bounded_loops import as_long_as
+from cache_checks import check_memory
 from global_kv_pool import GlobalKVPool
 from kv_connector import KVConnector
 from kv_memory import ComputedBlocks, NotReady
-from kv_store import KVStore, SharedStore
+from kv_store import KVStore
 from kv_tiers import DiskTier, HostTier
 from loading_kv_cache_manager import LoadingKVCacheManager
 from prefix_cache import KeyedRequest, PrefixCache, extra_keys_of
@@ -27,7 +28,7 @@ MODEL = (("model", "tiny"), ("dtype", "float64"))
 WAIT_S = 20.0  # never waited for, unless the test fails
 
 
-STORES: dict[str, Callable[[Path, int], SharedStore]] = {  # arguments: a folder, a size in blocks
+STORES: dict[str, Callable[[Path, int], KVStore]] = {  # arguments: a folder, a size in blocks
     "host": lambda folder, size: HostTier(size),
     "disk": lambda folder, size: DiskTier(folder / "kv", size),
     "pool": lambda folder, size: GlobalKVPool(size),
@@ -39,36 +40,31 @@ class FaultyStore(KVStore):
     """A store with faults on the way to it. Reads stand still while `hold` is clear; then `lie`
     makes of them what it wants. Calls that `broken` names raise; "negative" counts below zero."""
 
-    def __init__(self, shared: SharedStore, whole: FaultyStore | None = None, node_id: str = "any"):
-        self.shared = shared
-        self.whole = whole or self
-        self.inner = shared.at_node(node_id)
+    def __init__(self, inner: KVStore) -> None:
+        self.inner = inner
         self.hold = threading.Event()
         self.entered = threading.Event()
         self.hold.set()
         self.lie: Callable[[list[bytes]], list[bytes]] = list
         self.broken = ""
 
-    def at_node(self, node_id: str) -> FaultyStore:
-        return FaultyStore(self.shared, self.whole, node_id)
-
     def _call(self, name: str) -> None:
-        if name in self.whole.broken.split():
+        if name in self.broken.split():
             raise ConnectionError(f"{name}: no answer")
 
     def has(self, links: Sequence[Link]) -> int:
         self._call("has")
-        return -1 if self.whole.broken == "negative" else self.inner.has(links)
+        return -1 if self.broken == "negative" else self.inner.has(links)
 
     def get(self, links: Sequence[Link]) -> Iterator[bytes]:
         self._call("get")
         return self._read(self.inner.get(links))
 
     def _read(self, records: Iterator[bytes]) -> Iterator[bytes]:
-        self.whole.entered.set()
-        assert self.whole.hold.wait(WAIT_S)
+        self.entered.set()
+        assert self.hold.wait(WAIT_S)
         self._call("next")
-        yield from records if self.whole.lie is list else self.whole.lie(list(records))
+        yield from records if self.lie is list else self.lie(list(records))
 
     def put(self, link: Link, data: bytes) -> bool:
         self._call("put")
@@ -137,7 +133,7 @@ class ByteEngine:
 
         for _ in as_long_as(is_waiting, seconds=60):
             self.manager.wait_for_loads()
-            self.manager.check_invariants()
+            check_memory(self.manager)
         computed = self.manager.get_computed_blocks(request)
         assert isinstance(computed, ComputedBlocks)
         return computed
@@ -160,9 +156,9 @@ class ByteEngine:
         manager.cache_blocks(request, request.num_tokens)
         block_ids = manager.get_block_ids("served")
         assert [self.io.data[block_id] for block_id in block_ids[:num_full]] == right
-        manager.check_invariants([request])
+        check_memory(manager, [request])
         if is_error:
             request.has_bad_kv = True
         manager.free(request)
-        manager.check_invariants()
+        check_memory(manager)
         return computed.num_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from block_pool import BlockPool
+from cache_checks import cached_prefixes, check_memory
 from cached_kv_cache_manager import CachedKVCacheManager
 from kv_memory import ComputedBlocks, NotReady
 from kv_slots import Chaos, MakeCache, Runner, make_request
@@ -50,7 +51,7 @@ class World:
     # -- expected answers of the manager
 
     def prefixes(self) -> dict[tuple, int]:
-        return {prefix[:2]: prefix.block.block_id for prefix in self.cache.cached_prefixes()}
+        return {prefix[:2]: prefix.block.block_id for prefix in cached_prefixes(self.cache)}
 
     def longest(self, request: Request, stop: int) -> list[int]:
         """The cached blocks of the request's first `stop` tokens."""
@@ -247,7 +248,7 @@ class World:
         self.runner.forward(batch, self.running)
 
     def check(self) -> None:
-        self.manager.check_invariants(self.running.values())
+        check_memory(self.manager, self.running.values())
         self.runner.check_cached(self.cache)
         stats = self.cache.stats
         found = [stats.num_requests, stats.num_tokens_looked_up, stats.num_tokens_hit]

@@ -7,6 +7,7 @@ import pytest
 
 import test_scheduler_runs as runs
 from block_pool import BlockPool
+from cache_checks import check_memory
 from cached_grouped_memory import CachedGroupedMemory
 from fake_model import FakeModelRunner
 from grouped_kv_memory import GroupedKVMemory
@@ -99,5 +100,5 @@ def test_a_request_that_cannot_be_preempted_again_shares_no_window(windows, num_
             if request.num_computed_tokens == request.num_tokens
         }
         scheduler.update_from_output(plan, StepOutput(token_ids=sampled))
-        memory.check_invariants(scheduler.running.values())
+        check_memory(memory, scheduler.running.values())
     assert not scheduler.has_unfinished_requests() and memory.num_blocks_in_use == 0

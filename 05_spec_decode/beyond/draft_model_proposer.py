@@ -53,15 +53,9 @@ class DraftModel(Protocol):
 
 
 class DraftSampler(Protocol):
-    def stage(
-        self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
-    ) -> Sequence[np.ndarray]:
-        """Arrays that the device needs for the rounds of proposing: the requests of `rounds[n]`
-        have `n` drafts already, and were in the rounds before."""
-        ...
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Store these arrays, now on the device."""
+    def prepare(self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device) -> None:
+        """Send what the device needs for the rounds of proposing: the requests of `rounds[n]` have
+        `n` drafts already, and were in the rounds before."""
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
@@ -201,7 +195,7 @@ class DraftModelProposer:
     def _compose(self, work: list[_Work], rounds: list[list[_Work]]) -> list[ComposedBatch]:
         """Lay out the input of the model for each round. The first round catches up on all missing
         known tokens, and predicts after the last one of requests that need drafts. The other rounds
-        feed one draft token of each, which is only on the device. One copy for all arrays."""
+        feed one draft token of each, which is only on the device. One copy for all rounds."""
         starts = np.array([w.follower.num_computed for w in work])
         lens = np.array([w.stop for w in work]) - starts
         is_drafting = np.array([w.num_drafts > 0 for w in work], dtype=np.int64)
@@ -212,12 +206,10 @@ class DraftModelProposer:
             parts.append(Queries(self._rows_of(active), starts, one, one))
         self.state.widen(max(int((part.starts + part.num_tokens).max()) for part in parts))
         layouts = [compose_in_order(self.state, part, self.block_size) for part in parts]
-        more = self.sampler.stage([[w.request for w in active] for active in rounds], self.device)
+        self.sampler.prepare([[w.request for w in active] for active in rounds], self.device)
         arrays = [array for layout in layouts for array in layout.arrays]
-        sent = iter(all_to_device(self.device, [*arrays, *more]))
-        batches = [layout.compose(list(islice(sent, len(layout.arrays)))) for layout in layouts]
-        self.sampler.take(list(sent))
-        return batches
+        sent = iter(all_to_device(self.device, arrays))
+        return [layout.compose(list(islice(sent, len(layout.arrays)))) for layout in layouts]
 
     def _rows_of(self, work: list[_Work]) -> np.ndarray:
         return self.state.rows_of([w.request.req_id for w in work])

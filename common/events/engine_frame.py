@@ -60,7 +60,7 @@ def loads_of(memory: UncachedKVCacheManager) -> dict[str, Any]:
             "blocks": [block.block_id for block in load.blocks],
             "has_arrived": load.has_arrived,
         }
-        for load in memory.loads.loads()
+        for load in memory.loads.values()
     }
 
 

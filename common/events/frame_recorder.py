@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
-from base_scheduler import BaseScheduler, SchedulerPlugin
+from base_scheduler import SchedulerPlugin
 from common.events.engine_frame import CachedRows, filled, label_of, plan_row, read_frame
 from common.events.frames import BY_REQUEST, Frame, diff, empty_frame
 from common.events.run_line import describe_run, open_file
@@ -77,7 +77,7 @@ class FrameRecorder(EnginePlugin):
         self._has_failed = False
         self._start = time.monotonic()
         self._lines: list[dict[str, Any]] = []
-        self._scheduler = cast(BaseScheduler, parts.recorder.scheduler)
+        self._scheduler = parts.scheduler
         self._memory = memory = parts.kv_memory
         self._connector = parts.connector
         self._texts = TextDeltas(members, tokenizer)
@@ -97,7 +97,8 @@ class FrameRecorder(EnginePlugin):
         self._has_arrivals = False
         self._num_requests = 0
         self._num_from_store = 0
-        plans = parts.recorder.in_flight_plans
+        core = parts.multi_step_core
+        plans = [] if core is None else [step.plan for step in core.in_flight]
         self._plans = {
             str(step): plan_row(plan, self._scheduler) for step, plan in enumerate(plans)
         }

@@ -18,7 +18,6 @@ See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -33,8 +32,7 @@ import psutil
 
 from common.parallel import message
 from common.parallel.channel import DriverChannel, interrupts_held
-
-logger = logging.getLogger(__name__)
+from scheduler_interface import StepOutput
 
 START_TIMEOUT_S = 600.0  # for a worker's imports, and to read its weights
 CLOSE_TIMEOUT_S = 5.0
@@ -64,28 +62,26 @@ class Link:
 
 
 class Executor:
-    """Sends messages to all workers and collects their answers. `output_rank` returns the tokens.
-    With `compares`, all ranks report their sampled tokens. `folder` has the sockets' files."""
+    """Sends messages to all workers and collects their answers. `output_ranks` return the sampled
+    tokens, which must be the same. `folder` has the sockets' files."""
 
     def __init__(
         self,
         links: Sequence[Link],
         folder: TemporaryDirectory,
-        output_rank: int,
+        output_ranks: Sequence[int],
         timeout_s: float,
-        compares: bool = False,
     ) -> None:
         self.links = list(links)
-        self.output_rank = output_rank
+        self.output_ranks = output_ranks
         self.timeout_s = timeout_s
-        self.compares = compares
         self.failure: str | None = None  # why all calls raise
         self._is_closed = False
         self._pid = os.getpid()
         self._folder = folder
         self._channel = DriverChannel(folder.name, len(self.links))
         self._num_asked = 0
-        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by number, then rank
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # awaited; by number, then rank
         self._errors: dict[int, dict[str, Any]] = {}  # by rank
 
     # -- to the workers
@@ -102,9 +98,6 @@ class Executor:
             if wrong and len(wrong) == len(self._errors):
                 raise OF_THE_USER[wrong[0]["kind_of_error"]](wrong[0]["sentence"]) from None
             raise
-        except BaseException:
-            self.close()
-            raise
         self._folder.cleanup()  # all are connected
         return [answer["facts"] for answer in answers]
 
@@ -113,17 +106,9 @@ class Executor:
         theirs, because ranks with different messages would wait for each other forever."""
         self._check()
         messages = [content] * len(self.links) if isinstance(content, bytes) else content
-        num_sent = 0
-        try:
-            with interrupts_held():
-                for link, data in zip(self.links, messages, strict=True):
-                    self._channel.send(link.rank, data)
-                    num_sent += 1
-        except BaseException as error:  # another signal's handler has raised
-            if 0 < num_sent < len(messages):
-                self.failure = f"only {num_sent} of {len(messages)} ranks got a message: {error!r}"
-                self._kill()
-            raise
+        with interrupts_held():
+            for link, data in zip(self.links, messages, strict=True):
+                self._channel.send(link.rank, data)
 
     def ask(self, kind: str, **content: Any) -> int:
         """Send all workers a message that they answer. Returns its number."""
@@ -135,19 +120,15 @@ class Executor:
 
     # -- from the workers
 
-    def wait_for_output(self, number: int) -> dict[str, Any]:
-        """Return the output rank's answer to the plan of this number."""
-        if not self.compares:
-            return self.answers(number, f"step {number}", ranks=[self.output_rank])[0]
-        answers = self.answers(number, f"step {number}")
-        right = answers[self.output_rank]
-        for link, answer in zip(self.links, answers, strict=True):
-            if answer["digest"] not in (None, right["digest"]):
-                self._end(
-                    f"{link.name} has sampled other tokens in step {number} than "
-                    f"{self.links[self.output_rank].name}"
-                )
-        return right
+    def wait_for_output(self, number: int) -> StepOutput:
+        """Return the output of the plan of this number."""
+        answers = self.answers(number, f"step {number}", ranks=self.output_ranks)
+        outputs = [answer["output"] for answer in answers]
+        for rank, output in zip(self.output_ranks, outputs, strict=True):
+            if output.token_ids != outputs[0].token_ids:
+                names = [self.links[rank].name, self.links[self.output_ranks[0]].name]
+                self._end(f"{names[0]} has sampled other tokens in step {number} than {names[1]}")
+        return outputs[0]
 
     def answers(
         self,
@@ -163,33 +144,19 @@ class Executor:
         ranks = range(len(self.links)) if ranks is None else ranks
         found = self._answers[number]
         while not found.keys() >= set(ranks):
-            self.look(min(LOOK_S, deadline - time.monotonic()))
+            self._take(min(LOOK_S, deadline - time.monotonic()))
+            if self._errors or self._exited():
+                self._fail()
             if time.monotonic() > deadline:
                 self._fail(f"no end of {late_for} in {timeout_s:g} s")
         del self._answers[number]
         return [found[rank] for rank in ranks]
 
-    def is_answered(self, number: int) -> bool:
-        """Whether all workers have answered the message of this number."""
-        self.look(0)
-        return len(self._answers[number]) == len(self.links)
-
-    def forget(self, number: int) -> None:
-        """Drop the answers to this message, also those that are still to come."""
-        self._answers.pop(number, None)
-
-    def look(self, seconds: float) -> None:
-        """Take the messages that arrive within `seconds`. Raises if a worker has failed."""
-        self._check()
-        self._take(seconds)
-        if self._errors or self._exited():
-            self._fail()
-
     def _take(self, seconds: float) -> None:
         self._channel.wait(seconds)
         with interrupts_held():  # so that no answer is lost between socket and table
             for rank, data in self._channel.arrived():
-                kind, content = message.unpack(data, message.FROM_WORKER)
+                kind, content = message.unpack(data)
                 if kind == "error":
                     self._errors[rank] = content
                 elif content["number"] in self._answers:
@@ -249,17 +216,13 @@ class Executor:
         if self._is_closed or os.getpid() != self._pid:  # a fork does not own the workers
             return
         if self.failure is None:
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
             with suppress(Exception, KeyboardInterrupt):
-                self._close_workers()
+                self.send(message.pack("close"))
+                for link in self.links:
+                    link.process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         self._is_closed = True
-
-    def _close_workers(self) -> None:
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for link in self.links:
-            self._channel.send(link.rank, message.pack("close"))
-        for link in self.links:
-            link.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _kill(self) -> None:
         for link in self.links:

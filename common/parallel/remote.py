@@ -6,25 +6,21 @@
                 worker 0 .. N-1                               `common/parallel/worker.py`
 
 `execute` returns when every worker has the plan, so a loop that plans ahead (`runner/overlap.py`)
-needs no thread. Work on the engine's objects stays here: a run of accepted draft tokens is trimmed
-where the request's text is, draft tokens are counted, and KV tiers and connectors get the bytes of
-a block from all ranks.
+needs no thread. KV tiers and connectors get the bytes of a block from all ranks.
 
 See common/parallel/README.md#processes"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from acceptance import SpecDecodeStats
 from common.assembly.assembly import Limits, Namespace, RunnerParts, find_limits
 from common.engine_config import SHIPPED_CHECKPOINT, EngineConfig, is_instance_arg
 from common.models.loader import Checkpoint, LoadedModel, read_checkpoint
@@ -34,10 +30,8 @@ from common.parallel import message
 from common.parallel.executor import OF_THE_USER, START_TIMEOUT_S, Executor, WorkerError
 from common.parallel.remote_launch import StartedWorkers, launch
 from common.parallel.sharded_model import rank_config
-from common.requests.output_processor import OutputProcessor
 from common.requests.tokenizer import Tokenizer, load_tokenizer
-from common.runner.trimming_runner import TrimmingRunner
-from scheduler_interface import ModelRunner, RunnerInput, StepHandle, StepOutput
+from scheduler_interface import RunnerInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -46,69 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRunner:
-    """A `ModelRunner` over the workers. `tells_times`: the ranks propose draft tokens, and are sent
-    the times that one of them has measured."""
+    """A `ModelRunner` over the workers."""
 
-    def __init__(self, executor: Executor, tells_times: bool = False) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.tells_times = tells_times
-        self._times: list[list] = []  # not sent yet: step, ms of verifying, ms of drafting
 
     def execute(self, plan: RunnerInput) -> RemoteStep:
-        times = self._times
-        self._times = []
-        step = self.executor.ask("plan", plan=plan, times=times)
-        return RemoteStep(self, step)
-
-    def take(self, step: int) -> StepOutput:
-        answer = self.executor.wait_for_output(step)
-        output: StepOutput = answer["output"]
-        if self.tells_times:
-            propose_ms = output.times.get("propose_ms", 0.0)
-            self._times.append([step, sum(output.times.values()) - propose_ms, propose_ms])
-        return output
+        return RemoteStep(self.executor, self.executor.ask("plan", plan=message.runner_half(plan)))
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStep:
     """A step whose plan the workers have received."""
 
-    runner: RemoteRunner
+    executor: Executor
     step: int
 
     def wait(self) -> StepOutput:
         """Wait for the output. Raises `WorkerError` if a worker exited, is stuck or raised."""
-        return self.runner.take(self.step)
-
-
-class CountingRunner:
-    """Counts accepted and rejected draft tokens that other processes propose and verify. The
-    numbers follow from plan and output."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.stats = SpecDecodeStats()
-
-    def execute(self, plan: RunnerInput) -> CountedStep:
-        num_drafted = {r: len(ids) for r, ids in plan.scheduled_draft_token_ids.items()}
-        return CountedStep(self, self.runner.execute(plan), num_drafted)
-
-    def reset_stats(self) -> None:
-        self.stats = SpecDecodeStats()
-
-
-@dataclass(frozen=True, slots=True)
-class CountedStep:
-    runner: CountingRunner
-    step: StepHandle
-    num_drafted: Mapping[str, int]
-
-    def wait(self) -> StepOutput:
-        output = self.step.wait()
-        for req_id, tokens in output.token_ids.items():
-            if tokens:
-                self.runner.stats.observe(self.num_drafted.get(req_id, 0), len(tokens) - 1)
-        return output
+        return self.executor.wait_for_output(self.step)
 
 
 # -- KV
@@ -134,63 +84,48 @@ class RemoteBlockIO:
 
     def __init__(self, executor: Executor, kv_cache: KVSizeOfRanks) -> None:
         self.executor = executor
-        self.kv_cache = kv_cache
+        self.bytes_of_ranks = kv_cache.bytes_of_ranks
         self.block_nbytes: int = kv_cache.kv_bytes_per_block
 
     def read_block(self, block_id: int) -> bytes:
-        """The block's bytes after the steps so far. Raises `ValueError` for a missing block."""
-        self._check_block(block_id)
-        number = self.executor.ask("read", block_id=block_id)
+        """The block's bytes after the steps so far."""
+        number = self.executor.ask("read_block", block_id=block_id)
         parts = self.executor.answers(number, "reading a KV block")
         return b"".join(part["data"] for part in parts)
 
     def write_block(self, block_id: int, data: bytes | memoryview) -> None:
-        """Write the block before later steps run. Raises `ValueError`, and writes nothing, if the
-        block does not exist or `data` has another length."""
-        self._check_block(block_id)
-        if len(data) != self.block_nbytes:
-            raise ValueError(f"data must have {self.block_nbytes} bytes, got {len(data)}")
+        """Write a block of `block_nbytes` bytes, before later steps run."""
         first = 0
         messages = []
-        for num_bytes in self.kv_cache.bytes_of_ranks:
+        for num_bytes in self.bytes_of_ranks:
             part = bytes(data[first : first + num_bytes])
-            messages.append(message.pack("write", block_id=block_id, data=part))
+            messages.append(message.pack("write_block", block_id=block_id, data=part))
             first += num_bytes
         self.executor.send(messages)
 
-    def _check_block(self, block_id: int) -> None:
-        num_blocks = self.kv_cache.num_blocks
-        if not 0 < block_id < num_blocks:
-            raise ValueError(f"block_id must be in [1, {num_blocks}), got {block_id}")
-
 
 class RemoteAdapters:
-    """An `AdapterLoader` over all ranks."""
+    """An `AdapterLoader` over all ranks: each reads a directory that all can see."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
 
     def load(self, directory: str | Path) -> str:
-        """Each rank reads a file that all can see, and keeps it if all have read the same."""
         path = str(Path(directory).expanduser().resolve())
-        number = self.executor.ask("adapter", directory=path)
-        is_wanted = False
-        try:
-            answers = self.executor.answers(number, "reading an adapter", timeout_s=START_TIMEOUT_S)
-            for answer in answers:
-                if answer["digest"] is None:
-                    raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
-            if len({answer["digest"] for answer in answers}) > 1:
-                raise ValueError(f"{path} must be the same on all ranks: the file has changed")
-            is_wanted = True
-        finally:
-            self.executor.send(message.pack("take", number=number, is_wanted=is_wanted))
-        return answers[0]["digest"]
+        number = self.executor.ask("load_adapter", directory=path)
+        answers = self.executor.answers(number, "reading an adapter", START_TIMEOUT_S)
+        for answer in answers:
+            if answer["kind_of_error"]:
+                raise OF_THE_USER[answer["kind_of_error"]](answer["sentence"])
+        digest = answers[0]["digest"]
+        if any(answer["digest"] != digest for answer in answers):
+            raise ValueError(f"{path} must be the same on all ranks: the file has changed")
+        return digest
 
     def drop(self, digest: str) -> None:
         """Drop the adapter. Ranks that are gone have lost it: the next step reports them."""
         with suppress(WorkerError):
-            self.executor.send(message.pack("drop", digest=digest))
+            self.executor.send(message.pack("drop_adapter", digest=digest))
 
 
 # -- the start
@@ -201,7 +136,6 @@ def start_runner(
     loaded: LoadedModel | None,
     draft: LoadedModel | None,
     tokenizer: Tokenizer | None,
-    sequences: Mapping[str, OutputProcessor],
 ) -> tuple[RunnerParts, Tokenizer]:
     """Start the workers and make a runner for them. Raises the same errors about configuration
     and checkpoint as a single process, whichever process finds them."""
@@ -221,13 +155,12 @@ def start_runner(
         raise ValueError(f"device must not name one, got {config.device!r}: each rank has its own")
     num_parameters = DecoderModel(checkpoint.config, device="meta").num_parameters  # no memory
     started = launch(config.num_ranks, device, num_parameters, config.num_threads)
-    output_rank = next(ranks.rank for ranks in all_ranks if ranks.is_output_rank)
+    output_ranks = [ranks.rank for ranks in all_ranks if ranks.is_last_stage]
     executor = Executor(
         links=started.links,
         folder=started.folder,
-        output_rank=output_rank,
+        output_ranks=output_ranks if config.check_invariants else output_ranks[:1],
         timeout_s=config.worker_timeout_s,
-        compares=config.check_invariants,
     )
     try:
         facts = executor.start(_start_messages(config, checkpoint, device, started, limits))
@@ -238,7 +171,6 @@ def start_runner(
             facts=facts,
             limits=limits,
             num_parameters=num_parameters,
-            sequences=sequences,
         )
         return runner, tokenizer
     except BaseException:
@@ -253,18 +185,13 @@ def _start_messages(
     started: StartedWorkers,
     limits: Limits,
 ) -> list[bytes]:
-    config_map = config_to_map(config) | {
-        "model": str(checkpoint.path.resolve()),
-        "device": device.type,
-    }
     has_connector = config.kv_tiers is not None or config.kv_connector is not None
     return [
         message.pack(
             "start",
-            config=config_map,
+            config=worker_config(config, checkpoint, device),
             rank=link.rank,
-            limits=[limits.max_model_len, limits.vocab_size],
-            eos_token_ids=list(limits.eos_token_ids),
+            limits=limits,
             store_port=started.store.port,
             threads=started.num_threads,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -274,31 +201,23 @@ def _start_messages(
     ]
 
 
-def config_to_map(config: EngineConfig) -> dict[str, Any]:
-    """The configuration fields that a worker needs. KV tiers, connectors and the scheduling policy
-    are left out. A user's planning components are sent as their kind only."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    for name in ("kv_tiers", "kv_connector", "events", "policy", "prefix_cache"):
-        del values[name]
-    values["adapters"] = {} if config.takes_adapters else None  # they come later
-    for name, instead in (("scheduler", "two_phase"), ("chunked_prefill", True)):
-        if is_instance_arg(values[name]):
-            values[name] = instead
-    return _plain(values)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    return value
+def worker_config(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+) -> EngineConfig:
+    """The configuration of a worker: without what plans, caches and stores, which stays here."""
+    return replace(
+        config,
+        model=str(checkpoint.path.resolve()),
+        device=device.type,
+        adapters={} if config.takes_adapters else None,  # they come later
+        policy="fcfs",
+        prefix_cache="hash",
+        kv_tiers=None,
+        kv_connector=None,
+        events=None,
+        scheduler="two_phase" if is_instance_arg(config.scheduler) else config.scheduler,
+        chunked_prefill=is_instance_arg(config.chunked_prefill) or config.chunked_prefill,
+    )
 
 
 def _make_runner(
@@ -308,18 +227,9 @@ def _make_runner(
     facts: Sequence[dict[str, Any]],
     limits: Limits,
     num_parameters: int,
-    sequences: Mapping[str, OutputProcessor],
 ) -> RunnerParts:
-    for name in ("checkpoint", "dtype", "num_blocks"):
-        values = [fact[name] for fact in facts]
-        if len(set(values)) > 1:
-            raise ValueError(f"{name} must be the same on all ranks, got in order of rank {values}")
     bytes_of_ranks = tuple(fact["kv_bytes_per_block"] for fact in facts)
     kv_cache = KVSizeOfRanks(facts[0]["num_blocks"], config.block_size, bytes_of_ranks)
-    runner: ModelRunner = RemoteRunner(executor, tells_times=config.speculation is not None)
-    counting = None
-    if config.speculation is not None:
-        runner = counting = CountingRunner(TrimmingRunner(runner, sequences))
     lookahead = [f["num_lookahead_tokens"] for f in facts if f["num_lookahead_tokens"] is not None]
 
     def block_io() -> tuple[RemoteBlockIO, Namespace]:
@@ -331,7 +241,7 @@ def _make_runner(
         return RemoteBlockIO(executor, kv_cache), tuple(namespace)
 
     return RunnerParts(
-        runner=runner,
+        runner=RemoteRunner(executor),
         model_config=checkpoint.config,
         num_parameters=num_parameters,
         device=torch.device(facts[0]["device"]),
@@ -342,7 +252,6 @@ def _make_runner(
         kv_cache=kv_cache,
         block_io=block_io,
         is_queued=True,
-        speculation=counting,
         num_lookahead_tokens=max(lookahead, default=None),
         adapters=RemoteAdapters(executor) if config.takes_adapters else None,
         close=executor.close,

@@ -20,6 +20,7 @@ from common.parallel import channel, message
 from common.parallel import executor as executor_module
 from common.parallel.channel import WorkerChannel
 from common.parallel.executor import Executor, Link, WorkerError
+from scheduler_interface import StepOutput
 
 
 class Process:
@@ -48,10 +49,9 @@ Play = Callable[[Process, int], Answers]
 
 def play(worker: WorkerChannel, process: Process, answer: Play) -> None:
     """A worker: `answer(process, number)` are its messages to a plan."""
-    kinds = {"plan": ("number",), "write": ("data",), "close": ()}
     kind = ""
     while kind != "close" and process.code is None:
-        kind, received = message.unpack(worker.receive(), kinds)
+        kind, received = message.unpack(worker.receive())
         for name, content in answer(process, received.get("number", -1)):
             worker.send(message.pack(name, **content))
     process.code = process.code or 0
@@ -61,7 +61,7 @@ def played(*answers: Play, timeout_s: float = 0.2) -> Executor:
     folder = TemporaryDirectory()
     processes = [Process() for _ in answers]
     links = [Link(rank, process, process) for rank, process in enumerate(processes)]
-    executor = Executor(links, folder, 0, timeout_s)
+    executor = Executor(links, folder, [0], timeout_s)
     for rank, answer in enumerate(answers):
         arguments = (WorkerChannel(folder.name, rank), processes[rank], answer)
         threading.Thread(target=play, args=arguments, daemon=True).start()
@@ -69,7 +69,7 @@ def played(*answers: Play, timeout_s: float = 0.2) -> Executor:
 
 
 def right(process: Process, number: int) -> Answers:
-    return [("output", dict(number=number, output={"of": number}, digest=None))]
+    return [("answer", dict(number=number, output=StepOutput({"of": [number]})))]
 
 
 def silent(process: Process, number: int) -> Answers:
@@ -87,7 +87,7 @@ def exits(process: Process, number: int) -> Answers:
     return []
 
 
-def step(executor: Executor) -> dict:
+def step(executor: Executor) -> StepOutput:
     number = executor._num_asked + 1
     executor._answers[number] = {}
     executor._num_asked = number
@@ -101,14 +101,12 @@ def test_two_that_talk_at_once_do_not_wait_for_each_other_and_old_answers_are_dr
     datas = [random.Random(n).randbytes(n) for n in (10**7, 0, 1, 3)]
     blocks = [("block", dict(number=n, data=data)) for n, data in enumerate(datas)]
     executor = played(lambda *_: blocks, lambda *_: blocks, timeout_s=20)
-    executor._answers[1] = {}
-    executor._answers[3] = {}
+    executor._answers |= {1: {}, 3: {}}
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             pool.submit(executor.send, message.pack("write", data=bytes(10**7))).result(60)
-    executor.forget(1)
     assert executor.answers(3, "it") == [{"number": 3, "data": datas[3]}] * 2
-    assert not executor._answers
+    assert executor._answers.keys() == {1}
     folder = Path(executor._folder.name)
     assert folder.stat().st_mode & 0o777 == 0o700
     executor.close()
@@ -192,7 +190,7 @@ def test_an_interrupted_message_is_taken_to_its_end_by_all(monkeypatch):
             executor.answers(1, "it")
     assert [answer["number"] for answer in executor.answers(1, "it")] == [1, 1]
     executor.send(message.pack("plan", number=2))
-    assert executor.wait_for_output(2)["output"] == {"of": 2}
+    assert executor.wait_for_output(2).token_ids == {"of": [2]}
     executor.close()
     signal.signal(signal.SIGINT, before)
 
@@ -206,5 +204,5 @@ def test_the_workers_of_a_fork_are_not_its_own(monkeypatch):
     executor.close()
     monkeypatch.undo()
     assert executor.failure is None
-    assert step(executor)["output"] == {"of": 1}
+    assert step(executor).token_ids == {"of": [1]}
     executor.close()

@@ -44,7 +44,7 @@ print("tokens", [output.outputs[0].token_ids for output in outputs], flush=True)
 plan = RunnerInput([NewRequestData("x", [1], params, 0, ([5],))])
 plan.num_scheduled_tokens = {"x": 1}
 llm.engine.core.runner.executor._channel.send(
-    0, pack("plan", number=99, plan=plan, times=[]))
+    0, pack("plan", number=99, plan=plan))
 fork = os.fork()
 if fork:
     print("fork", [fork], flush=True)

@@ -9,7 +9,7 @@ watches the lifeline.
 
 The worker uses the engine's runner: a `PagedModelRunner`, inside a `SpeculatingRunner` if draft
 tokens are proposed. All ranks of a stage sample the same tokens from the same logits, and propose
-the same draft tokens. A decision that depends on measured time gets its times from the driver.
+the same draft tokens. How many to propose depends on measured time, so the plan has the number.
 
 See common/parallel/README.md#processes"""
 
@@ -44,7 +44,6 @@ def serve(channel: WorkerChannel) -> None:
         rank = Rank.start(channel)
         while rank.handle(channel.receive()):
             pass
-        rank.close()
     except BaseException as error:
         from common.parallel.message import pack_error
 

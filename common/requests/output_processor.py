@@ -6,7 +6,7 @@ for all `n` of a request (`RequestGroup`).
 
 The scheduler finishes a request at a token (EOS, a stop token, the last one allowed). A stop
 *string* can only be found here, in the text. If a step yields several tokens (chapter 5), those
-after a stop string never get here, because `TrimmingRunner` calls `num_wanted`.
+after a stop string never get here, because `DraftPlugin` calls `num_wanted`.
 
 See common/README.md"""
 

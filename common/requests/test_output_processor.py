@@ -53,7 +53,7 @@ def test_text_is_right_whenever_it_is_read(processor, ids, shipped_tokenizer) ->
 def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
     shipped_tokenizer, ids
 ) -> None:
-    """The caller that runs the model asks for the length and trims (`TrimmingRunner`): a token kept
+    """The caller that knows the tokens asks for the length and trims (`DraftPlugin`): a token kept
     after a stop string would be counted, and never shown."""
 
     def make() -> OutputProcessor:

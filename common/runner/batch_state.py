@@ -2,8 +2,7 @@
 
 A row is written when its request is admitted. A step adds the new tokens of all requests together,
 and the draft tokens that it verifies (chapter 5), stored after the known tokens for this step only.
-Plugins (`runner_plugin.py`) are notified of all tokens except drafts. The sampling columns are one
-of the plugins.
+The sampling columns are one of the plugins (`runner_plugin.py`).
 
 A step that is planned before the previous step's tokens are read (`overlap.py`) has `PENDING` for
 them. The state stores -1 - i instead: the token of row i of the last sampled tokens. On a GPU the
@@ -18,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from common.sampling.runner_plugin import RunnerPlugin, RunnerPlugins
+from common.sampling.runner_plugin import RunnerPlugin, missing_reason
 from common.sampling.sampler import AsyncStepOutput
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
 from kv_memory import SharingRunnerState
-from scheduler_interface import CachedRequestData, NewRequestData, RunnerInput
+from scheduler_interface import NewRequestData, RunnerInput
 
 
 class BatchState(SharingRunnerState):
@@ -39,7 +38,7 @@ class BatchState(SharingRunnerState):
         late: Mapping[str, Callable[[], RunnerPlugin]] | None = None,
     ) -> None:
         self.sampling = sampling
-        self.plugins = RunnerPlugins([sampling, *plugins])
+        self.plugins = [sampling, *plugins]
         self._late = dict(late or {})
         self.sampled: AsyncStepOutput | None = None  # by the last step
         self.has_pending = False  # whether this step has pending tokens
@@ -48,8 +47,6 @@ class BatchState(SharingRunnerState):
     def apply(self, plan: RunnerInput) -> None:
         super().apply(plan)
         self._place_pending(plan.scheduled_cached_reqs.pending_req_ids)
-        if self.plugins.appended:
-            self._tell_appended(plan.scheduled_cached_reqs)
         if drafts := plan.scheduled_draft_token_ids:
             rows = self.rows_of(drafts)
             self.write_tokens(rows, self.num_tokens[rows], list(drafts.values()))
@@ -58,9 +55,9 @@ class BatchState(SharingRunnerState):
         """Also release every row, used or not, and grow all columns to the same number of rows."""
         num_rows = len(self.num_tokens)
         self.grow(num_rows)
-        for release in self.plugins.release:
+        for plugin in self.plugins:
             for row in range(num_rows):
-                release(row)
+                plugin.release(row)
         super().reset()
 
     def _place_pending(self, req_ids: list[str]) -> None:
@@ -71,14 +68,6 @@ class BatchState(SharingRunnerState):
             rows = self.rows_of(req_ids)
             places = np.fromiter(map(row_of_sample.__getitem__, req_ids), np.int64, len(rows))
             self.token_ids[rows, self.num_tokens[rows] - 1] = -1 - places
-
-    def _tell_appended(self, changes: CachedRequestData) -> None:
-        lens = np.fromiter(map(len, changes.new_token_ids), np.int64, changes.num_reqs)
-        rows = self.rows_of(changes.req_ids)[lens > 0]
-        stops = self.num_tokens[rows]
-        if len(rows):
-            for appended in self.plugins.appended:
-                appended(self, rows, stops - lens[lens > 0], stops)
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return token ids [N] int64 on the device, with pending ones filled in. A row without a
@@ -95,8 +84,13 @@ class BatchState(SharingRunnerState):
         assert self.sampled is not None
         return int(self.sampled.read_tokens()[-1 - token_id])
 
+    def num_possible(self, req_id: str, drafts: list[int]) -> int:
+        """Return how many of these drafts, from the first one on, all plugins allow."""
+        row = self.row_of[req_id]
+        return min(plugin.num_possible(self, row, drafts) for plugin in self.plugins)
+
     def missing_reason(
-        self, sampling: SamplingBatch, before: AsyncStepOutput | None, req_id: str, vocab_size: int
+        self, sampling: SamplingBatch, before: AsyncStepOutput | None, vocab_size: int, req_id: str
     ) -> str | None:
         """Return the rules that left no token for a request, or None if the rules are not the
         reason. Called when the step is read: by then the next step can have started, or the
@@ -110,25 +104,27 @@ class BatchState(SharingRunnerState):
         if before is not None and min(outputs, default=0) < 0:
             sampled = before.read_tokens().tolist()
             outputs = [token if token >= 0 else int(sampled[-1 - token]) for token in outputs]
-        return self.plugins.missing_reason(row, outputs, vocab_size)
+        may_come: dict[str, np.ndarray] = {}
+        for plugin in self.plugins:
+            may_come |= plugin.may_come(row, outputs, vocab_size)
+        return missing_reason(may_come)
 
     def admit(self, new: NewRequestData) -> None:
         for name in new.features:
             if name in self._late:
-                plugin = self._late[name]()
+                plugin = self._late.pop(name)()
                 plugin.grow(len(self.num_tokens))
-                self.plugins = RunnerPlugins([*self.plugins.plugins, plugin])
-                del self._late[name]
+                self.plugins.append(plugin)
         super().admit(new)
-        for admit in self.plugins.admit:
-            admit(self.row_of[new.req_id], new)
+        for plugin in self.plugins:
+            plugin.admit(self.row_of[new.req_id], new)
 
     def release(self, req_id: str) -> None:
-        for release in self.plugins.release:
-            release(self.row_of[req_id])
+        for plugin in self.plugins:
+            plugin.release(self.row_of[req_id])
         super().release(req_id)
 
     def grow(self, num_rows: int) -> None:
         super().grow(num_rows)
-        for grow in self.plugins.grow:
-            grow(num_rows)
+        for plugin in self.plugins:
+            plugin.grow(num_rows)

@@ -44,7 +44,7 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.models.model import DecoderModel
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import StepRows, UploadBuffer
+from common.sampling.runner_plugin import RunnerPlugin, StepRows
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from window_attention import window_of_decodes
 
@@ -363,7 +363,8 @@ class GraphRunner(PagedModelRunner):
     ) -> StepLayout:
         bucket = self.graphs.bucket_for(queries)
         graphs = self.graphs
-        concerned = [] if bucket is None else self.state.plugins.staging(queries.rows)
+        plugins = [] if bucket is None else self.state.plugins
+        concerned = [p for p in plugins if p.is_in_forward and p.concerns(queries.rows)]
         if concerned:  # no graphs for several plugins together
             graphs = self.graphs.beside.get(concerned[0].name) if len(concerned) == 1 else None
         if bucket is None or graphs is None:
@@ -372,9 +373,9 @@ class GraphRunner(PagedModelRunner):
         return ReplayLayout._make(graphs.compose(state, queries, block_size, bucket, column))
 
     def stage(
-        self, layout: StepLayout, step: StepRows, upload: UploadBuffer
-    ) -> dict[str, Callable[[], Any]]:
-        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, upload)
+        self, layout: StepLayout, step: StepRows, concerned: Sequence[RunnerPlugin]
+    ) -> dict[str, Any]:
+        return {} if isinstance(layout, ReplayLayout) else super().stage(layout, step, concerned)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         metadata = batch.attention[0]

@@ -13,7 +13,7 @@ See common/README.md"""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, c
 from common.models.model import DecoderModel
 from common.models.model_config import SCORED
 from common.runner.batch_state import BatchState
-from common.sampling.runner_plugin import StepRows, UploadBuffer
-from common.sampling.sampler import AsyncStepOutput, BatchSampler
+from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
+from common.sampling.sampler import AsyncStepOutput, SampleArgs, Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from paged_attention import AttentionBackend, PagedKVCache
 from scheduler_interface import FinishedStep, RunnerInput, StepHandle, StepOutput, StepTimer
@@ -39,9 +39,7 @@ class PagedBatch(ComposedBatch):
     """The input of one step."""
 
     sampling: SamplingBatch = field(repr=False, kw_only=True)  # one row for each row of logits
-    pending_output: AsyncStepOutput = field(
-        repr=False, kw_only=True
-    )  # the tokens, once there are logits
+    sample_args: SampleArgs = field(repr=False, kw_only=True)
     step: StepRows | None = field(repr=False, kw_only=True)  # if a plugin needs it
 
 
@@ -58,7 +56,7 @@ class PagedModelRunner:
         kv_cache: PagedKVCache,
         backend: AttentionBackend,
         state: BatchState,
-        sampler: BatchSampler,
+        sampler: Sampler,
         compose: Compose = compose_in_order,
         shuffle_seed: int | None = None,
     ) -> None:
@@ -100,10 +98,11 @@ class PagedModelRunner:
         """Start sampling, without waiting for it. Plugins work while the device computes the
         forward pass."""
         if batch.step is not None:
-            logits = self.state.plugins.before_sampling(batch.step, logits)
-        pending_output = batch.pending_output.begin(logits)
+            for plugin in self.state.plugins:
+                logits = plugin.before_sampling(batch.step, logits)
+        pending_output = self.sampler.sample(logits, batch.sample_args)
         pending_output.missing_reason = partial(
-            self.state.missing_reason, batch.sampling, self.state.sampled
+            self.state.missing_reason, batch.sampling, self.state.sampled, self.sampler.vocab_size
         )
         if (scored := batch.staged.get(SCORED)) is not None:
             pending_output.add_more = scored.add_to
@@ -129,37 +128,35 @@ class PagedModelRunner:
         layout = self.compose(self.state, queries, self.kv_cache.block_size)
         upload = UploadBuffer(self.device, layout.arrays)
         sampling = self._sampling_batch(req_ids, queries, layout.order, drafts)
+        concerned = [plugin for plugin in self.state.plugins if plugin.concerns(rows)]
         step = None
         staged = {}
-        if self.state.plugins.see_step(queries.rows):
-            step = self._step_rows(req_ids, queries, layout.order, drafts)
-            staged = self.stage(layout, step, upload)
-        pending_output = self.sampler.stage(sampling, upload)
-        upload.send()
-        batch = layout.compose(upload.tensors[: len(layout.arrays)])
+        if concerned:
+            names = [req_ids[i] for i in layout.order.tolist()]
+            ordered = Queries._make(column[layout.order] for column in queries)
+            step = StepRows(self.state, names, ordered, drafts)
+            staged = self.stage(layout, step, concerned)
+        sample_args = self.sampler.prepare(sampling)
+        for args in (*staged.values(), sample_args):
+            upload.fill(args)
+        batch = layout.compose(upload.send())
         return PagedBatch(
             self.state.fill_in(batch.input_ids),
             batch.positions,
             batch.attention,
             batch.logit_indices,
-            staged={name: found() for name, found in staged.items()},
+            staged=staged,
             sampling=sampling,
-            pending_output=pending_output,
+            sample_args=sample_args,
             step=step,
         )
 
     def stage(
-        self, layout: StepLayout, step: StepRows, upload: UploadBuffer
-    ) -> dict[str, Callable[[], Any]]:
-        """Return the functions that make the plugins' part of the batch, by plugin name."""
-        return self.state.plugins.stage(step, upload)
-
-    def _step_rows(
-        self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]
-    ) -> StepRows:
-        names = [req_ids[i] for i in order.tolist()]
-        ordered = Queries._make(column[order] for column in queries)
-        return StepRows(self.state, names, ordered, drafts)
+        self, layout: StepLayout, step: StepRows, concerned: Sequence[RunnerPlugin]
+    ) -> dict[str, Any]:
+        """Return the plugins' part of the batch, by plugin name."""
+        staged = {plugin.name: plugin.stage(step) for plugin in concerned}
+        return {name: found for name, found in staged.items() if found is not None}
 
     def _sampling_batch(
         self, req_ids: list[str], queries: Queries, order: np.ndarray, drafts: dict[str, list[int]]

@@ -31,13 +31,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_core import EngineCore
+from base_scheduler import BaseScheduler
+from engine_core import EngineCore, Step
 from scheduler_interface import (
     EngineCoreOutput,
     ModelRunner,
     RunnerInput,
-    SchedulerInterface,
-    SchedulerOutput,
     StepHandle,
     StepOutput,
 )
@@ -57,48 +56,41 @@ class InFlightPlans(Protocol):
 class OverlappedEngineCore(EngineCore):
     """An `EngineCore` whose step returns the outputs of one plan, the oldest one in flight."""
 
+    runner: QueuedRunner
+
     def __init__(
-        self, scheduler: SchedulerInterface, runner: QueuedRunner, in_flight_plans: InFlightPlans
+        self, scheduler: BaseScheduler, runner: QueuedRunner, in_flight_plans: InFlightPlans
     ) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
+        super().__init__(scheduler, runner)
+        self.in_flight: deque[Step] = deque()
         self.in_flight_plans = in_flight_plans
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     def step(self) -> Sequence[EngineCoreOutput]:
         """Run one engine step. If it raises, all steps in flight have failed."""
-        steps = self._in_flight
+        steps = self.in_flight
         try:
             if not steps:
-                self._begin()
+                steps.append(self.begin())
             # An empty step only waits, and the next plan needs its result.
-            if not steps[0][0].is_empty and self.in_flight_plans.has_work:
-                self._begin()
-            return self._finish()
+            if not steps[0].plan.is_empty and self.in_flight_plans.has_work:
+                steps.append(self.begin())
+            return self.finish(steps.popleft())
         except BaseException:
             self.give_up()
             raise
 
-    def _begin(self) -> None:
-        plan = self.scheduler.schedule()
-        self._in_flight.append((plan, self.runner.execute(plan)))
-
-    def _finish(self) -> Sequence[EngineCoreOutput]:
-        plan, handle = self._in_flight.popleft()
-        return self.scheduler.update_from_output(plan, handle.wait())
-
     def give_up(self) -> None:
         """Wait for the started steps and discard their outputs. Safe to interrupt and repeat."""
         self.runner.give_up()
-        self._in_flight.clear()
+        self.in_flight.clear()
         self.in_flight_plans.discard_plans()
 
     def close(self) -> None:
         """Wait for the steps in flight and close the runner, once all requests have finished.
         Outputs and errors of these steps are ignored."""
         with closing(self.runner), suppress(Exception):
-            while self._in_flight:
-                self._finish()
+            while self.in_flight:
+                self.finish(self.in_flight.popleft())
         self.give_up()
 
 

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from base_scheduler import BaseScheduler
 from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
 from request import check_integers
-from scheduler_interface import EngineCoreOutput, SchedulerInterface
+from scheduler_interface import EngineCoreOutput
 from step_record import preemptions_of
 
 
@@ -37,7 +38,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
 
     def __init__(
         self,
-        scheduler: SchedulerInterface,
+        scheduler: BaseScheduler,
         runner: QueuedRunner,
         in_flight_plans: InFlightPlans,
         num_in_flight: int,
@@ -49,12 +50,12 @@ class PipelinedEngineCore(OverlappedEngineCore):
     def step(self) -> Sequence[EngineCoreOutput]:
         """Run one engine step: return the outputs of the oldest plan. If it raises, all steps in
         flight have failed."""
-        steps = self._in_flight
+        steps = self.in_flight
         try:
             self._begin_all()
             while True:
-                plan, _ = steps[0]
-                results = self._finish()
+                plan = steps[0].plan
+                results = self.finish(steps.popleft())
                 if not plan.is_empty or preemptions_of(plan)[0] or not steps:
                     return results
         except BaseException:
@@ -64,10 +65,10 @@ class PipelinedEngineCore(OverlappedEngineCore):
     def _begin_all(self) -> None:
         """Start plans until the pipeline is full. An empty plan ends the loop, because a request
         can only be scheduled after the next result."""
-        steps = self._in_flight
-        num_busy = sum(not plan.is_empty for plan, _ in steps)
+        steps = self.in_flight
+        num_busy = sum(not step.plan.is_empty for step in steps)
         while not steps or (num_busy < self.num_in_flight and self.in_flight_plans.has_work):
-            self._begin()
-            if steps[-1][0].is_empty:
+            steps.append(self.begin())
+            if steps[-1].plan.is_empty:
                 break
             num_busy += 1

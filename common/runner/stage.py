@@ -17,10 +17,8 @@ from __future__ import annotations
 import torch
 
 from common.runner.model_runner import PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampler import AsyncStepOutput, BatchSampler
+from common.sampling.sampler import AsyncStepOutput, SampleArgs, Sampler
 from common.sampling.sampling_columns import SamplingBatch
-from scheduler_interface import StepOutput
 
 
 class StageRunner(PagedModelRunner):
@@ -33,35 +31,17 @@ class StageRunner(PagedModelRunner):
         if not collectives.ranks.is_first_stage:
             shape = (len(batch.positions), self.model.config.hidden_size)
             batch.hidden = collectives.receive(shape, self.model.embed_weight.dtype)
-        out = self.compute(batch)
+        out = super().forward(batch)
         if not collectives.ranks.is_last_stage:
             collectives.send(out)
         return out
 
-    def sample(self, batch: PagedBatch, logits: torch.Tensor) -> AsyncStepOutput:
-        is_last = self.model.collectives.ranks.is_last_stage
-        return super().sample(batch, logits) if is_last else batch.pending_output.begin(logits)
 
-    def compute(self, batch: PagedBatch) -> torch.Tensor:
-        """Compute the stage's layers, between receiving and sending."""
-        return super().forward(batch)
-
-
-class NoSampler(BatchSampler):
+class NoSampler(Sampler):
     """The sampler of a stage that is not the last: samples nothing."""
 
-    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        return _NotSampled()
+    def prepare(self, sampling: SamplingBatch) -> SampleArgs:
+        return SampleArgs(req_ids=[])
 
-
-class _NotSampled(AsyncStepOutput):
-    def __init__(self) -> None:
-        self.tokens = torch.empty(0, dtype=torch.int64)
-        self.req_ids = []
-        self.times = {}
-
-    def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
-        return self
-
-    def wait(self) -> StepOutput:
-        return StepOutput(times=self.times)
+    def sample(self, logits: torch.Tensor, args: SampleArgs) -> AsyncStepOutput:
+        return AsyncStepOutput(args, raw=logits, tokens=torch.empty(0, dtype=torch.int64))

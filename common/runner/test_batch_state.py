@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import torch
 from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.model_runner import PagedModelRunner
-from common.sampling.runner_plugin import RunnerPlugin, StepRows, UploadBuffer
+from common.sampling.runner_plugin import DeviceArgs, RunnerPlugin, StepRows
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from input_batch import RunnerState
@@ -148,6 +150,11 @@ class Plans:
         return sampled
 
 
+@dataclass(eq=False)
+class Staged(DeviceArgs):
+    rows: Any
+
+
 class Told(RunnerPlugin):
     """Knows the rows from what it is told, and from nothing else."""
 
@@ -155,7 +162,6 @@ class Told(RunnerPlugin):
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self.log = list[str]()
         self.rows: dict[int, tuple[str, list[int]]] = {}
 
     def grow(self, num_rows: int) -> None:
@@ -166,30 +172,21 @@ class Told(RunnerPlugin):
         assert row < self.num_rows and row not in self.rows
         assert new.features[self.name] == [new.req_id]
         self.rows[row] = new.req_id, list(new.prompt_token_ids)
-        self.log.append("admit")
 
     def release(self, row: int) -> None:
         self.rows.pop(row, None)
-        self.log.append("release")
 
-    def appended(self, state, rows, starts, stops) -> None:
-        assert len(rows) and len(set(rows.tolist())) == len(rows) and (starts < stops).all()
-        for row, first, stop in zip(rows.tolist(), starts, stops, strict=True):
-            self.rows[row][1][first:] = state.token_ids[row, first:stop].tolist()
-        self.log.append("appended")
+    def concerns(self, rows: np.ndarray) -> bool:
+        return True
 
-    def stage(self, step: StepRows, upload: UploadBuffer):
+    def stage(self, step: StepRows) -> Staged | None:
         if len(step.req_ids) == 3:
             return None
-        return upload.add(np.repeat(step.queries.rows, step.queries.num_tokens))
+        return Staged(np.repeat(step.queries.rows, step.queries.num_tokens))
 
     def check(self, state: BatchState, plans: Plans) -> None:
-        """Check the calls: a step's tokens once, after the requests that start and end, and without
-        the tokens that the runner sampled, which the next plan has."""
-        known = {state.row_of[r]: (r, q.tokens(0, 10**9)) for r, q in plans.known.requests.items()}
+        known = {state.row_of[r]: (r, q.prompt_token_ids) for r, q in plans.known.requests.items()}
         assert self.rows == known and self.num_rows == len(state.num_tokens)
-        assert "appended" not in self.log[:-1], self.log
-        self.log.clear()
 
 
 def check_state(state: BatchState, plans: Plans) -> None:
@@ -264,7 +261,7 @@ def check_batch(runner: PagedModelRunner, plan: SchedulerOutput, plans: Plans, o
     step = batch.step
     owners = [name for name in order(starts) for _ in range(plan.num_scheduled_tokens[name])]
     staged = {"told": [row_of[name] for name in owners]} if len(starts) != 3 else {}
-    assert {name: data.tolist() for name, data in batch.staged.items()} == staged
+    assert {name: data.rows.tolist() for name, data in batch.staged.items()} == staged
     assert list(step.req_ids) == order(starts) and step.drafts == plan.scheduled_draft_token_ids
     assert step.queries.starts.tolist() == [starts[name] for name in step.req_ids]
     logit_owners = np.repeat(step.req_ids, step.queries.num_logit_rows).tolist()

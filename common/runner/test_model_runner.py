@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,18 +9,11 @@ from batch_layout import compose_in_order
 from common.runner.batch_state import BatchState
 from common.runner.kv_sizing import allocate_kv_cache
 from common.runner.model_runner import PagedModelRunner
-from common.runner.trimming_runner import TrimmingRunner
 from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingColumns
 from paged_attention import TorchAttentionBackend
 from request import SamplingParams
-from scheduler_interface import (
-    CachedRequestData,
-    FinishedStep,
-    NewRequestData,
-    SchedulerOutput,
-    StepOutput,
-)
+from scheduler_interface import CachedRequestData, NewRequestData, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -53,16 +44,3 @@ def test_a_prompt_in_pieces_gives_logits_with_its_last_piece_only(runner: PagedM
     whole = SchedulerOutput([new("b", prompt, [4, 9])], num_scheduled_tokens={"b": 18})
     expected = runner.forward(runner.prepare(whole))
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_tokens_after_a_stop_string_are_cut_with_their_logprobs() -> None:
-    tokens = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
-    output = FinishedStep(StepOutput(tokens, {"a": ["x", "y", "z"]}))
-    runs = SimpleNamespace(execute=lambda plan: output)
-    wanted = {name: SimpleNamespace(num_wanted=lambda tokens: 2) for name in "ab"}
-    plan = SchedulerOutput(scheduled_draft_token_ids={"a": [2, 3], "b": [5]})
-    step = TrimmingRunner(runs, wanted).execute(plan)  # pyright: ignore
-    wanted["b"] = SimpleNamespace(num_wanted=lambda tokens: 1)  # trap 82: the next of this name
-    trimmed = step.wait()
-    assert trimmed.token_ids == {"a": [1, 2], "b": [4, 5], "c": [6]}
-    assert trimmed.logprobs == {"a": ["x", "y"]}

@@ -17,7 +17,7 @@ from overlap_plugin import OverlapPlugin
 from pipeline_plugin import PipelinePlugin
 from request import Request
 from scheduler_interface import FinishedStep, SchedulerOutput, StepOutput
-from step_record import RecordedScheduler
+from step_record import make_record
 
 BOTH = pytest.mark.parametrize("num_stages", [None, 3])
 
@@ -33,8 +33,7 @@ class Loop:
         self.runner = LoggingRunner(self.entries, names)
         self.plugin: Any = PipelinePlugin(num_stages) if num_stages else OverlapPlugin()
         self.scheduler = FCFSScheduler(plugins=[self.plugin], **options)
-        recorder = RecordedScheduler(self.scheduler, [self.records.append], check_invariants=True)
-        parts = recorder, QueuedRunner(self.runner), self.plugin
+        parts = self.scheduler, QueuedRunner(self.runner), self.plugin
         if num_stages:
             self.core = PipelinedEngineCore(*parts, num_in_flight or num_stages)
         else:
@@ -50,11 +49,13 @@ class Loop:
         for _ in range(num):
             for result in self.core.step():
                 self.outputs[result.request_id] += result.new_token_ids
+            self.records.append(make_record(self.core, len(self.records)))
+            self.scheduler.check_invariants()
 
     def run(self) -> None:
         for _ in as_long_as(self.core.has_unfinished_requests, 100):
             self.step()
-        assert not self.core._in_flight and not getattr(self.plugin, "_in_flight", ())
+        assert not self.core.in_flight and not getattr(self.plugin, "_in_flight", ())
 
     @property
     def log(self) -> str:
@@ -118,7 +119,7 @@ def test_an_error_ends_all_steps_in_flight_and_the_loop_goes_on(
         loop.step(4)
     begun, ended = ([e[1:] for e in loop.entries if e[0] == kind] for kind in ("begun", "ended"))
     assert ended == (begun if fails_when_waited_for else begun[:-1]), "all are waited for, once"
-    assert not loop.core._in_flight
+    assert not loop.core.in_flight
     assert all(r.num_output_placeholders == 0 for r in loop.scheduler.requests.values())
     for name in "abc":
         loop.core.abort_request(name)

@@ -1,74 +1,77 @@
-"""Apply the rules of `token_rules.py` to the rows of a step.
+"""Apply the rules of `token_rules.py`, and `min_tokens`, to the rows of a step.
 
-A step sends indices into its flattened logits: one for each token that is allowed, biased, or ruled
-out by bad words. If a bad word includes a pending token, the comparison is done on the device.
+A step sends indices into its flattened logits: one for each token that is allowed, biased, or
+forbidden. If a bad word includes a pending token, the comparison is done on the device.
 
 See common/README.md#what-a-request-may-ask-for"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampling_columns import SamplingBatch, flat_index
-from common.sampling.sampling_rules import NEG_INF, TOKEN_RULES
+from common.sampling.runner_plugin import DeviceArgs
+from common.sampling.sampling_columns import SamplingBatch
+from common.sampling.sampling_rules import MIN_TOKENS, NEG_INF, TOKEN_RULES
 
 
 @dataclass(eq=False)
-class RuleArgs:
-    """Arrays until the upload, then tensors. Indices are into the flattened logits."""
+class RuleArgs(DeviceArgs):
+    """Indices are into the flattened logits."""
 
     closed_rows: Any  # rows in which only some tokens are allowed
     allowed_at: Any
-    bad_at: Any
+    forbidden_at: Any  # ends of bad words; EOS and stop tokens before `min_tokens`
     biased_at: Any
     biases: Any
-    # [3, N]: last tokens of bad words, each with the word's last but one, and a pending id.
-    may_be_bad: Any
+    may_be_bad: Any  # [3, N]: a bad word's last token, its last but one, the row's pending id
     fill_in: Callable[[torch.Tensor], torch.Tensor]  # of pending ids
 
 
-def prepare_rules(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> RuleArgs:
+def prepare_rules(sampling: SamplingBatch, vocab_size: int) -> RuleArgs:
     """Return the rules of these rows, for `keep_to_rules`."""
-    rows = np.flatnonzero(sampling.needs & TOKEN_RULES)
-    rules = [sampling.columns.rules[row] for row in sampling.rows[rows].tolist()]
-    closed = [i for i, r in enumerate(rules) if r.allowed is not None]
-    none = np.zeros(0, np.int64)
-    bad, pending = [], []
-    for row, rule in zip(rows.tolist(), rules):
+    columns = sampling.columns
+    none = np.zeros(0, dtype=np.int64)
+    closed = []
+    allowed = [none]
+    forbidden = [none]
+    biased = [none]
+    biases = [np.zeros(0)]
+    pending = []
+    for row in np.flatnonzero(sampling.needs & (TOKEN_RULES | MIN_TOKENS)).tolist():
+        first = row * vocab_size
+        column = int(sampling.rows[row])
+        if sampling.num_outputs[row] < columns.min_tokens[column]:
+            ends = columns.forbidden[column]
+            forbidden.append(first + ends[ends < vocab_size])
+        if not sampling.needs[row] & TOKEN_RULES:
+            continue
+        rules = columns.rules[column]
+        if rules.allowed is not None:
+            closed.append(row)
+            allowed.append(first + rules.allowed)
+        forbidden.append(first + rules.bad)
+        biased.append(first + rules.biased)
+        biases.append(rules.bias)
         outputs = _outputs(sampling, row)
-        ends = []
-        for word in rule.words_ending_in(outputs):
+        for word in rules.words_ending_in(outputs):
             if outputs[-1] >= 0:
-                ends.append(word[-1])
+                forbidden.append(first + np.array(word[-1:]))
             else:
-                pending.append((row, word[-1], word[-2], int(outputs[-1])))
-        bad.append(np.concatenate([rule.bad, np.array(ends, dtype=np.int64)]))
-
-    def flat(ids: list[np.ndarray], values: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
-        """Return `flat_index` of each rule's ids."""
-        at = np.repeat(rows, list(map(len, ids)))
-        return flat_index(at, np.concatenate([none, *ids]), vocab_size, values)
-
-    bias = np.concatenate([none.astype(float), *(r.bias for r in rules)])
-    biased_at, biases = flat([r.biased for r in rules], [bias])
-    at, ends, last_but_one, last = np.array(pending, dtype=np.int64).reshape(-1, 4).T
-    args = RuleArgs(
-        closed_rows=rows[closed],
-        allowed_at=flat([none if r.allowed is None else r.allowed for r in rules])[0],
-        bad_at=flat(bad)[0],
-        biased_at=biased_at,
-        biases=biases,
-        may_be_bad=np.stack(flat_index(at, ends, vocab_size, [last_but_one, last])),
+                pending.append((first + word[-1], word[-2], int(outputs[-1])))
+    return RuleArgs(
+        closed_rows=np.array(closed, dtype=np.int64),
+        allowed_at=np.concatenate(allowed),
+        forbidden_at=np.concatenate(forbidden),
+        biased_at=np.concatenate(biased),
+        biases=np.concatenate(biases),
+        may_be_bad=np.array(pending, dtype=np.int64).reshape(-1, 3).T,
         fill_in=sampling.state.fill_in,
     )
-    upload.fill(args)
-    return args
 
 
 def keep_to_rules(logits: torch.Tensor, args: RuleArgs) -> torch.Tensor:
@@ -79,7 +82,7 @@ def keep_to_rules(logits: torch.Tensor, args: RuleArgs) -> torch.Tensor:
         kept = flat[args.allowed_at]
         logits.index_fill_(0, args.closed_rows, NEG_INF)
         flat.scatter_(0, args.allowed_at, kept)
-    flat.scatter_(0, args.bad_at, NEG_INF)
+    flat.scatter_(0, args.forbidden_at, NEG_INF)
     at, last_but_one, last = args.may_be_bad
     if len(at):
         is_bad = args.fill_in(last) == last_but_one

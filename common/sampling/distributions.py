@@ -1,6 +1,6 @@
 """Rows that need more than their highest logit: constraints, draws, log-probabilities.
 
-    prepare(sampling, upload, ...)     `RowArgs`: arrays; the step's one upload makes them tensors
+    prepare(sampling, vocab_size)      `RowArgs`: arrays; the step's one upload makes them tensors
     sample_rows(logits, args)          tokens
     row_probs(logits, args)            distributions
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,14 @@ from common.sampling import sampling_constraints as constraints
 from common.sampling.constrained_rows import RuleArgs, keep_to_rules, prepare_rules
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.greedy_rows import BAD, as_float, highest_logits, is_bad
-from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampling_columns import SamplingBatch, flat_index
+from common.sampling.runner_plugin import DeviceArgs
+from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.sampling_rules import (
     BITS,
     DRAWN,
     LIMITS,
     LOGPROBS,
     MIN_TOKENS,
-    NEG_INF,
-    NUM_PENALTIES,
-    NUMBERS,
     PENALTIES,
     TOKEN_RULES,
 )
@@ -43,14 +39,14 @@ from scheduler_interface import StepOutput
 
 
 @dataclass(eq=False)
-class Penalties:
+class Penalties(DeviceArgs):
     rows: Any  # [P] int64: the rows with penalties
     numbers: Any  # [3, P] float64: repetition, presence, frequency
     histories: Histories
 
 
 @dataclass(eq=False)
-class Limit:
+class Limit(DeviceArgs):
     """A rule that removes tokens from some of the drawn rows."""
 
     apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,44 +55,35 @@ class Limit:
 
 
 @dataclass(eq=False)
-class Draws:
+class Draws(DeviceArgs):
     rows: Any  # [D] int64: the rows that are drawn
     temperature: Any  # [D] float64
-    top_k: Limit | None = None
     limits: list[Limit] = field(default_factory=list)  # after the temperature
 
 
 @dataclass(eq=False)
-class RowArgs:
+class RowArgs(DeviceArgs):
     """What rows need besides their logits. None: no row needs it."""
 
     u: Any  # [R] float64: uniform numbers
     rules: RuleArgs | None = None
-    forbidden: Any = None  # [N] int64: indices into the flattened logits
     penalties: Penalties | None = None
     draws: Draws | None = None
 
 
-def prepare(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> RowArgs:
+def prepare(sampling: SamplingBatch, vocab_size: int) -> RowArgs:
     """Return the arguments of these rows, whose arrays are tensors after the upload."""
     needs = sampling.batch_needs
     args = RowArgs(row_uniforms(sampling, sampling.streams))
-    if needs & TOKEN_RULES:
-        args.rules = prepare_rules(sampling, upload, vocab_size)
-    if needs & MIN_TOKENS:
-        args.forbidden = _forbidden(sampling, vocab_size)
+    if needs & (TOKEN_RULES | MIN_TOKENS):
+        args.rules = prepare_rules(sampling, vocab_size)
     if needs & PENALTIES:
         rows = np.flatnonzero(sampling.needs & PENALTIES)
         part = sampling.select(rows)
-        args.penalties = Penalties(
-            rows=rows,
-            numbers=sampling.columns.penalties[:, part.rows],
-            histories=prepare_histories(part, upload, vocab_size),
-        )
-        upload.fill(args.penalties)
+        numbers = sampling.columns.penalties[:, part.rows]
+        args.penalties = Penalties(rows, numbers, prepare_histories(part, vocab_size))
     if needs & DRAWN:
-        args.draws = _prepare_draws(sampling, upload, vocab_size)
-    upload.fill(args)
+        args.draws = _prepare_draws(sampling, vocab_size)
     return args
 
 
@@ -109,36 +96,20 @@ def row_uniforms(sampling: SamplingBatch, streams: np.ndarray | int) -> np.ndarr
     ).numpy()
 
 
-def _forbidden(sampling: SamplingBatch, vocab_size: int) -> np.ndarray:
-    """Return the flat indices of impossible logits: EOS and stop tokens before `min_tokens`."""
-    columns = sampling.columns
-    rows = sampling.rows
-    at = np.flatnonzero(sampling.num_outputs < columns.min_tokens[rows])
-    forbidden = [columns.forbidden[row] for row in rows[at].tolist()]
-    ids = np.fromiter(chain.from_iterable(forbidden), dtype=np.int64)
-    return flat_index(np.repeat(at, list(map(len, forbidden))), ids, vocab_size)[0]
-
-
-def _prepare_draws(sampling: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> Draws:
-    columns = sampling.columns
+def _prepare_draws(sampling: SamplingBatch, vocab_size: int) -> Draws:
     drawn = np.flatnonzero(sampling.needs & DRAWN)
-    rows = sampling.rows[drawn]
     needs = sampling.needs[drawn]
-    numbers = dict(zip(NUMBERS[NUM_PENALTIES:], columns.shaping[:, rows]))
-    draws = Draws(drawn, numbers["temperature"])
-    at = np.flatnonzero(needs & BITS["top_k"])
-    if len(at):
-        top_k = columns.top_k[rows[at]].clip(max=vocab_size)
-        apply = partial(constraints.apply_top_k, max_top_k=int(top_k.max()))
-        draws.top_k = Limit(apply, at, top_k)
-        upload.fill(draws.top_k)
-    for rule in LIMITS:
+    temperature, *numbers = sampling.columns.shaping[:, sampling.rows[drawn]]
+    draws = Draws(drawn, temperature)
+    for rule, values in zip(LIMITS, numbers, strict=True):
         at = np.flatnonzero(needs & BITS[rule.name])
         if len(at):
-            limit = Limit(rule.apply or constraints.apply_top_p, at, numbers[rule.name][at])
-            draws.limits.append(limit)
-            upload.fill(limit)
-    upload.fill(draws)
+            values = values[at]
+            apply = rule.apply or constraints.apply_top_p
+            if rule.name == "top_k":
+                values = values.clip(max=vocab_size)
+                apply = partial(constraints.apply_top_k, max_top_k=int(values.max()))
+            draws.limits.append(Limit(apply, at, values))
     return draws
 
 
@@ -169,40 +140,24 @@ def _constrain(logits: torch.Tensor, args: RowArgs) -> torch.Tensor:
     `logits` are unchanged."""
     if args.rules is not None:
         logits = keep_to_rules(as_float(logits), args.rules)
-    if args.forbidden is not None:
-        flat = as_float(logits).flatten().scatter(0, args.forbidden, NEG_INF)
-        logits = flat.view_as(logits)
     if args.penalties is not None:
         rows = args.penalties.rows
-        is_known, counted = count(args.penalties.histories)
-        repetition, presence, frequency = args.penalties.numbers.unbind()
         logits = as_float(logits)
+        is_known, counts = count(args.penalties.histories)
         changed = constraints.apply_penalties(
-            _rows(logits, rows),
-            is_known=is_known,
-            output_counts=counted,
-            repetition_penalty=repetition,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
+            _rows(logits, rows), is_known, counts, args.penalties.numbers
         )
         logits = _replaced(logits, rows, changed)
     return logits
 
 
 def _drawn_probs(logits: torch.Tensor, highest: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Return the distributions [D, V] of the drawn rows. top-k is first, because the k highest
-    tokens do not depend on the temperature."""
+    """Return the distributions [D, V] of the drawn rows."""
     x = as_float(_rows(logits, draws.rows))
-    if draws.top_k is not None:
-        x = _limited(x, draws.top_k)
     x = constraints.apply_temperature(x, _rows(highest, draws.rows), draws.temperature)
     for limit in draws.limits:
-        x = _limited(x, limit)
+        x = _replaced(x, limit.rows, limit.apply(_rows(x, limit.rows), limit.numbers))
     return x.softmax(dim=-1)
-
-
-def _limited(x: torch.Tensor, limit: Limit) -> torch.Tensor:
-    return _replaced(x, limit.rows, limit.apply(_rows(x, limit.rows), limit.numbers))
 
 
 def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -250,15 +205,14 @@ def entries_of(
         yield TokenLogprobs(token, logprob, int(rank), dict(zip(likeliest[:k], tail[width:])))
 
 
-class Logprobs:
+class Logprobs(DeviceArgs):
     """The log-probabilities of the rows that request them."""
 
-    def __init__(self, sampling: SamplingBatch, upload: UploadBuffer) -> None:
+    def __init__(self, sampling: SamplingBatch) -> None:
         rows = np.flatnonzero(sampling.needs & LOGPROBS)
         self.rows = rows.tolist()
         self.num_top = sampling.columns.num_logprobs[sampling.rows[rows]].tolist()
         self.at: Any = rows
-        upload.fill(self)
 
     def numbers(self, raw: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return `logprob_numbers` of these rows."""

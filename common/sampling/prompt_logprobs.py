@@ -19,22 +19,27 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from common.models.model_config import SCORED
-from common.sampling.runner_plugin import PluginContext, RunnerPlugin, StepRows, UploadBuffer
-from scheduler_interface import NewRequestData
+from common.sampling.distributions import TokenLogprobs, entries_of, logprob_numbers
+from common.sampling.greedy_rows import as_float
+from common.sampling.runner_plugin import DeviceArgs, PluginContext, RunnerPlugin, StepRows
+from common.sampling.sampler import from_device
+from scheduler_interface import NewRequestData, StepOutput
 
-if TYPE_CHECKING:
-    from common.sampling.scored_prompts import ScoredPrompts
+MAX_ROWS = 256  # rows of logits computed at a time
 
 
 class PromptLogprobs(RunnerPlugin):
     """The plugin. `features["prompt_logprobs"]` is the number of top tokens per entry; -1: all."""
 
     name = SCORED
+    is_in_forward = True
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -56,9 +61,7 @@ class PromptLogprobs(RunnerPlugin):
     def concerns(self, rows: np.ndarray) -> bool:
         return bool((self._next[rows] < self._end[rows]).any())
 
-    def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], ScoredPrompts] | None:
-        from common.sampling.scored_prompts import ScoredPrompts
-
+    def stage(self, step: StepRows) -> ScoredPrompts | None:
         rows, starts, num_tokens, _ = step.queries
         first_positions = np.maximum(starts, self._next[rows])
         lens = np.minimum(starts + num_tokens, self._end[rows]) - first_positions
@@ -73,11 +76,51 @@ class PromptLogprobs(RunnerPlugin):
         positions = np.repeat(first_positions, lens) + within
         tokens = step.state.token_ids[np.repeat(rows, lens), positions + 1].astype(np.int64)
         self._next[rows] = first_positions + lens
-        at = upload.add(np.repeat(first_rows, lens) + within)
-        sent = upload.add(tokens)
-        names = [step.req_ids[i] for i in scored.tolist()]
-        runs = list(zip(names, lens.tolist(), self._num_top[rows].tolist(), strict=True))
-        return lambda: ScoredPrompts(at(), sent(), tokens, runs, self.vocab_size)
+        return ScoredPrompts(
+            at=np.repeat(first_rows, lens) + within,
+            tokens=tokens,
+            token_ids=tokens.tolist(),
+            req_ids=[step.req_ids[i] for i in np.repeat(scored, lens).tolist()],
+            num_top=np.repeat(self._num_top[rows], lens).tolist(),
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass(eq=False)
+class ScoredPrompts(DeviceArgs):
+    """The scored tokens of one step, by the rows `at` of its hidden states."""
+
+    at: Any  # [num_rows] int64
+    tokens: Any  # [num_rows] int64
+    token_ids: list[int]  # the same, on the host
+    req_ids: list[str]  # of each token
+    num_top: list[int]  # entries of each token
+    vocab_size: int
+    reads: list[Callable[[], np.ndarray]] = field(default_factory=list)
+
+    def score(
+        self, hidden: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Score the rows, given `hidden` [num_tokens, hidden_size] of the whole step. Called in the
+        forward pass; starts the copies to the host without waiting for them."""
+        for at, tokens in zip(self.at.split(MAX_ROWS), self.tokens.split(MAX_ROWS)):
+            raw = as_float(to_logits(hidden[at])[:, : self.vocab_size])
+            tokens = tokens.clamp(max=self.vocab_size - 1)
+            self.reads.append(from_device(logprob_numbers(raw, tokens, max(self.num_top))))
+
+    def add_to(self, output: StepOutput) -> None:
+        """Wait for the scores and add them to `output`."""
+        read = np.concatenate([read() for read in self.reads])
+        entries = entries_of(read, self.token_ids, self.num_top)
+        for req_id, entry in zip(self.req_ids, entries, strict=True):
+            output.prompt_logprobs.setdefault(req_id, []).append(self._possible(entry))
+
+    def _possible(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """Return the entry, with -inf for a padding token of the vocabulary. A prompt can contain
+        such tokens, which are never sampled."""
+        if entry.token_id < self.vocab_size:
+            return entry
+        return replace(entry, logprob=-np.inf, rank=self.vocab_size + 1)
 
 
 def make(context: PluginContext) -> PromptLogprobs:

@@ -8,16 +8,16 @@
         | min_tokens: EOS and stop tokens impossible
         | logit_bias; then repetition, frequency, presence penalties
         +--> greedy rows: the highest; if equal, the lowest id
-        | top-k, temperature, min-p, top-p
+        | temperature, top-k, min-p, top-p
         | softmax                                    `row_probs` (for chapter 5)
         +--> inverse of the cumulative distribution at a uniform number
 
 This is the order of vLLM (0.33), up to the last step, but vLLM applies top-k after min-p: the same
 tokens are kept. Biases are added before EOS is ruled out, in one pass: impossible stays impossible.
 
-A batch of greedy rows needs only this file; `distributions.py` has the other steps. The arrays of a
-batch are collected before the forward pass (`stage`) and sent to the device in the step's one copy.
-The host reads tokens and log-probabilities in one copy too.
+A batch of greedy rows needs only this file; `distributions.py` has the other steps. Arguments of a
+batch are collected before the forward pass (`prepare`), and its arrays are sent to the device in
+the step's one copy. The host reads tokens and log-probabilities in one copy too.
 
 A logit row is used as float64 if it is float64, otherwise as float32; cumulative sums are float64
 or integers. A row without a finite maximum (NaN, +inf, or no token allowed) is an error of its
@@ -28,62 +28,62 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from common.sampling.greedy_rows import BAD, as_float, greedy
-from common.sampling.runner_plugin import UploadBuffer
+from common.sampling.runner_plugin import DeviceArgs
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.sampling_rules import LOGPROBS
 from scheduler_interface import NO_FINITE_LOGITS, StepOutput, StepTimer
 
 if TYPE_CHECKING:
-    from common.sampling.distributions import RowArgs
-
-Draw = Callable[[torch.Tensor], torch.Tensor]
+    from common.sampling.distributions import Logprobs, RowArgs
 
 
-class HasSampling(Protocol):
-    """The part of a batch that a sampler uses."""
+@dataclass(eq=False)
+class SampleArgs(DeviceArgs):
+    """The arguments of a batch of rows."""
 
-    sampling: SamplingBatch
-
-
-class BatchSampler(Protocol):
-    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """Add the rows' arrays for the device to `upload`."""
-        ...
-
-    def sample(self, logits: torch.Tensor, batch: HasSampling) -> StepOutput:
-        """Stage, start and wait: return the tokens, log-probabilities and errors of a batch."""
-        upload = UploadBuffer(logits.device)
-        step = self.stage(batch.sampling, upload)
-        upload.send()
-        return step.begin(logits).wait()
+    req_ids: list[str]  # [R]
+    rows: RowArgs | None = None  # None: all rows are greedy
+    logprobs: Logprobs | None = None
 
 
-class Sampler(BatchSampler):
+class Sampler:
     """Samples each row's next token. Logits beyond `vocab_size` are padding and never sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """Stage one token for each row."""
-        draw = greedy
-        if sampling.batch_needs | LOGPROBS != LOGPROBS:
-            from common.sampling.distributions import sample_rows
+    def prepare(self, sampling: SamplingBatch) -> SampleArgs:
+        """Return the arguments of these rows, whose arrays are to be sent to the device."""
+        args = SampleArgs(sampling.req_ids)
+        needs = sampling.batch_needs
+        if needs:
+            from common.sampling.distributions import Logprobs, prepare
 
-            draw = partial(sample_rows, args=self.prepare(sampling, upload))
-        return AsyncStepOutput(sampling, upload, self.raw_logits, draw)
+            if needs != LOGPROBS:
+                args.rows = prepare(sampling, self.vocab_size)
+            if needs & LOGPROBS:
+                args.logprobs = Logprobs(sampling)
+        return args
 
-    def prepare(self, sampling: SamplingBatch, upload: UploadBuffer) -> RowArgs:
-        from common.sampling.distributions import prepare
+    def sample(self, logits: torch.Tensor, args: SampleArgs) -> AsyncStepOutput:
+        """Start sampling from `logits` [R, vocab_size or wider]. R can be 0."""
+        raw = self.raw_logits(logits)
+        return AsyncStepOutput(args, raw, self.draw(raw, args))
 
-        return prepare(sampling, upload, self.vocab_size)
+    def draw(self, raw: torch.Tensor, args: SampleArgs) -> torch.Tensor:
+        """Return the token [R] of each row of `raw` [R, vocab_size]."""
+        if args.rows is None:
+            return greedy(raw)
+        from common.sampling.distributions import sample_rows
+
+        return sample_rows(raw, args.rows)
 
     def raw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits without padding. On a GPU they are converted where they are used; on a
@@ -94,36 +94,19 @@ class Sampler(BatchSampler):
 
 class AsyncStepOutput:
     """The `StepHandle` of a step whose tokens the host has not read yet. On a GPU its kernels are
-    queued and may not have started. `draw` is called with the result of `raw_logits`."""
+    queued and may not have started."""
 
-    tokens: torch.Tensor  # [R] int64
-
-    def __init__(
-        self, sampling: SamplingBatch, upload: UploadBuffer, raw_logits: Draw, draw: Draw
-    ) -> None:
-        self.req_ids = sampling.req_ids
-        self._raw_logits = raw_logits
-        self._draw = draw
+    def __init__(self, args: SampleArgs, raw: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.req_ids = args.req_ids
+        self.tokens = tokens  # [R] int64
         self.times: dict[str, float] = {}
         self.add_more: Callable[[StepOutput], None] | None = None  # adds other results
-        self.missing_reason: Callable[[str, int], str | None] | None = None
-        self._logprobs = None
-        if sampling.batch_needs & LOGPROBS:
-            from common.sampling.distributions import Logprobs
-
-            self._logprobs = Logprobs(sampling, upload)
-
-    def begin(self, logits: torch.Tensor) -> AsyncStepOutput:
-        """Start sampling from `logits` [R, vocab_size or wider], after the upload. R can be 0."""
-        raw = self._raw_logits(logits)
-        self._vocab_size = raw.shape[1]
-        tokens = self.tokens = self._draw(raw)
-        del self._draw  # and everything it holds
+        self.missing_reason: Callable[[str], str | None] | None = None
+        self._logprobs = args.logprobs
         if self._logprobs is not None:
             numbers = self._logprobs.numbers(raw, tokens).flatten()
             tokens = torch.cat([tokens.to(torch.float64), numbers])
         self._read = from_device(tokens)
-        return self
 
     def read_tokens(self) -> np.ndarray:
         """Return the tokens [R]. The host waits until they are sampled."""
@@ -142,7 +125,7 @@ class AsyncStepOutput:
         if len(output.token_ids) < len(ids) or ids.min(initial=0) < 0:
             _sort_out(output, req_ids, ids.tolist())
             for req_id in output.errors:
-                if missing_reason and (reason := missing_reason(req_id, self._vocab_size)):
+                if missing_reason and (reason := missing_reason(req_id)):
                     output.errors[req_id] = reason
         if self._logprobs is not None:
             self._logprobs.add_to(output, req_ids, ids, read[len(req_ids) :])

@@ -35,10 +35,10 @@ class SamplingColumns(RunnerPlugin):
         self.numbers = np.zeros((len(NUMBERS), num_rows))  # of the rules in `NUMBERS`
         self.penalties = self.numbers[:NUM_PENALTIES]
         self.shaping = self.numbers[NUM_PENALTIES:]
-        self._integers = np.zeros((6, num_rows), dtype=np.int64)
-        self.needs, self.top_k, self.min_tokens, self.seed = self._integers[:4]
-        self.num_logprobs, self.is_seed_drawn = self._integers[4:6]  # num_logprobs -1: none
-        self.forbidden: dict[int, list[int]] = {}  # row to ids impossible before `min_tokens`
+        self._integers = np.zeros((5, num_rows), dtype=np.int64)
+        self.needs, self.min_tokens, self.seed = self._integers[:3]
+        self.num_logprobs, self.is_seed_drawn = self._integers[3:]  # num_logprobs -1: none
+        self.forbidden: dict[int, np.ndarray] = {}  # row to ids impossible before `min_tokens`
         self.rules: dict[int, TokenRules] = {}  # by row, where needed
 
     def admit(self, row: int, new: NewRequestData) -> None:
@@ -52,20 +52,24 @@ class SamplingColumns(RunnerPlugin):
         eos_token_ids: Sequence[int],
         rules: Mapping[str, Any] | None = None,
     ) -> None:
-        # logprobs=-1 becomes `ALL`.
         p = params
-        num_logprobs = -1 if params.logprobs is None else params.logprobs % (ALL + 1)
-        self.numbers[:, row] = [getattr(p, name) for name in NUMBERS]
-        needs = needs_of(p) | TOKEN_RULES * (rules is not None)
-        integers = needs, min(p.top_k, ALL), min(p.min_tokens, ALL), p.seed or 0, num_logprobs
-        self._integers[:, row] = *integers, isinstance(p, DrawnSeedParams)
+        num_logprobs = -1 if p.logprobs is None else p.logprobs % (ALL + 1)  # of -1: `ALL`
+        self.numbers[:, row] = [min(getattr(p, name), ALL) for name in NUMBERS]
+        self._integers[:, row] = [
+            needs_of(p) | TOKEN_RULES * (rules is not None),
+            min(p.min_tokens, ALL),
+            p.seed or 0,
+            num_logprobs,
+            isinstance(p, DrawnSeedParams),
+        ]
         self.forbidden.pop(row, None)
         if rules is not None:
             from common.requests.token_rules import TokenRules
 
             self.rules[row] = TokenRules(rules)
         if p.min_tokens:
-            self.forbidden[row] = [*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids]
+            ends = [*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids]
+            self.forbidden[row] = np.array(ends, dtype=np.int64)
 
     def release(self, row: int) -> None:
         self.needs[row] = 0
@@ -87,17 +91,6 @@ class SamplingColumns(RunnerPlugin):
         fresh.forbidden = self.forbidden
         fresh.rules = self.rules
         vars(self).update(vars(fresh))
-
-
-def flat_index(
-    rows: np.ndarray, token_ids: np.ndarray, vocab_size: int, values: Sequence[np.ndarray] = ()
-) -> list[np.ndarray]:
-    """Return `[index, *values]`: the indices of tokens [N] of `rows` [N] in a flattened table [R,
-    vocab_size]. A token without a column is left out, with its values, because its index would be
-    that of another row's token."""
-    has_column = (token_ids >= 0) & (token_ids < vocab_size)
-    index = rows * vocab_size + token_ids
-    return [column[has_column] for column in (index, *values)]
 
 
 @dataclass(slots=True)

@@ -36,15 +36,13 @@ def apply_penalties(
     logits: torch.Tensor,
     is_known: torch.Tensor,
     output_counts: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
+    penalties: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply the penalties [R]. `is_known` [R, V]: the token is in the prompt or the output; its
-    logit is divided by the repetition penalty if positive, else multiplied. `output_counts` [R, V]:
-    its count in the output. Frequency is subtracted times the count, presence once if above 0."""
-    penalties = (repetition_penalty, presence_penalty, frequency_penalty)
-    repetition, presence, frequency = (p.to(logits.dtype)[:, None] for p in penalties)
+    """Apply the `penalties` [3, R]: repetition, presence, frequency. `is_known` [R, V]: the token
+    is in the prompt or the output; its logit is divided by the repetition penalty if positive, else
+    multiplied. `output_counts` [R, V]: its count in the output. Frequency is subtracted times the
+    count, presence once if above 0."""
+    repetition, presence, frequency = penalties.to(logits.dtype)[:, :, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(is_known, repeated, logits)
     return logits - frequency * output_counts - presence * (output_counts > 0)

@@ -5,8 +5,8 @@ row here, with a function in this file if it needs only logits and the numbers. 
 sampler, the server (`wire.py`, `app.py`) and the warm-up (`kv_sizing.py`) read the table.
 
 The default of a field has no effect, so a request needs a rule only if it has another value. A step
-applies the rules that its rows need: penalties, top-k, temperature, then `LIMITS` in the order of
-the table. A new penalty needs more than a row: `apply_penalties` takes exactly these three.
+applies the rules that its rows need: penalties, temperature, then `LIMITS` in the order of the
+table. A new penalty needs more than a row: `apply_penalties` takes exactly these three.
 
 See common/README.md#what-a-request-may-ask-for"""
 
@@ -49,15 +49,13 @@ SAMPLING_RULES = (
     SamplingRule("presence_penalty", 0.7, is_penalty=True),
     SamplingRule("frequency_penalty", -0.3, is_penalty=True),
     SamplingRule("temperature", 0.6, is_recommended=True),  # of all drawn rows: no bit is read
-    SamplingRule("top_k", 3, is_recommended=True),
+    SamplingRule("top_k", 3, is_recommended=True),  # a number that is whole
     SamplingRule("min_p", 0.15, apply_min_p, is_recommended=True),
     SamplingRule("top_p", 0.8, is_recommended=True),
 )
-# The rules with a column of float64: penalties first. `top_k` has a column of integers.
-NUMBERS = tuple(rule.name for rule in SAMPLING_RULES if rule.name != "top_k")
+NUMBERS = tuple(rule.name for rule in SAMPLING_RULES)  # their columns: penalties first
 NUM_PENALTIES = sum(rule.is_penalty for rule in SAMPLING_RULES)
-# The rules after temperature and top-k.
-LIMITS = tuple(rule for rule in SAMPLING_RULES if rule.name in NUMBERS[NUM_PENALTIES + 1 :])
+LIMITS = SAMPLING_RULES[NUM_PENALTIES + 1 :]  # after the temperature
 
 # Bits of `needs`.
 DRAWN, MIN_TOKENS, LOGPROBS, TOKEN_RULES = (1 << i for i in range(4))

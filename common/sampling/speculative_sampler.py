@@ -14,7 +14,7 @@ See 05_spec_decode/README.md#8-how-the-engine-uses-it"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -28,70 +28,63 @@ from common.sampling.counter_random import (
     TOKEN_STREAM,
     sample_from_probs,
 )
-from common.sampling.distributions import RowArgs, row_probs, row_uniforms, sample_rows
+from common.sampling.distributions import (
+    Logprobs,
+    RowArgs,
+    prepare,
+    row_probs,
+    row_uniforms,
+    sample_rows,
+)
 from common.sampling.greedy_rows import BAD, REJECTED
-from common.sampling.runner_plugin import HasTokens, UploadBuffer
-from common.sampling.sampler import AsyncStepOutput, BatchSampler, Sampler
+from common.sampling.runner_plugin import DeviceArgs, HasTokens, UploadBuffer
+from common.sampling.sampler import SampleArgs, Sampler
 from common.sampling.sampling_columns import SamplingBatch, SamplingColumns
+from common.sampling.sampling_rules import LOGPROBS
 from input_batch import RunnerRequest
 from rejection_sampler import VerifiedTokens, rejection_sample, rejection_sampling_batched
 
 
-class _Runs:
-    """Requests that the same rule verifies. The rows of each start at `first` and are `lens` many:
-    one for each draft and one more. `draft_probs` [number of drafts, V] of each, or none."""
+@dataclass(eq=False)
+class Runs(DeviceArgs):
+    """Requests that the same rule verifies, with a row for each draft and one more."""
+
+    args: RowArgs
+    max_drafts: int
+    draft_probs: list[torch.Tensor]  # [number of drafts, V] of each; empty: matched
+    at: Any  # [num_rows] rows in the batch
+    cells: Any  # [num_rows] in a grid [num_runs, max_drafts + 1]
+    cu_num_logits: Any  # [num_runs + 1]
+    drafts: Any  # [num_drafts] of all runs
+    accept_u: Any = None  # [num_drafts] float64, with `draft_probs`
+
+
+@dataclass(eq=False)
+class VerifyArgs(SampleArgs):
+    runs: list[Runs] = field(default_factory=list)  # empty: no drafts
+
+
+class SpeculativeSampler(Sampler):
+    """Samples and verifies: 1 to k + 1 tokens for each request with k drafts.
+    `draft_probs(request_id)` returns the distributions of its drafts, or None. `reject` and `match`
+    are the rules, in PyTorch or as kernels."""
 
     def __init__(
         self,
-        batch: SamplingBatch,
-        first: np.ndarray,
-        lens: np.ndarray,
-        draft_probs: list[torch.Tensor],
-        sampler: Sampler,
-        upload: UploadBuffer,
-    ) -> None:
-        run = np.repeat(np.arange(len(lens)), lens)
-        start = np.cumsum(lens) - lens
-        column = np.arange(len(run)) - start[run]
-        width = int(lens.max())
-        rows = first[run] + column
-        drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
-        sampling = batch.select(rows)
-        self.draft_probs = draft_probs
-        self.max_drafts = width - 1
-        self.args = sampler.prepare(sampling, upload)
-        # Arrays until the upload, then tensors.
-        self.at: Any = rows  # rows in the batch
-        self.cells: Any = run * width + column  # in a grid [num_runs, max_drafts + 1]
-        self.cu_num_logits: Any = np.append(start, len(rows))  # [num_runs + 1] int64
-        self.drafts: Any = np.fromiter(drafts, dtype=np.int64)  # of all runs
-        self.accept_u: Any = None
-        if draft_probs:
-            self.accept_u = row_uniforms(sampling, ACCEPT_STREAM)[column < lens[run] - 1]
-        upload.fill(self)
-
-
-class SpeculativeSampler(BatchSampler):
-    """Samples and verifies. `draft_probs(request_id)` returns the distributions of its drafts, or
-    None. `reject` and `match` are the rules, in PyTorch or as kernels."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
+        vocab_size: int,
         draft_probs: Callable[[str], torch.Tensor | None],
         reject: Callable[..., VerifiedTokens] = rejection_sample,
         match: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rejection_sampling_batched,
     ) -> None:
+        super().__init__(vocab_size)
+        self.draft_probs = draft_probs
         self.reject = reject
         self.match = match
-        self.sampler = sampler
-        self.draft_probs = draft_probs
 
-    def stage(self, sampling: SamplingBatch, upload: UploadBuffer) -> AsyncStepOutput:
-        """Stage 1 to k + 1 tokens for each request with k drafts."""
+    def prepare(self, sampling: SamplingBatch) -> SampleArgs:
         drafts = sampling.drafts
         if not drafts:
-            return self.sampler.stage(sampling, upload)
+            return super().prepare(sampling)
         first = np.flatnonzero(np.diff(sampling.rows, prepend=-1))  # row of each request
         lens = np.diff(first, append=len(sampling.rows))
         names = [sampling.req_ids[row] for row in first]
@@ -99,43 +92,75 @@ class SpeculativeSampler(BatchSampler):
         has_probs = np.array([q is not None for q in probs], dtype=bool)
         # They can include trimmed drafts, which `kept` leaves out.
         kept = [q[: n - 1] for q, n in zip(probs, lens) if q is not None]
-        parts = [
-            _Runs(sampling, first[chosen], lens[chosen], draft_probs, self.sampler, upload)
-            for chosen, draft_probs in ((has_probs, kept), (~has_probs, []))
-            if chosen.any()
-        ]
-        draw = partial(self._verify_all, parts)
-        return AsyncStepOutput(sampling, upload, self.sampler.raw_logits, draw)
+        return VerifyArgs(
+            req_ids=sampling.req_ids,
+            logprobs=Logprobs(sampling) if sampling.batch_needs & LOGPROBS else None,
+            runs=[
+                self._runs_of(sampling, first[chosen], lens[chosen], draft_probs)
+                for chosen, draft_probs in ((has_probs, kept), (~has_probs, []))
+                if chosen.any()
+            ],
+        )
 
-    def _verify_all(self, parts: list[_Runs], raw: torch.Tensor) -> torch.Tensor:
+    def _runs_of(
+        self,
+        batch: SamplingBatch,
+        first: np.ndarray,
+        lens: np.ndarray,
+        draft_probs: list[torch.Tensor],
+    ) -> Runs:
+        """Return the runs whose rows start at `first` and are `lens` many."""
+        run = np.repeat(np.arange(len(lens)), lens)
+        start = np.cumsum(lens) - lens
+        column = np.arange(len(run)) - start[run]
+        width = int(lens.max())
+        rows = first[run] + column
+        drafts = chain.from_iterable(batch.drafts.get(batch.req_ids[row], ()) for row in first)
+        sampling = batch.select(rows)
+        runs = Runs(
+            args=prepare(sampling, self.vocab_size),
+            max_drafts=width - 1,
+            draft_probs=draft_probs,
+            at=rows,
+            cells=run * width + column,
+            cu_num_logits=np.append(start, len(rows)),
+            drafts=np.fromiter(drafts, dtype=np.int64),
+        )
+        if draft_probs:
+            runs.accept_u = row_uniforms(sampling, ACCEPT_STREAM)[column < lens[run] - 1]
+        return runs
+
+    def draw(self, raw: torch.Tensor, args: SampleArgs) -> torch.Tensor:
         """Return the tokens [R] of the rows, `REJECTED` after a rejected draft."""
+        if not isinstance(args, VerifyArgs):
+            return super().draw(raw, args)
         tokens = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
-        for part in parts:
-            rows = raw if len(part.at) == len(raw) else raw[part.at]
-            token_ids, num_sampled = self._verify(part, rows)
-            columns = torch.arange(part.max_drafts + 1, device=tokens.device)
+        for runs in args.runs:
+            rows = raw if len(runs.at) == len(raw) else raw[runs.at]
+            token_ids, num_sampled = self._verify(runs, rows)
+            columns = torch.arange(runs.max_drafts + 1, device=tokens.device)
             grid = token_ids.masked_fill(columns >= num_sampled[:, None], REJECTED)
-            tokens[part.at] = grid.flatten()[part.cells]
+            tokens[runs.at] = grid.flatten()[runs.cells]
         return tokens
 
-    def _verify(self, part: _Runs, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _verify(self, runs: Runs, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids [num_runs, max_drafts + 1], and how many of each run are sampled."""
-        if not part.draft_probs:
-            target = sample_rows(raw, part.args)
-            return self.match(target, part.drafts, part.cu_num_logits, part.max_drafts)
-        target_probs = row_probs(raw, part.args)
+        if not runs.draft_probs:
+            target = sample_rows(raw, runs.args)
+            return self.match(target, runs.drafts, runs.cu_num_logits, runs.max_drafts)
+        target_probs = row_probs(raw, runs.args)
         verified = self.reject(
             target_probs,
-            part.drafts,
-            torch.cat(part.draft_probs),
-            part.cu_num_logits,
-            part.max_drafts,
-            part.accept_u,
-            part.args.u,
+            runs.drafts,
+            torch.cat(runs.draft_probs),
+            runs.cu_num_logits,
+            runs.max_drafts,
+            runs.accept_u,
+            runs.args.u,
         )
         # The last token of a run was drawn from its row's distribution, which may be NaN.
         last = (verified.num_sampled - 1)[:, None]
-        is_nan = target_probs[part.cu_num_logits[:-1, None] + last, 0].isnan()
+        is_nan = target_probs[runs.cu_num_logits[:-1, None] + last, 0].isnan()
         drawn = verified.token_ids.gather(1, last).masked_fill(is_nan, BAD)
         return verified.token_ids.scatter(1, last, drawn), verified.num_sampled
 
@@ -160,15 +185,12 @@ class ConstrainedDrafts:
     def needs_probs(self, request: RunnerRequest) -> bool:
         return isinstance(request.params, DrawnSeedParams) and not request.params.is_greedy
 
-    def stage(
-        self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device
-    ) -> Sequence[np.ndarray]:
-        self._upload = UploadBuffer(device)
-        self._rounds = [self._prepare(requests, n) for n, requests in enumerate(rounds)]
-        return self._upload.arrays
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._upload.take(tensors)
+    def prepare(self, rounds: Sequence[Sequence[RunnerRequest]], device: torch.device) -> None:
+        upload = UploadBuffer(device)
+        self._rounds = [self._row_args(requests, n) for n, requests in enumerate(rounds)]
+        for args in self._rounds:
+            upload.fill(args)
+        upload.send()
 
     def sample_drafts(
         self, logits: torch.Tensor, requests: Sequence[RunnerRequest], num_drafted: int
@@ -180,7 +202,7 @@ class ConstrainedDrafts:
         probs = row_probs(raw, args)
         return sample_from_probs(probs, args.u), probs
 
-    def _prepare(self, requests: Sequence[RunnerRequest], num_drafted: int) -> RowArgs:
+    def _row_args(self, requests: Sequence[RunnerRequest], num_drafted: int) -> RowArgs:
         columns = self.columns
         state = self.state
         rows = np.array([state.row_of[request.req_id] for request in requests], dtype=np.int64)
@@ -195,4 +217,4 @@ class ConstrainedDrafts:
             drafts={},
             streams=streams,
         )
-        return self.sampler.prepare(sampling, self._upload)
+        return prepare(sampling, self.sampler.vocab_size)

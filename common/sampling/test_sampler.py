@@ -7,7 +7,6 @@ import math
 import random
 from bisect import bisect_right
 from itertools import accumulate, product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from common.sampling.counter_random import sample_from_probs, uniforms
 from common.sampling.sampler import Sampler
+from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.sampling_constraints import (
     apply_top_k,
     apply_top_p,
@@ -26,6 +26,7 @@ from common.tests.sampling_cases import (
     RECIPES,
     ListedTokens,
     make_sampling,
+    sampled,
     sampling_probs,
 )
 from request import _NUMBERS, SamplingParams
@@ -37,13 +38,13 @@ MIXED = list(RECIPES.values())
 
 def make_batch(
     params: list[SamplingParams], seeds: list[int] | None = None, **lists
-) -> SimpleNamespace:
-    return SimpleNamespace(sampling=make_sampling(params, seeds=seeds, **lists))
+) -> SamplingBatch:
+    return make_sampling(params, seeds=seeds, **lists)
 
 
-def sample(logits: torch.Tensor, batch: SimpleNamespace, vocab_size: int | None = None) -> list:
-    tokens = Sampler(vocab_size or logits.shape[1]).sample(logits, batch).token_ids
-    return [tokens[r][0] for r in batch.sampling.req_ids]
+def sample(logits: torch.Tensor, batch: SamplingBatch, vocab_size: int | None = None) -> list:
+    tokens = sampled(Sampler(vocab_size or logits.shape[1]), logits, batch).token_ids
+    return [tokens[r][0] for r in batch.req_ids]
 
 
 def naive_probs(
@@ -99,7 +100,7 @@ def test_probabilities_equal_a_plain_python_specification(seed: int) -> None:
         seeds = [rng.getrandbits(60) for _ in MIXED]
         histories = {"prompts": prompts, "outputs": outputs, "eos": [(1, 3)] * len(MIXED)}
         batch = make_batch(MIXED, seeds, **histories)
-        found = sampling_probs(logits, batch.sampling)
+        found = sampling_probs(logits, batch)
         tokens = sample(logits, batch)
         u = uniforms(torch.tensor(seeds), torch.tensor(list(map(len, outputs))))
         for i, params in enumerate(MIXED):
@@ -159,8 +160,8 @@ def test_a_row_is_sampled_alike_alone_and_in_any_company(seed: int) -> None:
         columns = params, seeds, prompts, outputs
         params_, seeds_, *lists = ([column[i] for i in rows] for column in columns)
         batch = make_batch(params_, seeds_, prompts=lists[0], outputs=lists[1])
-        output = Sampler(vocab_size).sample(logits[rows], batch)
-        probs = sampling_probs(logits[rows], batch.sampling).tolist()
+        output = sampled(Sampler(vocab_size), logits[rows], batch)
+        probs = sampling_probs(logits[rows], batch).tolist()
         names = [f"r{i}" for i in range(len(rows))]
         entries = [(output.token_ids[name], output.logprobs.get(name)) for name in names]
         return dict(zip(rows, zip(entries, probs), strict=True))
@@ -226,7 +227,7 @@ def test_padding_lanes_of_the_vocabulary_never_win() -> None:
     batch = make_batch(MIXED, prompts=prompts, outputs=outputs)
     assert max(sample(logits, batch, vocab_size=500)) < 500
     params = [SamplingParams(temperature=0, logprobs=5)]
-    output = Sampler(500).sample(logits[:1], make_batch(params))
+    output = sampled(Sampler(500), logits[:1], make_batch(params))
     assert output.token_ids == {"r0": [0]}
     assert output.logprobs["r0"][0].logprob == pytest.approx(-math.log(500))
     assert all(t < 500 for t in output.logprobs["r0"][0].top)
@@ -239,7 +240,7 @@ def test_logprobs_are_raw_ranked_and_only_where_asked() -> None:
     penalized = SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3)
     params = [penalized, GREEDY, SamplingParams(logprobs=2, top_k=4), SamplingParams(logprobs=0)]
     batch = make_batch(params, prompts=[[int(logits[0].argmax())], [0], [0], [0]])
-    output = Sampler(50).sample(logits, batch)
+    output = sampled(Sampler(50), logits, batch)
     assert set(output.logprobs) == {"r0", "r2", "r3"}
     for i in (0, 2, 3):
         (entry,) = output.logprobs[f"r{i}"]
@@ -261,12 +262,12 @@ def test_a_row_without_a_finite_maximum_is_an_error_of_its_request_alone(
 ) -> None:
     logits = torch.zeros(3, 600)
     logits[1, 4 if bad is not None else slice(None)] = NEG_INF if bad is None else bad
-    output = Sampler(600).sample(logits, make_batch([params] * 3))
+    output = sampled(Sampler(600), logits, make_batch([params] * 3))
     assert output.errors == {"r1": NO_FINITE_LOGITS}
-    clean = Sampler(600).sample(torch.zeros(3, 600), make_batch([params] * 3))
+    clean = sampled(Sampler(600), torch.zeros(3, 600), make_batch([params] * 3))
     assert output.token_ids == {r: clean.token_ids[r] for r in ("r0", "r2")}
     assert output.logprobs == {r: clean.logprobs[r] for r in output.logprobs}
-    probs = sampling_probs(logits, make_batch([params] * 3).sampling)
+    probs = sampling_probs(logits, make_batch([params] * 3))
     assert probs.isnan().all(1).tolist() == probs.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -296,7 +297,7 @@ def test_extreme_parameters_draw_a_possible_token(
     row = torch.tensor([logits])
     (token,) = sample(row, batch)
     assert row.tolist() == [logits], "the caller's logits stay as they are"
-    probs = sampling_probs(row, batch.sampling)[0]
+    probs = sampling_probs(row, batch)[0]
     assert probs.sum().item() == pytest.approx(1.0, abs=1e-5)
     assert probs[token] > 0
     assert logits[token] > NEG_INF
@@ -331,10 +332,6 @@ def test_a_pending_token_ends_a_bad_word_as_a_known_one_does(num_outputs: int) -
 @pytest.mark.parametrize(
     "rules",
     [
-        dict(bad_words=[[5], [6]]),
-        dict(bad_words=[[1, 5]]),
-        dict(allowed_token_ids=[0, 1, 2, 3, 4, 6]),
-        dict(logit_bias={5: 50.0}),
         dict(min_tokens=9, stop_token_ids=[5]),
         dict(repetition_penalty=1.5, frequency_penalty=1.0),
     ],

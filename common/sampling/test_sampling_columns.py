@@ -13,7 +13,7 @@ from batch_layout import Queries
 from common.requests.input_processor import DrawnSeedParams
 from common.sampling import sampling_rules
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.sampling.runner_plugin import NO_TOKEN, RunnerPlugin, RunnerPlugins, UploadBuffer
+from common.sampling.runner_plugin import NO_TOKEN, UploadBuffer, missing_reason
 from common.sampling.sampling_columns import ALL, SamplingColumns
 from common.sampling.sampling_rules import BITS, NUMBERS
 from request import SamplingParams
@@ -42,7 +42,7 @@ CASES: list[tuple[SamplingParams, str]] = [
 
 def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str) -> None:
     assert columns.numbers[:, row].tolist() == [getattr(params, name) for name in NUMBERS]
-    assert (columns.top_k[row], columns.min_tokens[row]) == (params.top_k, params.min_tokens)
+    assert columns.min_tokens[row] == params.min_tokens
     assert columns.seed[row] == (params.seed or 0)
     num_logprobs = {None: -1, -1: ALL}.get(params.logprobs, params.logprobs)
     assert columns.num_logprobs[row] == num_logprobs
@@ -52,7 +52,7 @@ def check(columns: SamplingColumns, row: int, params: SamplingParams, bits: str)
     eos = set() if params.ignore_eos else {1, 4}
     expected = sorted(eos | set(params.stop_token_ids)) if params.min_tokens else None
     found = columns.forbidden.get(row)
-    assert (found and sorted(set(found))) == expected
+    assert (None if found is None else sorted(set(found.tolist()))) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,11 +95,8 @@ def test_rows_are_what_was_last_written_to_them_through_reuse_and_growth(seed: i
     ],
 )
 def test_the_reason_of_a_request_without_a_token_names_only_rules_with_a_part(rules, named) -> None:
-    class Rules(RunnerPlugin):
-        def may_come(self, row, outputs, vocab_size):
-            return {name: np.array([bit == "1" for bit in bits]) for name, bits in rules.items()}
-
-    found = RunnerPlugins([Rules()]).missing_reason(0, [], 3)
+    may_come = {name: np.array([bit == "1" for bit in bits]) for name, bits in rules.items()}
+    found = missing_reason(may_come)
     assert found == (named and f"{named}: {NO_TOKEN}")
 
 
@@ -113,6 +110,8 @@ def test_a_prompt_is_scored_from_its_beginning_whoever_had_its_row() -> None:
         state = SimpleNamespace(token_ids=np.array([prompt]))
         step = SimpleNamespace(queries=queries, req_ids=["a"], state=state)
         upload = UploadBuffer(torch.device("cpu"))
-        scored = plugin.stage(step, upload)  # pyright: ignore[reportArgumentType]
+        scored = plugin.stage(step)  # pyright: ignore[reportArgumentType]
+        assert scored is not None
+        upload.fill(scored)
         upload.send()
-        assert scored is not None and scored().tokens.tolist() == prompt[1:]
+        assert scored.tokens.tolist() == prompt[1:]

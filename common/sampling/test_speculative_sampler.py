@@ -16,7 +16,7 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import ConstrainedDrafts, SpeculativeSampler
 from common.sampling.test_sampler import RULED, naive_probs
-from common.tests.sampling_cases import ListedTokens, make_sampling
+from common.tests.sampling_cases import ListedTokens, make_sampling, sampled
 from request import SamplingParams
 
 
@@ -35,8 +35,8 @@ def test_the_replacement_of_a_rejected_draft_does_not_depend_on_the_rejecting_nu
     drafts_of = {name: [int(draft)] for name, draft in zip(one.req_ids, drafts)}
     batch = SamplingBatch(one.columns, names, rows, outputs, one.state, drafts_of)
     of_two = torch.stack([q, torch.full_like(q, torch.nan)])  # the scheduler kept one of two drafts
-    sampler = SpeculativeSampler(Sampler(3), lambda _: of_two)
-    output = sampler.sample(p.log().repeat(2 * n, 1), SimpleNamespace(sampling=batch))
+    sampler = SpeculativeSampler(3, lambda _: of_two)
+    output = sampled(sampler, p.log().repeat(2 * n, 1), batch)
     tokens = [output.token_ids[name] for name in one.req_ids]
     first_counts = np.bincount([ids[0] for ids in tokens], minlength=3)
     assert chisquare(first_counts, p.numpy() * n).pvalue > 1e-4, first_counts / n
@@ -60,8 +60,7 @@ def test_each_draft_of_a_run_has_the_random_number_of_its_position(
     state.row_of = {"r0": 0}  # type: ignore[attr-defined]
     drafts = ConstrainedDrafts(Sampler(11), sampling.columns, state)  # type: ignore[arg-type]
     rounds = [[SimpleNamespace(req_id="r0")]] * 3
-    arrays = drafts.stage(rounds, device)  # type: ignore[arg-type]
-    drafts.take([torch.from_numpy(array) for array in arrays])
+    drafts.prepare(rounds, device)  # type: ignore[arg-type]
     found = [float(args.u) for args in drafts._rounds]
     assert found == uniforms(torch.tensor([5] * 3), torch.tensor([2, 3, 4]), stream).tolist()
 
@@ -86,8 +85,8 @@ def test_verified_tokens_have_the_law_of_the_rules(has_probs: bool) -> None:
     draft_token_ids = dict(zip(one.req_ids, every))
     batch = SamplingBatch(one.columns, names, rows, num_drafts, state, draft_token_ids)
     probs = torch.from_numpy(q).repeat(2, 1) if has_probs else None
-    verify = SpeculativeSampler(Sampler(vocab_size), lambda _: probs)
-    output = verify.sample(torch.from_numpy(raw).repeat(n, 1), SimpleNamespace(sampling=batch))
+    verify = SpeculativeSampler(vocab_size, lambda _: probs)
+    output = sampled(verify, torch.from_numpy(raw).repeat(n, 1), batch)
     tokens, lens = Counter[tuple](), Counter[tuple]()
     for name in one.req_ids:
         ids = output.token_ids[name]

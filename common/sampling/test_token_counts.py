@@ -46,7 +46,8 @@ def test_counts_are_those_of_the_lists(seed: int) -> None:
         {str(row): ids for row, ids in enumerate(drafts) if ids},
     )
     upload = UploadBuffer(torch.device("cpu"))
-    histories = prepare_histories(batch, upload, VOCAB)
+    histories = prepare_histories(batch, VOCAB)
+    upload.fill(histories)
     upload.send()
     is_known, output_counts = count(histories)
     for i, (row, n) in enumerate(found):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from common.sampling.sampler import Sampler
 from common.sampling.sampling_columns import SamplingBatch
 from common.sampling.speculative_sampler import SpeculativeSampler
 from common.tests.pretend_device import pretend_device
-from common.tests.sampling_cases import RECIPES, ListedTokens, as_plain, mixed_sampling
+from common.tests.sampling_cases import RECIPES, ListedTokens, as_plain, mixed_sampling, sampled
 from request import SamplingParams
 
 VOCAB = 700
@@ -29,7 +27,7 @@ def make_logits(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return logits
 
 
-def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNamespace:
+def drafting_batch(params: list[SamplingParams], num_requests: int) -> SamplingBatch:
     """Requests with 0 to 3 drafts, and a row for each and one more."""
     one = mixed_sampling(params, num_requests, VOCAB, seed=1)
     drafts = {f"r{i}": [7 * i % VOCAB, 3, 9][: i % 4] for i in range(num_requests) if i % 4}
@@ -38,8 +36,7 @@ def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNam
     before = [n for ids in every for n in range(len(ids) + 1)]
     tokens = ListedTokens.of([[1]] * num_requests, [[2, 2]] * num_requests, every)
     names = [one.req_ids[row] for row in rows]
-    sampling = SamplingBatch(one.columns, names, rows, 2 + np.array(before), tokens, drafts)
-    return SimpleNamespace(sampling=sampling)
+    return SamplingBatch(one.columns, names, rows, 2 + np.array(before), tokens, drafts)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -47,18 +44,17 @@ def drafting_batch(params: list[SamplingParams], num_requests: int) -> SimpleNam
 def test_the_host_reads_once_and_copies_once_however_many_rows(name, drafts, monkeypatch) -> None:
     params = BATCHES[name]
     for num_requests in (24, 96):
-        batch = SimpleNamespace(sampling=mixed_sampling(params, num_requests, VOCAB, seed=1))
+        batch = mixed_sampling(params, num_requests, VOCAB, seed=1)
         batch = drafting_batch(params, num_requests) if drafts else batch
-        logits = make_logits(len(batch.sampling.rows), torch.float32 if drafts else torch.bfloat16)
-        columns = batch.sampling.columns
-        with_probs = batch.sampling.drafts if drafts == "draft model" else ()
+        logits = make_logits(len(batch.rows), torch.float32 if drafts else torch.bfloat16)
+        columns = batch.columns
+        with_probs = batch.drafts if drafts == "draft model" else ()
         with_probs = [r for r in with_probs if columns.is_seed_drawn[int(r[1:])]]
         probs = {r: torch.full((3, VOCAB), 1 / VOCAB) for r in with_probs}
 
         def sample(logits, probs, batch=batch) -> tuple:
-            sampler = Sampler(VOCAB)
-            sampler = SpeculativeSampler(sampler, probs.get) if drafts else sampler
-            return as_plain(sampler.sample(logits, batch))
+            sampler = SpeculativeSampler(VOCAB, probs.get) if drafts else Sampler(VOCAB)
+            return as_plain(sampled(sampler, logits, batch))
 
         expected = sample(logits, probs)
         with pretend_device(monkeypatch) as device:
@@ -67,5 +63,5 @@ def test_the_host_reads_once_and_copies_once_however_many_rows(name, drafts, mon
             assert device.reads == 1
             assert device.uploads == (name != "greedy" or drafts is not None)
         assert found == expected
-        assert found[0].keys() | found[1].keys() == set(batch.sampling.req_ids)
+        assert found[0].keys() | found[1].keys() == set(batch.req_ids)
         assert drafts or found[1].keys() == {f"r{i}" for i in range(1, num_requests, 7)}

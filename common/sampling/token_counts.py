@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.sampling.runner_plugin import UploadBuffer
-from common.sampling.sampling_columns import SamplingBatch, flat_index
+from common.sampling.runner_plugin import DeviceArgs
+from common.sampling.sampling_columns import SamplingBatch
 
 
 @dataclass(eq=False)
-class Histories:
-    """The tokens of R rows, as indices into a flattened table [R, vocab_size]: arrays until the
-    upload, then tensors."""
+class Histories(DeviceArgs):
+    """The tokens of R rows, as indices into a flattened table [R, vocab_size]."""
 
     num_rows: int
     vocab_size: int
@@ -34,7 +33,7 @@ class Histories:
     fill_in: Callable[[torch.Tensor], torch.Tensor]  # of pending ids
 
 
-def prepare_histories(batch: SamplingBatch, upload: UploadBuffer, vocab_size: int) -> Histories:
+def prepare_histories(batch: SamplingBatch, vocab_size: int) -> Histories:
     """Return the histories of these rows. Ids beyond the vocabulary are left out."""
     state = batch.state
     rows = batch.rows
@@ -50,9 +49,9 @@ def prepare_histories(batch: SamplingBatch, upload: UploadBuffer, vocab_size: in
         index = np.repeat(np.arange(len(rows)), lens)
         positions = np.arange(len(index)) + (starts - np.cumsum(lens) + lens)[index]
         ids = state.token_ids[rows[index], positions].astype(np.int64)
-        return flat_index(index, ids, vocab_size)[0]
+        return (index * vocab_size + ids)[(ids >= 0) & (ids < vocab_size)]
 
-    histories = Histories(
+    return Histories(
         num_rows=len(rows),
         vocab_size=vocab_size,
         prompts=flat(np.zeros_like(num_prompt), num_prompt),
@@ -61,8 +60,6 @@ def prepare_histories(batch: SamplingBatch, upload: UploadBuffer, vocab_size: in
         pending_ids=last_ids[pending].astype(np.int64),
         fill_in=state.fill_in,
     )
-    upload.fill(histories)
-    return histories
 
 
 def count(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ See common/serve/README.md"""
 from __future__ import annotations
 
 import atexit
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,4 +44,4 @@ def _mooncake(
     address = MooncakeAddress(master, metadata)
     pool = MooncakePool(address, segment_mbytes << 20, host)
     atexit.register(pool.close)
-    return PoolConnector(pool, uuid.uuid4().hex, load_timeout_s)
+    return PoolConnector(pool, load_timeout_s)

@@ -15,6 +15,7 @@ import msgpack
 import pytest
 
 from block_pool import BlockPool
+from cache_checks import cached_prefixes
 from common.engine import LLMEngine
 from common.engine_config import SHIPPED_ADAPTER, EngineConfig
 from common.serve import kv_events
@@ -86,7 +87,7 @@ class Index:
 
 def prefixes_of(cache: PrefixCache) -> set[tuple]:
     found = set()
-    for keys, tokens, _ in cache.cached_prefixes():
+    for keys, tokens, _ in cached_prefixes(cache):
         named = {tag: value.removeprefix("str:") for tag, value in keys}
         salts = [named["salt"]] if "salt" in named else []
         found.add((named.get("lora"), *salts, tokens))

@@ -149,7 +149,7 @@ def test_each_viewer_has_the_present_state_whatever_it_and_the_engine_do(
     sent nor kept a text, and starts over when it reads. A step that fails ends no film. The
     last to leave takes the recorder out."""
     monkeypatch.setattr(live_page, "MAX_BEHIND", 60_000)  # two rounds: who is awake takes more
-    inside = lambda e: (e.kv_manager.pool, e.recorder.scheduler)  # noqa: E731
+    inside = lambda e: (e.kv_manager.pool, e.scheduler)  # noqa: E731
     parts = tight.call(inside)
     served = tight.app.state.server.live.viewers
     onlookers: dict[Onlooker, Any] = {}  # each with the server's part of it

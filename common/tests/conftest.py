@@ -7,4 +7,4 @@ from global_kv_pool import GlobalKVPool
 
 @pytest.fixture
 def pool() -> GlobalKVPool:
-    return GlobalKVPool(max_blocks_per_node=5000)
+    return GlobalKVPool(max_blocks=5000)

@@ -118,11 +118,11 @@ def full_of_nan(engine: LLMEngine) -> LLMEngine:
     """Its KV memory, the draft model's and the null blocks too: each read of a slot that was not
     written shows."""
     runner = engine.core.runner
+    proposer = getattr(runner, "proposer", None)
     while not isinstance(runner, PagedModelRunner) and not hasattr(runner, "stages"):
         runner = getattr(runner, "inner", None) or runner.runner  # pyright: ignore
-    proposer = getattr(engine.speculation, "proposer", None)
     owners = [stage.local for stage in getattr(runner, "stages", ())] or [runner]
-    for owner in (*owners, getattr(proposer, "proposer", None)):
+    for owner in (*owners, proposer):
         if (kv_cache := getattr(owner, "kv_cache", None)) is not None:
             for cache in (*kv_cache.key_cache, *kv_cache.value_cache):
                 cache.fill_(math.nan)

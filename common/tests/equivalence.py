@@ -255,7 +255,7 @@ def _serve(combination: Combination, engine: LLMEngine) -> Summary:
         if step == when_aborted and aborted is not None and aborted not in finished:
             finished[aborted] = engine.abort_request(str(aborted))
         finished |= {int(o.request_id): o for o in engine.step() if o.finished}
-        num_overlapped += bool(getattr(engine.core, "_in_flight", ()))
+        num_overlapped += bool(getattr(engine.core, "in_flight", ()))
     assert len(finished) == len(order), "the engine hangs"
     for i, output in sorted(finished.items()):
         must_be_right(output, oracle, i, settings, aborted)

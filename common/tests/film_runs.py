@@ -106,8 +106,8 @@ def random_config(rng: random.Random, longest: int) -> dict[str, Any]:
     elif config["chunked_prefill"] in (5, 16):
         config["max_long_partial_prefills"] = draw([None, 1])
     if cache is not None and rng.random() < 0.4:
-        disk, policy = draw([0, 16]), draw(["write_back", "write_through"])
-        config["kv_tiers"] = KVTierConfig(draw([4, 64]), disk, write_policy=policy)
+        disk = draw([0, 16])
+        config["kv_tiers"] = KVTierConfig(draw([4, 64]), disk)
     return config
 
 

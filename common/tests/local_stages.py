@@ -22,7 +22,6 @@ from common.models.ranks import Ranks
 from common.parallel import message, remote
 from common.parallel.sharded_model import ShardedModel
 from common.requests.tokenizer import Tokenizer
-from common.runner.trimming_runner import TrimmingRunner
 from scheduler_interface import RunnerInput, StepOutput
 
 PATIENCE_S = 30.0
@@ -63,7 +62,7 @@ class Stage:
         while (work := self.plans.get()) is not None:
             plan, future = work
             try:
-                _, content = message.unpack(plan, {"plan": ("plan",)})
+                _, content = message.unpack(plan)
                 handle = self.local.runner.execute(content["plan"])
                 future.set_result(handle.wait())
             except BaseException as error:
@@ -77,7 +76,7 @@ class LocalStages:
         self.stages = stages
 
     def execute(self, plan: RunnerInput) -> LocalStep:
-        data = message.pack("plan", plan=plan)
+        data = message.pack("plan", plan=message.runner_half(plan))
         return LocalStep([stage.execute(data) for stage in self.stages])
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ def pipelined_engine(
 ) -> LLMEngine:
     """An engine over stages of this process, which checks itself after every step."""
 
-    def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any, members: Any):
+    def make_parts(config: EngineConfig, loaded: Any, draft: Any, tokenizer: Any):
         lines: list[Line] = []
         parts: list[LocalRunnerParts] = []
         for stage in range(config.pipeline_parallel_size):
@@ -120,12 +119,11 @@ def pipelined_engine(
                 path, torch.float64, torch.device("cpu"), partial(ShardedModel, collectives=line)
             )
             parts.append(make_runner(config, part, draft, find_limits(config, part, tokenizer)))
-        guesses = parts[-1].speculation
         runner = LocalStages([Stage(local) for local in parts])
         side = replace(
             parts[-1],
             close=runner.close,
-            runner=runner if guesses is None else TrimmingRunner(runner, members),
+            runner=runner,
             block_io=lambda: pytest.fail("no connectors here"),
             is_queued=True,
         )

@@ -80,7 +80,7 @@ def is_there(pid: int) -> bool:
 
 def signal_in_step(engine: LLMEngine, pid: int, number: signal.Signals, step: int = 3) -> None:
     """The process gets the signal when the engine has made so many steps more."""
-    stop_at = engine.recorder.num_steps + step
+    stop_at = engine.num_steps + step
 
     def on_step(record) -> None:
         if record.step + 1 == stop_at:

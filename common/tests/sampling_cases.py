@@ -134,12 +134,23 @@ def as_plain(output: StepOutput) -> tuple:
     return output.token_ids, output.errors, {r: list(e) for r, e in output.logprobs.items()}
 
 
+def sampled(sampler: Sampler, logits: torch.Tensor, sampling: SamplingBatch) -> StepOutput:
+    """Prepare, send, sample and wait."""
+    upload = UploadBuffer(logits.device)
+    args = sampler.prepare(sampling)
+    upload.fill(args)
+    if upload.arrays:
+        upload.send()
+    return sampler.sample(logits, args).wait()
+
+
 def sampling_probs(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """The distribution [R, V] of each row of `logits` without padding; histories are counted
     anew."""
-    from common.sampling.distributions import row_probs
+    from common.sampling.distributions import prepare, row_probs
 
     upload = UploadBuffer(logits.device)
-    args = Sampler(logits.shape[1]).prepare(sampling, upload)
+    args = prepare(sampling, logits.shape[1])
+    upload.fill(args)
     upload.send()
     return row_probs(as_float(logits), args)

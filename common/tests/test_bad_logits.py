@@ -79,8 +79,8 @@ def test_request_without_usable_logits_ends_alone_with_an_error(
 SHARED = {
     "hash": lambda: {"prefix_cache": "hash"},
     "radix": lambda: {"prefix_cache": "radix"},
-    "tiers": lambda: {"kv_tiers": KVTierConfig(100, write_policy="write_through")},
-    "pool": lambda: {"kv_connector": PoolConnector(GlobalKVPool(100), "a")},
+    "tiers": lambda: {"kv_tiers": KVTierConfig(100)},
+    "pool": lambda: {"kv_connector": PoolConnector(GlobalKVPool(100))},
 }
 
 

@@ -196,11 +196,12 @@ def test_shared_keys_and_values_are_kept_apart_from_those_with_other_bits(tmp_pa
     prompt = list(range(2, 100))
     cached = []
     for batch_invariant in (False, True, True):
-        tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+        tiers = KVTierConfig(0, 500, tmp_path / "kv")
         config = EngineConfig(num_blocks=20, batch_invariant=batch_invariant, kv_tiers=tiers)
         engine = make_engine(torch.float32, config)
         params = SamplingParams(temperature=0, max_tokens=2)
         (output,) = engine.generate_batch([prompt], params).values()
         cached.append(output.num_cached_tokens)
+        engine.reset_prefix_cache()  # everything is evicted
         engine.close()
     assert cached == [0, 0, 96]

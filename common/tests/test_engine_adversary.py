@@ -23,7 +23,6 @@ from common.engine import EngineConfig, LLMEngine
 from common.llm import as_list_of_prompts
 from common.models.loader import load_model
 from common.requests.output_processor import OutputProcessor, RequestOutput
-from common.sampling.sampler import AsyncStepOutput
 from common.tests.engine_oracle import (
     Oracle,
     checked_engine,
@@ -89,7 +88,7 @@ FAULTS: dict[str, tuple[Callable[[LLMEngine], object], str, bool]] = {
     "look-up": (lambda engine: engine.kv_manager, "get_computed_blocks", False),
     "prepare": (paged_runner, "prepare", False),
     "forward": (paged_runner, "forward", False),
-    "sample": (lambda _: AsyncStepOutput, "begin", False),
+    "sample": (paged_runner, "sample", False),
     "update": (lambda engine: engine.scheduler, "append_sampled_tokens", True),
     "books": (lambda engine: engine, "_finish_group", False),
 }

@@ -72,7 +72,7 @@ def test_whole_steps_that_are_begun_a_step_ahead(monkeypatch) -> None:
             assert isinstance(batch.attention[0], ReplayMetadata) == (step is not plan)
             logits = runner.forward(batch)
             assert logits.shape == (len(KINDS), loaded.config.vocab_size)
-            output = runner.state.sampled = batch.pending_output.begin(logits)
+            output = runner.state.sampled = runner.sample(batch, logits)
             assert place_of(logits) == place_of(output.tokens) == "device"
             assert device.reads == 0
         assert graphs.num_replays == 2

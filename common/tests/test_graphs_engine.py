@@ -75,11 +75,12 @@ def test_engines_share_kv_whatever_the_order_of_their_memory(
 ) -> None:
     """What leaves an engine is in the order of the chapters' shapes."""
     for is_compiled in (True, False, True):
-        tiers = KVTierConfig(0, 500, tmp_path / "kv", write_policy="write_through")
+        tiers = KVTierConfig(0, 500, tmp_path / "kv")
         config = dict(compile=is_compiled, block_size=4, num_blocks=800, kv_tiers=tiers)
         engine = checked_engine(family_loaded, **config)
         assert isinstance(engine.kv_cache, HeadMajorKVCache) == is_compiled
         outputs = serve(engine, family_oracle, [2, 8], MAX_TOKENS)
+        engine.reset_prefix_cache()  # everything is evicted
         engine.close()
     lengths = [len(family_oracle.prompts[i]) for i in (2, 8)]
     assert [o.num_cached_tokens for o in outputs] == [(n - 1) // 4 * 4 for n in lengths]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from zlib import crc32
@@ -167,8 +166,7 @@ CONFIGS = {
     "priority": {"policy": "priority", "num_blocks": 24, "max_num_seqs": 3},
     "prefill_first": {"scheduler": "prefill_first", "mixing": True, "num_blocks": 24},
     "no cache": {"prefix_cache": None, "num_blocks": 24, "preempt_every": 5},
-    "tiers": {"kv_tiers": replace(TIERS, write_policy="write_through"), "num_blocks": 24},
-    "tiers back": {"kv_tiers": TIERS, "num_blocks": 24, "prefix_cache": "radix"},
+    "tiers": {"kv_tiers": TIERS, "num_blocks": 24, "prefix_cache": "radix"},
     "overlap": {"overlap_scheduling": True, "preempt_every": 7},
     "guesses": {"speculative": {"method": "ngram", "num_spec_tokens": 3}},
 }
@@ -196,7 +194,7 @@ def run_rounds(run: Run, most: int) -> None:
 @pytest.mark.parametrize(
     "name, every, most",
     [
-        *((name, SAMPLE, NUM_SAMPLE_ROUNDS) for name in ("plain", "fcfs", "tiers back", "overlap")),
+        *((name, SAMPLE, NUM_SAMPLE_ROUNDS) for name in ("plain", "fcfs", "tiers", "overlap")),
         *(pytest.param(name, 1, 20_000, marks=pytest.mark.slow) for name in CONFIGS),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_cold_engine_takes_prefixes_from_the_store_and_computes_them_when_it_i
     how = dict(block_size=BLOCK_SIZE, num_blocks=400, max_num_seqs=2)
     first, second = (
         checked_engine(family_loaded, kv_connector=connector, **how)
-        for connector in (PoolConnector(pool, "node", load_timeout_s=30) for pool in pools)
+        for connector in (PoolConnector(pool, load_timeout_s=30) for pool in pools)
     )
 
     def add(engine: LLMEngine, salt: str | None) -> None:

@@ -54,14 +54,12 @@ def add_and_use_it() -> None:
     import pytest
     import torch
 
-    from common.parallel.message import pack, unpack
     from common.runner.kv_sizing import largest_params
     from common.sampling.sampling_rules import BITS, needs_of
     from common.serve.errors import ApiError
     from common.serve.wire import CompletionBody
-    from common.tests.sampling_cases import RECIPES, mixed_sampling, sampling_probs
+    from common.tests.sampling_cases import mixed_sampling, sampling_probs
     from request import SamplingParams
-    from scheduler_interface import NewRequestData, SchedulerOutput
 
     logits = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]], dtype=torch.float64).log()
     for params, num_kept in KEPT:
@@ -69,13 +67,9 @@ def add_and_use_it() -> None:
         expected = logits.masked_fill(torch.arange(5) >= num_kept, -torch.inf).softmax(-1)
         torch.testing.assert_close(sampling_probs(logits, batch), expected)
         assert bool(batch.batch_needs & BITS["top_a"]) == (1 < num_kept < 5)
-    alone = RECIPES["top_a"]
     assert CompletionBody(prompt="x", top_a=0.25).params({}) == SamplingParams(top_a=0.25)
     assert CompletionBody.model_json_schema()["properties"]["top_a"]["default"] is None
     said = r"top_a must be a finite number in \[0.0, 1.0\], got 2"
     with pytest.raises(ApiError, match=said):
         CompletionBody(prompt="x", top_a=2).params({})
-    sent = pack("plan", plan=SchedulerOutput([NewRequestData("r", [0], alone)]))
-    plan = unpack(sent, {"plan": ["plan"]})[1]["plan"]
-    assert plan.scheduled_new_reqs[0].sampling_params == alone
     assert needs_of(largest_params(60)) & BITS["top_a"]

@@ -40,7 +40,7 @@ def test_a_load_waits_for_the_steps_under_way(oracle, loaded, tmp_path) -> None:
         return logits
 
     def noted_load(*arguments):
-        events.append(("load", len(engine.core._in_flight)))
+        events.append(("load", len(engine.core.in_flight)))
         return load(*arguments)
 
     paged_runner(engine).forward = slow_forward
@@ -65,7 +65,7 @@ def test_a_close_ends_all_and_says_nothing_of_a_step_that_is_nobodys(
     engine.step()  # another one is begun
     for _ in range(2):
         engine.close()
-        assert not engine.core._in_flight and engine.kv_manager.num_blocks_in_use == 0
+        assert not engine.core.in_flight and engine.kv_manager.num_blocks_in_use == 0
     engine.check_invariants()
 
 
@@ -106,10 +106,10 @@ def test_a_stage_that_raises_ends_who_ran_and_the_engine_does_not_hang(
     paged = stages_of(engine)[stage].local.runner
     monkeypatch.setattr("common.tests.local_stages.PATIENCE_S", 0.5)  # for what never comes
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(paged, "compute", None)
+        patch.setattr(paged, "forward", None)
         for _ in range(3):
             engine.step()
     engine.check_invariants()
-    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core._in_flight
+    assert engine.kv_manager.num_blocks_in_use == 0 and not engine.core.in_flight
     assert set(engine.scheduler.requests) == {"2", "3"}
     engine.close()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cache_checks import cached_prefixes
 from common.assembly.assembly import kv_namespace
 from common.engine import EngineConfig, LLMEngine
 from common.models.loader import load_model
@@ -76,7 +77,7 @@ def test_published_kv_is_what_its_tokens_give(prefix_cache, oracle, loaded):
     engine = LLMEngine(config, loaded=loaded)
     for indices in ([4, 5, 8], [20, 21, 9], [11, 12, 13, 23]):
         serve(engine, oracle, indices, 9)
-    prefixes = list(engine.prefix_cache.cached_prefixes())
+    prefixes = list(cached_prefixes(engine.prefix_cache))
     assert len(prefixes) > 30
     config = replace(config, prefix_cache=None)
     for prefix in prefixes[::3]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from cache_checks import cached_prefixes
 from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import MAX_TOKENS, Oracle, checked_engine, serve
 from common.tests.every_kind import must_say_the_same
@@ -64,7 +65,7 @@ def test_any_guess_whatever_leaves_the_tokens_as_they_are(script, oracle, loaded
     """Traps 36, 38, 39: verified at its own position, and no more than there may be. Scheduled are
     prompts, outputs but the last, and rejected guesses."""
     engine = checked_engine(loaded, speculative=BY_SCRIPT, num_blocks=200, prefix_cache=None)
-    engine.speculation.proposer = ScriptedProposer(oracle, SCRIPTS[script])
+    engine.core.runner.proposer = ScriptedProposer(oracle, SCRIPTS[script])
     indices = [0, 3, 5, 6, 7]
     outputs = serve(engine, oracle, indices, MAX_TOKENS)
     stats = engine.stats()
@@ -156,11 +157,11 @@ def test_an_end_inside_an_accepted_run_cuts_everything_alike(
             engine = checked_engine(shipped_loaded, tokenizer=shipped_tokenizer, **config)
             if speculative:
                 proposer = ScriptedProposer(shipped_oracle, SCRIPTS["right"], num_spec_tokens=5)
-                engine.speculation.proposer = proposer
+                engine.core.runner.proposer = proposer
             output = engine.generate_batch([prompt], replace(params, logprobs=1))["request-0"]
             results.append(output)
             visible = [*prompt, *output.outputs[0].token_ids]
-            for prefix in engine.prefix_cache.cached_prefixes():
+            for prefix in cached_prefixes(engine.prefix_cache):
                 assert list(prefix.token_ids) == visible[: len(prefix.token_ids)]
         must_say_the_same({"": results[1]}, {"": results[0]})
         assert results[1].metrics.finish_detail == results[0].metrics.finish_detail

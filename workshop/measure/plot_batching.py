@@ -28,7 +28,7 @@ from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static
-from step_record import RecordedScheduler, StepRecord
+from step_record import StepRecord, make_record
 from workshop.book.palette import DECODE, INK, PAPER, PROMPT, WASTE, add_key
 from workshop.measure.bench.bench_models import make_twin
 from workshop.measure.bench.bench_record import ROOT
@@ -90,12 +90,13 @@ def serve(
     records: list[StepRecord] = []
     runner = HFModelRunner(model, batched=True)
     scheduler = FCFSScheduler(max_num_seqs, MAX_NUM_BATCHED_TOKENS)
-    engine = EngineCore(RecordedScheduler(scheduler, [records.append]), runner)
+    engine = EngineCore(scheduler, runner)
     requests = make_requests(lengths)
     for request in requests:
         engine.add_request(request)
     while engine.has_unfinished_requests():
         engine.step()
+        records.append(make_record(engine, len(records)))
     return records, runner, {r.request_id: r.output_token_ids for r in requests}
 
 

@@ -131,8 +131,8 @@ def serve(
     engine.on_step = None
     stats = engine.stats()
     tried = 0  # drafts whose predecessors were accepted
-    if engine.speculation is not None:
-        tried = stats.num_accepted_tokens + engine.speculation.stats.num_rejections
+    if (drafts := engine.parts.drafts) is not None:
+        tried = stats.num_accepted_tokens + drafts.stats.num_rejections
     return {
         "tokens_per_s": round(1e3 * watch.num_tokens / watch.decode_ms, 1),
         "tokens_per_pass": round(stats.tokens_per_pass, 4),

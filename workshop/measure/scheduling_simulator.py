@@ -24,7 +24,8 @@ from itertools import pairwise
 import numpy as np
 
 from request import Request, SamplingParams
-from scheduler_interface import SchedulerInterface, SchedulerOutput, StepOutput
+from base_scheduler import BaseScheduler
+from scheduler_interface import SchedulerOutput, StepOutput
 from step_record import preemptions_of
 
 NUM_IDLE_STEPS = 5  # in a row, with unfinished requests: the scheduler is stuck
@@ -139,7 +140,7 @@ class Simulation:
 
 
 def simulate(
-    scheduler: SchedulerInterface, requests: Sequence[SimulatedRequest], cost_model: CostModel
+    scheduler: BaseScheduler, requests: Sequence[SimulatedRequest], cost_model: CostModel
 ) -> Simulation:
     """Serve `requests`, which arrive in order, to their ends. Raises `RuntimeError` if the
     scheduler is stuck."""

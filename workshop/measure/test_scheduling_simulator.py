@@ -10,7 +10,7 @@ import pytest
 
 from prefill_first_scheduler import PrefillFirstScheduler
 from scheduler import Scheduler, make_kv_memory
-from scheduler_interface import SchedulerInterface
+from base_scheduler import BaseScheduler
 from sglang_policies import POLICIES, policy_over
 from workshop.measure.scheduling_simulator import (
     CostModel,
@@ -73,18 +73,18 @@ def limits() -> dict:
     return {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_memory": memory}
 
 
-def two_phases(policy: str) -> SchedulerInterface:
+def two_phases(policy: str) -> BaseScheduler:
     options = limits()
     return Scheduler(policy=policy_over(options["kv_memory"], policy), **options)
 
 
-def prefill_first(**options: bool) -> SchedulerInterface:
+def prefill_first(**options: bool) -> BaseScheduler:
     """Admit more than fits, so that requests are retracted."""
     ratios = dict.fromkeys(("init_new_token_ratio", "min_new_token_ratio"), 0.0)
     return PrefillFirstScheduler(**ratios, **options, **limits())
 
 
-PREEMPTIVE: dict[str, Callable[[], SchedulerInterface]] = {
+PREEMPTIVE: dict[str, Callable[[], BaseScheduler]] = {
     **{f"two phases, {p}": lambda p=p: two_phases(p) for p in POLICIES},
     "prefill first": prefill_first,
     "prefill first, mixed": lambda: prefill_first(mixing=True),

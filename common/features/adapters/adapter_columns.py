@@ -7,15 +7,10 @@ See 04_scheduler/beyond/ADAPTERS.md#how-is-a-mixed-batch-computed"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import numpy as np
-import torch
 
 from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
-from common.sampling.runner_plugin import BroughtByFew, StepRows, UploadBuffer
+from common.sampling.runner_plugin import BroughtByFew, StepRows
 from scheduler_interface import NewRequestData
 
 
@@ -23,6 +18,7 @@ class AdapterColumns(BroughtByFew):
     """The adapter of each row. A step without adapters stages nothing."""
 
     name = AdaptedModel.name
+    is_in_forward = True
 
     def __init__(self, slots: AdapterSlots) -> None:
         super().__init__()
@@ -39,14 +35,16 @@ class AdapterColumns(BroughtByFew):
         slot_of = self.slots.bring_in(digest for digest in digests if digest is not None)
         return np.array([0 if d is None else slot_of[d] for d in digests], dtype=np.int64)
 
-    def stage(self, step: StepRows, upload: UploadBuffer) -> Callable[[], Any]:
+    def stage(self, step: StepRows) -> StepAdapters:
         slots = self.column(step.queries.rows)
-        tokens = ordered(np.repeat(slots, step.queries.num_tokens), upload)
-        sampled = ordered(np.repeat(slots, step.queries.num_logit_rows), upload)
-        return lambda: StepAdapters(self.slots, tokens(), sampled())
+        return StepAdapters(
+            slots=self.slots,
+            tokens=ordered(np.repeat(slots, step.queries.num_tokens)),
+            sampled=ordered(np.repeat(slots, step.queries.num_logit_rows)),
+        )
 
 
-def ordered(slots: np.ndarray, upload: UploadBuffer) -> Callable[[], Ordered]:
+def ordered(slots: np.ndarray) -> Ordered:
     """Order rows by slot, and by row within a slot, without rows that have no adapter. The result
     can be empty, because a step with only unfinished prompt chunks samples from no row."""
     order = np.argsort(slots, kind="stable")
@@ -55,6 +53,5 @@ def ordered(slots: np.ndarray, upload: UploadBuffer) -> Callable[[], Ordered]:
     stops = [*starts.tolist(), len(order)][1:]
     segments = list(zip(found.tolist(), starts.tolist(), stops, strict=True))
     if not segments or np.array_equal(order, np.arange(len(slots))):
-        return partial(Ordered, None, segments)
-    sent: Callable[[], torch.Tensor] = upload.add(order)
-    return lambda: Ordered(sent(), segments)
+        return Ordered(None, segments)
+    return Ordered(order, segments)

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -42,6 +42,7 @@ from common.models.blocks import CheckpointTensor
 from common.models.linear import Linear
 from common.models.model import DecoderLayer, DecoderModel
 from common.models.model_config import SCORED
+from common.sampling.runner_plugin import DeviceArgs
 
 # Matrices of a layer: block, matrix, and the checkpoint's matrices that it fuses.
 _FUSED = (
@@ -63,16 +64,17 @@ def matrix_shapes(parts: Mapping[str, CheckpointTensor]) -> dict[str, tuple[int,
 SlotMask = torch.Tensor
 
 
-class Ordered(NamedTuple):
+@dataclass(eq=False)
+class Ordered(DeviceArgs):
     """Rows by adapter: `order[start:stop]` are the rows of `slot`. `order` is None if it would be
     all rows in their present order."""
 
-    order: torch.Tensor | None  # [num_rows] int64
+    order: Any  # [num_rows] int64
     segments: Sequence[tuple[int, int, int]]  # slot, start, stop
 
 
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
+@dataclass(eq=False)
+class StepAdapters(DeviceArgs):
     """The adapters of all rows of a step (`tokens`), and of the rows that are still computed after
     the last layer's attention (`sampled`)."""
 
@@ -260,7 +262,8 @@ class Addition:
         then with its B."""
         if isinstance(rows, SlotMask):
             return self._add_in_graph(rows, x, y)
-        order, segments = rows
+        order = rows.order
+        segments = rows.segments
         if not segments:
             return y
         x = x if order is None else x.index_select(0, order)

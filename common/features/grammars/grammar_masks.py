@@ -22,7 +22,7 @@ See 04_scheduler/beyond/GRAMMARS.md#who-does-what-and-when"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import takewhile
 
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from llguidance.numpy import fill_next_token_bitmask
 
+from batch_layout import all_to_device
 from common.features.grammars.lark_text import NOTHING_FITS, TOO_MANY_WAYS, sentence_of
 from common.features.grammars.vocabulary import Beginning, Vocabulary, beginning_of, tokenizer_of
 from common.requests.tokenizer import load_tokenizer
@@ -38,7 +39,6 @@ from common.sampling.runner_plugin import (
     HasTokens,
     PluginContext,
     StepRows,
-    UploadBuffer,
 )
 from common.sampling.sampling_constraints import forbid
 from scheduler_interface import NewRequestData
@@ -70,15 +70,13 @@ class GrammarMasks(BroughtByFew):
         beginning = beginning_of(self._tokenizer, compiled)
         return Matched(beginning, self._vocabulary, stop_token_ids, min_tokens)
 
-    def before_sampling(
-        self, step: StepRows, upload: UploadBuffer
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def before_sampling(self, step: StepRows, logits: torch.Tensor) -> torch.Tensor:
         rows = step.queries.rows
         num_rows = step.queries.num_logit_rows
         first = np.cumsum(num_rows) - num_rows
         concerned = np.flatnonzero(self.has_one[rows] & (num_rows > 0))
         if not len(concerned):
-            return None
+            return logits
         at = np.concatenate([first[i] + np.arange(num_rows[i]) for i in concerned])
         bits = np.full((len(at), self._num_words), -1, dtype=np.int32)
         row_of_bits = 0
@@ -90,8 +88,8 @@ class GrammarMasks(BroughtByFew):
                 if matched.fill(bits, row_of_bits, drafts):
                     break
             row_of_bits += int(num_rows[i])
-        sent_at, sent_bits = upload.add(at), upload.add(bits)
-        return lambda logits: forbid(logits, sent_at(), sent_bits())
+        sent_at, sent_bits = all_to_device(logits.device, [at, bits])
+        return forbid(logits, sent_at, sent_bits)
 
     def may_come(self, row: int, outputs: Sequence[int], vocab_size: int) -> dict[str, np.ndarray]:
         if not self.has_one[row]:

@@ -41,7 +41,7 @@ from fcfs_scheduler import FCFSScheduler
 from hf_model_runner import HFModelRunner
 from request import Request
 from static_batching import generate_static, pad_left
-from step_record import RecordedScheduler, StepRecord
+from step_record import StepRecord, make_record
 from workshop.measure.bench.bench_models import BenchModels
 from workshop.measure.bench.bench_work import (
     BenchRequest,
@@ -139,12 +139,16 @@ def padded(models: BenchModels, limits: Limits) -> Iterator[Serve]:
         steps: list[StepRecord] = []
         scheduler = FCFSScheduler(limits.num_contiguous, limits.max_num_batched_tokens)
         runner = HFModelRunner(models.hf, batched=True)
-        core = EngineCore(RecordedScheduler(scheduler, [steps.append]), runner)
+        core = EngineCore(scheduler, runner)
 
         def add(index: int, request: BenchRequest) -> None:
             core.add_request(_request_of(index, request))
 
-        served = _drive(requests, add, core.step, core.has_unfinished_requests, steps)
+        def step() -> None:
+            core.step()
+            steps.append(make_record(core, len(steps)))
+
+        served = _drive(requests, add, step, core.has_unfinished_requests, steps)
         held = [len(step.num_scheduled_tokens) * limits.longest for step in steps]
         written = [step.kv_tokens_written for step in steps]
         served.details["kv_waste"] = 1 - fmean(w / h for w, h in zip(written, held) if h)
