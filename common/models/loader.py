@@ -24,7 +24,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -104,17 +103,6 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     path = resolve_checkpoint(model)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     return Checkpoint(path, config, _eos_token_ids(path, config))
-
-
-def checkpoint_digest(path: Path) -> str:
-    """Return a quick digest of the configuration, and of names, shapes, dtypes and first rows of
-    all tensors. Training changes them all. A checkpoint made to differ only in other rows goes
-    unnoticed, so KV is not shared by this digest (`weights_digest` of chapter 3 reads all)."""
-    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
-    for name, stored in sorted(_open_tensors(path).items()):
-        row = stored[:1].contiguous().view(torch.uint8).numpy().tobytes()
-        digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}\n".encode() + row)
-    return digest.hexdigest()
 
 
 def load_model(
