@@ -702,11 +702,6 @@ def make_in_flight_plugin(
     """Make the plugin for several steps in flight, or None if each step ends before the next one is
     planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
     if config.pipeline_parallel_size > 1:
-        if config.overlap_scheduling is True:
-            logger.warning(
-                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
-                "step in flight anyway, and no step is planned after a token that is not known"
-            )
         from pipeline_plugin import PipelinePlugin
 
         return PipelinePlugin(config.pipeline_parallel_size)
