@@ -474,14 +474,18 @@ class LLMEngine(EngineCalls):
             requests = [(request_id, prompt, params)]
             [group] = self.add_requests(requests, adapters, is_returned=False, **options)
             while not group.finished:
-                if delta := group.sequences[0].take_delta():
+                if delta := self._take_delta(group):
                     yield delta
                 else:
                     self._advance()
-            if delta := group.sequences[0].take_delta():
+            if delta := self._take_delta(group):
                 yield delta
         finally:
             self._abort_unfinished([request_id])
+
+    @public
+    def _take_delta(self, group: RequestGroup) -> str:
+        return group.sequences[0].take_delta()
 
     # -- adapters
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -110,7 +111,8 @@ class OutputProcessor:
         self._last_token_time: float | None = None
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(
+            self._begin = partial(
+                IncrementalDetokenizer,
                 tokenizer,
                 request.prompt_token_ids,
                 params.stop,
@@ -118,6 +120,8 @@ class OutputProcessor:
                 min_tokens,
                 params.include_stop_str_in_output,
             )
+            self._detokenizer = self._begin()
+        self._is_decoding = False  # True: or a call was interrupted
         self.looks_for_stop = bool(params.stop)
         logprobs = None if params.logprobs is None else []
         self.completion = CompletionOutput(index, "", request.output_token_ids, logprobs)
@@ -174,10 +178,16 @@ class OutputProcessor:
     def decode(self, has_stop_token: bool | None = None) -> str | None:
         """Decode the tokens that are not text yet, except a last one that stopped the request,
         which has no text unless the output includes stops. Returns the stop string that the last
-        decoded token completes, or None."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
+        decoded token completes, or None. Decodes all again if the call before was interrupted, or
+        is the one that this call is made from, by a signal handler."""
+        if self._detokenizer is None:
             return None
+        if self._is_decoding:
+            num_sent = self._detokenizer.num_sent
+            self._detokenizer = self._begin()
+            self._detokenizer.num_sent = num_sent
+        self._is_decoding = True
+        detokenizer = self._detokenizer
         completion = self.completion
         if has_stop_token is None:
             is_string = isinstance(completion.stop_reason, str)
@@ -190,6 +200,7 @@ class OutputProcessor:
         if self.is_finished:
             detokenizer.finish()
         completion.text = detokenizer.text
+        self._is_decoding = False
         return stop_string
 
     def _finish(

@@ -73,6 +73,35 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
         assert processor.num_wanted(ids[num_known:]) == num_wanted - num_known
 
 
+def test_an_interrupt_or_a_handler_within_decoding_changes_no_text(
+    ids, shipped_tokenizer, monkeypatch
+) -> None:
+    token_bytes = shipped_tokenizer.token_bytes
+    request = Request("a", [5], SamplingParams(max_tokens=1000))
+    processor = OutputProcessor(request, 0, shipped_tokenizer, RequestMetrics(0.0))
+    take(processor, *ids[:4])
+    processor.decode()
+    take(processor, *ids[4:9])
+
+    def interrupted(*_) -> bytes:
+        raise KeyboardInterrupt
+
+    def handled(*arguments) -> bytes:
+        monkeypatch.undo()
+        processor.decode()  # as a signal handler does that aborts the request
+        return token_bytes(*arguments)
+
+    monkeypatch.setattr(shipped_tokenizer, "token_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        processor.decode()
+    monkeypatch.setattr(shipped_tokenizer, "token_bytes", handled)
+    processor.decode()
+    text = shipped_tokenizer.decode(ids[:9]).rstrip("\ufffd")
+    assert processor.completion.text == text == processor.take_delta()
+    take(processor, ids[9])
+    assert processor.take_delta() == shipped_tokenizer.decode(ids[:10])[len(text) :]
+
+
 # -- metrics and results
 
 

@@ -183,7 +183,7 @@ class IncrementalDetokenizer:
             t not in self._skipped and tokenizer.has_token(t) for t in reversed(prompt_token_ids)
         )
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
-        self._num_sent = 0  # characters
+        self.num_sent = 0  # characters
         self._is_finished = False
 
     def append(self, token_id: int) -> str | None:
@@ -231,10 +231,10 @@ class IncrementalDetokenizer:
     def take_delta(self) -> str:
         """Return the final text that follows the text of earlier calls. Joined, all deltas are a
         prefix of `text`, and all of it after `finish()` or a stop string."""
-        unsent = self.text[self._num_sent :]
+        unsent = self.text[self.num_sent :]
         num_held = 0 if self._is_finished else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
-        self._num_sent += len(delta)
+        self.num_sent += len(delta)
         return delta
 
     def finish(self) -> None:
