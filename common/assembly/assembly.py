@@ -631,7 +631,7 @@ def make_proposer(
         state,
         num_tokens,
         max_model_len=min(limits.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state),
     )
 
 

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from base_scheduler import BaseScheduler
 from engine_core import EngineCore, Step
@@ -41,16 +41,9 @@ from scheduler_interface import (
     StepOutput,
 )
 
-
-class InFlightPlans(Protocol):
-    """The scheduler state of plans whose results have not been read yet."""
-
-    num_discarded_tokens: int  # computed for finished requests
-
-    @property
-    def has_work(self) -> bool: ...  # a request can be scheduled now
-
-    def discard_plans(self) -> None: ...  # the plans have failed
+if TYPE_CHECKING:
+    from overlap_plugin import OverlapPlugin
+    from pipeline_plugin import PipelinePlugin
 
 
 class OverlappedEngineCore(EngineCore):
@@ -59,7 +52,10 @@ class OverlappedEngineCore(EngineCore):
     runner: QueuedRunner
 
     def __init__(
-        self, scheduler: BaseScheduler, runner: QueuedRunner, in_flight_plans: InFlightPlans
+        self,
+        scheduler: BaseScheduler,
+        runner: QueuedRunner,
+        in_flight_plans: OverlapPlugin | PipelinePlugin,
     ) -> None:
         super().__init__(scheduler, runner)
         self.in_flight: deque[Step] = deque()

@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from base_scheduler import BaseScheduler
-from common.runner.overlap import InFlightPlans, OverlappedEngineCore, QueuedRunner
+from common.runner.overlap import OverlappedEngineCore, QueuedRunner
+from pipeline_plugin import PipelinePlugin
 from request import check_integers
 from scheduler_interface import EngineCoreOutput
 from step_record import preemptions_of
@@ -40,7 +41,7 @@ class PipelinedEngineCore(OverlappedEngineCore):
         self,
         scheduler: BaseScheduler,
         runner: QueuedRunner,
-        in_flight_plans: InFlightPlans,
+        in_flight_plans: PipelinePlugin,
         num_in_flight: int,
     ) -> None:
         check_integers(1, num_in_flight=num_in_flight)
