@@ -260,14 +260,12 @@ def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
         return options
     options |= {
         "policy": rng.choice(sorted(POLICIES)),
-        "max_preemptions": rng.choice([1, 2, 3, 100]),
+        "max_preemptions": rng.choice([0, 1, 2, 3, 100]),
         "max_overtakes": rng.choice([0, 3, 1000]),
         "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
-        "seed": rng.randrange(1000),
     }
     if kind is not PrefillFirstScheduler:
-        extra = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
-        return options | extra
+        return options | {"watermark": rng.choice([0.0, 0.01, 0.3])}
     options |= {
         "max_preemptions": rng.randint(1, 3),  # in chunks of a token, 100 take thousands of steps
         "mixing": rng.random() < 0.4,
