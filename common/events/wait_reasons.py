@@ -17,11 +17,10 @@ from base_scheduler import BaseScheduler, SchedulerPlugin
 from kv_memory import UncachedKVCacheManager
 from policies import SchedulePolicy
 from policy_queue import PolicyQueue
-from preemptive_scheduler import PreemptionPlugin
+from preemptive_scheduler import PreemptiveScheduler
 from prefix_cache import PrefixCache, PrefixMatch
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptiveSchedulerOutput
 
 # A plan's terms that differ from `REASONS`.
 _STOPS = {"admitted": "seat", **dict.fromkeys(("rejected", "skipped"), "enough")}
@@ -43,7 +42,7 @@ class StepListener(Protocol):
     def checked(self) -> None: ...
 
 
-class WaitReasons(PreemptionPlugin):
+class WaitReasons(SchedulerPlugin):
     """Works with any scheduler derived from chapter 1's, preemptive or not."""
 
     def __init__(self, memory: UncachedKVCacheManager, recorder: StepListener) -> None:
@@ -91,10 +90,10 @@ class WaitReasons(PreemptionPlugin):
         """Return the waiting requests in the order of service, without side effects. For a
         cache-aware policy, whose lookups would count as cache use, this is its last answer."""
         if self._policy is None:
-            return [request.request_id for request in self.watched.waiting.in_order()]
+            return [request.request_id for request in self.watched.waiting]
         self._policy.answers_from_memory = True
         try:
-            return [request.request_id for request in self.watched.waiting.in_order()]
+            return [request.request_id for request in self.watched.waiting]
         finally:
             self._policy.answers_from_memory = False
 
@@ -218,7 +217,7 @@ class WaitReasons(PreemptionPlugin):
 
     def _stop_of(self, plan: SchedulerOutput, waiting: Sequence[str]) -> tuple[str, str] | None:
         """Return the reason why admission stopped, and the request at which it stopped."""
-        if not isinstance(plan, PreemptiveSchedulerOutput):
+        if not isinstance(self.watched, PreemptiveScheduler):
             return self._stop_in_order(plan, waiting)
         if plan.admission_stop is None and plan.preempted_requests:
             return ("preempting", "")
