@@ -18,7 +18,7 @@ from kv_memory import UncachedKVCacheManager
 from prefill_first_scheduler import PrefillFirstScheduler
 from request import Request
 from scheduler import Scheduler
-from sglang_policies import make_policy
+from sglang_policies import policy_by_name
 
 # The book's colours.
 PROMPT = "#0072b2"
@@ -86,7 +86,6 @@ step()
 # %%
 while scheduler.has_unfinished_requests():
     step()
-print(scheduler.get_stats())
 
 # %% [markdown]
 # ## What it looks like
@@ -140,7 +139,6 @@ scheduler, runner = make(12)
 tokens = draw(
     scheduler, runner, four_requests(scheduler), "filling: as many as fit, then preemption"
 )
-print(scheduler.get_stats())
 
 # %% [markdown]
 # The next picture has the same requests and axes, but every request reserves the blocks of its
@@ -148,7 +146,7 @@ print(scheduler.get_stats())
 # and `b` have finished, and the run takes 28 steps instead of 21.
 
 # %%
-scheduler, runner = make(12, reserve_all=True)
+scheduler, runner = make(12, max_preemptions=0)
 other_tokens = draw(scheduler, runner, four_requests(scheduler), "reserving: two at a time")
 assert tokens == other_tokens, "schedulers must not change tokens"
 assert tokens["d"] == continuation([ord("d"), *range(5)], 14)
@@ -194,7 +192,7 @@ plt.show()
 
 # %%
 for policy in ("fcfs", "priority", "lof", "random"):
-    scheduler, runner = make(100, max_num_seqs=1, policy=make_policy(policy))
+    scheduler, runner = make(100, max_num_seqs=1, policy=policy_by_name(policy))
     for name, max_tokens, priority in (("early", 2, 2), ("long", 9, 1), ("urgent", 2, 0)):
         request = Request.from_tokens(name, [1, 2, 3], max_tokens, priority=priority)
         scheduler.add_request(request)

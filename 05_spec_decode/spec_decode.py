@@ -145,7 +145,7 @@ def verify_and_sample(
     cu_num_logits = torch.tensor([0, num_drafts + 1])  # a batch of one request
     if rule == "matching" or temperature == 0:
         sampled = _sample_rows(logits, temperature, generator)
-        ids, num_sampled = rejection_sampling_batched(sampled, drafts, cu_num_logits, num_drafts)
+        verified = rejection_sampling_batched(sampled, drafts, cu_num_logits, num_drafts)
     else:
         verified = rejection_sample(
             token_probs(logits, temperature),
@@ -156,9 +156,7 @@ def verify_and_sample(
             accept_u=_uniform(num_drafts, generator),
             sample_u=_uniform(num_drafts + 1, generator),
         )
-        ids = verified.token_ids
-        num_sampled = verified.num_sampled
-    tokens = ids[0, : int(num_sampled[0])].tolist()
+    tokens = verified.token_ids[0, : int(verified.num_sampled[0])].tolist()
     return tokens, len(tokens) - 1
 
 

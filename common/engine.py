@@ -36,7 +36,7 @@ from common.sampling.sampling_defaults import sampling_defaults
 from prefix_cache import CacheStats, PrefixCache
 from request import RequestStatus, SamplingParams
 from scheduler_interface import EngineCoreOutput, SchedulerOutput
-from step_record import StepRecord, make_record, preemptions_of
+from step_record import StepRecord, make_record
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -657,9 +657,8 @@ class LLMEngine(EngineCalls):
             for sequence in self._sequences_of(plan, admitted):
                 if sequence.metrics.first_scheduled_time is None:
                     sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
-        preempted, num_recomputed_tokens = preemptions_of(plan)
-        stats.num_preemptions += len(preempted)
-        stats.recomputed_tokens += num_recomputed_tokens
+        stats.num_preemptions += len(plan.preempted_requests)
+        stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)
         slots = plan.num_kv_blocks_in_use * self.config.block_size
         # Each sequence counts a shared prompt, so `written` can exceed the slots that are held.

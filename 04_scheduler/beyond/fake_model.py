@@ -57,9 +57,7 @@ class FakeModelRunner:
     def execute(self, plan: RunnerInput) -> FinishedStep:
         """Run one step: sample tokens for each request whose last known token was in it."""
         self._apply(plan)
-        cached = plan.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        starts = plan.starts()
         assert starts.keys() == plan.num_scheduled_tokens.keys()
         written: set[int] = set()
         sampled = {}

@@ -21,8 +21,7 @@ around this runner or around that of other processes (`parallel/remote.py`).
     prefix cache       3      PrefixCacheLocal or RadixCache
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
-    the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
-                              PipelinedEngineCore
+    the loop           1      EngineCore; an OverlappedEngineCore with several steps in flight
 
 Nothing is implemented here. Every function takes what it needs and returns a part. To turn a
 chapter off, a plain part takes its role, and no output token changes. A part that is not chosen is
@@ -571,7 +570,7 @@ def make_proposer(
         state,
         num_tokens,
         max_model_len=min(limits.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state),
     )
 
 
@@ -660,18 +659,12 @@ def make_engine_parts(
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
-        num_stages = config.pipeline_parallel_size
-        if num_stages > 1:
-            from common.runner.pipeline import PipelinedEngineCore
+        from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = PipelinedEngineCore(
-                scheduler, queued_runner, in_flight_plans, num_stages
-            )
-        else:
-            from common.runner.overlap import OverlappedEngineCore
-
-            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
-        core = multi_step_core
+        num_in_flight = max(2, config.pipeline_parallel_size)
+        core = multi_step_core = OverlappedEngineCore(
+            scheduler, queued_runner, in_flight_plans, num_in_flight
+        )
 
     # The adapters' names, which requests use.
     adapters: AdapterNames | None = None
@@ -820,9 +813,9 @@ def make_policy(
         return policy
     if policy in POLICIES:
         return get_policy(policy)()
-    from sglang_policies import policy_over
+    from sglang_policies import policy_by_name
 
-    return policy_over(kv_memory, policy, config.seed)
+    return policy_by_name(policy, kv_memory, config.seed)
 
 
 def make_draft_plugin(
@@ -885,12 +878,7 @@ def make_scheduler(
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
         return CachingFCFSScheduler(**sizes)
-    order = {
-        "policy": make_policy(config, kv_memory),
-        "chunk_policy": chunk_policy,
-        "shuffle_waiting": config.shuffle_waiting,
-        "seed": config.seed,
-    }
+    order = {"policy": make_policy(config, kv_memory), "chunk_policy": chunk_policy}
     if kind == "two_phase":
         from scheduler import Scheduler
 

@@ -17,10 +17,9 @@ from base_scheduler import BaseScheduler, SchedulerPlugin
 from kv_memory import UncachedKVCacheManager
 from policies import SchedulePolicy
 from policy_queue import PolicyQueue
-from preemptive_scheduler import PreemptionPlugin
+from preemptive_scheduler import PreemptiveScheduler
 from request import Request, RequestStatus
 from scheduler_interface import SchedulerOutput, StepOutput
-from step_plan import PreemptiveSchedulerOutput
 
 if TYPE_CHECKING:
     from common.events.frame_recorder import FrameRecorder
@@ -33,7 +32,7 @@ _REASONS = {  # of a request with this status, whether or not it was considered
 }
 
 
-class WaitReasons(PreemptionPlugin):
+class WaitReasons(SchedulerPlugin):
     """Works with any scheduler derived from chapter 1's, preemptive or not."""
 
     def __init__(self, memory: UncachedKVCacheManager, recorder: FrameRecorder) -> None:
@@ -76,7 +75,7 @@ class WaitReasons(PreemptionPlugin):
         if self._policy is not None:
             self._policy.answers_from_memory = True
         try:
-            return [request.request_id for request in self._watched.waiting.in_order()]
+            return [request.request_id for request in self._watched.waiting]
         finally:
             if self._policy is not None:
                 self._policy.answers_from_memory = False
@@ -168,7 +167,7 @@ class WaitReasons(PreemptionPlugin):
     def _stop_of(self, plan: SchedulerOutput, waiting: Sequence[str]) -> tuple[str, str] | None:
         """Return the reason why admission stopped, and the request at which it stopped. The plans
         of chapters 1 to 3, which serve first come, first served, do not mention it."""
-        if isinstance(plan, PreemptiveSchedulerOutput):
+        if isinstance(self._watched, PreemptiveScheduler):
             if plan.admission_stop is None and plan.preempted_requests:
                 return ("preempting", "")
             return plan.admission_stop

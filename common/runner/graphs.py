@@ -44,7 +44,7 @@ import torch
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout, compose_in_order
 from common.models.model import DecoderModel
 from common.runner.model_runner import Compose, PagedBatch, PagedModelRunner
-from common.sampling.runner_plugin import RunnerPlugin, StepRows
+from common.sampling.runner_plugin import StepRows
 from paged_attention import AttentionBackend, AttentionMetadata, PagedKVCache
 from window_attention import window_of_decodes
 
@@ -337,8 +337,8 @@ class GraphRunner(PagedModelRunner):
             return self._compose_eager(state, queries, block_size)
         return self.graphs.compose(state, queries, block_size, self._bucket, column)
 
-    def stage(self, step: StepRows, concerned: Sequence[RunnerPlugin]) -> dict[str, Any]:
-        return {} if self._bucket is not None else super().stage(step, concerned)
+    def stage(self, step: StepRows) -> dict[str, Any]:
+        return {} if self._bucket is not None else super().stage(step)
 
     def forward(self, batch: PagedBatch) -> torch.Tensor:
         bucket = self._bucket

@@ -15,7 +15,7 @@ from common.engine import EngineConfig, LLMEngine
 from common.tests.engine_oracle import Oracle, checked_engine, finish
 from kv_connector import KVConnector
 from request import SamplingParams
-from step_plan import PreemptiveSchedulerOutput
+from scheduler_interface import SchedulerOutput
 from tiered_cache import KVTierConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -184,7 +184,7 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
 
     engine.on_step = on_step
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", PreemptiveSchedulerOutput)
+        patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
         with pytest.raises(RuntimeError, match=r"admitted none of 'request-0', 'request-1'$"):
             engine.generate_batch([[1, 2], [3]], GREEDY)
         engine.add_request("a", [1, 2], GREEDY)
@@ -194,7 +194,7 @@ def test_who_is_never_admitted_ends_with_an_error_and_not_in_an_endless_loop(
     for num_idle in (0, 40, 40, 40):
         engine.add_request("c", [4], GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.scheduler, "schedule", PreemptiveSchedulerOutput)
+            patch.setattr(engine.scheduler, "schedule", SchedulerOutput)
             for _ in range(num_idle):
                 engine.step()
         assert "c" in finish(engine)
