@@ -148,7 +148,9 @@ figure, axes = plt.subplots(2, 1, figsize=(7, 3.2), sharex=True, layout="constra
 for axis, rows, title in zip(axes, (static, continuous), ("static", "continuous")):
     for slot, row in enumerate(rows):
         widths = [1] * len(row)
-        axis.barh(slot, widths, left=range(len(row)), color=[*map(colors.get, row)], edgecolor=PAPER)
+        axis.barh(
+            slot, widths, left=range(len(row)), color=[*map(colors.get, row)], edgecolor=PAPER
+        )
     axis.set(title=f"{title} (dark: prefill, light: decode, orange: wasted)", ylabel="slot")
     axis.invert_yaxis()
 _ = axes[1].set_xlabel("step")

@@ -88,9 +88,9 @@ while scheduler.has_unfinished_requests():
 # ## What it looks like
 #
 # A column is a step, a row is one of the twelve blocks, and a shade is a request, `a` the darkest;
-# white blocks are free. `x d` marks the step in which `d` is preempted. All four requests start immediately. When
-# no block is free, `d` loses its three (step 7) and then `c` its four (step 11), and the others
-# grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
+# white blocks are free. `x d` marks the step in which `d` is preempted. All four requests start
+# immediately. When no block is free, `d` loses its three (step 7) and then `c` its four (step 11),
+# and the others grow into them. `c` and `d` return in step 14, when `a` and `b` have finished.
 
 
 # %%
@@ -101,7 +101,7 @@ def draw(title, **options):
     for request in requests:
         scheduler.add_request(request)
     colors = dict(zip("abcd", REQUEST_SHADES, strict=True))
-    figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
+    _, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     step = 0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
