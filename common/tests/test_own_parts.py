@@ -110,7 +110,7 @@ def test_all_roles_at_once(oracle, loaded) -> None:
     ("field", "make", "said"),
     [
         ("prefix_cache", lambda **_: OwnCache(BlockPool(9), 4), "got .*OwnCache"),
-        ("scheduler", lambda **_: Scheduler(4, 64), "kv_memory, got .*Scheduler"),
+        ("scheduler", lambda **_: Scheduler(max_num_seqs=4), "kv_memory, got .*Scheduler"),
         ("scheduler", lambda **_: None, "None"),
     ],
 )
