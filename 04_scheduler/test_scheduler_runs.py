@@ -431,7 +431,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
     cached = ()
     if cache is not None:
         found = cached_prefixes(cache)
-        cached = tuple(sorted((getattr(p, "group", 0), p.token_ids, p.num_users) for p in found))
+        cached = tuple(sorted((p.group, p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = tuple(tuple(plan.num_scheduled_tokens.items()) for plan in world.plans)
     ready = tuple(getattr(scheduler, "_ready", ()))  # with several steps in flight
