@@ -75,7 +75,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 
 def _download(model: str | Path) -> Path:
-    if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+    if isinstance(model, Path):
         raise FileNotFoundError(f"model must be a directory or a hub id, got {model}")
     from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
 
@@ -138,12 +138,9 @@ def load_model(
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, not JSON
         raise ValueError(f"cannot read {path} as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _open_tensors(path: Path) -> dict[str, Any]:
@@ -199,7 +196,6 @@ def _resolve_dtype(
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     if device.type != "cpu" or stored not in is_fast or is_fast[stored]():
-        logger.info("dtype: %s, as in the checkpoint", stored)
         return stored
     logger.info("dtype: float32, because this CPU multiplies %s slowly", stored)
     return torch.float32

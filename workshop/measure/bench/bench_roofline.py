@@ -19,14 +19,24 @@ import torch
 
 from common.assembly.assembly import packing_of
 from common.engine_config import EngineConfig
-from common.models.linear import Linear, linear_layers
+from common.models.linear import Linear, OneDnnProduct, linear_layers
 from common.models.loader import LoadedModel
+from common.models.regions.compiled_linear import CompiledProduct
 from workshop.measure.rounds import time_in_turn
 
 _MIB = 1 << 20
 
 
 @torch.inference_mode()
+def num_weight_bytes(matrix: Linear, dtype: torch.dtype) -> int:
+    """The bytes that a product reads."""
+    if isinstance(matrix.packed, OneDnnProduct):
+        return torch.ops.mkldnn._nbytes(matrix.packed.packed)
+    if isinstance(matrix.packed, CompiledProduct):
+        return matrix.packed.packed.nbytes
+    return matrix.shape.numel() * dtype.itemsize
+
+
 def measure_bandwidth(mebibytes: int, repeats: int) -> dict[str, Any]:
     """Return gigabytes (1e9) a second. A copy counts the bytes it reads and the bytes it writes."""
     num_columns = 4096
@@ -58,10 +68,7 @@ def measure_linear(
     ]
     matrices = [*of_layers, (model.lm_head, loaded.config.hidden_size)]
     dtype = model.embed_weight.dtype
-    sizes = [
-        matrix.packed.nbytes if matrix.packed else matrix.shape.numel() * dtype.itemsize
-        for matrix, _ in matrices
-    ]
+    sizes = [num_weight_bytes(matrix, dtype) for matrix, _ in matrices]
 
     def multiply(rows: int, matrices: Sequence[tuple[Linear, int]]) -> Callable[[], None]:
         inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in matrices}
