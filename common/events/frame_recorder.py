@@ -192,7 +192,7 @@ class FrameRecorder:
         digest = request.features.get("adapter")
         grammar = request.features.get("grammar")
         names = {} if self._adapters is None else self._adapters.by_digest
-        name = names.get(digest, [None])[0]
+        name = names[digest][0] if digest in names else None
         row = {
             "number": number,
             "prompt": list(request.prompt_token_ids),
