@@ -275,7 +275,7 @@ class EngineConfig:
             ),
             (
                 "chunked_prefill",
-                is_own_policy and has_stages and self.learns_durations,
+                has_stages and isinstance(self.chunked_prefill, LearnsDurations),
                 "without durations in a pipeline, where other steps are in flight",
             ),
             (
@@ -343,18 +343,13 @@ class EngineConfig:
         return self.chunked_prefill is not False and self.scheduler != "fcfs"
 
     @property
-    def learns_durations(self) -> bool:
-        """Whether the chunk policy needs each step's duration."""
-        is_told = isinstance(self.chunked_prefill, LearnsDurations)
-        return self.target_step_ms is not None or is_told
-
-    @property
     def needs_ends_of_steps(self) -> str | None:
         """The option that keeps a step from being planned while the previous one runs, or None."""
         if self.speculative is not None:
             return "speculative"
-        learning = "this chunked_prefill" if self.target_step_ms is None else "target_step_ms"
-        return learning if self.learns_durations else None
+        if self.target_step_ms is not None:
+            return "target_step_ms"
+        return "this chunked_prefill" if isinstance(self.chunked_prefill, LearnsDurations) else None
 
     @property
     def chunk_size(self) -> int | None:

@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
-    from prefix_cache import CacheListener
     from proposers import Proposer
     from unchunked import ChunkPolicy
 
@@ -617,7 +616,7 @@ def make_engine_parts(
     strings trim verified draft tokens. Raises `ValueError` if the runner's model does not allow the
     configuration, or if a user's function returns an unsuitable part."""
     # KV memory outside of this engine. It may refuse, so it comes before any thread.
-    connector, listener = make_connector(config, runner)
+    connector = make_connector(config, runner)
 
     # Several steps in flight: a plugin keeps their plans, and a runner their order.
     in_flight_plans = make_in_flight_plugin(config, runner.device)
@@ -631,9 +630,7 @@ def make_engine_parts(
         wait_for_steps = queued_runner.wait_for_steps
 
     # KV blocks, with or without a prefix cache.
-    kv_memory = make_kv_memory(
-        config, runner, connector=connector, listener=listener, wait_for_steps=wait_for_steps
-    )
+    kv_memory = make_kv_memory(config, runner, connector, wait_for_steps)
 
     # The scheduler, and its plugins in the order in which it calls them.
     chunk_policy = make_chunk_policy(config)
@@ -715,30 +712,23 @@ def make_in_flight_plugin(
 # -- KV
 
 
-def make_connector(
-    config: EngineConfig, runner: RunnerParts
-) -> tuple[KVConnector | None, CacheListener | None]:
-    """Make the connector (tiers, or the configured one), bound to this engine's KV memory, and the
-    listener that is notified of cached blocks."""
+def make_connector(config: EngineConfig, runner: RunnerParts) -> KVConnector | None:
+    """Make the connector (tiers, or the configured one), bound to this engine's KV memory."""
     connector = config.kv_connector
-    tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
-        connector = tiers = TieredCache(config.kv_tiers)
-    if connector is None:
-        return None, None
-    io, namespace = runner.block_io()
-    connector.bind(io, config.block_size, namespace)
-    return connector, tiers
+        connector = TieredCache(config.kv_tiers)
+    if connector is not None:
+        io, namespace = runner.block_io()
+        connector.bind(io, config.block_size, namespace)
+    return connector
 
 
 def make_kv_memory(
     config: EngineConfig,
     runner: RunnerParts,
-    *,
     connector: KVConnector | None,
-    listener: CacheListener | None,
     wait_for_steps: Callable[[], object],
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     pool = BlockPool(runner.kv_cache.num_blocks)
@@ -753,7 +743,8 @@ def make_kv_memory(
         return kind(pool, block_size, groups.windows, num_in_flight_tokens)
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
-    cache = make_cache(config, pool, listener)
+    tiers = None if config.kv_tiers is None else connector  # they keep what leaves the cache
+    cache = make_cache(config, pool, listener=tiers)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
@@ -763,7 +754,7 @@ def make_kv_memory(
     return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
 
 
-def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | None) -> Any:
+def make_cache(config: EngineConfig, pool: BlockPool, listener: Any) -> PrefixCache:
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     kind = config.prefix_cache
     block_size = config.block_size
