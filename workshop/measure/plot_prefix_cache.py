@@ -45,7 +45,7 @@ def make_engines() -> Engines:
     loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     engines: Engines = {}
     for name in NAMES:
-        cache = None if name == "off" else name
+        cache: Any = None if name == "off" else name
         config = EngineConfig(prefix_cache=cache, num_blocks=2048, block_size=BLOCK_SIZE)
         engines[name] = LLMEngine(config, loaded=loaded)
         serve(engines[name], "warm-up", list(range(2, 600)), 8)
