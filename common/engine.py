@@ -655,8 +655,9 @@ class LLMEngine(EngineCalls):
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):
-                if sequence.metrics.first_scheduled_time is None:
-                    sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
+                metrics = sequence.group.metrics
+                if metrics.first_scheduled_time is None:
+                    metrics.first_scheduled_time = self.core.last_step.clock.start_time
         stats.num_preemptions += len(plan.preempted_requests)
         stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)

@@ -86,17 +86,14 @@ class RequestOutput:
 class OutputProcessor:
     """The output side of one `Request`. `completion` grows with it: its `token_ids` is the
     request's list, and `decode` brings its text up to date. Without a tokenizer, text stays empty
-    and stop strings are not allowed. `min_tokens`: stop strings before are text. `metrics` are
-    those of the whole group."""
-
-    group: RequestGroup
+    and stop strings are not allowed. `min_tokens`: stop strings before are text."""
 
     def __init__(
         self,
+        group: RequestGroup,
         request: Request,
         index: int,
         tokenizer: Tokenizer | None,
-        metrics: RequestMetrics,
         min_tokens: int = 0,
     ) -> None:
         params = request.sampling_params
@@ -105,9 +102,9 @@ class OutputProcessor:
             raise ValueError(
                 f"stop must be empty without a tokenizer and detokenize=True, got {params.stop!r}"
             )
+        self.group = group
         self.request = request
         self.request_id = request.request_id
-        self.metrics = metrics
         self._last_token_time: float | None = None
         self._detokenizer = None
         if tokenizer is not None:
@@ -149,7 +146,7 @@ class OutputProcessor:
     def _record_tokens(self, num_new_tokens: int, now: float) -> None:
         """Record a step's tokens. Of tokens that arrive together, the first gets the latency since
         the last token, and the others get 0."""
-        metrics = self.metrics
+        metrics = self.group.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
         if self._last_token_time is not None:
@@ -207,7 +204,7 @@ class OutputProcessor:
         self, reason: str, stop_reason: int | str | None = None, detail: str | None = None
     ) -> None:
         if detail is not None:
-            self.metrics.finish_detail = detail
+            self.group.metrics.finish_detail = detail
         self.completion.finish_reason = reason
         self.completion.stop_reason = stop_reason
 
@@ -226,10 +223,6 @@ class RequestGroup:
         self.metrics = RequestMetrics(arrival_time)
         self.sequences: list[OutputProcessor] = []
         self.is_returned = True
-
-    def add(self, sequence: OutputProcessor) -> None:
-        self.sequences.append(sequence)
-        sequence.group = self
 
     @property
     def finished(self) -> bool:
