@@ -261,14 +261,12 @@ def random_options(rng: random.Random, kind: type = Scheduler) -> dict:
         return options
     options |= {
         "policy": rng.choice(sorted(POLICIES)),
-        "max_preemptions": rng.choice([1, 2, 3, 100]),
+        "max_preemptions": rng.choice([0, 1, 2, 3, 100]),
         "max_overtakes": rng.choice([0, 3, 1000]),
         "preempt_every": rng.choice([None, None, None, 1, 2, 3, 4, 5]),
-        "seed": rng.randrange(1000),
     }
     if kind is not PrefillFirstScheduler:
-        extra = {"watermark": rng.choice([0.0, 0.01, 0.3]), "reserve_all": rng.random() < 0.15}
-        return options | extra
+        return options | {"watermark": rng.choice([0.0, 0.01, 0.3])}
     options |= {
         "max_preemptions": rng.randint(1, 3),  # in chunks of a token, 100 take thousands of steps
         "mixing": rng.random() < 0.4,
@@ -433,7 +431,7 @@ def fingerprint(world: World, num_added: int) -> tuple:
     cached = ()
     if cache is not None:
         found = cached_prefixes(cache)
-        cached = tuple(sorted((getattr(p, "group", 0), p.token_ids, p.num_users) for p in found))
+        cached = tuple(sorted((p.group, p.token_ids, p.num_users) for p in found))
     order = (tuple(scheduler.running), tuple(r.request_id for r in scheduler.waiting))
     plans = tuple(tuple(plan.num_scheduled_tokens.items()) for plan in world.plans)
     ready = tuple(getattr(scheduler, "_ready", ()))  # with several steps in flight

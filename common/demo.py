@@ -48,20 +48,20 @@ HEADS = (
     'def split_words(text, separator):\n    """Split the text at each separator."""',
 )
 # For `--grammar`.
-GRAMMAR_SCHEMA = {
+GRAMMAR_SCHEMA = """{
     "type": "object",
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z_]{2,20}$"},
         "arguments": {
             "type": "array",
             "items": {"type": "string", "pattern": "^[a-z_]{1,12}$"},
-            "maxItems": 4,
+            "maxItems": 4
         },
-        "returns": {"enum": ["int", "str", "bool", "list", None]},
+        "returns": {"enum": ["int", "str", "bool", "list", null]}
     },
     "required": ["name", "arguments", "returns"],
-    "additionalProperties": False,
-}
+    "additionalProperties": false
+}"""
 GRAMMAR_EXAMPLE = """\
 def add(first, second):
     return first + second

@@ -135,7 +135,6 @@ class LLMEngine(EngineCalls):
 
     # -- requests
 
-    @public
     def add_request(
         self,
         request_id: str,
@@ -144,44 +143,58 @@ class LLMEngine(EngineCalls):
         **options: Unpack[RequestOptions],
     ) -> RequestGroup:
         """Queue a request. `prompt` is text or token ids; the options are in `RequestOptions`.
-        Returns its output, which later steps extend. Raises `ValueError` for a request that cannot
-        be served, and leaves the state unchanged."""
-        return self._add_request(request_id, prompt, sampling_params, options)
-
-    def _add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-        is_returned: bool = True,
-    ) -> RequestGroup:
-        self._check_is_open()
-        self._check_id(request_id)
-        params = self.default_sampling_params if params is None else params
-        if (adapter := options.get("adapter")) is not None:
-            options["adapter"] = self._adapter_names().digest_of(adapter)
-        group = self._input_processor.make_group(request_id, prompt, params, **options)
-        group.is_returned = is_returned
-        for sequence in group.sequences:
-            self._check_id(sequence.request_id)  # a sample's id "name#0" may be another request's
-        try:
-            self._groups[request_id] = group
-            self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
-            for sequence in group.sequences:
-                request = sequence.request
-                if self.parts.adapters is not None:
-                    self.parts.adapters.on_add(request)
-                if "grammar" in request.features:
-                    self._request_grammars().on_add(request)
-                if self.frame_recorder is not None:
-                    self.frame_recorder.on_add(request)
-                self.core.add_request(request)
-        except Exception:  # a rejected request changes no state
-            self._rollback_add(group)
-            raise
-        self._input_processor.num_seeds_drawn += params.seed is None
+        Returns the request, whose `output()` later steps extend. Raises `ValueError` for a request
+        that cannot be served, and leaves the state unchanged."""
+        adapters = [options.pop("adapter", None)]
+        [group] = self.add_requests([(request_id, prompt, sampling_params)], adapters, **options)
         return group
+
+    @public
+    def add_requests(
+        self,
+        requests: Iterable[tuple[str, Prompt, SamplingParams | None]],
+        adapters: Iterable[str | None] = repeat(None),
+        is_returned: bool = True,
+        **options: Unpack[SharedOptions],
+    ) -> list[RequestGroup]:
+        """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
+        `adapters` has one entry for each request. `is_returned`: `step` returns their outputs."""
+        self._check_is_open()
+        num_seeds_drawn = self._input_processor.num_seeds_drawn
+        groups: list[RequestGroup] = []
+        try:
+            for (request_id, prompt, params), adapter in zip(requests, adapters):
+                params = self.default_sampling_params if params is None else params
+                digest = None if adapter is None else self._adapter_names().digest_of(adapter)
+                self._check_id(request_id)
+                group = self._input_processor.make_group(
+                    request_id, prompt, params, adapter=digest, **options
+                )
+                for sequence in group.sequences:
+                    self._check_id(sequence.request_id)  # "name#0" may be another request's
+                group.is_returned = is_returned
+                groups.append(group)
+                self._queue(group)
+                self._input_processor.num_seeds_drawn += params.seed is None
+        except Exception:  # a rejected request changes no state
+            for group in groups:
+                self._rollback_add(group)
+            self._input_processor.num_seeds_drawn = num_seeds_drawn
+            raise
+        return groups
+
+    def _queue(self, group: RequestGroup) -> None:
+        self._groups[group.request_id] = group
+        self._sequences |= {sequence.request_id: sequence for sequence in group.sequences}
+        for sequence in group.sequences:
+            request = sequence.request
+            if self.parts.adapters is not None:
+                self.parts.adapters.on_add(request)
+            if "grammar" in request.features:
+                self._request_grammars().on_add(request)
+            if self.frame_recorder is not None:
+                self.frame_recorder.on_add(request)
+            self.core.add_request(request)
 
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
@@ -204,29 +217,6 @@ class LLMEngine(EngineCalls):
                 rank_checkpoint=path if self.config.has_workers else None,
             )
         return self.grammars
-
-    @public
-    def add_requests(
-        self,
-        requests: Iterable[tuple[str, Prompt, SamplingParams]],
-        adapters: Iterable[str | None] = repeat(None),
-        is_returned: bool = True,
-        **options: Unpack[SharedOptions],
-    ) -> list[RequestGroup]:
-        """Queue all `(request_id, prompt, sampling_params)` or, if one is rejected, none.
-        `adapters` has one entry for each request. `is_returned`: `step` returns their outputs."""
-        num_seeds_drawn = self._input_processor.num_seeds_drawn
-        groups: list[RequestGroup] = []
-        try:
-            for (request_id, prompt, params), adapter in zip(requests, adapters):
-                one = RequestOptions(**options, adapter=adapter)
-                groups.append(self._add_request(request_id, prompt, params, one, is_returned))
-        except Exception:
-            for group in groups:
-                self._rollback_add(group)
-            self._input_processor.num_seeds_drawn = num_seeds_drawn
-            raise
-        return groups
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Abort a request, also from within a call: then when that call ends. Returns its output
@@ -296,7 +286,8 @@ class LLMEngine(EngineCalls):
         # If only outputs are left, there is nothing to compute, or the engine is closed.
         progressed: Iterable[RequestGroup] = ()
         if self.core.has_unfinished_requests() or not self._finished_groups:
-            progressed = [group for group in self._run_step() if not group.finished]
+            touched = self._run_step()
+            progressed = [each for each in touched if each.is_returned and not each.finished]
         outputs = [group.output() for group in [*self._finished_groups, *progressed]]
         self._finished_groups.clear()  # last, or an interrupt would lose finished outputs
         return outputs
@@ -457,7 +448,8 @@ class LLMEngine(EngineCalls):
 
     def _abort_unfinished(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if (group := self._groups.get(request_id)) is not None:
+            group = self._groups.get(request_id)
+            if group is not None and not group.is_returned:  # else a later request of this id
                 self._abort_group(group)
 
     def _new_id(self) -> str:
@@ -477,20 +469,23 @@ class LLMEngine(EngineCalls):
         """Run one prompt and yield its text as the text becomes final. The remaining text is
         yielded however the request ends. Leaving the loop early aborts the request."""
         request_id = self._new_id()
-        params = self.default_sampling_params if params is None else params
         adapters = [options.pop("adapter", None)]
         try:
             requests = [(request_id, prompt, params)]
             [group] = self.add_requests(requests, adapters, is_returned=False, **options)
             while not group.finished:
-                if delta := group.sequences[0].take_delta():
+                if delta := self._take_delta(group):
                     yield delta
                 else:
                     self._advance()
-            if delta := group.sequences[0].take_delta():
+            if delta := self._take_delta(group):
                 yield delta
         finally:
             self._abort_unfinished([request_id])
+
+    @public
+    def _take_delta(self, group: RequestGroup) -> str:
+        return group.sequences[0].take_delta()
 
     # -- adapters
 
@@ -660,8 +655,9 @@ class LLMEngine(EngineCalls):
         if admitted := {new.req_id: new for new in plan.scheduled_new_reqs}:
             stats.prompt_tokens += sum(len(new.prompt_token_ids) for new in admitted.values())
             for sequence in self._sequences_of(plan, admitted):
-                if sequence.metrics.first_scheduled_time is None:
-                    sequence.metrics.first_scheduled_time = self.core.last_step.clock.start_time
+                metrics = sequence.group.metrics
+                if metrics.first_scheduled_time is None:
+                    metrics.first_scheduled_time = self.core.last_step.clock.start_time
         stats.num_preemptions += len(plan.preempted_requests)
         stats.recomputed_tokens += plan.num_recomputed_tokens
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, plan.num_kv_blocks_in_use)

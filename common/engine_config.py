@@ -241,7 +241,6 @@ class EngineConfig:
     # Debug switches. None of them may change any output.
     check_invariants: bool = False  # checks scheduler and KV manager after every step
     shuffle_batch: bool = False
-    shuffle_waiting: bool = False
     preempt_every: PositiveInt | None = None  # preempts a request every so many steps
     emulate_graphs: bool = False  # on a CPU: replays graphs from lists and checks them; slow
 
@@ -276,7 +275,7 @@ class EngineConfig:
             ),
             (
                 "chunked_prefill",
-                is_own_policy and has_stages and self.learns_durations,
+                has_stages and isinstance(self.chunked_prefill, LearnsDurations),
                 "without durations in a pipeline, where other steps are in flight",
             ),
             (
@@ -344,18 +343,13 @@ class EngineConfig:
         return self.chunked_prefill is not False and self.scheduler != "fcfs"
 
     @property
-    def learns_durations(self) -> bool:
-        """Whether the chunk policy needs each step's duration."""
-        is_told = isinstance(self.chunked_prefill, LearnsDurations)
-        return self.target_step_ms is not None or is_told
-
-    @property
     def needs_ends_of_steps(self) -> str | None:
         """The option that keeps a step from being planned while the previous one runs, or None."""
         if self.speculative is not None:
             return "speculative"
-        learning = "this chunked_prefill" if self.target_step_ms is None else "target_step_ms"
-        return learning if self.learns_durations else None
+        if self.target_step_ms is not None:
+            return "target_step_ms"
+        return "this chunked_prefill" if isinstance(self.chunked_prefill, LearnsDurations) else None
 
     @property
     def chunk_size(self) -> int | None:
@@ -375,11 +369,11 @@ class EngineConfig:
 
     def wants_compiled(self, num_parameters: int, device: torch.device) -> bool:
         """Whether to compile attention in PyTorch on `device`. (A GPU has kernels instead.)"""
+        is_wanted = self.compile is True
         if self.compile == "auto":
-            is_large = num_parameters >= COMPILE_FROM_PARAMETERS
             # The number of rows in a step decides what runs compiled, and so would change the bits.
-            return device.type == "cpu" and is_large and not self.batch_invariant
-        return self.compile is True
+            is_wanted = num_parameters >= COMPILE_FROM_PARAMETERS and not self.batch_invariant
+        return is_wanted and device.type == "cpu"
 
     def wants_overlap(self, device: torch.device) -> bool:
         is_requested = self.overlap_scheduling is True

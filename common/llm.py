@@ -107,17 +107,11 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.source is None:
             raise ValueError("cannot chat: the model has no tokenizer with templates")
-        source = tokenizer.source
-        if chat_template is None and source.chat_template is None:
-            raise ValueError(
-                "chat_template must be given, such as the text of "
-                "common/serve/chat_template.jinja: the model has none"
-            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = []
         for conversation in conversations:
             try:
-                text = source.apply_chat_template(
+                text = tokenizer.source.apply_chat_template(
                     conversation,
                     tools=tools,
                     chat_template=chat_template,

@@ -21,8 +21,7 @@ around this runner or around that of other processes (`parallel/remote.py`).
     prefix cache       3      PrefixCacheLocal or RadixCache
     chunks           4, 6     Unchunked; ChunkedPrefill or AdaptiveChunks
     scheduler        1 to 4   CachingFCFSScheduler; Scheduler or PrefillFirstScheduler with a policy
-    the loop           1      EngineCore; with several steps in flight an OverlappedEngineCore or a
-                              PipelinedEngineCore
+    the loop           1      EngineCore; an OverlappedEngineCore with several steps in flight
 
 Nothing is implemented here. Every function takes what it needs and returns a part. To turn a
 chapter off, a plain part takes its role, and no output token changes. A part that is not chosen is
@@ -51,7 +50,7 @@ from common.models.loader import LoadedModel, load_model, read_checkpoint
 from common.models.regions.regions import Regions
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from common.runner.batch_state import BatchState
-from common.runner.kv_sizing import NO_PEERS, KVDemand, Peers, allocate_kv_cache, make_kv_cache
+from common.runner.kv_sizing import NO_PEERS, Peers, allocate_kv_cache, make_kv_cache
 from common.runner.model_runner import Compose, PagedModelRunner
 from common.runner.thread_count import set_threads
 from common.sampling.runner_plugin import RunnerPlugin
@@ -76,13 +75,11 @@ if TYPE_CHECKING:
     from common.models.model import DecoderModel
     from common.models.model_config import ModelConfig
     from common.requests.output_processor import OutputProcessor
-    from common.runner.graph_maker import GraphMaker
     from common.runner.overlap import OverlappedEngineCore, QueuedRunner
     from draft_plugin import DraftPlugin
     from kv_connector import KVBlockIO, KVConnector
     from overlap_plugin import OverlapPlugin
     from pipeline_plugin import PipelinePlugin
-    from prefix_cache import CacheListener
     from proposers import Proposer
     from unchunked import ChunkPolicy
 
@@ -113,12 +110,7 @@ def load_runner(
     put_threads_back = set_threads(config.num_threads, loaded.model.num_parameters, device)
     try:
         return make_runner(
-            config,
-            loaded,
-            draft,
-            limits,
-            tokenizer=tokenizer,
-            close=put_threads_back,
+            config, loaded, draft, limits, tokenizer=tokenizer, close=put_threads_back
         )
     except BaseException:
         put_threads_back()
@@ -197,18 +189,6 @@ def make_runner(
         draft.model.group_layers(draft.config.num_unhidden)  # the longest context it drafts for
         set_regions(draft.model, is_compiled=False, is_triton=attention.is_triton)
         pack_weights(config, draft.model)
-    make_graphs: GraphMaker | None = None
-    if config.wants_graphs(model.embed_weight.device):
-        from common.runner.graph_maker import GraphMaker
-
-        make_graphs = GraphMaker.of(
-            config,
-            model,
-            backend=attention.backend,
-            is_triton=attention.is_triton,
-            max_model_len=limits.max_model_len,
-            parts=[] if adapters is None else [adapters],
-        )
 
     def make_over(kv_cache: PagedKVCache) -> RunnerParts:
         """Make the runner over KV tensors, with a state, a sampler and graphs of its own."""
@@ -230,10 +210,21 @@ def make_runner(
             from common.runner.stage import StageRunner
 
             make_paged = StageRunner
-        elif make_graphs is not None and (graphs := make_graphs(kv_cache)) is not None:
+        elif config.wants_graphs(model.embed_weight.device):
+            from common.runner.graph_maker import make_graphs
             from common.runner.graphs import GraphRunner
 
-            make_paged = partial(GraphRunner, graphs=graphs)
+            graphs = make_graphs(
+                config,
+                model,
+                kv_cache,
+                backend=attention.backend,
+                is_triton=attention.is_triton,
+                max_model_len=limits.max_model_len,
+                part=adapters,
+            )
+            if graphs is not None:
+                make_paged = partial(GraphRunner, graphs=graphs)
         runner = paged = make_paged(
             model=model,
             kv_cache=kv_cache,
@@ -264,16 +255,17 @@ def make_runner(
         )
 
     # KV tensors, in the memory that everything else leaves: adapters, the sampler, graphs.
-    demand = KVDemand(
-        config=config,
-        loaded=loaded,
+    kv_cache = make_kv_cache(
+        config,
+        loaded,
         draft=draft,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         make_runner=lambda kv_cache: make_over(kv_cache).runner,  # on trial
         kind=attention.kv_cache_kind,
+        peers=peers,
     )
-    return make_over(make_kv_cache(demand, peers))
+    return make_over(kv_cache)
 
 
 def make_state(
@@ -423,9 +415,6 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         backend = MixedAttentionBackend()
     if not config.wants_compiled(model.num_parameters, device):
         return Attention(backend, compose)
-    if device.type != "cpu":
-        logger.warning("compile=True has no effect: only attention on a CPU is compiled")
-        return Attention(backend, compose)
     from compiled_attention import CompiledAttentionBackend, HeadMajorKVCache
 
     few_blocks = allocate_kv_cache(loaded, 3, config.block_size, HeadMajorKVCache)
@@ -467,7 +456,7 @@ def set_regions(model: DecoderModel, is_compiled: bool, is_triton: bool = False)
         from common.models.regions.kernel_regions import KernelRegions
 
         regions = KernelRegions()
-    elif is_compiled and weight.device.type == "cpu":
+    elif is_compiled:
         from common.models.regions.compiled_regions import compile_regions  # imports the compiler
 
         regions = compile_regions(model)
@@ -580,7 +569,7 @@ def make_proposer(
         state,
         num_tokens,
         max_model_len=min(limits.max_model_len, draft.config.num_unhidden),
-        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state.sampling, state),
+        sampler=ConstrainedDrafts(Sampler(limits.vocab_size), state),
     )
 
 
@@ -627,7 +616,7 @@ def make_engine_parts(
     strings trim verified draft tokens. Raises `ValueError` if the runner's model does not allow the
     configuration, or if a user's function returns an unsuitable part."""
     # KV memory outside of this engine. It may refuse, so it comes before any thread.
-    connector, listener = make_connector(config, runner)
+    connector = make_connector(config, runner)
 
     # Several steps in flight: a plugin keeps their plans, and a runner their order.
     in_flight_plans = make_in_flight_plugin(config, runner.device)
@@ -641,9 +630,7 @@ def make_engine_parts(
         wait_for_steps = queued_runner.wait_for_steps
 
     # KV blocks, with or without a prefix cache.
-    kv_memory = make_kv_memory(
-        config, runner, connector=connector, listener=listener, wait_for_steps=wait_for_steps
-    )
+    kv_memory = make_kv_memory(config, runner, connector, wait_for_steps)
 
     # The scheduler, and its plugins in the order in which it calls them.
     chunk_policy = make_chunk_policy(config)
@@ -669,18 +656,12 @@ def make_engine_parts(
     multi_step_core: OverlappedEngineCore | None = None
     if queued_runner is not None:
         assert in_flight_plans is not None
-        num_stages = config.pipeline_parallel_size
-        if num_stages > 1:
-            from common.runner.pipeline import PipelinedEngineCore
+        from common.runner.overlap import OverlappedEngineCore
 
-            multi_step_core = PipelinedEngineCore(
-                scheduler, queued_runner, in_flight_plans, num_stages
-            )
-        else:
-            from common.runner.overlap import OverlappedEngineCore
-
-            multi_step_core = OverlappedEngineCore(scheduler, queued_runner, in_flight_plans)
-        core = multi_step_core
+        num_in_flight = max(2, config.pipeline_parallel_size)
+        core = multi_step_core = OverlappedEngineCore(
+            scheduler, queued_runner, in_flight_plans, num_in_flight
+        )
 
     # The adapters' names, which requests use.
     adapters: AdapterNames | None = None
@@ -711,11 +692,6 @@ def make_in_flight_plugin(
     """Make the plugin for several steps in flight, or None if each step ends before the next one is
     planned. If `overlap_scheduling` is requested but not possible, logs a warning."""
     if config.pipeline_parallel_size > 1:
-        if config.overlap_scheduling is True:
-            logger.warning(
-                "overlap_scheduling has no effect with pipeline_parallel_size: each stage has a "
-                "step in flight anyway, and no step is planned after a token that is not known"
-            )
         from pipeline_plugin import PipelinePlugin
 
         return PipelinePlugin(config.pipeline_parallel_size)
@@ -736,30 +712,23 @@ def make_in_flight_plugin(
 # -- KV
 
 
-def make_connector(
-    config: EngineConfig, runner: RunnerParts
-) -> tuple[KVConnector | None, CacheListener | None]:
-    """Make the connector (tiers, or the configured one), bound to this engine's KV memory, and the
-    listener that is notified of cached blocks."""
+def make_connector(config: EngineConfig, runner: RunnerParts) -> KVConnector | None:
+    """Make the connector (tiers, or the configured one), bound to this engine's KV memory."""
     connector = config.kv_connector
-    tiers = None
     if config.kv_tiers is not None:
         from tiered_cache import TieredCache
 
-        connector = tiers = TieredCache(config.kv_tiers)
-    if connector is None:
-        return None, None
-    io, namespace = runner.block_io()
-    connector.bind(io, config.block_size, namespace)
-    return connector, tiers
+        connector = TieredCache(config.kv_tiers)
+    if connector is not None:
+        io, namespace = runner.block_io()
+        connector.bind(io, config.block_size, namespace)
+    return connector
 
 
 def make_kv_memory(
     config: EngineConfig,
     runner: RunnerParts,
-    *,
     connector: KVConnector | None,
-    listener: CacheListener | None,
     wait_for_steps: Callable[[], object],
 ) -> UncachedKVCacheManager | CachedKVCacheManager:
     pool = BlockPool(runner.kv_cache.num_blocks)
@@ -774,7 +743,8 @@ def make_kv_memory(
         return kind(pool, block_size, groups.windows, num_in_flight_tokens)
     if config.prefix_cache is None:
         return UncachedKVCacheManager(pool, block_size)
-    cache = make_cache(config, pool, listener)
+    tiers = None if config.kv_tiers is None else connector  # they keep what leaves the cache
+    cache = make_cache(config, pool, listener=tiers)
     if connector is None:
         from cached_kv_cache_manager import CachedKVCacheManager
 
@@ -784,7 +754,7 @@ def make_kv_memory(
     return LoadingKVCacheManager(pool, block_size, cache, connector, wait_for_steps)
 
 
-def make_cache(config: EngineConfig, pool: BlockPool, listener: CacheListener | None) -> Any:
+def make_cache(config: EngineConfig, pool: BlockPool, listener: Any) -> PrefixCache:
     """Make the prefix cache. Raises `ValueError` if a user's function ignores the engine's pool."""
     kind = config.prefix_cache
     block_size = config.block_size
@@ -899,10 +869,7 @@ def make_scheduler(
         from caching_fcfs_scheduler import CachingFCFSScheduler
 
         return CachingFCFSScheduler(**sizes)
-    order = {
-        "policy": make_policy(config, kv_memory),
-        "chunk_policy": chunk_policy,
-    }
+    order = {"policy": make_policy(config, kv_memory), "chunk_policy": chunk_policy}
     if kind == "two_phase":
         from scheduler import Scheduler
 

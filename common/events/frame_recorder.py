@@ -191,7 +191,8 @@ class FrameRecorder:
         self._num_requests += 1
         digest = request.features.get("adapter")
         grammar = request.features.get("grammar")
-        name = None if digest is None or self._adapters is None else self._adapters.name_of(digest)
+        names = {} if self._adapters is None else self._adapters.by_digest
+        name = names[digest][0] if digest in names else None
         row = {
             "number": number,
             "prompt": list(request.prompt_token_ids),

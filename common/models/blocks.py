@@ -8,6 +8,10 @@ next one norms the sum. A layer does both in one call (`model.py`), so an attent
 the input of `o`, and an MLP block takes an input normed with `mlp_norm_weight`. Some families also
 norm the output of `o` and `down` before it is added (`post_norm_weight`).
 
+OLMo 3 norms only these outputs, and no input (2 OLMo 2 Furious, arXiv 2501.00656). It norms the
+queries of all heads as one vector, and the keys as another one. Several ranks would need each
+other's sums for that: refused with an error.
+
 See common/README.md#which-models"""
 
 from __future__ import annotations
@@ -62,24 +66,29 @@ def linear(
     return make(empty(num_out, num_in), empty(num_out) if has_bias else None)
 
 
+def whole(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, CheckpointTensor]:
+    """The places of tensors that are filled as they are stored. None: there is no such tensor."""
+    places = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            places[name] = CheckpointTensor(tensor, tuple(tensor.shape))
+    return places
+
+
 def parts_of(
     prefix: str,
     names: Sequence[str],
     matrix: Linear,
-    sizes: Sequence[int] = (),  # of the parts; (): they are equal
-) -> dict[str, torch.Tensor]:
+    sizes: list[int] | None = None,  # of the parts; None: they are equal
+) -> dict[str, CheckpointTensor]:
     """The views of one stacked matrix that belong to separate checkpoint tensors, by name."""
-    sizes = list(sizes) or [matrix.shape[0] // len(names)] * len(names)
     found = {}
     for kind, tensor in (("weight", matrix.plain_weight()), ("bias", matrix.bias)):
         if tensor is not None:
-            parts = zip(names, tensor.split(sizes), strict=True)
-            found |= {f"{prefix}.{name}.{kind}": part for name, part in parts}
-    return found
-
-
-def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
-    return {name: CheckpointTensor(t, tuple(t.shape)) for name, t in tensors.items()}
+            parts = tensor.split(sizes or len(tensor) // len(names))
+            for name, part in zip(names, parts, strict=True):
+                found[f"{prefix}.{name}.{kind}"] = part
+    return whole(found)
 
 
 class AttentionBlock(nn.Module):
@@ -107,23 +116,21 @@ class AttentionBlock(nn.Module):
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
-        # Heads of queries and keys: rotary embedding and their norm take them together.
-        self.num_qk_heads = num_heads + self.num_kv_heads
         self.head_counts = (num_heads, self.num_kv_heads, self.num_kv_heads)
+        self.sizes = [n * self.head_dim for n in self.head_counts]  # of queries, keys and values
         hidden = config.hidden_size
-        q_size = num_heads * self.head_dim
-        qkv_size = sum(self.head_counts) * self.head_dim
+        q_size, k_size, _ = self.sizes
+        self.input_norm_weight = norm(hidden) if config.has_input_norms else None
+        # Of each head: q_norm's weight for each query head, k_norm's for each key head.
         self.qk_norm_weight = None
-        self.make_norms(config, norm)
-        self.qkv = linear(empty, (qkv_size, hidden), config.qkv_bias)
+        if config.has_qk_norm:
+            self.qk_norm_weight = norm(num_heads + self.num_kv_heads, self.head_dim)
+        # Of all heads as one vector.
+        self.q_norm_weight = norm(q_size) if config.has_whole_qk_norm else None
+        self.k_norm_weight = norm(k_size) if config.has_whole_qk_norm else None
+        self.qkv = linear(empty, (sum(self.sizes), hidden), config.qkv_bias)
         self.o = linear(empty, (hidden, q_size), config.o_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None
-
-    def make_norms(self, config: ModelConfig, norm: Callable[..., nn.Parameter]) -> None:
-        self.input_norm_weight = norm(config.hidden_size)
-        if config.has_qk_norm:
-            # One row a head: q_norm's weight for each query head, k_norm's for each key head.
-            self.qk_norm_weight = norm(self.num_qk_heads, self.head_dim)
 
     def attend(
         self,
@@ -151,32 +158,36 @@ class AttentionBlock(nn.Module):
     def project(
         self, hidden: torch.Tensor, regions: Regions
     ) -> torch.Tensor:  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        x = regions.rms_norm(hidden, self.input_norm_weight, self.eps)
-        return self.qkv(x).view(len(hidden), -1, self.head_dim)
+        x = hidden
+        if self.input_norm_weight is not None:
+            x = regions.rms_norm(hidden, self.input_norm_weight, self.eps)
+        qkv = self.qkv(x)
+        if self.q_norm_weight is not None and self.k_norm_weight is not None:
+            query, key, value = qkv.split(self.sizes, dim=-1)
+            query = regions.rms_norm(query.contiguous(), self.q_norm_weight, self.eps)
+            key = regions.rms_norm(key.contiguous(), self.k_norm_weight, self.eps)
+            qkv = torch.cat((query, key, value), dim=-1)
+        return qkv.view(len(hidden), -1, self.head_dim)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
-        sizes = [n * self.head_dim for n in self.head_counts]
-        found = {}
-        if self.post_norm_weight is not None:
-            found["post_attention_layernorm.weight"] = self.post_norm_weight
-        found |= parts_of("self_attn", ["q_proj", "k_proj", "v_proj"], self.qkv, sizes)
-        found |= parts_of("self_attn", ["o_proj"], self.o)
-        return whole(found) | self.own_norms()
-
-    def own_norms(self) -> dict[str, CheckpointTensor]:
-        parts = whole({"input_layernorm.weight": self.input_norm_weight})
+        norms = {
+            "input_layernorm.weight": self.input_norm_weight,
+            "post_attention_layernorm.weight": self.post_norm_weight,
+            "self_attn.q_norm.weight": self.q_norm_weight,
+            "self_attn.k_norm.weight": self.k_norm_weight,
+        }
+        found = whole(norms)
         if self.qk_norm_weight is not None:
-            norms = self.qk_norm_weight.split(self.head_counts[:2])
-            for name, rows in zip(("q_norm", "k_norm"), norms, strict=True):
-                parts[f"self_attn.{name}.weight"] = CheckpointTensor(rows, (self.head_dim,))
-        return parts
+            of_heads = self.qk_norm_weight.split(self.head_counts[:2])
+            for name, rows in zip(("q_norm", "k_norm"), of_heads, strict=True):
+                found[f"self_attn.{name}.weight"] = CheckpointTensor(rows, (self.head_dim,))
+        found |= parts_of("self_attn", ["q_proj", "k_proj", "v_proj"], self.qkv, self.sizes)
+        return found | parts_of("self_attn", ["o_proj"], self.o)
 
 
 class MLPBlock(nn.Module):
     """The MLP, from its normed input (the layer computes the norm) to the residual stream."""
-
-    has_input_norm = True
 
     def __init__(
         self,
@@ -192,7 +203,7 @@ class MLPBlock(nn.Module):
         inner = config.intermediate_size
         norm = allocator(config.norm_dtype(dtype), device)
         self.activation = ACTIVATIONS[config.activation]
-        self.mlp_norm_weight = norm(hidden) if self.has_input_norm else None
+        self.mlp_norm_weight = norm(hidden) if config.has_input_norms else None
         self.gate_up = linear(empty, (2 * inner, hidden), config.mlp_bias)
         self.down = linear(empty, (hidden, inner), config.mlp_bias, into_stream)
         self.post_norm_weight = norm(hidden) if config.has_post_norms else None
@@ -211,13 +222,11 @@ class MLPBlock(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
-        found = parts_of("mlp", ["gate_proj", "up_proj"], self.gate_up)
-        found |= parts_of("mlp", ["down_proj"], self.down)
-        return whole(found) | self.own_norms()
-
-    def own_norms(self) -> dict[str, CheckpointTensor]:
-        assert self.mlp_norm_weight is not None
-        if self.post_norm_weight is None:
-            return whole({"post_attention_layernorm.weight": self.mlp_norm_weight})
-        found = {"pre_feedforward_layernorm.weight": self.mlp_norm_weight}
-        return whole(found | {"post_feedforward_layernorm.weight": self.post_norm_weight})
+        has_post_norm = self.post_norm_weight is not None
+        input_norm = "pre_feedforward" if has_post_norm else "post_attention"
+        norms = {
+            f"{input_norm}_layernorm.weight": self.mlp_norm_weight,
+            "post_feedforward_layernorm.weight": self.post_norm_weight,
+        }
+        found = whole(norms) | parts_of("mlp", ["gate_proj", "up_proj"], self.gate_up)
+        return found | parts_of("mlp", ["down_proj"], self.down)

@@ -24,7 +24,6 @@ See common/parallel/README.md#tensor-parallel"""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,11 +135,10 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:  # torch.distributed's errors are such, timeouts included
-            # Remove the position in Gloo's source, and Gloo's advice.
-            reason = re.sub(r"\[\S+:\d+\] |This is typically.*", "", str(error)).strip()
+            reason = str(error).partition("\n")[0]
             raise CollectiveError(
                 f"rank {self.ranks.rank} of {self.ranks.world_size}: {operation} failed, another "
-                f"rank exited or is late: {(reason.splitlines() or [type(error).__name__])[0]}"
+                f"rank exited or is late: {reason}"
             ) from error
 
 

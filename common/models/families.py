@@ -36,11 +36,12 @@ class Family:
 
     model_type: str
     has_qkv_bias: bool = False  # always; others have biases if `attention_bias` says so
-    has_qk_norm: bool = False
-    blocks: tuple[str, str] = ("attention", "mlp")  # that a layer is built of
+    has_qk_norm: bool = False  # of each head
+    has_whole_qk_norm: bool = False  # of all heads as one vector
     experts: str | None = None  # reads their configuration
     scales_embeddings: bool = False
     norm_offset: float = 0.0  # added to a checkpoint's norm weights
+    has_input_norms: bool = True
     has_post_norms: bool = False
     reads: frozenset[str] = frozenset()  # fields that other families are refused for
 
@@ -61,7 +62,8 @@ FAMILIES = {
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3",
-        blocks=("post-norm attention", "post-norm mlp"),
+        has_whole_qk_norm=True,
+        has_input_norms=False,
         has_post_norms=True,
     ),
     "Qwen3MoeForCausalLM": Family(

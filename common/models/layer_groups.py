@@ -32,7 +32,7 @@ class LayerGroups:
         """The groups restricted to `layers`."""
         counts = [0] * len(self.windows)
         places = []
-        for group, _ in (self.places[layer] for layer in layers):
+        for group, _ in self.places[layers.start : layers.stop]:
             places.append((group, counts[group]))
             counts[group] += 1
         return LayerGroups(self.windows, tuple(places), max(counts))

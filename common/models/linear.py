@@ -60,8 +60,6 @@ class PlainProduct:
 
 
 class PackedProduct(Product, Protocol):
-    nbytes: int  # of the packed weight
-
     def plain_weight(self) -> torch.Tensor:
         """Return an unpacked copy of the weight, [out_features, in_features]."""
         ...
@@ -81,7 +79,6 @@ class OneDnnProduct:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.bias = bias
-        self.nbytes = torch.ops.mkldnn._nbytes(self.packed)
         is_half = weight.dtype is torch.bfloat16
         self.slow_rows = SLOW_ROWS if is_half and torch.cpu._is_amx_tile_supported() else ()
 

@@ -24,7 +24,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 
 def _download(model: str | Path) -> Path:
-    if not isinstance(model, str) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+    if isinstance(model, Path):
         raise FileNotFoundError(f"model must be a directory or a hub id, got {model}")
     from huggingface_hub import snapshot_download  # imported late: slow, and rarely needed
 
@@ -106,18 +105,6 @@ def read_checkpoint(model: str | Path) -> Checkpoint:
     return Checkpoint(path, config, _eos_token_ids(path, config))
 
 
-def checkpoint_digest(path: Path) -> str:
-    """Return a quick digest of the configuration, and of names, shapes, dtypes and first rows of
-    all tensors. Training changes them all. A checkpoint made to differ only in other rows goes
-    unnoticed, so KV is not shared by this digest (`weights_digest` of chapter 3 reads all)."""
-    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
-    for name, file in sorted(_open_weights(path).items()):
-        stored = file.get_slice(name)
-        row = stored[:1].contiguous().view(torch.uint8).numpy().tobytes()
-        digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}\n".encode() + row)
-    return digest.hexdigest()
-
-
 def load_model(
     model: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
@@ -135,11 +122,14 @@ def load_model(
     path = checkpoint.path
     config = checkpoint.config
     device = torch.device(device)
-    files = _open_weights(path)
-    dtype = _resolve_dtype(dtype, config, files, device)
+    tensors = _open_tensors(path)
+    if config.tie_word_embeddings and EMBEDDING not in tensors and HEAD in tensors:
+        tensors[EMBEDDING] = tensors.pop(HEAD)
+    dtype = _resolve_dtype(dtype, config, tensors, device)
     decoder = make(config, dtype, device)
-    _check_tensors(_places(decoder, files), files)
-    _fill(decoder, files, packing_of(decoder))
+    parts = decoder.checkpoint_tensors()
+    _check_tensors(parts, tensors)
+    _fill(decoder, parts, tensors, packing_of(decoder))
     return LoadedModel(decoder, config, checkpoint.generation_eos_token_ids, path)
 
 
@@ -148,16 +138,14 @@ def load_model(
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, not JSON
         raise ValueError(f"cannot read {path} as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
-def _open_weights(path: Path) -> dict[str, Any]:
-    """Open safetensors files by tensor name. Maps the files; reads no weights yet."""
+def _open_tensors(path: Path) -> dict[str, Any]:
+    """Open safetensors files. Returns the tensors by name, as slices of mapped files; reads no
+    weights yet."""
     if (path / _WEIGHTS).is_file():
         file_names = [_WEIGHTS]
     elif (path / _INDEX).is_file():
@@ -167,11 +155,8 @@ def _open_weights(path: Path) -> dict[str, Any]:
             f"{path} has no weights: neither {_WEIGHTS} nor {_INDEX}; no other file is read, "
             "because reading a pickled one may run any code"
         )
-    files: dict[str, Any] = {}
-    for file_name in file_names:
-        file = _open_file(path, file_name)
-        files |= dict.fromkeys(sorted(file.keys()), file)
-    return files
+    files = [_open_file(path, file_name) for file_name in file_names]
+    return {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
 
 
 def _open_file(path: Path, file_name: str) -> Any:
@@ -195,7 +180,7 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _resolve_dtype(
-    dtype: str | torch.dtype, config: ModelConfig, files: dict[str, Any], device: torch.device
+    dtype: str | torch.dtype, config: ModelConfig, tensors: dict[str, Any], device: torch.device
 ) -> torch.dtype:
     if dtype != "auto":
         requested = _DTYPES.get(str(dtype).removeprefix("torch."))
@@ -204,31 +189,22 @@ def _resolve_dtype(
         return requested
     stored = _DTYPES.get(config.dtype or "")
     if stored is None:  # the configuration does not say
-        name, file = next(iter(files.items()))
-        stored = _FILE_DTYPES.get(file.get_slice(name).get_dtype(), torch.float32)
+        first = next(iter(tensors.values()))
+        stored = _FILE_DTYPES.get(first.get_dtype(), torch.float32)
     is_fast = {
         torch.bfloat16: is_bfloat16_fast,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     if device.type != "cpu" or stored not in is_fast or is_fast[stored]():
-        logger.info("dtype: %s, as in the checkpoint", stored)
         return stored
     logger.info("dtype: float32, because this CPU multiplies %s slowly", stored)
     return torch.float32
 
 
-def _places(decoder: DecoderModel, files: dict[str, Any]) -> dict[str, CheckpointTensor]:
-    """The place of every tensor, by its name in the checkpoint."""
-    parts = decoder.checkpoint_tensors()
-    if decoder.config.tie_word_embeddings and EMBEDDING not in files and HEAD in files:
-        parts[HEAD] = parts.pop(EMBEDDING)
-    return parts
-
-
-def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) -> None:
+def _check_tensors(parts: dict[str, CheckpointTensor], tensors: dict[str, Any]) -> None:
     """Raise `ValueError` unless all names, shapes and dtypes fit. Reads no weights."""
-    names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    if HEAD not in parts and EMBEDDING in names:  # they are tied, and may be stored twice
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if HEAD not in parts:  # they are tied, and may be stored twice
         names.discard(HEAD)
     if missing := sorted(parts.keys() - names):
         shown = ", ".join(missing[:8])
@@ -239,9 +215,8 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
         shown = ", ".join(unused[:8])
         raise ValueError(f"the checkpoint has {len(unused)} tensors that the model lacks: {shown}")
     for name, part in parts.items():
-        stored = files[name].get_slice(name)
-        shape = tuple(stored.get_shape())
-        dtype = stored.get_dtype()
+        shape = tuple(tensors[name].get_shape())
+        dtype = tensors[name].get_dtype()
         if shape != part.shape:
             sides = f"{shape} in the checkpoint and {part.shape} by config.json"
             raise ValueError(f"{name} must have one shape, got {sides}")
@@ -249,21 +224,25 @@ def _check_tensors(parts: dict[str, CheckpointTensor], files: dict[str, Any]) ->
             raise ValueError(f"{name} must have dtype {', '.join(_FILE_DTYPES)}, got {dtype}")
 
 
-def _fill(decoder: DecoderModel, files: dict[str, Any], packing: Packing | None) -> None:
+def _fill(
+    decoder: DecoderModel,
+    parts: dict[str, CheckpointTensor],
+    tensors: dict[str, Any],
+    packing: Packing | None,
+) -> None:
     """Copy every tensor to its place. With `packing`, pack the matrices of a layer when it is
     complete; the tensors of one follow each other in `checkpoint_tensors`."""
-    parts = _places(decoder, files)
     num_filled = 0
     for layer, names in groupby(parts, _layer_of):
         for name in names:
             part = parts[name]
             if (target := part.target) is not None:
-                target.copy_(files[name].get_slice(name)[part.part])
+                target.copy_(tensors[name][part.part])
                 if name.endswith("norm.weight"):
                     target.add_(decoder.config.norm_offset)
                 num_filled += target.numel()
-                if name == EMBEDDING and HEAD in files and HEAD not in parts:
-                    _check_tied(target, files[HEAD].get_slice(HEAD)[part.part])
+                if name == EMBEDDING and HEAD in tensors and HEAD not in parts:
+                    _check_tied(target, tensors[HEAD][part.part])
         if packing is not None and layer in decoder.layer_range:
             for matrix in linear_layers(decoder.layers[layer - decoder.layer_range.start]):
                 matrix.pack(packing)

@@ -27,7 +27,6 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -51,18 +50,6 @@ from common.models.regions.regions import Regions
 from common.models.rotary import Rotary, rotary_table
 from paged_attention import AttentionPlan, PagedKVCache
 
-# The block classes of layers, by the names in `ModelConfig.blocks`. Another block needs a new file
-# and a line here.
-ATTENTION_BLOCKS = {
-    "attention": "common.models.blocks:AttentionBlock",
-    "post-norm attention": "common.models.post_norm_blocks:PostNormAttention",
-}
-MLP_BLOCKS = {
-    "mlp": "common.models.blocks:MLPBlock",
-    "post-norm mlp": "common.models.post_norm_blocks:PostNormMLP",
-    "experts": "common.models.experts.experts_block:ExpertsBlock",
-}
-
 
 class DecoderLayer(nn.Module):
     """An attention block and an MLP block, each added to the residual stream."""
@@ -76,10 +63,13 @@ class DecoderLayer(nn.Module):
         into_stream: MakeLinear = Linear,
     ) -> None:
         super().__init__()
-        attention, mlp = config.blocks_of(index)
-        make: type[AttentionBlock] = resolve_name(ATTENTION_BLOCKS[attention])
-        self.attention = make(config, index, dtype, device, into_stream)
-        self.mlp: MLPBlock = resolve_name(MLP_BLOCKS[mlp])(config, dtype, device, into_stream)
+        self.attention = AttentionBlock(config, index, dtype, device, into_stream)
+        make = MLPBlock
+        if config.experts is not None and index in config.experts.layers:
+            from common.models.experts.experts_block import ExpertsBlock
+
+            make = ExpertsBlock
+        self.mlp = make(config, dtype, device, into_stream)
 
     def forward(
         self,

@@ -74,23 +74,19 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    has_qk_norm: bool = False
+    has_qk_norm: bool = False  # of each head
+    has_whole_qk_norm: bool = False  # of all heads as one vector
     dtype: str | None = None  # the stored weights' dtype, by the configuration
     eos_token_ids: tuple[int, ...] = ()
     layer_windows: tuple[Window, ...] = ()  # of each layer; (): no layer has one
-    blocks: tuple[str, str] = ("attention", "mlp")  # of each layer, as `model.py` names them
-    experts: ExpertsConfig | None = None  # of the layers that have a block of them instead
+    experts: ExpertsConfig | None = None  # of the layers that have them instead of an MLP
     window_rope: RopeParameters | None = None  # of layers with a window; None: as the others
     query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
     embedding_scale: float = 1.0  # embeddings are multiplied with this
     activation: str = "silu"  # of an MLP
     norm_offset: float = 0.0  # added to a checkpoint's norm weights
+    has_input_norms: bool = True  # whether a block's input is normed
     has_post_norms: bool = False  # whether a block's output is normed before it is added
-
-    def blocks_of(self, layer: int) -> tuple[str, str]:
-        attention, mlp = self.blocks
-        has_experts = self.experts is not None and layer in self.experts.layers
-        return attention, "experts" if has_experts else mlp
 
     def rotary_of(self, layer: int) -> int:
         """The rotary table that the layer uses. 0: `rope`, 1: `window_rope`."""
@@ -164,16 +160,17 @@ class ModelConfig:
             o_bias=has_attention_bias,
             mlp_bias=getattr(hf, "mlp_bias", False),
             has_qk_norm=family.has_qk_norm,
+            has_whole_qk_norm=family.has_whole_qk_norm,
             dtype=None if hf.dtype is None else str(hf.dtype).removeprefix("torch."),
             eos_token_ids=token_ids("config.json: eos_token_id", hf.eos_token_id),
             layer_windows=_layer_windows(hf),
-            blocks=family.blocks,
             experts=None if family.experts is None else resolve_name(family.experts)(hf),
             window_rope=_rope(hf, _WITH_WINDOW) if have_own_rope else None,
             query_pre_attn_scalar=getattr(hf, "query_pre_attn_scalar", None),
             embedding_scale=hf.hidden_size**0.5 if family.scales_embeddings else 1.0,
             activation=activation,
             norm_offset=family.norm_offset,
+            has_input_norms=family.has_input_norms,
             has_post_norms=family.has_post_norms,
         )
 

@@ -69,7 +69,6 @@ def test_products_are_products(dtype, packing, has_bias, num_out, num_in, monkey
         matrix.pack(CompiledPacking())
         stored = torch.bfloat16 if packing == "compiled half" else torch.float32
         assert matrix.packed.packed.dtype == stored
-        assert matrix.packed.nbytes >= weight.numel() * stored.itemsize
     if packing != "none":
         assert matrix.packed and matrix.weight is None
         assert torch.equal(matrix.plain_weight(), weight), "packing loses nothing"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import huggingface_hub
@@ -27,6 +28,31 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def checkpoint(tmp_path: Path) -> Path:
     """Untied, without biases."""
     return save_case("mistral", tmp_path)
+
+
+class CountingFile:
+    """A safetensors file that says what was read from it. Its other ways to be read are not
+    there."""
+
+    def __init__(self, file, read: Counter) -> None:
+        self.file = file
+        self.read = read
+        self.keys = file.keys
+
+    def get_slice(self, name: str):
+        stored = self.file.get_slice(name)
+        read = self.read
+
+        class Slice:
+            get_shape = stored.get_shape
+            get_dtype = stored.get_dtype
+
+            def __getitem__(self, part):
+                values = stored[part]
+                read[name] += values.numel()
+                return values
+
+        return Slice()
 
 
 def edit_weights(path: Path, edit) -> None:
@@ -60,14 +86,9 @@ def test_a_layer_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypat
     order = []
     real = loader._open_file
 
-    class Watched:
-        def __init__(self, file) -> None:
-            self.keys = file.keys
-            self.file = file
-
-        def get_slice(self, name: str):
+    class Read(Counter):
+        def __setitem__(self, name: str, number: int) -> None:
             order.append(loader._layer_of(name))
-            return self.file.get_slice(name)
 
     pack = Linear.pack
 
@@ -76,7 +97,7 @@ def test_a_layer_is_packed_before_the_next_one_is_read(name, tmp_path, monkeypat
         pack(matrix, *naming, **packing)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_open_file", lambda *names: Watched(real(*names)))
+        patch.setattr(loader, "_open_file", lambda *names: CountingFile(real(*names), Read()))
         patch.setattr(Linear, "pack", watched_pack)
         model = load_model(path, torch.float32, packing_of=lambda model: OneDnnProduct).model
     first_pack = order.index("pack")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from common import demo
 from common.engine_config import SHIPPED_CHECKPOINT
 from common.models import loader
-from common.parallel.test_sharded_model import CountingFile
+from common.models.test_loader import CountingFile
 from common.tests.model_cases import save_case
 from workshop.book import models_page
 

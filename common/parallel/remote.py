@@ -33,9 +33,6 @@ from common.parallel.sharded_model import rank_config
 from common.requests.tokenizer import Tokenizer, load_tokenizer
 from scheduler_interface import RunnerInput, StepOutput
 
-logger = logging.getLogger(__name__)
-
-
 # -- the runner
 
 
@@ -246,8 +243,8 @@ def _make_runner(
         runner=RemoteRunner(executor),
         model_config=checkpoint.config,
         num_parameters=num_parameters,
-        device=torch.device(facts[0]["device"]),
-        dtype=getattr(torch, facts[0]["dtype"]),
+        device=facts[0]["device"],
+        dtype=facts[0]["dtype"],
         limits=limits,
         tokenizer=tokenizer,
         kv_cache=kv_cache,

@@ -18,7 +18,7 @@ from common.models.collectives import Collectives
 from common.models.linear import linear_layers
 from common.models.loader import load_model
 from common.models.ranks import Ranks
-from common.models.test_loader import edit_weights
+from common.models.test_loader import CountingFile, edit_weights
 from common.parallel.sharded_model import ShardedModel, rank_config
 from common.runner.kv_sizing import allocate_kv_cache
 from common.tests.model_cases import save_case
@@ -37,31 +37,6 @@ def load(path: Path, ranks: Ranks, dtype: torch.dtype = torch.float64) -> loader
 
 def all_ranks(tp_size: int, num_stages: int) -> list[Ranks]:
     return [Ranks(tp_size, num_stages, rank) for rank in range(tp_size * num_stages)]
-
-
-class CountingFile:
-    """A safetensors file that says what was read from it. Its other ways to be read are not
-    there."""
-
-    def __init__(self, file, read: Counter) -> None:
-        self.file = file
-        self.read = read
-        self.keys = file.keys
-
-    def get_slice(self, name: str):
-        stored = self.file.get_slice(name)
-        read = self.read
-
-        class Slice:
-            get_shape = stored.get_shape
-            get_dtype = stored.get_dtype
-
-            def __getitem__(self, part):
-                values = stored[part]
-                read[name] += values.numel()
-                return values
-
-        return Slice()
 
 
 @pytest.fixture

@@ -123,7 +123,8 @@ class InputProcessor:
                 sample_features,
                 extra_keys=extra_keys,
             )
-            group.add(OutputProcessor(request, i, self.tokenizer, group.metrics, min_tokens))
+            sequence = OutputProcessor(group, request, i, self.tokenizer, min_tokens)
+            group.sequences.append(sequence)
         return group
 
     def _grammar_source(self, params: SamplingParams) -> str:

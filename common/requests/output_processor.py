@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from common.requests.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -85,17 +86,14 @@ class RequestOutput:
 class OutputProcessor:
     """The output side of one `Request`. `completion` grows with it: its `token_ids` is the
     request's list, and `decode` brings its text up to date. Without a tokenizer, text stays empty
-    and stop strings are not allowed. `min_tokens`: stop strings before are text. `metrics` are
-    those of the whole group."""
-
-    group: RequestGroup
+    and stop strings are not allowed. `min_tokens`: stop strings before are text."""
 
     def __init__(
         self,
+        group: RequestGroup,
         request: Request,
         index: int,
         tokenizer: Tokenizer | None,
-        metrics: RequestMetrics,
         min_tokens: int = 0,
     ) -> None:
         params = request.sampling_params
@@ -104,13 +102,14 @@ class OutputProcessor:
             raise ValueError(
                 f"stop must be empty without a tokenizer and detokenize=True, got {params.stop!r}"
             )
+        self.group = group
         self.request = request
         self.request_id = request.request_id
-        self.metrics = metrics
         self._last_token_time: float | None = None
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(
+            self._begin = partial(
+                IncrementalDetokenizer,
                 tokenizer,
                 request.prompt_token_ids,
                 params.stop,
@@ -118,6 +117,8 @@ class OutputProcessor:
                 min_tokens,
                 params.include_stop_str_in_output,
             )
+            self._detokenizer = self._begin()
+        self._is_decoding = False  # True: or a call was interrupted
         self.looks_for_stop = bool(params.stop)
         logprobs = None if params.logprobs is None else []
         self.completion = CompletionOutput(index, "", request.output_token_ids, logprobs)
@@ -145,7 +146,7 @@ class OutputProcessor:
     def _record_tokens(self, num_new_tokens: int, now: float) -> None:
         """Record a step's tokens. Of tokens that arrive together, the first gets the latency since
         the last token, and the others get 0."""
-        metrics = self.metrics
+        metrics = self.group.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
         if self._last_token_time is not None:
@@ -174,10 +175,16 @@ class OutputProcessor:
     def decode(self, has_stop_token: bool | None = None) -> str | None:
         """Decode the tokens that are not text yet, except a last one that stopped the request,
         which has no text unless the output includes stops. Returns the stop string that the last
-        decoded token completes, or None."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
+        decoded token completes, or None. Decodes all again if the call before was interrupted, or
+        is the one that this call is made from, by a signal handler."""
+        if self._detokenizer is None:
             return None
+        if self._is_decoding:
+            num_sent = self._detokenizer.num_sent
+            self._detokenizer = self._begin()
+            self._detokenizer.num_sent = num_sent
+        self._is_decoding = True
+        detokenizer = self._detokenizer
         completion = self.completion
         if has_stop_token is None:
             is_string = isinstance(completion.stop_reason, str)
@@ -190,13 +197,14 @@ class OutputProcessor:
         if self.is_finished:
             detokenizer.finish()
         completion.text = detokenizer.text
+        self._is_decoding = False
         return stop_string
 
     def _finish(
         self, reason: str, stop_reason: int | str | None = None, detail: str | None = None
     ) -> None:
         if detail is not None:
-            self.metrics.finish_detail = detail
+            self.group.metrics.finish_detail = detail
         self.completion.finish_reason = reason
         self.completion.stop_reason = stop_reason
 
@@ -215,10 +223,6 @@ class RequestGroup:
         self.metrics = RequestMetrics(arrival_time)
         self.sequences: list[OutputProcessor] = []
         self.is_returned = True
-
-    def add(self, sequence: OutputProcessor) -> None:
-        self.sequences.append(sequence)
-        sequence.group = self
 
     @property
     def finished(self) -> bool:

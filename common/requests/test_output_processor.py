@@ -7,12 +7,12 @@ import pytest
 from common.requests.output_processor import (
     OutputProcessor,
     RequestGroup,
-    RequestMetrics,
     RequestOutput,
 )
 from request import Request, SamplingParams
 from scheduler_interface import EngineCoreOutput
 
+GROUP = RequestGroup("a", None, [5], arrival_time=0.0)
 TEXT = "def café(n):\n    return '😀' * n  # naïve\n" * 3
 
 
@@ -24,7 +24,7 @@ def ids(shipped_tokenizer) -> list[int]:
 @pytest.fixture
 def processor(shipped_tokenizer) -> OutputProcessor:
     params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"])
-    return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer, RequestMetrics(0.0))
+    return OutputProcessor(GROUP, Request("a", [5], params), 0, shipped_tokenizer)
 
 
 def take(processor: OutputProcessor, *token_ids: int, reason: str | None = None, **more) -> bool:
@@ -55,7 +55,7 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
 
     def make() -> OutputProcessor:
         params = SamplingParams(max_tokens=1000, stop=["naïve\ndef"], logprobs=0)
-        return OutputProcessor(Request("a", [5], params), 0, shipped_tokenizer, RequestMetrics(0.0))
+        return OutputProcessor(GROUP, Request("a", [5], params), 0, shipped_tokenizer)
 
     processor = make()
     num_wanted = processor.num_wanted(ids)
@@ -73,6 +73,35 @@ def test_a_run_is_processed_up_to_the_end_of_a_stop_string_and_no_further(
         assert processor.num_wanted(ids[num_known:]) == num_wanted - num_known
 
 
+def test_an_interrupt_or_a_handler_within_decoding_changes_no_text(
+    ids, shipped_tokenizer, monkeypatch
+) -> None:
+    token_bytes = shipped_tokenizer.token_bytes
+    request = Request("a", [5], SamplingParams(max_tokens=1000))
+    processor = OutputProcessor(GROUP, request, 0, shipped_tokenizer)
+    take(processor, *ids[:4])
+    processor.decode()
+    take(processor, *ids[4:9])
+
+    def interrupted(*_) -> bytes:
+        raise KeyboardInterrupt
+
+    def handled(*arguments) -> bytes:
+        monkeypatch.undo()
+        processor.decode()  # as a signal handler does that aborts the request
+        return token_bytes(*arguments)
+
+    monkeypatch.setattr(shipped_tokenizer, "token_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        processor.decode()
+    monkeypatch.setattr(shipped_tokenizer, "token_bytes", handled)
+    processor.decode()
+    text = shipped_tokenizer.decode(ids[:9]).rstrip("\ufffd")
+    assert processor.completion.text == text == processor.take_delta()
+    take(processor, ids[9])
+    assert processor.take_delta() == shipped_tokenizer.decode(ids[:10])[len(text) :]
+
+
 # -- metrics and results
 
 
@@ -81,7 +110,7 @@ def test_latencies_are_the_gaps_between_tokens_of_each_sample(shipped_tokenizer)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     for i in range(2):
         request = Request(f"r#{i}", [5], params)
-        group.add(OutputProcessor(request, i, shipped_tokenizer, group.metrics))
+        group.sequences.append(OutputProcessor(group, request, i, shipped_tokenizer))
     first, second = group.sequences
     metrics = group.metrics
     assert metrics.queue_time is None and metrics.time_to_first_token is None

@@ -219,7 +219,7 @@ def test_bytes_that_never_become_a_character_do_not_stall(byte: int) -> None:
         for n in range(1, 2000):
             detokenizer.append(token)
             detokenizer.take_delta()
-            assert detokenizer._num_sent >= n - 3
+            assert detokenizer.num_sent >= n - 3
         assert len(detokenizer.text) >= 1996
 
 

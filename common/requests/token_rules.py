@@ -18,7 +18,6 @@ See common/README.md#what-a-request-may-ask-for"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def token_rules_of(
         allowed_ids = sorted(set(check_ids("allowed_token_ids", list(allowed))))
         require(bool(allowed_ids), "allowed_token_ids", allowed, some)
     for value in bias.values():
-        is_right = isinstance(value, Real) and abs(value) <= MAX_BIAS
+        is_right = isinstance(value, int | float) and abs(value) <= MAX_BIAS
         require(is_right, "logit_bias", value, f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
     bad = [_checked(ids, check_ids) for ids in without_texts(words, tokenizer, vocab_size)]
     ruled_out = {ids[0] for ids in bad if len(ids) == 1}

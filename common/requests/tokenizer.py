@@ -28,7 +28,7 @@ import codecs
 import copy
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,8 +97,9 @@ class Tokenizer:
         if token is None:
             return b""
         if self._is_byte_level:
-            known = all(char in _BYTE_OF for char in token)  # an added token may be plain text
-            return bytes(_BYTE_OF[char] for char in token) if known else token.encode()
+            byte_of = byte_alphabet()
+            known = all(char in byte_of for char in token)  # an added token may be plain text
+            return bytes(byte_of[char] for char in token) if known else token.encode()
         if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         anchor_id, anchor = self._anchor
@@ -182,7 +183,7 @@ class IncrementalDetokenizer:
             t not in self._skipped and tokenizer.has_token(t) for t in reversed(prompt_token_ids)
         )
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.decode_errors)
-        self._num_sent = 0  # characters
+        self.num_sent = 0  # characters
         self._is_finished = False
 
     def append(self, token_id: int) -> str | None:
@@ -230,10 +231,10 @@ class IncrementalDetokenizer:
     def take_delta(self) -> str:
         """Return the final text that follows the text of earlier calls. Joined, all deltas are a
         prefix of `text`, and all of it after `finish()` or a stop string."""
-        unsent = self.text[self._num_sent :]
+        unsent = self.text[self.num_sent :]
         num_held = 0 if self._is_finished else self._num_held(unsent)
         delta = unsent[: len(unsent) - num_held]
-        self._num_sent += len(delta)
+        self.num_sent += len(delta)
         return delta
 
     def finish(self) -> None:
@@ -249,15 +250,10 @@ class IncrementalDetokenizer:
         return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
-def _byte_alphabet() -> dict[str, int]:
+@cache
+def byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE (GPT-2), which writes a byte as one
-    printable character: itself if that is printable Latin-1, else the next free one from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    for byte in range(256):
-        if byte not in printable:
-            alphabet[chr(0x100 + len(alphabet) - len(printable))] = byte
-    return alphabet
+    printable character."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTE_OF = _byte_alphabet()
+    return {char: byte for byte, char in bytes_to_unicode().items()}

@@ -82,7 +82,7 @@ class StepRows(NamedTuple):
     state: HasTokens
     req_ids: Sequence[str]  # [num_queries]
     queries: Queries
-    drafts: Mapping[str, Sequence[int]]  # as in the plan
+    drafts: dict[str, list[int]]  # as in the plan
 
 
 class RunnerPlugin:
@@ -102,13 +102,11 @@ class RunnerPlugin:
         """Free the row. After a step that failed, called for every row, used or not."""
 
     def concerns(self, rows: np.ndarray) -> bool:
-        """Whether the plugin stages anything, or changes logits before sampling, in a step of these
-        rows. If not, its hooks are skipped, so a step that uses no plugin costs nothing."""
+        """Whether a step of these rows uses what the plugin stages."""
         return False
 
-    def stage(self, step: StepRows) -> Any:
-        """Return what is stored in the batch as `staged[name]`, a `DeviceArgs` if it has arrays for
-        the device; None for nothing."""
+    def stage(self, step: StepRows) -> DeviceArgs | None:
+        """Return what is stored in the batch as `staged[name]`; None for nothing."""
 
     def column(self, rows: np.ndarray) -> np.ndarray:
         """Return an integer for each row; 0 is the padding. Called instead of `stage` in a step of

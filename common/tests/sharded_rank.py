@@ -109,12 +109,10 @@ def run_adapters(folder: Path, plan: dict, collectives: Collectives) -> dict:
         slots = AdapterSlots(model, len(prompts), 16)
         start = 0
         segments = []
-        adapters = [slots.read(directory) for directory in prompts]
-        for adapter in adapters:
-            slots.take(adapter)
-        slot_of = slots.bring_in(adapter.digest for adapter in adapters)
-        for adapter, prompt in zip(adapters, prompts.values()):
-            segments.append((slot_of[adapter.digest], start, start := start + len(prompt)))
+        digests = [slots.load(directory) for directory in prompts]
+        slot_of = slots.bring_in(digests)
+        for digest, prompt in zip(digests, prompts.values()):
+            segments.append((slot_of[digest], start, start := start + len(prompt)))
         rows = Ordered(None, segments)
         step = [(i, 0, prompt) for i, prompt in enumerate(prompts.values())], None
         staged = StepAdapters(slots, rows, rows)

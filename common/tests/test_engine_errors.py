@@ -71,6 +71,18 @@ def test_refused_requests_change_nothing(engine: LLMEngine, random_oracle: Oracl
     assert str(before) == said, "the next steps are not in it"
 
 
+@pytest.mark.net
+def test_a_request_has_waited_until_its_first_sample_begins(
+    engine: LLMEngine, random_oracle: Oracle
+) -> None:
+    """Two of three samples run at a time: the last one begins when these have ended."""
+    prompt = random_oracle.prompts[3]
+    (output,) = engine.generate_batch([prompt], replace(GREEDY, n=3)).values()
+    times = output.metrics
+    assert times.arrival_time <= times.first_scheduled_time < times.first_token_time
+    assert len(times.inter_token_latencies) == sum(len(c.token_ids) - 1 for c in output.outputs)
+
+
 @pytest.mark.parametrize("scheduler", ["fcfs", "two_phase"])
 def test_the_longest_request_that_fits_the_pool_runs_and_one_token_more_does_not(
     scheduler: str, random_loaded
@@ -118,7 +130,6 @@ BAD_FIELDS: dict[str, tuple] = {
     "num_threads": (10**9, 0),
     "check_invariants": ("no",),
     "shuffle_batch": (1,),
-    "shuffle_waiting": (None,),
     "speculative": ({"method": "draft", "model": 5},),
 }
 

@@ -22,7 +22,8 @@ _PHRASES = {
     "has_qk_norm": "queries and keys are normed",
     "scales_embeddings": "embeddings are scaled",
     "norm_offset": "norms are kept less 1",
-    "blocks": "no norm before a block; queries are normed as a whole, keys too",
+    "has_whole_qk_norm": "queries are normed as a whole, keys too",
+    "has_input_norms": "no norm before a block",
     "has_post_norms": "what a block adds is normed, too",
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -45,7 +46,7 @@ def make_engines() -> Engines:
     loaded = load_model(SHIPPED_CHECKPOINT, "auto", torch.device("cpu"))
     engines: Engines = {}
     for name in NAMES:
-        cache = None if name == "off" else name
+        cache: Any = None if name == "off" else name
         config = EngineConfig(prefix_cache=cache, num_blocks=2048, block_size=BLOCK_SIZE)
         engines[name] = LLMEngine(config, loaded=loaded)
         serve(engines[name], "warm-up", list(range(2, 600)), 8)

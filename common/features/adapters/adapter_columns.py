@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from common.features.adapters.adapter_slots import AdaptedModel, AdapterSlots, Ordered, StepAdapters
-from common.models.rows_by_owner import in_order
 from common.sampling.runner_plugin import BroughtByFew, StepRows
 from scheduler_interface import NewRequestData
 
@@ -48,9 +47,11 @@ class AdapterColumns(BroughtByFew):
 def ordered(slots: np.ndarray) -> Ordered:
     """Order rows by slot, and by row within a slot, without rows that have no adapter. The result
     can be empty, because a step with only unfinished prompt chunks samples from no row."""
-    with_one = np.flatnonzero(slots)
-    order, segments = in_order(slots[with_one])
-    order = with_one[order]
+    order = np.argsort(slots, kind="stable")
+    order = order[np.count_nonzero(slots == 0) :]
+    found, starts = np.unique(slots[order], return_index=True)
+    stops = [*starts.tolist(), len(order)][1:]
+    segments = list(zip(found.tolist(), starts.tolist(), stops, strict=True))
     if not segments or np.array_equal(order, np.arange(len(slots))):
         return Ordered(None, segments)
     return Ordered(order, segments)

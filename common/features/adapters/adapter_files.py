@@ -149,10 +149,6 @@ def _targets(config: dict[str, Any], names: list[str]) -> list[str]:
     targets = config.get("target_modules")
     if not isinstance(targets, str | list):
         raise ValueError(f"target_modules must be a str or a list, got {targets!r}")
-    for target in [targets] if isinstance(targets, str) else targets:
-        end = target.split(".")[-1]
-        if end in ("embed_tokens", "lm_head"):
-            raise ValueError(f"target_modules must name matrices of layers, got {end!r}")
     if targets == "all-linear":
         return names
     if isinstance(targets, str):

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from common.features.adapters.adapter_files import Adapter, LowRank, read_adapter
 from common.models.blocks import CheckpointTensor
 from common.models.linear import Linear
-from common.models.model import DecoderLayer, DecoderModel
+from common.models.model import DecoderModel
 from common.models.model_config import SCORED
 from common.sampling.runner_plugin import DeviceArgs
 
@@ -141,37 +141,26 @@ class AdapterSlots:
         self.slot_of: dict[str, int] = {}  # by digest, the least recently used first
         self.additions: list[Addition] = []
         adapted = AdaptedModel.of(model)
+        last = model.config.num_hidden_layers - 1
         for number, layer in zip(model.layer_range, model.layers, strict=True):
-            is_last = number == model.config.num_hidden_layers - 1
-            self._adapt(adapted, layer, f"model.layers.{number}", is_last, parts)
+            for block, name, hf_names in _FUSED:
+                names = [f"model.layers.{number}.{part}" for part in hf_names]
+                if f"{names[0]}.weight" not in parts:  # adapters are not supported in experts
+                    continue
+                matrix: Linear = getattr(getattr(layer, block), name)
+                lags = number == last and name != "qkv"
+                matrix.adapter = MatrixAdapter(adapted, len(self.additions), lags)
+                targets = [parts[f"{name}.weight"].target for name in names]
+                addition = Addition(
+                    weight=matrix.plain_weight(),
+                    names=names,
+                    sizes=[len(target) for target in targets if target is not None],
+                    num_slots=self.num_slots,
+                    max_rank=max_lora_rank,
+                )
+                self.additions.append(addition)
         # Does not keep the tensors, because plain weights are freed when they are packed.
         self._parts = {n: tensor.part for n, tensor in parts.items() if tensor.target is not None}
-
-    def _adapt(
-        self,
-        adapted: AdaptedModel,
-        layer: DecoderLayer,
-        prefix: str,
-        is_last: bool,
-        parts: Mapping[str, CheckpointTensor],
-    ) -> None:
-        for block, name, hf_names in _FUSED:
-            names = [f"{prefix}.{part}" for part in hf_names]
-            if f"{names[0]}.weight" not in parts:  # adapters are not supported in experts
-                continue
-            matrix: Linear = getattr(getattr(layer, block), name)
-            targets = [parts[f"{name}.weight"].target for name in names]
-            sizes = [len(target) for target in targets if target is not None]
-            lags = is_last and name != "qkv"
-            matrix.adapter = MatrixAdapter(adapted, len(self.additions), lags)
-            addition = Addition(
-                weight=matrix.plain_weight(),
-                names=names,
-                sizes=sizes,
-                num_slots=self.num_slots,
-                max_rank=self.max_lora_rank,
-            )
-            self.additions.append(addition)
 
     def in_graph(self, column: torch.Tensor, logit_indices: torch.Tensor) -> StepAdapters:
         """The adapters of a step in a graph, whose rows have the slots in `column`."""
@@ -181,17 +170,9 @@ class AdapterSlots:
     # -- loading adapters
 
     def load(self, directory: str | Path) -> str:
-        """Read an adapter into the host's memory, and return its digest. Raises the errors of
-        `read_adapter`."""
-        adapter = self.read(directory)
-        self.take(adapter)
-        return adapter.digest
-
-    def read(self, directory: str | Path) -> Adapter:
-        return read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
-
-    def take(self, adapter: Adapter) -> None:
-        """Put this rank's part of an adapter into the host's memory."""
+        """Read this rank's part of an adapter into the host's memory, and return its digest.
+        Raises the errors of `read_adapter`."""
+        adapter = read_adapter(directory, self.shapes, self.max_lora_rank, self.dtype)
         matrices = {}
         for name, matrix in adapter.matrices.items():
             part = self._parts.get(f"{name}.weight")
@@ -200,6 +181,7 @@ class AdapterSlots:
                 # Copies, which free the whole.
                 matrices[name] = LowRank(matrix.a[:, columns].clone(), matrix.b[rows].clone())
         self.taken[adapter.digest] = Adapter(adapter.digest, matrices)
+        return adapter.digest
 
     def drop(self, digest: str) -> None:
         """Remove an adapter from the host's memory, if present. No row of a future step has it."""

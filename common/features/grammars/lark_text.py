@@ -104,7 +104,8 @@ def _rules(text: str) -> Iterator[str]:
         elif kind == "name":
             yield names.setdefault(part, f"r{len(names)}")
         elif kind == "text":
-            yield "(" + (" ".join(map(_quoted, _characters(part[1:-1]))) or '""') + ")"
+            characters = [_quoted(_character(match)) for match in _CHARACTER.finditer(part[1:-1])]
+            yield f"({' '.join(characters) or _quoted('')})"
         elif kind == "chars":
             yield f"/{_class(part[1:-1])}/"
         elif kind == "sign":
@@ -117,20 +118,18 @@ def _rules(text: str) -> Iterator[str]:
 def _class(inside: str) -> str:
     """Write each character by its number, because special characters in brackets differ."""
     sign = "^" if inside.startswith("^") else ""
-    characters = list(_characters(inside[len(sign) :]))
-    literal = [match[0] for match in _CHARACTER.finditer(inside[len(sign) :])]
-    found = [f"\\x{{{ord(c):x}}}" for c in characters]
-    for i in range(1, len(literal) - 1):
-        if literal[i] == "-":
+    matches = list(_CHARACTER.finditer(inside, len(sign)))
+    found = [f"\\x{{{ord(_character(match)):x}}}" for match in matches]
+    for i in range(1, len(matches) - 1):
+        if matches[i][0] == "-":
             found[i] = "-"
     return f"[{sign}{''.join(found)}]"
 
 
-def _characters(escaped: str) -> Iterator[str]:
-    for match in _CHARACTER.finditer(escaped):
-        code = int(match[1] or match[2] or match[3] or "0", 16)
-        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise ValueError(f"{match[0]} is not a character")
-        if match[4] is not None and match[4] not in _ESCAPES:
-            raise ValueError(f"escape must be one of {' '.join(_ESCAPES)} x u U, got {match[0]}")
-        yield match[5] or _ESCAPES.get(match[4]) or chr(code)
+def _character(match: re.Match[str]) -> str:
+    code = int(match[1] or match[2] or match[3] or "0", 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{match[0]} is not a character")
+    if match[4] is not None and match[4] not in _ESCAPES:
+        raise ValueError(f"escape must be one of {' '.join(_ESCAPES)} x u U, got {match[0]}")
+    return match[5] or _ESCAPES.get(match[4]) or chr(code)

@@ -48,7 +48,6 @@ from common.models.blocks import (
 from common.models.linear import Linear
 from common.models.model_config import ModelConfig
 from common.models.regions.regions import Regions
-from common.models.rows_by_owner import in_order
 
 
 class ExpertsBlock(nn.Module):
@@ -91,11 +90,10 @@ class ExpertsBlock(nn.Module):
         regions: Regions,
     ) -> torch.Tensor:  # like hidden
         weights, chosen = self.route(x)
-        products = x.new_empty(chosen.numel(), x.shape[1])  # by pair
-        if self.stacks is None:
-            self.by_segment(x, chosen, products, regions)
-        else:
-            self.grouped(x, chosen, products, regions)
+        experts, order = chosen.flatten().sort(stable=True)  # of all pairs, by expert
+        rows = x.index_select(0, order // chosen.shape[1])
+        compute = self.by_segment if self.stacks is None else self.grouped
+        products = torch.empty_like(rows).index_copy_(0, order, compute(rows, experts, regions))
         weighted = products.unflatten(0, chosen.shape) * weights[:, :, None]
         return hidden.add_(self.down[0].summed(weighted.sum(1).to(x.dtype)))
 
@@ -108,40 +106,40 @@ class ExpertsBlock(nn.Module):
         return weights.to(x.dtype) if self.experts.is_rounded else weights, chosen
 
     def by_segment(
-        self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
-    ) -> None:
-        """Fill `products` [num_rows * num_active, hidden_size], one segment after another."""
-        order, segments = in_order(chosen.flatten().numpy())
-        for expert, start, stop in segments:
-            pairs = torch.from_numpy(order[start:stop])
-            rows = x.index_select(0, pairs // chosen.shape[1])
-            inner = regions.activate_and_multiply(self.gate_up[expert](rows), self.activation)
-            products.index_copy_(0, pairs, self.down[expert].product(inner))
+        self,
+        rows: torch.Tensor,  # [num_pairs, hidden_size], by expert
+        experts: torch.Tensor,  # [num_pairs] int64, ascending
+        regions: Regions,
+    ) -> torch.Tensor:  # like rows
+        """Multiply one segment after another."""
+        segments = rows.split(experts.bincount(minlength=len(self.gate_up)).tolist())
+        products = [rows[:0]]
+        for segment, gate_up, down in zip(segments, self.gate_up, self.down, strict=True):
+            if len(segment):
+                inner = regions.activate_and_multiply(gate_up(segment), self.activation)
+                products.append(down.product(inner))
+        return torch.cat(products)
 
-    def grouped(
-        self, x: torch.Tensor, chosen: torch.Tensor, products: torch.Tensor, regions: Regions
-    ) -> None:
-        """Fill `products` with grouped products; the host reads nothing."""
+    def grouped(self, rows: torch.Tensor, experts: torch.Tensor, regions: Regions) -> torch.Tensor:
+        """The same with grouped products; the host reads nothing."""
         assert self.stacks is not None
         gate_up, down = self.stacks
-        owners, order = chosen.flatten().sort(stable=True)
-        numbers = torch.arange(len(gate_up), device=x.device)
-        ends = torch.searchsorted(owners, numbers, right=True, out_int32=True)
-        rows = x.index_select(0, order // chosen.shape[1])
-        gates = multiply(rows, gate_up, owners, ends)
+        numbers = torch.arange(len(gate_up), device=rows.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        gates = multiply(rows, gate_up, experts, ends)
         inner = regions.activate_and_multiply(gates, self.activation)
-        products.index_copy_(0, order, multiply(inner, down, owners, ends))
+        return multiply(inner, down, experts, ends)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """The block's tensors, by the checkpoint's names without the layer's prefix."""
         block = self.experts.block
         *gate_and_up, down_name = self.experts.matrices
-        found = {"post_attention_layernorm.weight": self.mlp_norm_weight}
+        found = whole({"post_attention_layernorm.weight": self.mlp_norm_weight})
         found |= parts_of(block, ["gate"], self.router)
         for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             found |= parts_of(f"{block}.experts.{i}", gate_and_up, gate_up)
             found |= parts_of(f"{block}.experts.{i}", [down_name], down)
-        return whole(found)
+        return found
 
 
 def each(weights: nn.Parameter, make: MakeLinear) -> list[Linear]:
@@ -157,9 +155,9 @@ def stack(matrices: list[Linear]) -> torch.Tensor:
 def multiply(
     rows: torch.Tensor,  # [num_pairs, in], by expert
     weights: torch.Tensor,  # [num_experts, out, in]
-    owners: torch.Tensor,  # [num_pairs] int64, ascending
+    experts: torch.Tensor,  # [num_pairs] int64, ascending
     ends: torch.Tensor,  # [num_experts] int32, where the segment of each ends
 ) -> torch.Tensor:  # [num_pairs, out]
     if rows.dtype != torch.float64:
         return F.grouped_mm(rows, weights.mT, offs=ends)
-    return (rows @ weights.mT)[owners, torch.arange(len(rows), device=rows.device)]
+    return (rows @ weights.mT)[experts, torch.arange(len(rows), device=rows.device)]

@@ -54,7 +54,6 @@ class CompiledProduct:
         out_features, depth = weight.shape
         num_panels = -(-out_features // library.num_columns)
         self.packed = torch.empty(num_panels, depth, library.num_columns, dtype=dtype)
-        self.nbytes = self.packed.nbytes
         pack = library.pack[dtype]
         pack(weight.data_ptr(), self.packed.data_ptr(), out_features, depth, num_threads)
         self._multiply = library.multiply[dtype]

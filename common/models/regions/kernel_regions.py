@@ -93,8 +93,6 @@ class KernelRegions(FusedRegions):
         """Add, and norm the stored, rounded sum. `hidden` must be contiguous: it is written."""
         if weight is None:
             return super().add_and_norm(matrix, hidden, x, weight, eps, post_weight)
-        if not hidden.is_contiguous():
-            raise ValueError(f"hidden must be contiguous, got strides {hidden.stride()}")
         delta = matrix(x)
         if post_weight is not None:
             delta = self.rms_norm(delta, post_weight, eps)

@@ -191,10 +191,3 @@ def test_which_regions_a_model_has(monkeypatch: pytest.MonkeyPatch, caplog) -> N
     with caplog.at_level(logging.WARNING):
         assert type(compile_regions(model)) is Regions
     assert "are not compiled: no C++ compiler" in caplog.text
-
-
-def test_a_residual_that_is_a_view_is_refused() -> None:
-    """An index into rows of a wider tensor would be written in the wrong place."""
-    version = Version(KernelRegions(), Kind(f32, f32, 16), CPU)
-    with pytest.raises(ValueError, match="contiguous"):
-        added(version, torch.zeros(3, 48)[:, ::2], torch.zeros(3, 24), torch.ones(24))

@@ -18,11 +18,21 @@ import torch
 
 from common.assembly.assembly import packing_of
 from common.engine_config import EngineConfig
-from common.models.linear import linear_layers
+from common.models.linear import Linear, OneDnnProduct, linear_layers
 from common.models.loader import LoadedModel
+from common.models.regions.compiled_linear import CompiledProduct
 from workshop.measure.rounds import time_in_turn
 
 _MIB = 1 << 20
+
+
+def num_weight_bytes(matrix: Linear, dtype: torch.dtype) -> int:
+    """The bytes that a product reads."""
+    if isinstance(matrix.packed, OneDnnProduct):
+        return torch.ops.mkldnn._nbytes(matrix.packed.packed)
+    if isinstance(matrix.packed, CompiledProduct):
+        return matrix.packed.packed.nbytes
+    return matrix.shape.numel() * dtype.itemsize
 
 
 @torch.inference_mode()
@@ -45,10 +55,7 @@ def measure_linear(loaded: LoadedModel, row_counts: list[int], repeats: int) -> 
         model.pack_weights(packing)
     matrices = list(linear_layers(model))
     dtype = model.embed_weight.dtype
-    sizes = [
-        matrix.packed.nbytes if matrix.packed else matrix.shape.numel() * dtype.itemsize
-        for matrix in matrices
-    ]
+    sizes = [num_weight_bytes(matrix, dtype) for matrix in matrices]
 
     def multiply(rows: int) -> Callable[[], None]:
         inputs = [torch.ones(rows, matrix.shape[1], dtype=dtype) for matrix in matrices]
