@@ -63,8 +63,7 @@ PROPOSERS = {
     "ngram": "proposers:NgramProposer",
     "draft": "draft_model_proposer:DraftModelProposer",
 }
-# The first is for whole prompts, the second (or the same) for decodes and chunks in a batch. Only
-# "triton" and classes that derive from `TorchAttentionBackend` get metadata with a window.
+# The first is for whole prompts, the second (or the same) for decodes and chunks in a batch.
 ATTENTION_BACKENDS = {
     "torch": (
         "paged_attention:TorchAttentionBackend",

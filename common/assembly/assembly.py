@@ -468,8 +468,8 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
         from mixed_batch import compose as compose_mixed
 
         compose = partial(compose_mixed, decode_threshold=config.num_rows_per_request)
-    if has_windows := loaded.model.groups.have_windows:
-        from window_attention import WindowBackend, compose_windows
+    if loaded.model.groups.have_windows:
+        from window_attention import compose_windows
 
         compose = partial(compose_windows, compose, loaded.model.groups.windows)
     if config.batch_invariant:
@@ -479,7 +479,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
     if config.compile is True and name not in ("auto", "torch"):
         logger.warning('compile=True does not compile attention: attention_backend is not "torch"')
     if not isinstance(name, str):
-        return Attention(WindowBackend(name) if has_windows else name, compose)
+        return Attention(name, compose)
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "triton":
@@ -492,10 +492,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
             name = "torch"
-    backend = resolve_name(ATTENTION_BACKENDS[name][is_mixed])()
-    if has_windows and not isinstance(backend, TorchAttentionBackend):
-        backend = WindowBackend(backend)
-    attention = Attention(backend, compose)
+    attention = Attention(resolve_name(ATTENTION_BACKENDS[name][is_mixed])(), compose)
     if name == "torch" and config.wants_compiled(loaded.model.num_parameters, device):
         return make_compiled_attention(config, loaded, attention)
     return attention

@@ -21,7 +21,6 @@ from common.sampling.sampling_rules import SAMPLING_RULES
 from kv_budget import (
     BytesForKV,
     CudaMemory,
-    MemoryReader,
     free_memory_bytes,
     remaining_bytes,
     share_of_free,
@@ -60,7 +59,7 @@ NO_PEERS = Peers()
 
 
 def make_kv_cache(
-    demand: KVDemand, peers: Peers = NO_PEERS, memory: MemoryReader | None = None
+    demand: KVDemand, peers: Peers = NO_PEERS, memory: CudaMemory | None = None
 ) -> PagedKVCache:
     """Return KV tensors of `config.num_blocks` blocks, or of as many as fit together with a draft
     model's. `memory` reads the model's device; None: `CudaMemory`, if the device is a GPU."""
@@ -95,7 +94,7 @@ def make_kv_cache(
             windows=groups.windows,
             max_step_tokens=config.num_in_flight_tokens(device),
         )
-    budget = size_kv_cache(
+    num_blocks = size_kv_cache(
         kv_bytes_per_block=kv_bytes_per_block,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -103,8 +102,7 @@ def make_kv_cache(
         available=available,
         blocks_per_request=blocks_per_request,
     )
-    logger.info(budget.explanation)
-    num_blocks = peers.min_across(budget.num_blocks)
+    num_blocks = peers.min_across(num_blocks)
     kv_cache = allocate_kv_cache(loaded, num_blocks, config.block_size, demand.kind)
     if device.type == "cpu":
         logger.info(
@@ -150,7 +148,7 @@ def allocate_kv_cache(
 # -- the largest steps
 
 
-def _measure(memory: MemoryReader, demand: KVDemand) -> BytesForKV:
+def _measure(memory: CudaMemory, demand: KVDemand) -> BytesForKV:
     """Measure the memory that the largest steps need besides KV. All their requests share the
     blocks of a small KV cache, because the tokens are not read."""
     config = demand.config

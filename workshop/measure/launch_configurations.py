@@ -22,7 +22,7 @@ import torch
 from common.engine_config import EngineConfig
 from common.models.layer_groups import Window
 from common.models.model_config import ModelConfig
-from kernel_launch import DEFAULT_ARCHITECTURE, AttentionShape, Launch
+from kernel_launch import AttentionShape, Launch
 from paged_attention_triton import attention_launch, merge_launch
 
 
@@ -30,9 +30,7 @@ def launch_configurations(
     model: ModelConfig,
     engine: EngineConfig,
     dtype: torch.dtype,
-    architecture: int = DEFAULT_ARCHITECTURE,
     draft: ModelConfig | None = None,
-    is_interpreted: bool = False,
     vocab_size: int | None = None,  # None: the model's; an engine leaves out ids without a token
     windows: Collection[Window] = (None,),  # of the model's groups of layers
 ) -> list[Launch]:
@@ -41,7 +39,7 @@ def launch_configurations(
     launches: list[Launch] = []
     if dtype != torch.float64:
         for config in (model,) if draft is None else (model, draft):
-            shape = attention_shape(config, engine, dtype, architecture, is_interpreted)
+            shape = attention_shape(config, engine, dtype)
             for window in {window or 0 for window in windows}:
                 windowed = shape._replace(window=window)
                 for is_short in (True, False):
@@ -57,8 +55,6 @@ def attention_shape(
     model: ModelConfig,
     engine: EngineConfig,
     dtype: torch.dtype,
-    architecture: int,
-    is_interpreted: bool,
 ) -> AttentionShape:
     """Return the shape of the attention launches. Queries have a separate tensor, as written by
     `rotate_and_write`. The slots of a block are consecutive, as in `PagedKVCache`."""
@@ -73,8 +69,6 @@ def attention_shape(
         block_size=block_size,
         cache_strides=(block_size * slot_stride, slot_stride, head_dim),
         dtype=dtype,
-        is_interpreted=is_interpreted,
-        architecture=architecture,
     )
 
 

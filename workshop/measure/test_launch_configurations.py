@@ -66,7 +66,7 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
 
 
 def must_be_listed(launched, config, engine: EngineConfig, dtype=torch.float32, **options) -> None:
-    allowed = launch_configurations(config, engine, dtype, is_interpreted=True, **options)
+    allowed = launch_configurations(config, engine, dtype, **options)
     known = {identity(launch, dict(launch.arguments)) for launch in allowed}
     unknown = {kernel for kernel, key in launched if key not in known}
     assert launched and not unknown, f"{unknown} would be compiled while serving"

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 
 from kernel_launch import TRITON_TYPES, Launch
-from paged_attention_triton import check_caches, next_power_of_2
+from paged_attention_triton import next_power_of_2
 from triton_or_none import jit_for_any, tl
 
 HEADS_AT_ONCE = 8  # in a program of `rotate_and_write`
@@ -196,7 +196,6 @@ def rotate_and_write(
     eps: float,
 ) -> torch.Tensor:
     """The kernel for the function above. The caches can have either memory order."""
-    check_caches(key_cache, value_cache)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
