@@ -21,8 +21,7 @@ from request import Request
 # %%
 pool = BlockPool(num_blocks=9)
 manager = KVCacheManager(pool, block_size=4)
-print("usable blocks:", pool.num_usable_blocks)
-print("free order:   ", [block.block_id for block in pool.free_order()])
+print("free order:", [block.block_id for block in pool.free_order()])
 
 
 # %%
