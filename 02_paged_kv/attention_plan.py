@@ -15,26 +15,18 @@ See 02_paged_kv/README.md#decodes-together"""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 # Bytes of keys gathered at a time in decoding: as many as stay in a CPU's cache (measured), or
 # many.
 GROUP_KEY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 # Query lengths that are attended in groups: up to each of these together, longer ones alone.
 SHORT_QUERIES = (1, 8, 16)
-
-
-def is_short_query(query_lens: np.ndarray) -> np.ndarray:
-    return query_lens <= max(SHORT_QUERIES, default=0)
-
-
-def max_group_slots(key_cache: torch.Tensor) -> int:
-    return GROUP_KEY_BYTES[key_cache.device.type] // key_cache[0, 0].nbytes
 
 
 def group_short_queries(
@@ -45,10 +37,8 @@ def group_short_queries(
 ) -> list[np.ndarray]:
     """Split `rows` into groups. Sequences with 1, 2 to 8, and 9 to 16 query tokens are kept
     apart."""
-    rounded = query_lens[rows]  # rounded up to one of `SHORT_QUERIES`
-    for below, size in pairwise((0, *SHORT_QUERIES)):
-        rounded[(below < rounded) & (rounded <= size)] = size
-    alike = [rows[rounded == size] for size in np.unique(rounded)]
+    kinds = np.searchsorted(SHORT_QUERIES, query_lens[rows])
+    alike = [rows[kinds == kind] for kind in np.unique(kinds)]
     return [group for rows in alike for group in split_by_length(rows, seq_lens, max_slots)]
 
 
@@ -80,12 +70,12 @@ class DecodeGroup:
         rows: np.ndarray,  # longest first
         starts: np.ndarray,  # `query_start_loc`
         seq_lens: np.ndarray,
-        block_tables: torch.Tensor,
+        block_tables: Tensor,
         num_heads: int,  # of the query
-        key_cache: torch.Tensor,
+        key_cache: Tensor,
         window: int | None = None,
     ) -> None:
-        to_device = partial(torch.Tensor.to, device=key_cache.device, non_blocking=True)
+        to_device = partial(Tensor.to, device=key_cache.device, non_blocking=True)
         block_size = key_cache.shape[1]
         num_shared = num_heads // key_cache.shape[2]
         bounds = np.stack([starts[rows], starts[rows + 1], seq_lens[rows]])
@@ -116,12 +106,11 @@ class DecodeGroup:
 
     def attend(
         self,
-        query: torch.Tensor,  # [n * query_len, num_heads, head_dim]
-        keys: torch.Tensor,  # [n * slots, num_kv_heads, head_dim], unused slots are overwritten
-        values: torch.Tensor,  # the same
+        query: Tensor,  # [n * query_len, num_heads, head_dim]
+        keys: Tensor,  # [n * slots, num_kv_heads, head_dim], unused slots are overwritten
+        values: Tensor,  # the same
         scale: float,
-        attend: Callable[..., torch.Tensor],  # like scaled_dot_product_attention
-    ) -> torch.Tensor:  # [n * query_len, num_heads, head_dim]
+    ) -> Tensor:  # [n * query_len, num_heads, head_dim]
         n = self.num_seqs
         (_, num_kv_heads, head_dim) = keys.shape
         keys = keys.index_fill_(0, self.unused, 0).view(n, -1, num_kv_heads, head_dim)
@@ -130,5 +119,7 @@ class DecodeGroup:
         # Query heads that share a KV head become query rows of that head, so keys are read once.
         rows = query.view(n, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         rows = rows.permute(0, 2, 3, 1, 4)
-        output = attend(rows.flatten(2, 3), keys, values, attn_mask=self.mask, scale=scale)
+        output = scaled_dot_product_attention(
+            rows.flatten(2, 3), keys, values, attn_mask=self.mask, scale=scale
+        )
         return output.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from block_delta import PagedRunnerState
 from paged_attention import AttentionBackend, AttentionMetadata, AttentionPlan, PagedKVCache
@@ -42,13 +43,13 @@ class ComposedBatch:
     """A step on the device: the input of the model. Layers that share block tables are a group;
     most models have one group."""
 
-    input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
     attention: tuple[AttentionMetadata, ...]  # for each group of layers
-    logit_indices: torch.Tensor  # [num_logit_rows] int64, into the tokens
+    logit_indices: Tensor  # [num_logit_rows] int64, into the tokens
     plans: tuple[AttentionPlan, ...] = ()  # for each group
     # [num_tokens, hidden_size], if earlier layers were computed in another process.
-    hidden: torch.Tensor | None = None
+    hidden: Tensor | None = None
     # Data of the runner's plugins, by plugin name.
     staged: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class StepLayout(NamedTuple):
 
     order: np.ndarray  # [num_queries] the given queries, in the order of the batch
     arrays: Sequence[np.ndarray]
-    compose: Callable[[Sequence[torch.Tensor]], ComposedBatch]  # takes a tensor for each array
+    compose: Callable[[Sequence[Tensor]], ComposedBatch]  # takes a tensor for each array
 
     def on(self, device: torch.device) -> ComposedBatch:
         return self.compose(all_to_device(device, self.arrays))
@@ -91,12 +92,12 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
         query_start_loc,
         stop,
     ]
-    for group in state.groups:
-        block_ids = group.block_tables[entries].astype(np.int64)
-        arrays.append(group.block_tables[row, : -(-max_seq_len // block_size)])
+    for block_tables in state.block_tables:  # of each group of layers
+        block_ids = block_tables[entries].astype(np.int64)
+        arrays.append(block_tables[row, : -(-max_seq_len // block_size)])
         arrays.append(block_ids * block_size + positions % block_size)
 
-    def compose(tensors: Sequence[torch.Tensor]) -> ComposedBatch:
+    def compose(tensors: Sequence[Tensor]) -> ComposedBatch:
         input_ids, positions, logit_indices, starts, seq_lens, *group_tensors = tensors
         attention = tuple(
             AttentionMetadata(
@@ -116,14 +117,14 @@ def compose_in_order(state: PagedRunnerState, queries: Queries, block_size: int)
     return StepLayout(order, arrays, compose)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device, through fresh staging memory each time: reused memory could be
     overwritten while an asynchronous copy still reads it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def all_to_device(device: torch.device, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+def all_to_device(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """Copy several arrays to the device at once, concatenated. Each starts at a multiple of 16
     bytes, the alignment that GPU kernels prefer."""
     if device.type != "cuda":

@@ -8,7 +8,7 @@
           1     3 8 6 . . . . .   2                   3            9 . . .        1
 
 Layers can be in groups with a block table each; here there is one group. So the message has a tuple
-of tables per request, and the last two columns exist per group (`TableColumns`). Neither side needs
+of tables per request, and the last two columns exist per group. Neither side needs
 a tensor, so a scheduler can be imported, and tested, without PyTorch.
 
 Invariant: after each plan, the runner's tokens and tables of a scheduled request equal the
@@ -90,30 +90,6 @@ class RequestRow(RunnerRequest):
         return self.state.token_ids[self.row, start : min(stop, self.num_tokens)].tolist()
 
 
-class TableColumns:
-    """The block tables of one group of layers, with a row for each request."""
-
-    def __init__(self, max_blocks_per_request: int) -> None:
-        self.block_tables = np.zeros((0, max_blocks_per_request), dtype=np.int32)  # 0: null block
-        self.num_blocks = np.zeros(0, dtype=np.int64)
-
-    def admit(self, row: int, block_ids: Sequence[int]) -> None:
-        self.num_blocks[row] = len(block_ids)
-        self.block_tables[row, : len(block_ids)] = block_ids
-
-    def append(
-        self, rows: np.ndarray, is_new: Sequence[bool], block_ids: Sequence[Sequence[int]]
-    ) -> None:
-        """Append `block_ids[i]` to the table of row `rows[i]`, or replace the whole table if
-        `is_new[i]` is false."""
-        start_columns = self.num_blocks[rows] * is_new  # 0 if the whole table was sent
-        self.num_blocks[rows] = _scatter_lists(self.block_tables, rows, start_columns, block_ids)
-
-    def grow(self, num_rows: int) -> None:
-        self.block_tables = _grow_rows(self.block_tables, num_rows)
-        self.num_blocks = _grow_rows(self.num_blocks, num_rows)
-
-
 class PagedRunnerState(RunnerState):
     """Chapter 1's state with block tables, stored in columns, so that all changes of a plan are
     written together. A request has an object only for callers that access a single request."""
@@ -122,8 +98,11 @@ class PagedRunnerState(RunnerState):
         super().__init__()
         self.row_of: dict[str, int] = {}
         self.token_ids = np.zeros((0, 0), dtype=np.int32)  # prompt, then outputs
-        self.num_tokens, self.num_prompt_tokens = np.zeros((2, 0), dtype=np.int64)
-        self.groups = tuple(TableColumns(max_blocks_per_request) for _ in range(num_groups))
+        self.num_tokens = np.zeros(0, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(0, dtype=np.int64)
+        # By group of layers and row; 0 is the null block.
+        self.block_tables = np.zeros((num_groups, 0, max_blocks_per_request), dtype=np.int32)
+        self.num_blocks = np.zeros((num_groups, 0), dtype=np.int64)
         self._free_rows: list[int] = []
         self.grow(max_num_seqs)
 
@@ -132,8 +111,8 @@ class PagedRunnerState(RunnerState):
 
     def block_ids(self, req_id: str, first: int = 0, group: int = 0) -> list[int]:
         """The request's block table in a group of layers, as it was sent, from entry `first` on."""
-        row, columns = self.row_of[req_id], self.groups[group]
-        return columns.block_tables[row, first : columns.num_blocks[row]].tolist()
+        row = self.row_of[req_id]
+        return self.block_tables[group, row, first : self.num_blocks[group, row]].tolist()
 
     def admit(self, new: NewRequestData) -> None:
         if not self._free_rows:  # more requests than run at a time: some were preempted
@@ -143,10 +122,11 @@ class PagedRunnerState(RunnerState):
         num_tokens = len(new.prompt_token_ids)
         self.widen(num_tokens)
         self.token_ids[row, :num_tokens] = new.prompt_token_ids
-        self.num_tokens[row] = self.num_prompt_tokens[row] = num_tokens
-        tables = new.block_ids or [()] * len(self.groups)
-        for group, block_ids in zip(self.groups, tables, strict=True):
-            group.admit(row, block_ids)
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = num_tokens
+        self.num_blocks[:, row] = 0
+        for group, block_ids in enumerate(new.block_ids):
+            self.append_blocks(group, np.array([row]), [False], [block_ids])
 
     def append(self, changes: CachedRequestData) -> None:
         rows = self.rows_of(changes.req_ids)
@@ -158,8 +138,21 @@ class PagedRunnerState(RunnerState):
         if changed:
             is_new = [changes.req_ids[i] not in changes.resumed_req_ids for i in changed]
             of_groups = zip(*(changes.new_block_ids[i] for i in changed), strict=True)
-            for group, block_ids in zip(self.groups, of_groups, strict=True):
-                group.append(rows[changed], is_new, block_ids)
+            for group, block_ids in enumerate(of_groups):
+                self.append_blocks(group, rows[changed], is_new, block_ids)
+
+    def append_blocks(
+        self,
+        group: int,
+        rows: np.ndarray,
+        is_new: Sequence[bool],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Append `block_ids[i]` to the table of row `rows[i]`, or replace the whole table if
+        `is_new[i]` is false."""
+        start_columns = self.num_blocks[group, rows] * is_new  # 0 if the whole table was sent
+        stops = _scatter_lists(self.block_tables[group], rows, start_columns, block_ids)
+        self.num_blocks[group, rows] = stops
 
     def release(self, req_id: str) -> None:
         super().release(req_id)
@@ -182,29 +175,25 @@ class PagedRunnerState(RunnerState):
         """Grow to `num_rows` rows, at least as many as now. Existing rows stay."""
         num_before = len(self.num_tokens)
         self._free_rows += range(num_rows - 1, num_before - 1, -1)
-        self.num_tokens = _grow_rows(self.num_tokens, num_rows)
-        self.num_prompt_tokens = _grow_rows(self.num_prompt_tokens, num_rows)
-        for group in self.groups:
-            group.grow(num_rows)
-        self.widen(self.token_ids.shape[1])
+        num_groups, _, max_blocks = self.block_tables.shape
+        self.num_tokens = _grown(self.num_tokens, num_rows)
+        self.num_prompt_tokens = _grown(self.num_prompt_tokens, num_rows)
+        self.token_ids = _grown(self.token_ids, num_rows, self.token_ids.shape[1])
+        self.num_blocks = _grown(self.num_blocks, num_groups, num_rows)
+        self.block_tables = _grown(self.block_tables, num_groups, num_rows, max_blocks)
 
     def widen(self, num_tokens: int) -> None:
         """Widen the token columns to hold positions below `num_tokens`."""
-        num_rows = len(self.num_tokens)
-        width = self.token_ids.shape[1]
+        num_rows, width = self.token_ids.shape
         if num_tokens > width:
-            width = max(num_tokens, 2 * width)
-        if (num_rows, width) != self.token_ids.shape:
-            known = self.token_ids
-            self.token_ids = np.zeros((num_rows, width), dtype=np.int32)
-            for row in self.row_of.values():  # memory that was never written to costs nothing
-                self.token_ids[row, : self.num_tokens[row]] = known[row, : self.num_tokens[row]]
+            self.token_ids = _grown(self.token_ids, num_rows, max(num_tokens, 2 * width))
 
 
-def _grow_rows(column: np.ndarray, num_rows: int) -> np.ndarray:
-    longer = np.zeros((num_rows, *column.shape[1:]), column.dtype)
-    longer[: len(column)] = column
-    return longer
+def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
+    """A copy in a larger shape. The new entries are 0."""
+    grown = np.zeros(shape, array.dtype)
+    grown[tuple(map(slice, array.shape))] = array
+    return grown
 
 
 def _lengths(lists: Sequence[Sequence[int]]) -> np.ndarray:

@@ -114,13 +114,10 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if free order and reference counts are inconsistent."""
         for block_id, block in enumerate(self.blocks):
-            assert block.block_id == block_id, f"{block} is at index {block_id}"
-            assert block.ref_cnt >= 0, f"{block} has a negative ref_cnt"
-            is_usable = block_id != NULL_BLOCK_ID
-            assert is_usable or block.ref_cnt == 0, "the null block is in use"
+            is_free = block.ref_cnt == 0 and block_id != NULL_BLOCK_ID
             is_listed = self._free.get(block_id) is block
-            is_free = block.ref_cnt == 0
-            assert is_listed == (is_usable and is_free), f"{block} in the free order: {is_listed}"
+            assert block.ref_cnt >= 0 and is_listed == is_free, f"{block}: free is {is_listed}"
+        assert self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block is in use"
         num_held = sum(block.ref_cnt > 0 for block in self.blocks)
         assert num_held + self.num_free_blocks == self.num_usable_blocks, "foreign blocks are free"
 
@@ -129,10 +126,8 @@ class BlockPool:
             block_ids = [block.block_id for block in blocks]
             raise ValueError(f"cannot {verb} blocks {block_ids}: ids must be unique within a call")
         for block in blocks:
-            if block.block_id == NULL_BLOCK_ID:
-                raise ValueError(f"cannot {verb} block 0: the null block is never allocated")
             if not (0 < block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
-                raise ValueError(f"cannot {verb} {block}: not a block of this pool")
+                raise ValueError(f"cannot {verb} {block}: not a usable block of this pool")
             if (block.ref_cnt > 0) != are_held:
                 state = "free already" if are_held else "held, not free"
                 raise ValueError(f"cannot {verb} block {block.block_id}: the block is {state}")

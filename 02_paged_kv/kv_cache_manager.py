@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from block_pool import Block, BlockPool
-from request import Request, check_integers
+from request import Request
 
 
 @dataclass(slots=True)
@@ -52,7 +52,6 @@ class KVCacheManager:
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        check_integers(1, block_size=block_size)
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[str, BlockTable] = {}
@@ -105,10 +104,8 @@ class KVCacheManager:
         """Allocate slots for `num_new_tokens` after the computed positions, and for
         `num_reserved_tokens` after those. O(new blocks).
 
-        Returns False, and changes nothing, if the memory is too small. Raises `ValueError` for
-        negative counts.
+        Returns False, and changes nothing, if the memory is too small.
         """
-        check_integers(0, num_new_tokens=num_new_tokens, num_reserved_tokens=num_reserved_tokens)
         self.current_req_id = request.request_id
         end = request.num_computed_tokens + num_new_tokens + num_reserved_tokens
         return self._grow_table_to(request.request_id, end)
@@ -176,7 +173,6 @@ class KVCacheManager:
             assert block.ref_cnt == num_holders, f"{block} is held {num_holders} times"
         for request_id, table in self._tables.items():
             assert table.block_ids == [block.block_id for block in table.blocks], request_id
-            assert table.blocks, f"request {request_id!r} has an empty block table"
         self._check_sharing()
         for request in requests:
             num_slots = len(self.get_block_ids(request.request_id)) * self.block_size

@@ -26,7 +26,7 @@ See 02_paged_kv/README.md#the-memory-and-attention"""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_plan import DecodeGroup, group_short_queries, is_short_query, max_group_slots
+import attention_plan
+from attention_plan import DecodeGroup, group_short_queries
 
-# Query rows attended at a time in a long query that has history, so that a mask is [QUERY_TILE,
-# seq_len] and not [query_len, seq_len].
+# Query rows attended at a time in a long query that has history or a window, so that a mask is
+# [QUERY_TILE, seq_len] and not [query_len, seq_len].
 QUERY_TILE = 256
 ALIGNMENT = 64  # bytes: a line of the processor's cache, and PyTorch's own alignment
 
@@ -99,7 +100,6 @@ class AttentionMetadata:
     # On the host, if they are known there, so that no code has to wait for the device.
     query_starts: Sequence[int] = ()  # query_start_loc
     host_seq_lens: Sequence[int] = ()  # seq_lens
-    num_short: int | None = None  # chapter 6 puts so many sequences with few query tokens first
     skipped: Sequence[int] = ()  # with a window: positions of each sequence before its first block
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
@@ -124,6 +124,19 @@ def write_kv(
     value_cache.index_put_(places, value)
 
 
+class AttentionPlan(Protocol):
+    """How layers write and read their KV in one step."""
+
+    slot_mapping: Tensor  # [num_tokens] int64, -1: padding
+
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+        write_kv(key, value, key_cache, value_cache, self.slot_mapping)
+
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor: ...
+
+
 # Block ids -> the keys and values in these blocks, each [num_slots, num_kv_heads, head_dim].
 Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -135,7 +148,7 @@ class LongQuery(NamedTuple):
     block_ids: Tensor  # [blocks of the sequence] int
 
 
-class PagedPlan:
+class PagedPlan(AttentionPlan):
     """The plan that all layers of a step share: which sequences are attended together, and buffers
     for gathered keys and values.
 
@@ -150,8 +163,7 @@ class PagedPlan:
         key_cache: Tensor,
         backend: TorchAttentionBackend,
     ) -> None:
-        """Plan for queries of `num_heads` heads, and caches like `key_cache`. Raises `ValueError`
-        if lengths and tables are inconsistent."""
+        """Plan for queries of `num_heads` heads, and caches like `key_cache`."""
         self.metadata = metadata
         self.num_heads = num_heads
         self.backend = backend
@@ -159,29 +171,26 @@ class PagedPlan:
         self.window = metadata.window
         self.starts, self.seq_lens = metadata.on_host()
         self.query_lens = np.diff(self.starts)
-        seq_lens = self.seq_lens
-        tables = metadata.block_tables
-        block_size = key_cache.shape[1]
-        is_real = self.query_lens != 0
-        fits = (self.query_lens > 0) & (self.query_lens <= seq_lens)
-        fits &= seq_lens <= tables.shape[1] * block_size
-        for row in np.flatnonzero(is_real & ~fits):
-            raise ValueError(
-                f"sequence {row}: query_len {self.query_lens[row]}, seq_len {seq_lens[row]} and "
-                f"block_tables {tuple(tables.shape)} of {block_size} contradict each other"
-            )
         self.key_buffer = self.value_buffer = key_cache[:0]
-        self.max_slots = max_group_slots(key_cache)
+        group_bytes = attention_plan.GROUP_KEY_BYTES[key_cache.device.type]
+        self.max_slots = group_bytes // key_cache[0, 0].nbytes
+        is_real = self.query_lens > 0
         is_short = backend.is_short(self)
         self.groups = self.make_groups(np.flatnonzero(is_real & is_short), key_cache)
-        long = np.flatnonzero(is_real & ~is_short).tolist()
-        self.long_queries = [part for row in long for part in self.split(row, block_size)]
+        self.long_queries: list[LongQuery] = []
+        for row in np.flatnonzero(is_real & ~is_short).tolist():
+            start, stop = self.starts[row : row + 2].tolist()
+            seq_len = int(self.seq_lens[row])
+            block_ids = metadata.block_tables[row, : -(-seq_len // key_cache.shape[1])]
+            self.long_queries.append(
+                LongQuery(stop - start, seq_len, slice(start, stop), block_ids)
+            )
         # The largest first: the buffer is reallocated when it is too small.
         self.groups.sort(key=lambda group: -len(group.block_ids))
         self.long_queries.sort(key=lambda long: -long.seq_len)
 
     def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
-        """Group the sequences `short`, whose lengths are consistent."""
+        """Group the sequences `short`."""
         groups = group_short_queries(short, self.query_lens, self.seq_lens, self.max_slots)
         return [
             DecodeGroup(
@@ -195,24 +204,6 @@ class PagedPlan:
             )
             for rows in groups
         ]
-
-    def split(self, row: int, block_size: int) -> Iterator[LongQuery]:
-        """Yield a sequence's long query whole. With a window: in tiles, each of which begins with
-        the first block that it sees."""
-        start, stop, seq_len = map(int, (*self.starts[row : row + 2], self.seq_lens[row]))
-        tile = stop - start if self.window is None else QUERY_TILE
-        for first in range(start, stop, tile):
-            last = min(first + tile, stop)
-            skipped = 0
-            num_keys = seq_len - stop + last
-            if self.window is not None:
-                skipped = max(num_keys - last + first - self.window + 1, 0) // block_size
-            block_ids = self.metadata.block_tables[row, skipped : -(-num_keys // block_size)]
-            num_keys -= skipped * block_size
-            yield LongQuery(last - first, num_keys, slice(first, last), block_ids)
-
-    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-        write_kv(key, value, key_cache, value_cache, self.slot_mapping)
 
     def gather(
         self, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor
@@ -231,10 +222,7 @@ class PagedPlan:
         gather = partial(self.gather, key_cache, value_cache)
         for group in self.groups:
             keys, values = gather(group.block_ids)
-            attended = group.attend(
-                query[group.tokens], keys, values, scale, self.backend.attend_group
-            )
-            output[group.tokens] = attended
+            output[group.tokens] = group.attend(query[group.tokens], keys, values, scale)
         for long in self.long_queries:
             queries = by_kv_head(query[long.rows], num_kv_heads)
             attended = self.backend.attend_long(self, queries, long, gather, scale)
@@ -246,13 +234,11 @@ class PagedPlan:
         """`[tile, num_keys]`, where the last row sees everything, or the window. The lower right
         corner `[t, k]` is the mask of t query tokens that are the last of k keys, for any smaller t
         and k."""
-        long = [q for q in self.long_queries if self.window is not None or q.query_len < q.seq_len]
-        tile = min(max(q.query_len for q in long), QUERY_TILE)
-        num_keys = max(q.seq_len for q in long)
+        tile = min(max(long.query_len for long in self.long_queries), QUERY_TILE)
+        num_keys = max(long.seq_len for long in self.long_queries)
         mask = self.key_buffer.new_full((tile, num_keys), -math.inf)
-        left = None if self.window is None else mask.tril(num_keys - tile - self.window)
-        mask.triu_(num_keys - tile + 1)
-        return mask if left is None else mask.add_(left)
+        right = mask.triu(num_keys - tile + 1)
+        return right if self.window is None else right + mask.tril(num_keys - tile - self.window)
 
 
 def by_kv_head(tensor: Tensor, num_kv_heads: int) -> Tensor:
@@ -278,25 +264,10 @@ def paged_attention(
     """Causal attention of every query token to its own sequence, itself included.
 
     The step's keys and values must have been written. `num_heads` is a multiple of `num_kv_heads`;
-    adjacent query heads share one. Rows of padding tokens are zero. Raises `ValueError` if the
-    metadata is inconsistent.
+    adjacent query heads share one. Rows of padding tokens are zero.
     """
     plan = (backend or TorchAttentionBackend()).plan(metadata, query.shape[1], key_cache)
     return plan.attend(query, key_cache, value_cache, scale)
-
-
-class AttentionPlan(Protocol):
-    """How layers write and read their KV in one step: the interface of `PagedPlan`."""
-
-    slot_mapping: Tensor  # [num_tokens] int64, -1: padding
-
-    def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
-    ) -> None: ...
-
-    def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
-    ) -> Tensor: ...
 
 
 @runtime_checkable
@@ -311,16 +282,12 @@ class AttentionBackend(Protocol):
 class TorchAttentionBackend:
     """The PyTorch backend, for any device. Others replace one of its methods."""
 
-    # Attends to dense tensors `[..., num_tokens, head_dim]`; another function with the same
-    # arguments is another backend.
-    attend_group = staticmethod(scaled_dot_product_attention)
-
     def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> PagedPlan:
         return PagedPlan(metadata, num_heads, key_cache, self)
 
     def is_short(self, plan: PagedPlan) -> np.ndarray:
         """Return for each sequence whether its queries are attended in a group: `[num_seqs]`."""
-        return is_short_query(plan.query_lens)
+        return plan.query_lens <= max(attention_plan.SHORT_QUERIES, default=0)
 
     def attend_long(
         self, plan: PagedPlan, query: Tensor, long: LongQuery, gather: Gather, scale: float
@@ -330,16 +297,19 @@ class TorchAttentionBackend:
         keys, values = (repeat_for(query, t[: long.seq_len]) for t in gather(long.block_ids))
         query_len = query.shape[2]
         if plan.window is None and query_len == long.seq_len:
-            return self.attend_group(query, keys, values, is_causal=True, scale=scale)
+            return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         tiles = []
         for start in range(0, query_len, QUERY_TILE):
             stop = min(start + QUERY_TILE, query_len)
             num_keys = long.seq_len - query_len + stop
-            tile = self.attend_group(
+            first_key = 0
+            if plan.window is not None:
+                first_key = max(num_keys - (stop - start) - plan.window + 1, 0)
+            tile = scaled_dot_product_attention(
                 query[:, :, start:stop],
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
-                attn_mask=plan.causal_mask[start - stop :, -num_keys:],
+                keys[:, :, first_key:num_keys],
+                values[:, :, first_key:num_keys],
+                attn_mask=plan.causal_mask[start - stop :, first_key - num_keys :],
                 scale=scale,
             )
             tiles.append(tile)

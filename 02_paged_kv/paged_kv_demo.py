@@ -2,23 +2,15 @@
 # # Blocks, tables, slots
 #
 # This notebook uses the code of chapter 2. It defines only a few lines that print. It needs no
-# model: the keys and values are random numbers.
+# model.
 #
 # **中文提要**：块池怎样分配和释放块；一个 token 的位置怎样经过块表（block table）变成槽位（slot）；
-# 什么时候才需要新块；注意力怎样通过块表读 KV，结果和连续存放时相同。不需要模型，key 和 value
-# 是随机数。
+# 什么时候才需要新块。不需要模型。
 
 # %%
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-
 from block_pool import BlockPool
 from kv_cache_manager import KVCacheManager
-from paged_attention import AttentionMetadata, PagedKVCache, paged_attention, write_kv
 from request import Request
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
 
 # %% [markdown]
 # ## A pool of blocks
@@ -29,8 +21,7 @@ torch.set_num_threads(1)
 # %%
 pool = BlockPool(num_blocks=9)
 manager = KVCacheManager(pool, block_size=4)
-print("usable blocks:", pool.num_usable_blocks)
-print("free order:   ", [block.block_id for block in pool.free_order()])
+print("free order:", [block.block_id for block in pool.free_order()])
 
 
 # %%
@@ -78,16 +69,6 @@ for token_id in (50, 51, 52, 53):
     a.num_computed_tokens += 1  # the step writes it
 
 # %% [markdown]
-# A refused allocation changes nothing. Request `c` needs 40 positions; that is ten blocks, but only
-# four are free.
-
-# %%
-c = Request.from_tokens("c", list(range(40)))
-print("granted:", manager.allocate_slots(c, 40))
-print("could an empty pool ever hold it:", manager.capacity >= 40)
-show(a, b)
-
-# %% [markdown]
 # Freeing drops one reference of each block, the deepest first. No other request holds one here, so
 # all three become free. They will be reused after the blocks that have been free for longer.
 
@@ -95,58 +76,6 @@ show(a, b)
 manager.free(a)
 show(b)
 manager.check_invariants([b])
-
-# %% [markdown]
-# ## Attention reads through the table
-#
-# Now the tensors. Three sequences of 7, 3 and 5 tokens are stored in blocks that are neither in
-# order nor adjacent. Every unused slot holds NaN.
-
-# %%
-num_heads = 4
-num_kv_heads = 2
-head_dim = 8
-block_size = 4
-seq_lens = [7, 3, 5]
-tables = [[6, 2], [5, 0], [1, 4]]  # 0: padding of the table
-kv = PagedKVCache(1, 9, block_size, num_kv_heads, head_dim, dtype=torch.float64)
-key_cache, value_cache = kv.key_cache[0].fill_(torch.nan), kv.value_cache[0].fill_(torch.nan)
-print(f"bytes of one block, keys and values: {kv.kv_bytes_per_block}")
-
-slots = [
-    table[position // block_size] * block_size + position % block_size
-    for table, seq_len in zip(tables, seq_lens, strict=True)
-    for position in range(seq_len)
-]
-print("slots:", slots)
-keys, values = torch.randn(2, sum(seq_lens), num_kv_heads, head_dim, dtype=torch.float64)
-write_kv(keys, values, key_cache, value_cache, torch.tensor(slots))
-
-# %% [markdown]
-# Run one decode step: each sequence has one query token, its last. The result must equal plain
-# attention over contiguous keys and values, whatever the table is.
-
-# %%
-query = torch.randn(3, num_heads, head_dim, dtype=torch.float64)
-metadata = AttentionMetadata(
-    query_start_loc=torch.tensor([0, 1, 2, 3]),
-    seq_lens=torch.tensor(seq_lens),
-    block_tables=torch.tensor(tables),
-    slot_mapping=torch.tensor([slots[6], slots[9], slots[14]]),
-    max_query_len=1,
-    max_seq_len=7,
-)
-paged = paged_attention(query, key_cache, value_cache, metadata, head_dim**-0.5)
-
-contiguous = [
-    scaled_dot_product_attention(
-        one[:, None], k.transpose(0, 1), v.transpose(0, 1), enable_gqa=True
-    ).squeeze(1)
-    for one, k, v in zip(query, keys.split(seq_lens), values.split(seq_lens), strict=True)
-]
-print("largest difference:", f"{(paged - torch.stack(contiguous)).abs().max():.0e}")
-print("any NaN:", bool(paged.isnan().any()))
-assert torch.allclose(paged, torch.stack(contiguous), rtol=0, atol=1e-12)
 
 # %% [markdown]
 # ## Watch it run

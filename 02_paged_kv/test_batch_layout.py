@@ -46,7 +46,7 @@ def make_state(num_rows: int, block_size: int, num_groups: int = 1) -> PagedRunn
     state = PagedRunnerState(num_rows, -(-50 // block_size), num_groups)
     rng = np.random.default_rng(0)
     state.widen(50)
-    for column in (state.token_ids, *(group.block_tables for group in state.groups)):
+    for column in (state.token_ids, *state.block_tables):
         column[:] = rng.permutation(column.size).reshape(column.shape) + 1
     return state
 
@@ -66,7 +66,7 @@ def check_layout(
     in_order = [queries[i] for i in layout.order]
     for row, start, num_tokens, num_logit_rows in in_order:
         stop = start + num_tokens
-        table = state.groups[0].block_tables[row].tolist()
+        table = state.block_tables[0, row].tolist()
         for position in range(start, stop):
             if position >= stop - num_logit_rows:
                 rows_with_logits.append(len(positions))
@@ -77,7 +77,7 @@ def check_layout(
         lens.append(stop)
         tables.append(table[: -(-stop // block_size)])
     batch = layout.on(CPU)
-    for column in (state.token_ids, state.groups[0].block_tables):
+    for column in (state.token_ids, state.block_tables[0]):
         column[:] = 0
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions

@@ -128,8 +128,8 @@ REFUSALS = {  # in a pool of 5, whose blocks 1 and 2 are held: the call, its blo
     "free-a-free-block": ("free", [1, 3], "cannot free block 3: the block is free already"),
     "touch-a-free-block": ("touch", [4], "cannot touch block 4: the block is free already"),
     "reclaim-a-held-block": ("reclaim", [3, 2], "cannot reclaim block 2: the block is held"),
-    "free-the-null-block": ("free", [0], "cannot free block 0: the null block"),
-    "free-a-foreign-block": ("free", [OTHER.blocks[1]], "not a block of this pool"),
+    "free-the-null-block": ("free", [0], "not a usable block"),
+    "free-a-foreign-block": ("free", [OTHER.blocks[1]], "not a usable block of this pool"),
 }
 
 

@@ -121,5 +121,5 @@ class SharingRunnerState(PagedRunnerState):
     def apply(self, plan: RunnerInput) -> None:
         super().apply(plan)
         for move in plan.block_moves:
-            row, group = self.row_of[move.req_id], self.groups[move.group]
-            group.block_tables[row, move.block_index] = move.block_id
+            row = self.row_of[move.req_id]
+            self.block_tables[move.group, row, move.block_index] = move.block_id

@@ -32,27 +32,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from request import Request, check_integers
+from request import Request
 from unchunked import ChunkToBudget
 
 
 class ChunkedPrefill(ChunkToBudget):
-    """A `ChunkPolicy` (chapter 4). Raises `ValueError` that names the field."""
+    """A `ChunkPolicy` (chapter 4)."""
 
     def __init__(
         self,
         long_prefill_token_threshold: int | None = None,
         max_long_partial_prefills: int | None = None,
     ) -> None:
-        if long_prefill_token_threshold is not None:
-            check_integers(1, long_prefill_token_threshold=long_prefill_token_threshold)
-        if max_long_partial_prefills is not None:
-            check_integers(1, max_long_partial_prefills=max_long_partial_prefills)
-            if long_prefill_token_threshold is None:
-                raise ValueError(
-                    "max_long_partial_prefills must be None without a "
-                    f"long_prefill_token_threshold, got {max_long_partial_prefills}"
-                )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills
         self._num_long = 0  # long prompts being prefilled
@@ -82,6 +73,6 @@ class ChunkedPrefill(ChunkToBudget):
         return min(num_uncomputed_tokens, budget, self.long_prefill_token_threshold or budget)
 
     def _is_long(self, num_uncomputed_tokens: int) -> bool:
-        """Whether the prompt needs more than one step even without other requests."""
-        threshold = self.long_prefill_token_threshold
-        return threshold is not None and num_uncomputed_tokens > threshold
+        """Whether the prompt needs more than one step even without other requests, where there is
+        a threshold."""
+        return num_uncomputed_tokens > (self.long_prefill_token_threshold or 0)

@@ -60,12 +60,8 @@ class MixedAttentionBackend(TorchAttentionBackend):
     computed span by span of their keys. A window has few keys: all is as in chapter 2."""
 
     def is_short(self, plan: PagedPlan) -> np.ndarray:
-        if plan.window is not None:
-            return super().is_short(plan)
-        is_short = plan.query_lens == 1
-        if plan.metadata.num_short is not None:
-            is_short = np.arange(len(is_short)) < plan.metadata.num_short
-        return is_short & (plan.seq_lens <= plan.max_slots)
+        is_short = super().is_short(plan)
+        return is_short if plan.window is not None else is_short & (plan.seq_lens <= plan.max_slots)
 
     def attend_long(
         self, plan: PagedPlan, query: Tensor, long: LongQuery, gather: Gather, scale: float

@@ -4,7 +4,6 @@ model: common/tests/test_chunked_prefill_engine.py."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -93,22 +92,6 @@ def test_nobody_gets_more_than_it_needs_or_than_there_is_and_somebody_always_get
     )
     assert num_tokens == min(num_uncomputed_tokens, budget, threshold or num_uncomputed_tokens)
     assert num_tokens >= 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "named", "arguments"),
-    [
-        *((ChunkedPrefill, "long_prefill_token_threshold", (v,)) for v in (0, True, 2.5)),
-        *((ChunkedPrefill, "max_long_partial_prefills", (4, v)) for v in (0, "2")),
-        (ChunkedPrefill, "max_long_partial_prefills", (None, 2)),
-        *((AdaptiveChunks, "target_step_ms", (v,)) for v in (0, True, math.nan, math.inf)),
-        (AdaptiveChunks, "long_prefill_token_threshold", (5, 0)),
-        *((AdaptiveChunks, "min_chunk", (5, None, None, v)) for v in (0, 2.0)),
-    ],
-)
-def test_what_is_refused_is_named(kind, named, arguments):
-    with pytest.raises(ValueError, match=named):
-        kind(*arguments)
 
 
 # -- chunks in the two-phase scheduler

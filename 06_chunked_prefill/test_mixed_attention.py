@@ -3,8 +3,6 @@ one token after the other."""
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import numpy as np
 import pytest
 import torch
@@ -22,23 +20,16 @@ from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     Case,
     make_case,
     test_each_query_attends_to_what_it_sees,
-    test_metadata_that_contradicts_itself_is_an_error,
     test_models_with_other_numbers_of_query_heads_share_metadata,
 )
 
 TILE = 4
 
 
-def mixed_metadata(
-    case: Case, decode_threshold: int = 1, *, is_readable: bool = False
-) -> AttentionMetadata:
-    """The border follows the short queries in front, in any case a matter of speed only. The
-    tensors on the device are nonsense, unless they have to be readable."""
+def mixed_metadata(case: Case) -> AttentionMetadata:
+    """With the lengths on the host. Those on the device are nonsense."""
     given = case.metadata
-    is_short = list(takewhile(lambda query_len: query_len <= decode_threshold, case.query_lens))
-    on_device = [given.query_start_loc, given.seq_lens]
-    if not is_readable:
-        on_device = [x.clone().fill_(10**6) for x in on_device]
+    on_device = [x.clone().fill_(10**6) for x in (given.query_start_loc, given.seq_lens)]
     return AttentionMetadata(
         *on_device,
         block_tables=given.block_tables,
@@ -46,32 +37,31 @@ def mixed_metadata(
         max_query_len=given.max_query_len,
         max_seq_len=given.max_seq_len,
         window=given.window,
-        num_short=len(is_short),
         query_starts=given.query_start_loc.tolist(),
         host_seq_lens=given.seq_lens.tolist(),
     )
 
 
 class Mixed(Attention):
-    """With the metadata of a mixed batch, whose short queries have at most `decode_threshold`
-    tokens, or with plain metadata (None)."""
+    """With the lengths on the host, or on the device only."""
 
-    def __init__(self, decode_threshold: int | None = None) -> None:
-        self.decode_threshold = decode_threshold
+    def __init__(self, is_on_host: bool = True) -> None:
+        self.is_on_host = is_on_host
 
     def make_backend(self, case: Case) -> MixedAttentionBackend:
-        if self.decode_threshold is not None and not case.metadata.query_starts:
-            case.metadata = mixed_metadata(case, self.decode_threshold)
+        if self.is_on_host and not case.metadata.query_starts:
+            case.metadata = mixed_metadata(case)
         return MixedAttentionBackend()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", (1,))
     monkeypatch.setattr(module, "KEY_TILE", TILE)
     monkeypatch.setattr(module, "QUERY_TILE", TILE)
 
 
-@pytest.fixture(params=[None, 3], ids=["plain metadata", "mixed metadata"])
+@pytest.fixture(params=[False, True], ids=["plain metadata", "mixed metadata"])
 def attention(request, small_tiles) -> Mixed:
     return Mixed(request.param)
 
@@ -93,29 +83,29 @@ def tile_attention(request, monkeypatch):
     key_tile=st.integers(1, 17),
     query_tile=st.integers(1, 9),
     budget=st.sampled_from([1, 2**11, 2**20]),
-    decode_threshold=st.integers(0, 12),
+    longest_short=st.integers(0, 12),
     is_fused=st.booleans(),
 )
 def test_any_batch_in_any_tiles(
-    lengths, block_size, key_tile, query_tile, budget, decode_threshold, is_fused
+    lengths, block_size, key_tile, query_tile, budget, longest_short, is_fused
 ):
     """Traps 28, 30 and 35: chunks that end where a block or a tile ends see their own end, nothing
     after it, and no unused slot. Without asking the device: its lengths are nonsense here."""
-    order, _ = short_first([query_len for query_len, _ in lengths], decode_threshold)
-    lengths = [(q, q + history) for q, history in (lengths[i] for i in order)]
+    lengths = [(q, q + history) for q, history in lengths]
     case = make_case(lengths, block_size, num_padding_tokens=1, num_kv_heads=1)
 
     def forbidden(tensor, *_):
         raise AssertionError("a tensor was read on the host")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_plan, "SHORT_QUERIES", (longest_short,))
         patch.setattr(module, "KEY_TILE", key_tile)
         patch.setattr(module, "QUERY_TILE", query_tile)
         patch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
         if not is_fused:
             patch.setattr(module, "FUSED_ATTENTION", None)
         case.check(case.attend(case.plan(MixedAttentionBackend())))
-        case.metadata = mixed_metadata(case, decode_threshold)
+        case.metadata = mixed_metadata(case)
         for name in ("tolist", "item", "numpy", "cpu", "__int__", "__index__", "__float__"):
             patch.setattr(torch.Tensor, name, forbidden)
         output = case.attend(case.plan(MixedAttentionBackend()))
@@ -123,15 +113,10 @@ def test_any_batch_in_any_tiles(
 
 
 def test_many_short_queries_are_attended_together():
-    """Up to the threshold in groups, whatever comes after it alone. Plain metadata: decodes are
-    those of one token, wherever they stand."""
-    for lengths, threshold, expected in (
-        ([(1, 40), (3, 41), (1, 42), (2, 43), (5, 44), (1, 45)], None, [3]),
-        ([(1, 40), (3, 41), (1, 42), (2, 43), (1, 45), (5, 44)], 3, [2, 3]),  # 1; and up to eight
-    ):
-        case = Mixed(threshold).make_case(lengths, 16)
-        plan = case.check_backend(Mixed(threshold).make_backend(case))
-        assert sorted(group.num_seqs for group in plan.groups) == expected
+    """Those of one token, and those of up to eight. Longer ones are attended alone."""
+    plan = Mixed().check([(1, 40), (3, 41), (1, 42), (2, 43), (17, 44), (1, 45)], 16)
+    assert sorted(group.num_seqs for group in plan.groups) == [2, 3]
+    assert [long.query_len for long in plan.long_queries] == [17]
     tables = torch.tensor([[1, 2], [3, 0]])
     keys = torch.zeros(4, 4, 1, 2)
     rows, starts, seq_lens = map(np.array, ([0, 1], [0, 3, 4], [6, 4]))
@@ -153,10 +138,11 @@ def test_partial_results_are_merged_in_float32():
 @pytest.mark.parametrize("budget", [1, 2**10, 2**12])
 @pytest.mark.usefixtures("small_tiles", "tile_attention")
 def test_decodes_longer_than_a_group_may_be_are_split_over_their_keys(budget, monkeypatch):
+    monkeypatch.setattr(attention_plan, "SHORT_QUERIES", (3,))
     monkeypatch.setitem(attention_plan.GROUP_KEY_BYTES, "cpu", budget)
     lengths = [(1, n) for n in (3, 100, 8, 60, 5, 1, 49, 32, 50, 100)]
     case = make_case([*lengths, (2, 60), (3, 3)], 4)
-    case.metadata = mixed_metadata(case, 3)
+    case.metadata = mixed_metadata(case)
     plan = case.plan(MixedAttentionBackend())
     case.check(case.attend(plan))
     slot_bytes = case.key_cache[0, 0].nbytes
@@ -200,9 +186,8 @@ def test_every_token_stands_once_at_its_place_and_the_short_ones_in_front(step, 
     (meta,) = check_layout(layout, state, queries, block_size).attention
     assert list(meta.query_starts) == meta.query_start_loc.tolist()
     assert list(meta.host_seq_lens) == meta.seq_lens.tolist()
-    assert meta.num_short == len(short)
 
 
 def test_the_short_ones_in_front_keep_their_order_in_a_large_batch():
-    order, num_short = short_first([9, 1] * 50)  # a sort that is stable for small batches only
-    assert order.tolist() == [*range(1, 100, 2), *range(0, 100, 2)] and num_short == 50
+    order = short_first([9, 1] * 50)  # a sort that is stable for small batches only
+    assert order.tolist() == [*range(1, 100, 2), *range(0, 100, 2)]

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention_plan import DecodeGroup
 from cpp_library import try_to_compile
@@ -39,9 +40,7 @@ class HeadMajorKVCache(PagedKVCache):
     """The same shapes, over memory that is `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
     @staticmethod
-    def allocate(
-        shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
-    ) -> torch.Tensor:
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         num_blocks, block_size, num_kv_heads, head_dim = shape
         memory = reserve_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype, device)
         return memory.transpose(1, 2)
@@ -53,7 +52,7 @@ class CompiledPlan(PagedPlan):
     backend: CompiledAttentionBackend
     rows: QueryRows | None = None
 
-    def make_groups(self, short: np.ndarray, key_cache: torch.Tensor) -> list[DecodeGroup]:
+    def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
         if not self.backend.is_made_for(self.num_heads, key_cache):
             return super().make_groups(short, key_cache)
         if len(short):
@@ -70,9 +69,7 @@ class CompiledPlan(PagedPlan):
             )
         return []
 
-    def attend(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         output = super().attend(query, key_cache, value_cache, scale)
         if self.rows is not None:
             self.backend.attend_rows(query, key_cache, value_cache, self.rows, scale, output)
@@ -89,12 +86,11 @@ class CompiledAttentionBackend(TorchAttentionBackend):
         self,
         attend_rows: Callable[..., None],
         num_heads: int,
-        key_cache: torch.Tensor,
+        key_cache: Tensor,
         others: TorchAttentionBackend,
     ) -> None:
         self.attend_rows = attend_rows
         self.others = others
-        self.attend_group = others.attend_group
         # All that the machine code depends on: the strides determine the shape of a block.
         self._made_for = num_heads, key_cache.dtype, key_cache.stride()
 
@@ -112,12 +108,10 @@ class CompiledAttentionBackend(TorchAttentionBackend):
             return None
         return cls(attend_rows, num_heads, key_cache, others)
 
-    def is_made_for(self, num_heads: int, key_cache: torch.Tensor) -> bool:
+    def is_made_for(self, num_heads: int, key_cache: Tensor) -> bool:
         return self._made_for == (num_heads, key_cache.dtype, key_cache.stride())
 
-    def plan(
-        self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
-    ) -> CompiledPlan:
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> CompiledPlan:
         return CompiledPlan(metadata, num_heads, key_cache, self)
 
     def is_short(self, plan: PagedPlan) -> np.ndarray:
@@ -129,11 +123,11 @@ class CompiledAttentionBackend(TorchAttentionBackend):
     def attend_long(
         self,
         plan: PagedPlan,
-        query: torch.Tensor,
+        query: Tensor,
         long: LongQuery,
         gather: Gather,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if plan.window is not None or not is_for_tiles(query, long.seq_len):
             return self.others.attend_long(plan, query, long, gather, scale)
         keys, values = (t[: long.seq_len] for t in gather(long.block_ids))

@@ -31,10 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILERS = "g++", "clang++"
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-)
+FLAGS = "-std=c++17 -O3 -march=native -shared -fPIC -fopenmp -ffp-contract=fast"
+FLAGS += " -fno-math-errno -fno-trapping-math -Wno-psabi"
 SCALARS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -50,14 +48,22 @@ def load_library(source: Path, constants: Mapping[str, object]) -> ctypes.CDLL:
     if compiler is None:
         raise RuntimeError(f"cannot compile: no C++ compiler ({' or '.join(COMPILERS)}) was found")
     overrides = [f"-D{name}={value}" for name, value in constants.items()]
-    command = [compiler, *FLAGS, f"-I{Path(__file__).parent}", *overrides]
+    command = [compiler, *FLAGS.split(), f"-I{Path(__file__).parent}", *overrides]
     headers = [source, *sorted(Path(__file__).parent.glob("*.h"))]
     texts = [path.read_text(encoding="utf-8") for path in headers]
     version = Path(compiler).stat().st_mtime_ns
     key = hashlib.sha256(repr((command, version, processor(), texts)).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:32]}.so"
-    if not library.exists():
-        _compile(command, source, library)
+    if library.exists():
+        return ctypes.CDLL(str(library))
+    # The whole library or nothing, because another process may need the same one now.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder, library.name)
+        command += ["-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} failed: {done.stderr}")
+        made.replace(library)
     return ctypes.CDLL(str(library))
 
 
@@ -71,20 +77,9 @@ def try_to_compile(make: Callable[[], T], otherwise: str) -> T | None:
         return None
 
 
-def _compile(command: list[str], source: Path, library: Path) -> None:
-    """Compile the whole library or nothing, because another process may need the same one now."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder, library.name)
-        whole = [*command, "-o", str(made), str(source)]
-        done = subprocess.run(whole, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{command[0]} failed: {done.stderr}")
-        made.replace(library)
-
-
 def cache_folder() -> Path:
-    """The folder for libraries. Other users must not be able to
-    write there, because its content is executed. Raises `OSError` if this user cannot."""
+    """The folder for libraries. Other users must not be able to write there, because its content is
+    executed. Raises `OSError` if this user cannot."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home, "vllm-from-scratch")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,9 +89,6 @@ def cache_folder() -> Path:
 @cache
 def processor() -> str:
     """Everything that `-march=native` depends on: different machines can share a home."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():  # not Linux, and the home is of one machine
-        return ""
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     kinds = ("flags", "model name", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

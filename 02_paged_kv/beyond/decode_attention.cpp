@@ -33,8 +33,6 @@ struct Partial {  // of the query heads that share a KV head
   Number highest[SHARED], total[SHARED], weighted[SHARED][HEAD_DIM];
 };
 
-static Number exponential(Number x) { return exponential<1>(Vector<Number, 1>{x})[0]; }
-
 static Number higher(Number a, Number b) { return b > a || b != b ? b : a; }  // NaN is highest
 
 // The memory that comes AHEAD bytes after these numbers.
@@ -149,15 +147,13 @@ static void merge(const Partial* partials, int64_t num_splits, int q, SCALAR* ou
     highest = higher(highest, partials[s * KV_HEADS].highest[q]);
   for (int64_t s = 0; s < num_splits; ++s) {
     const Partial& partial = partials[s * KV_HEADS];
-    const Number share = exponential(partial.highest[q] - highest);
+    const Number share = exponential<1>(Vector<Number, 1>{partial.highest[q] - highest})[0];
     total += share * partial.total[q];
     for (int d = 0; d < HEAD_DIM; ++d) sums[d] += share * partial.weighted[q][d];
   }
   for (int d = 0; d < HEAD_DIM; d += LANES)
     store<LANES>(output + d, load<LANES>(sums + d) / total);
 }
-
-extern "C" int64_t partial_bytes() { return sizeof(Partial); }
 
 extern "C" void attend_rows(
     // [num_tokens, KV_HEADS * SHARED, HEAD_DIM], the output contiguous

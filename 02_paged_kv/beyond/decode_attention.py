@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cpp_library import SCALARS, load_library
 
@@ -44,7 +45,7 @@ class QueryRows:
     def __init__(
         self,
         block_size: int,
-        tables: torch.Tensor,  # [num_seqs, max_blocks] int32, rows of it contiguous
+        tables: Tensor,  # [num_seqs, max_blocks] int32, rows of it contiguous
         tokens: np.ndarray,  # [num_rows], rows of the query
         sequences: np.ndarray,  # [num_rows], rows of `tables`
         num_keys: np.ndarray,  # [num_rows], keys of the sequence that the row sees,
@@ -65,7 +66,6 @@ class QueryRows:
         self.numbers = numbers[order]  # [num_splits], index within its row
         # Addresses and sizes of all these, for the machine code.
         arrays = tokens, sequences, num_keys, self.first_splits, self.owners, self.numbers
-        assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
         self.arguments = [tables.data_ptr(), tables.stride(0)]
         self.arguments += [array.ctypes.data for array in arrays]
         self.arguments += [len(tokens), len(owners), window]
@@ -80,7 +80,7 @@ class CompiledRows:
     `key_cache`, with as many threads as torch has at the time of a call; their number does not
     change a bit."""
 
-    def __init__(self, num_heads: int, key_cache: torch.Tensor) -> None:
+    def __init__(self, num_heads: int, key_cache: Tensor) -> None:
         """Raises `RuntimeError` if nothing can be compiled."""
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         constants = dict(
@@ -99,22 +99,23 @@ class CompiledRows:
             c_void_p, c_int64, *[c_void_p] * 6, *[c_int64] * 3,  # `QueryRows.arguments`
             c_double, c_void_p, c_int,
         )  # fmt: skip
-        library.partial_bytes.restype = c_int64
-        self._bytes_a_split = num_kv_heads * library.partial_bytes()
-        self._partials = torch.empty(0, dtype=torch.uint8)  # for all layers and steps
+        # Partial results, for all layers and steps: numbers of a split, of the type of the sums.
+        self._split_size = num_heads * (head_dim + 2)
+        wide = torch.promote_types(key_cache.dtype, torch.float32)
+        self._partials = torch.empty(0, dtype=wide)
 
     def __call__(
         self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-        value_cache: torch.Tensor,  # the same
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: Tensor,  # the same
         rows: QueryRows,
         scale: float,
-        output: torch.Tensor,  # like query; the rows' tokens are written
+        output: Tensor,  # like query; the rows' tokens are written
     ) -> None:
-        num_bytes = len(rows.owners) * self._bytes_a_split
-        if num_bytes > len(self._partials):
-            self._partials = torch.empty(num_bytes, dtype=torch.uint8)
+        size = len(rows.owners) * self._split_size
+        if size > len(self._partials):
+            self._partials = self._partials.new_empty(size)
         if not query[0].is_contiguous():
             query = query.contiguous()
         self._function(

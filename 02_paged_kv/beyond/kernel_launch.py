@@ -4,7 +4,7 @@ A kernel is compiled once for each set of constants (tile sizes, warps, head siz
 argument types. A set that first occurs while serving costs a second or more in the middle of a
 step, and may be one for which the compiler runs out of registers, which shows only as a slow GPU.
 So a launch does not choose its constants. It takes a `Launch`, which is a function of the model's
-shapes, the dtype and the GPU's architecture:
+shapes and the dtype:
 
     attention_launch(shape, is_short) -> Launch         what the backend calls
                                       -> Launch         what is compiled ahead of time, for any
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,6 @@ TRITON_TYPES = {
     torch.int32: "i32",
     torch.bool: "i1",
 }
-# Used in the interpreter, where nothing is compiled: the tiles are those of this architecture.
-DEFAULT_ARCHITECTURE = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +60,11 @@ class AttentionShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    cache_strides: tuple[int, int, int]  # from block to block, slot to slot, KV head to KV head
+    cache_strides: tuple[int, ...]  # from block to block, slot to slot, KV head to KV head
     dtype: torch.dtype
-    is_interpreted: bool = False
-    architecture: int = DEFAULT_ARCHITECTURE
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
 
     @property
     def num_shared(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
-
-
-@cache
-def architecture_of(device: torch.device) -> int:
-    """90 for a Hopper GPU of compute capability 9.0."""
-    if device.type != "cuda":
-        return DEFAULT_ARCHITECTURE
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -14,11 +14,13 @@ See 02_paged_kv/beyond/README.md"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import psutil
 import torch
+
+logger = logging.getLogger(__name__)
 
 _SHARE_OF_FREE = 0.5  # on a CPU
 _GIB = 1 << 30
@@ -39,15 +41,6 @@ class MemoryReading:
 class BytesForKV:
     num_bytes: int
     explanation: str  # of the source of the numbers
-
-
-@dataclass(frozen=True, slots=True)
-class KVBudget:
-    """The resulting number of blocks: one more than is usable, because block 0 is the null
-    block."""
-
-    num_blocks: int
-    explanation: str
 
 
 def remaining_bytes(
@@ -80,10 +73,10 @@ def size_kv_cache(
     max_model_len: int,
     available: BytesForKV,
     blocks_per_request: int | None = None,
-) -> KVBudget:
-    """The number of blocks that fit. `blocks_per_request`: how many one request of `max_model_len`
-    holds at a time; None: one for each `block_size` tokens. Raises `ValueError` if not even one
-    such request fits."""
+) -> int:
+    """The number of blocks that fit, the null block included; logs the arithmetic.
+    `blocks_per_request`: how many one request of `max_model_len` holds at a time; None: one for
+    each `block_size` tokens. Raises `ValueError` if not even one such request fits."""
     blocks_per_request = blocks_per_request or -(-max_model_len // block_size)
     num_affordable = available.num_bytes // kv_bytes_per_block
     num_useful = max_num_seqs * blocks_per_request + 1
@@ -94,30 +87,24 @@ def size_kv_cache(
             f"{kv_bytes_per_block:,} bytes for one request, but only {max(num_affordable - 1, 0)} "
             f"fit ({available.explanation}); lower max_model_len"
         )
-    explanation = (
+    logger.info(
         f"KV cache: {available.explanation} / {kv_bytes_per_block / 1024:.1f} KiB "
         f"a block of {block_size} tokens = {num_affordable:,} blocks; {max_num_seqs} requests of "
         f"{max_model_len} tokens can use {num_useful - 1:,}; taking {num_blocks - 1:,} "
         f"({num_blocks * kv_bytes_per_block / _GIB:.2f} GiB, "
         f"{(num_blocks - 1) * block_size:,} tokens)"
     )
-    return KVBudget(num_blocks, explanation)
-
-
-class MemoryReader(Protocol):
-    def reset(self) -> None:
-        """Release memory that PyTorch keeps unused, and restart the peak."""
-
-    def read(self) -> MemoryReading: ...
+    return num_blocks
 
 
 class CudaMemory:
-    """A `MemoryReader`."""
+    """The readings of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def reset(self) -> None:
+        """Release memory that PyTorch keeps unused, and restart the peak."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -62,14 +62,15 @@ See 02_paged_kv/beyond/README.md#the-kernels"""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kernel_launch import TRITON_TYPES, AttentionShape, Launch, architecture_of
-from paged_attention import AttentionMetadata, write_kv
-from triton_or_none import HAS_TRITON, jit, jit_for_any, tl, triton
+from kernel_launch import TRITON_TYPES, AttentionShape, Launch
+from paged_attention import AttentionMetadata, AttentionPlan
+from triton_or_none import HAS_TRITON, IS_INTERPRETED, jit_for_any, tl, triton
 
 MAX_HEAD_DIM = 256
 SHORT_ROWS = 16  # query tokens x heads that share a KV head; more is a long query
@@ -82,29 +83,17 @@ SPLITS_AT_ONCE = 16  # loaded by the merging kernel at a time
 # `python -m workshop.resources`. A product of 16 rows is the smallest there is.
 TILES = {
     ("16 bits", "short"): ((16, 64, 4), (16, 64, 4), (16, 32, 4)),
-    ("16 bits", "long"): ((64, 64, 4), (64, 64, 4), (64, 32, 8)),
+    ("16 bits", "long"): ((64, 64, 4), (64, 64, 8), (64, 32, 8)),
     ("float32", "short"): ((16, 32, 4), (16, 32, 8), (16, 16, 8)),
     ("float32", "long"): ((32, 32, 8), (32, 16, 8), (32, 16, 8)),
 }
-# Hopper's and datacenter Blackwell's tensor cores read from shared memory and leave registers free.
-# Elsewhere, in 16 bits, for a long query and head_dim 65 to 128: up to sm_89, and sm_120.
-TILES_WITHOUT_WARPGROUPS = ((64, 32, 8), (64, 64, 8))
-HAS_WARPGROUPS = (90, 100, 103)
 
 
 def choose_tile(shape: AttentionShape, is_short: bool) -> tuple[int, int, int]:
     """Query rows, keys, warps. Short queries are those that fit a tile of 16 rows."""
-    length = "short" if is_short else "long"
     kind = "float32" if shape.dtype == torch.float32 else "16 bits"
     size = (shape.head_dim > 64) + (shape.head_dim > 128)
-    has_few_registers = kind == "16 bits" and shape.architecture not in HAS_WARPGROUPS
-    if has_few_registers and size == 1 and not is_short:
-        return TILES_WITHOUT_WARPGROUPS[shape.architecture > 100]
-    return TILES[kind, length][size]
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    return TILES[kind, "short" if is_short else "long"][size]
 
 
 def next_power_of_2(n: int) -> int:
@@ -114,7 +103,7 @@ def next_power_of_2(n: int) -> int:
 # -- the kernels: attend, merge
 
 
-@jit
+@jit_for_any()
 def _find_seq(query_start_loc, place, first_seq, num_seqs, TILE_TOKENS: tl.constexpr):
     """Return the last sequence that begins at `place`, a tile, or before it. TILE_TOKENS 0: a
     token."""
@@ -132,7 +121,7 @@ def _find_seq(query_start_loc, place, first_seq, num_seqs, TILE_TOKENS: tl.const
     return low
 
 
-@jit_for_any("table_stride", "first_seq", "num_seqs", "first_token", "split_tiles", "max_splits")
+@jit_for_any("table_stride", "first_seq", "num_seqs", "first_token", "split_len", "max_splits")
 def _attention_kernel(
     output,  # [num_tokens, num_heads, head_dim], contiguous
     partial,  # [tokens of this launch, num_heads, max_splits, head_dim] float32
@@ -147,7 +136,7 @@ def _attention_kernel(
     first_seq,
     num_seqs,
     first_token,
-    split_tiles,  # tiles of keys to a split
+    split_len,  # keys to a split: whole tiles
     max_splits,
     scale,
     NUM_KV_HEADS: tl.constexpr,
@@ -162,7 +151,6 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,  # keys to a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
     WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0: all before it
-    UPCAST: tl.constexpr,  # multiply in float32: the interpreter cannot in bfloat16
     LOOPS: tl.constexpr,  # there are fewer programs than splits
 ):
     tile = tl.program_id(0) // NUM_KV_HEADS + first_token // TILE_TOKENS + first_seq
@@ -173,7 +161,7 @@ def _attention_kernel(
     tile_start = (tile - seq_start // TILE_TOKENS - seq) * TILE_TOKENS
     seq_len = tl.load(seq_lens + seq).to(tl.int32)
     history = seq_len - query_len
-    num_splits = tl.cdiv(seq_len, split_tiles * BLOCK_N)
+    num_splits = tl.cdiv(seq_len, split_len)
     own_split = tl.program_id(1)
     if (tile_start >= query_len) | (own_split >= num_splits):
         return
@@ -193,7 +181,7 @@ def _attention_kernel(
     head = token * NUM_KV_HEADS * NUM_SHARED + kv_head * NUM_SHARED + row % NUM_SHARED
     row_place = (head * HEAD_DIM)[:, None] + dim[None, :]
     q = tl.load(query + row_place, mask=row_mask, other=0.0)
-    if UPCAST:
+    if IS_INTERPRETED:  # it cannot multiply in bfloat16
         q = q.to(tl.float32)
 
     # Keys [0, whole_stop) are whole tiles that all rows see; those up to num_keys the diagonal.
@@ -205,8 +193,8 @@ def _attention_kernel(
         first_tile = tl.maximum(history + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     table = block_tables + seq.to(tl.int64) * table_stride
     for split in range(own_split, stop_split, num_programs):
-        split_start = split * split_tiles * BLOCK_N
-        split_stop = tl.minimum(split_start + split_tiles * BLOCK_N, num_keys)
+        split_start = split * split_len
+        split_stop = tl.minimum(split_start + split_len, num_keys)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight_sum = tl.zeros([BLOCK_M], tl.float32)
         weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -232,7 +220,7 @@ def _attention_kernel(
                 offsets = (place + kv_head * HEAD_STRIDE)[:, None] + dim[None, :]
                 k = tl.load(key_cache + offsets, mask=key_mask, other=0.0)
                 v = tl.load(value_cache + offsets, mask=key_mask, other=0.0)
-                if UPCAST:
+                if IS_INTERPRETED:
                     k, v = k.to(tl.float32), v.to(tl.float32)
 
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -347,7 +335,6 @@ def attention_launch(shape: AttentionShape, is_short: bool) -> Launch:
         "BLOCK_N": num_keys,
         "BLOCK_D": max(16, next_power_of_2(shape.head_dim)),
         "WINDOW": shape.window,
-        "UPCAST": shape.is_interpreted,
         "LOOPS": is_short,
     }
     return make_launch(_attention_kernel, constants, shape.dtype, num_warps)
@@ -366,91 +353,59 @@ def merge_launch(head_dim: int, dtype: torch.dtype) -> Launch:
 # -- a step
 
 
-class SequenceRange(NamedTuple):
-    """Sequences of a batch that one launch attends to, with the host's bounds of their lengths."""
-
-    first_seq: int
-    num_seqs: int
-    first_token: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    num_pairs: int  # of a query and a key
-
-    @classmethod
-    def split(cls, metadata: AttentionMetadata, max_short_len: int) -> list[SequenceRange]:
-        """Return the short queries in front, and all sequences from the first long query on. In a
-        graph the host knows no lengths: one launch for all, with bounds."""
-        if not metadata.query_starts:
-            num_tokens = len(metadata.slot_mapping)
-            num_pairs = num_tokens * metadata.max_seq_len
-            lens = metadata.max_query_len, metadata.max_seq_len
-            return [cls(0, len(metadata.seq_lens), 0, num_tokens, *lens, num_pairs)]
-        starts, seq_lens = metadata.on_host()
-        query_lens = np.diff(starts)
-        num_short = metadata.num_short
-        if num_short is None:
-            num_short = int(np.argmax(np.append(query_lens, max_short_len + 1) > max_short_len))
-        return [
-            cls(
-                first_seq=first,
-                num_seqs=last - first,
-                first_token=int(starts[first]),
-                num_tokens=int(starts[last] - starts[first]),
-                max_query_len=int(query_lens[first:last].max()),
-                max_seq_len=int(seq_lens[first:last].max()),
-                num_pairs=int(query_lens[first:last] @ seq_lens[first:last]),
-            )
-            for first, last in ((0, num_short), (num_short, len(query_lens)))
-            if first < last
-        ]
-
-
 class RangePlan:
-    """One launch over some of a batch's sequences, planned once for all layers."""
+    """One launch over the sequences from `first_seq` on, planned once for all layers."""
 
     def __init__(
-        self, rows: SequenceRange, shape: AttentionShape, metadata: AttentionMetadata
+        self,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        first_seq: int,
+        starts: np.ndarray,  # [num_seqs + 1], the sequences' first tokens
+        seq_lens: np.ndarray,  # [num_seqs]
     ) -> None:
-        self.rows = rows
         self.metadata = metadata
-        is_short = rows.max_query_len * shape.num_shared <= SHORT_ROWS
+        self.first_seq = first_seq
+        self.num_seqs = len(seq_lens)
+        self.first_token = int(starts[0])
+        self.num_tokens = int(starts[-1]) - self.first_token
+        query_lens = np.diff(starts)
+        max_query_len = int(query_lens.max())
+        max_seq_len = int(seq_lens.max())
+        is_short = max_query_len * shape.num_shared <= SHORT_ROWS
         self.launch = attention_launch(shape, is_short)
+        self.merge = merge_launch(shape.head_dim, shape.dtype)
         tile_tokens = self.launch.constants["TILE_TOKENS"]
         tile_keys = self.launch.constants["BLOCK_N"]
         split_len = SPLIT_KEYS
-        if rows.max_query_len > tile_tokens:
+        if max_query_len > tile_tokens:
             # No split is larger than a multiprocessor's share of all keys that tiles walk, and the
             # splits of the longest sequence are equal.
-            num_keys = rows.num_pairs * shape.num_kv_heads // tile_tokens
-            num_splits = cdiv(rows.max_seq_len, max(SPLIT_KEYS, num_keys // NUM_MULTIPROCESSORS))
-            split_len = max(SPLIT_KEYS, cdiv(rows.max_seq_len, num_splits))
-        self.split_tiles = cdiv(split_len, tile_keys)
-        self.split_len = self.split_tiles * tile_keys
-        self.max_splits = cdiv(rows.max_seq_len, self.split_len)
-        num_tiles = (rows.first_token + rows.num_tokens) // tile_tokens + rows.num_seqs
-        num_tiles = (num_tiles - rows.first_token // tile_tokens) * shape.num_kv_heads
-        num_programs = self.max_splits
+            num_keys = int(query_lens @ seq_lens) * shape.num_kv_heads // tile_tokens
+            num_splits = triton.cdiv(max_seq_len, max(SPLIT_KEYS, num_keys // NUM_MULTIPROCESSORS))
+            split_len = max(SPLIT_KEYS, triton.cdiv(max_seq_len, num_splits))
+        self.split_len = triton.cdiv(split_len, tile_keys) * tile_keys
+        self.max_splits = triton.cdiv(max_seq_len, self.split_len)
+        num_tiles = int(starts[-1]) // tile_tokens - self.first_token // tile_tokens + self.num_seqs
+        num_programs = num_tiles * shape.num_kv_heads
+        num_split_programs = self.max_splits
         if is_short:
-            num_programs = min(num_programs, max(MAX_PROGRAMS // num_tiles, 1))
-        self.grid = num_tiles, num_programs
+            num_split_programs = min(num_split_programs, max(MAX_PROGRAMS // num_programs, 1))
+        self.grid = num_programs, num_split_programs
         # Scratch memory, if any sequence has several splits.
-        num_tokens = rows.num_tokens * (self.max_splits > 1)
-        scratch = (num_tokens, shape.num_heads, self.max_splits)
-        float32 = torch.float32
-        self.partial_lse = metadata.seq_lens.new_empty(scratch, dtype=float32)
-        self.partial = metadata.seq_lens.new_empty(*scratch, shape.head_dim, dtype=float32)
-        self.merge = merge_launch(shape.head_dim, shape.dtype)
+        num_rows = self.num_tokens * shape.num_heads * (self.max_splits > 1)
+        size = (num_rows * self.max_splits, shape.head_dim)
+        self.partial = metadata.seq_lens.new_empty(size, dtype=torch.float32)
+        self.partial_lse = self.partial.new_empty(size[0])
 
     def attend(
         self,
-        output: torch.Tensor,  # [num_tokens, num_heads, head_dim], written
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        output: Tensor,  # [num_tokens, num_heads, head_dim], written
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
         scale: float,
     ) -> None:
-        rows = self.rows
         metadata = self.metadata
         self.launch(
             self.grid,
@@ -464,60 +419,58 @@ class RangePlan:
             metadata.seq_lens,
             metadata.block_tables,
             metadata.block_tables.stride(0),
-            rows.first_seq,
-            rows.num_seqs,
-            rows.first_token,
-            self.split_tiles,
+            self.first_seq,
+            self.num_seqs,
+            self.first_token,
+            self.split_len,
             self.max_splits,
             scale,
         )
         if self.max_splits > 1:
             self.merge(
-                (rows.num_tokens, query.shape[1]),
+                (self.num_tokens, query.shape[1]),
                 output,
                 self.partial,
                 self.partial_lse,
                 metadata.query_start_loc,
                 metadata.seq_lens,
-                rows.first_seq,
-                rows.num_seqs,
-                rows.first_token,
+                self.first_seq,
+                self.num_seqs,
+                self.first_token,
                 self.split_len,
                 self.max_splits,
             )
 
 
-class TritonPlan:
-    """A step for the kernels above."""
+class TritonPlan(AttentionPlan):
+    """A step for the kernels above: a launch for the short queries in front, and one for all
+    sequences from the first long query on. (An engine's kernels write KV when they rotate it:
+    `common/models/regions/layer_kernels.py`.)"""
 
     def __init__(self, metadata: AttentionMetadata, shape: AttentionShape) -> None:
         self.slot_mapping = metadata.slot_mapping
-        self.output: torch.Tensor | None = None
+        self.output: Tensor | None = None
+        num_seqs = len(metadata.seq_lens)
+        if metadata.query_starts:
+            starts, seq_lens = metadata.on_host()
+        else:  # in a graph the host knows bounds
+            starts = np.arange(num_seqs + 1) * metadata.max_query_len
+            seq_lens = np.full(num_seqs, metadata.max_seq_len)
+        is_long = np.diff(starts) * shape.num_shared > SHORT_ROWS
+        border = int(np.argmax([*is_long, True]))
         self.ranges = [
-            RangePlan(rows, shape, metadata)
-            for rows in SequenceRange.split(metadata, SHORT_ROWS // shape.num_shared)
-            if rows.num_tokens and rows.max_query_len
+            RangePlan(metadata, shape, first, starts[first : last + 1], seq_lens[first:last])
+            for first, last in ((0, border), (border, num_seqs))
+            if starts[last] > starts[first]
         ]
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-    ) -> None:
-        """As in chapter 2. An engine's kernels write KV when they rotate it
-        (`common/models/regions/layer_kernels.py`)."""
-        write_kv(key, value, key_cache, value_cache, self.slot_mapping)
 
     def attend(
         self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim], copied if it is a part of more
-        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-        value_cache: torch.Tensor,  # the same
+        query: Tensor,  # [num_tokens, num_heads, head_dim], copied if it is a part of more
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: Tensor,  # the same
         scale: float,
-    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim], overwritten by the next layer's
-        check_caches(key_cache, value_cache)
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim], overwritten by the next layer's
         if self.output is None:  # zeros once per step: no kernel writes padding rows
             self.output = query.new_zeros(query.shape)
         query = query.contiguous()
@@ -537,8 +490,7 @@ class TritonAttentionBackend:
                 "cannot use the Triton attention backend: the package triton is not installed; "
                 "run `pip install triton`, or choose attention_backend='torch'"
             )
-        self.is_interpreted = not isinstance(_attention_kernel, triton.runtime.JITFunction)
-        if not torch.cuda.is_available() and not self.is_interpreted:
+        if not torch.cuda.is_available() and not IS_INTERPRETED:
             raise RuntimeError(
                 "cannot use the Triton attention backend: no CUDA device was found; choose "
                 "attention_backend='torch', or, to try the kernels slowly on a CPU, set the "
@@ -555,30 +507,16 @@ class TritonAttentionBackend:
                 f"head_dim {head_dim}; choose attention_backend='torch'"
             )
 
-    def plan(
-        self, metadata: AttentionMetadata, num_heads: int, key_cache: torch.Tensor
-    ) -> TritonPlan:
+    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> TritonPlan:
         _, block_size, num_kv_heads, head_dim = key_cache.shape
-        block_stride, slot_stride, head_stride, _ = key_cache.stride()
         self.check(key_cache.dtype, head_dim)
         shape = AttentionShape(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
-            cache_strides=(block_stride, slot_stride, head_stride),
+            cache_strides=key_cache.stride()[:3],
             dtype=key_cache.dtype,
-            is_interpreted=self.is_interpreted,
-            architecture=architecture_of(key_cache.device),
             window=metadata.window or 0,
         )
         return TritonPlan(metadata, shape)
-
-
-def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    strides = key_cache.stride(), value_cache.stride()
-    if strides[0] != strides[1] or strides[0][3] != 1:
-        raise ValueError(
-            "key_cache and value_cache must have the same strides, with contiguous channels per "
-            f"head, got {strides[0]} and {strides[1]}"
-        )

@@ -26,7 +26,6 @@ from test_paged_attention import (  # noqa: F401  the contract, with `attention`
     decode_alone,
     make_case,
     test_each_query_attends_to_what_it_sees,
-    test_metadata_that_contradicts_itself_is_an_error,
     test_models_with_other_numbers_of_query_heads_share_metadata,
     test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
 )

@@ -18,8 +18,8 @@ GIB = 1 << 30
     ],
 )
 def test_free_cpu_memory_becomes_blocks(max_num_seqs, max_model_len, free, num_blocks) -> None:
-    budget = size_kv_cache(1000, 16, max_num_seqs, max_model_len, share_of_free(free))
-    assert budget.num_blocks == num_blocks
+    available = share_of_free(free)
+    assert size_kv_cache(1000, 16, max_num_seqs, max_model_len, available) == num_blocks
 
 
 def test_memory_for_less_than_one_request_is_refused_and_says_why() -> None:

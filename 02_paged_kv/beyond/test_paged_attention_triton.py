@@ -34,18 +34,16 @@ TILE = 16  # the smallest that a kernel can multiply
 
 
 class Triton(Attention):
-    """The kernels on a device, with what a graph knows of the lengths, or with what the host
-    knows: short queries, in front, are those of at most `decode_threshold` tokens (0: it is not
-    said)."""
+    """The kernels on a device, with what a graph knows of the lengths, or with all of them."""
 
-    def __init__(self, device: torch.device | str, decode_threshold: int | None = None) -> None:
+    def __init__(self, device: torch.device | str, is_on_host: bool = False) -> None:
         self.device = device
-        self.decode_threshold = decode_threshold
+        self.is_on_host = is_on_host
 
     def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
         options = {"dtype": F32, "device": self.device} | options
         case = super().make_case(lengths, block_size, **options)
-        return case if self.decode_threshold is None else on_host(case, self.decode_threshold)
+        return on_host(case) if self.is_on_host else case
 
     def make_backend(self, case: Case) -> TritonAttentionBackend:
         case.tolerance = PRECISE
@@ -64,11 +62,9 @@ class Triton(Attention):
         return plan
 
 
-def on_host(case: Case, decode_threshold: int = 0) -> Case:
-    is_long = [query_len > decode_threshold for query_len in case.query_lens]
+def on_host(case: Case) -> Case:
     case.metadata = replace(
         case.metadata,
-        num_short=[*is_long, True].index(True) if decode_threshold else None,
         query_starts=case.metadata.query_start_loc.tolist(),
         host_seq_lens=case.metadata.seq_lens.tolist(),
     )
@@ -242,13 +238,13 @@ def two_tiles(monkeypatch):
 
 @pytest.mark.net
 @pytest.mark.sample(every=3)
-@pytest.mark.parametrize(("decode_threshold", "num_shared"), [(0, 1), (1, 3), (3, 1), (40, 3)])
+@pytest.mark.parametrize("num_shared", [1, 3])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1], LENGTHS[:5], LENGTHS[5:]], ids=str)
 @pytest.mark.usefixtures("two_tiles", "poisoned_scratch")
-def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
-    """All on one side, draft tokens to be verified among the decodes (chapter 5), sequences without
-    tokens on either side."""
-    lengths = sorted(LENGTHS, key=lambda lengths: lengths[0] > decode_threshold)
-    triton = Triton(device, decode_threshold)
+def test_the_border_is_a_matter_of_speed(lengths, num_shared, device):
+    """Everything on one side, draft tokens to be verified among the decodes (chapter 5), decodes
+    among the long queries, sequences without tokens on either side."""
+    triton = Triton(device, is_on_host=True)
     triton.check(lengths, 4, num_kv_heads=1, num_shared=num_shared)
     triton.check([(0, 9), (0, 7)], 4)
     triton.check([], 4, num_padding_tokens=0)
@@ -260,10 +256,10 @@ def test_the_border_is_a_matter_of_speed(decode_threshold, num_shared, device):
 @pytest.mark.usefixtures("two_tiles", "poisoned_scratch")
 def test_a_window_hides_its_left_on_either_side(window, device):
     """Long queries begin with the first that does not fit the smallest tile."""
-    triton = Triton(device, 0)
+    triton = Triton(device, is_on_host=True)
     lengths = [(1, 1), (1, 40), (3, 20), (2, 33), (8, 8), (9, 41), (19, 30)]
     plan = triton.check(lengths, 4, window=window)
-    assert [part.rows.num_seqs for part in plan.ranges] == [5, 2]
+    assert [part.num_seqs for part in plan.ranges] == [5, 2]
 
 
 def test_each_side_has_its_own_tile_and_no_more_splits_than_it_needs(monkeypatch):
@@ -278,7 +274,7 @@ def test_each_side_has_its_own_tile_and_no_more_splits_than_it_needs(monkeypatch
         ([(64, 600)] * 8, [64], [1]),
         ([(64, 600)] * 8 + [(64, 30_000)], [64], [2]),
     ):
-        case = on_host(make_case(lengths, 256, torch.bfloat16), 1)
+        case = on_host(make_case(lengths, 256, torch.bfloat16))
         plan = case.plan(TritonAttentionBackend())
         assert [part.launch.constants["BLOCK_M"] for part in plan.ranges] == tiles
         assert [part.max_splits for part in plan.ranges] == splits
@@ -287,11 +283,9 @@ def test_each_side_has_its_own_tile_and_no_more_splits_than_it_needs(monkeypatch
 def test_what_the_kernels_cannot_do_is_refused(device):
     backend = TritonAttentionBackend()
     case, wide = (make_case([(1, 4)], 4, F32, head_dim=n, device=device) for n in (8, 300))
-    turned = replace(case, key_cache=case.key_cache.transpose(0, 1))
     for message, call in (
         ("float64", lambda: replace(case, key_cache=case.key_cache.double()).plan(backend)),
         ("head_dim 300", lambda: wide.plan(backend)),
-        ("contiguous", lambda: turned.attend(turned.plan(backend))),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -299,8 +293,7 @@ def test_what_the_kernels_cannot_do_is_refused(device):
 
 def test_what_is_missing_is_said_with_what_to_do(monkeypatch):
     """Without CUDA and the interpreter; and without Triton."""
-    compiled = module.triton.runtime.JITFunction(make_case)
-    monkeypatch.setattr(module, "_attention_kernel", compiled)
+    monkeypatch.setattr(module, "IS_INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for match in ("attention_backend='torch'.*TRITON_INTERPRET=1", "pip install triton.*='torch'"):
         with pytest.raises(RuntimeError, match=match):

@@ -14,7 +14,7 @@ import torch
 import paged_attention
 from batch_layout import Queries, compose_in_order
 from common.tests.tensor_attention import TensorAttentionBackend
-from paged_attention import AttentionMetadata, TorchAttentionBackend
+from paged_attention import AttentionMetadata
 from test_batch_layout import CPU, Query, in_columns, make_state
 from test_compiled_attention import Compiled
 from test_paged_attention import (  # noqa: F401
@@ -27,11 +27,7 @@ from test_paged_attention import (  # noqa: F401
     make_case,
     test_written_tokens_stand_in_their_slots_and_nothing_else_changes,
 )
-from window_attention import (
-    WindowBackend,
-    compose_windows,
-    window_of_decodes,
-)
+from window_attention import compose_windows, window_of_decodes
 
 # -- blocks that no query sees are given up
 
@@ -73,17 +69,6 @@ def give_up_blocks(case: Case) -> Case:
     return case
 
 
-class KnowsNoWindow(TorchAttentionBackend):
-    def plan(self, metadata, num_heads, key_cache):
-        assert metadata.window is None
-        return super().plan(metadata, num_heads, key_cache)
-
-
-class OwnWindows(Attention):
-    def make_backend(self, case: Case) -> WindowBackend:
-        return WindowBackend(KnowsNoWindow())
-
-
 class Tensors(Attention):
     def make_case(self, lengths: Lengths, block_size: int, **options: Any) -> Case:
         """Decodes; numbers on the host are unusable."""
@@ -96,7 +81,7 @@ class Tensors(Attention):
         return TensorAttentionBackend()
 
 
-KINDS = {"torch": Attention(), "compiled": Compiled(), "own": OwnWindows(), "tensors": Tensors()}
+KINDS = {"torch": Attention(), "compiled": Compiled(), "tensors": Tensors()}
 
 
 class GivesUp(Attention):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 QUERY_TILE = 96
 MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 12 MiB
@@ -26,16 +27,16 @@ MAX_KEYS = 4096  # the scores of a tile and 8 KV heads are then 12 MiB
 DTYPE = torch.bfloat16
 
 
-def is_for_tiles(query: torch.Tensor, num_keys: int) -> bool:
+def is_for_tiles(query: Tensor, num_keys: int) -> bool:
     return query.dtype == DTYPE and query.device.type == "cpu" and num_keys <= MAX_KEYS
 
 
 def attend_in_tiles(
-    query: torch.Tensor,  # [num_kv_heads, heads that share keys, query_len, head_dim]
-    keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
-    values: torch.Tensor,  # the same
+    query: Tensor,  # [num_kv_heads, heads that share keys, query_len, head_dim]
+    keys: Tensor,  # [seq_len, num_kv_heads, head_dim]
+    values: Tensor,  # the same
     scale: float,
-) -> torch.Tensor:  # like query
+) -> Tensor:  # like query
     """Attend a query whose tokens are the last ones of the sequence."""
     num_kv_heads, num_shared, query_len, head_dim = query.shape
     history = len(keys) - query_len

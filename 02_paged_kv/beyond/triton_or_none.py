@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
     HAS_TRITON: bool
+    IS_INTERPRETED: bool
 else:
     try:
         import triton
@@ -20,17 +21,14 @@ else:
     except ImportError:
         triton = tl = None
     HAS_TRITON = triton is not None
-
-
-def jit(kernel: Any) -> Any:
-    """`triton.jit`, or the function unchanged."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+    # A constant that kernels can read.
+    IS_INTERPRETED = HAS_TRITON and tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def jit_for_any(*integers: str, unaligned: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """`jit` for a kernel that compiles to the same machine code for any value of these integers:
-    lengths and counts, which differ from step to step. Triton would otherwise compile it again for
-    1 and for multiples of 16. The tensors in `unaligned` need not be aligned."""
+    """`triton.jit` for a kernel that compiles to the same machine code for any value of these
+    integers: lengths and counts, which differ from step to step. Triton would otherwise compile it
+    again for 1 and for multiples of 16. The tensors in `unaligned` need not be aligned."""
     if not HAS_TRITON:
         return lambda kernel: kernel
     return triton.jit(

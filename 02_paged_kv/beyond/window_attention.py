@@ -31,18 +31,11 @@ import torch
 from torch import Tensor
 
 from batch_layout import ComposedBatch, PagedRunnerState, Queries, StepLayout
-from paged_attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionPlan,
-    TorchAttentionBackend,
-)
-
-Compose = Callable[[PagedRunnerState, Queries, int], StepLayout]
+from paged_attention import AttentionMetadata
 
 
 def compose_windows(
-    compose: Compose,
+    compose: Callable[[PagedRunnerState, Queries, int], StepLayout],
     windows: Sequence[int | None],
     state: PagedRunnerState,
     queries: Queries,
@@ -53,30 +46,29 @@ def compose_windows(
     layout = compose(state, queries, block_size)
     rows, starts, lens, _ = (column[layout.order] for column in queries)
     arrays = [*layout.arrays]
-    made = []
+    shifted = {}  # by group: where its arrays are, and its other fields
     for number, window in enumerate(windows):
         if window is not None:
-            first = np.maximum(starts - window + 1, 0) // block_size  # the first visible block
-            seq_lens = starts + lens - first * block_size
-            columns = first[:, None] + np.arange(-(-seq_lens.max() // block_size))
-            tables = state.groups[number].block_tables
+            skipped = np.maximum(starts - window + 1, 0) // block_size  # blocks
+            seq_lens = starts + lens - skipped * block_size
+            columns = skipped[:, None] + np.arange(-(-seq_lens.max() // block_size))
+            tables = state.block_tables[number]
             columns = columns.clip(max=tables.shape[1] - 1)
-            skipped = (first * block_size).tolist()
-            made.append((number, window, len(arrays), seq_lens.tolist(), skipped))
+            fields = {
+                "max_seq_len": int(seq_lens.max()),
+                "window": window,
+                "host_seq_lens": seq_lens.tolist(),
+                "skipped": (skipped * block_size).tolist(),
+            }
+            shifted[number] = len(arrays), fields
             arrays += [seq_lens, tables[rows[:, None], columns]]
 
     def compose_both(tensors: Sequence[Tensor]) -> ComposedBatch:
         batch = layout.compose(tensors[: len(layout.arrays)])
         attention = list(batch.attention)
-        for number, window, at, host_seq_lens, skipped in made:
+        for number, (at, fields) in shifted.items():
             attention[number] = replace(
-                attention[number],
-                seq_lens=tensors[at],
-                block_tables=tensors[at + 1],
-                max_seq_len=max(host_seq_lens),
-                window=window,
-                host_seq_lens=host_seq_lens,
-                skipped=skipped,
+                attention[number], seq_lens=tensors[at], block_tables=tensors[at + 1], **fields
             )
         return replace(batch, attention=tuple(attention))
 
@@ -93,23 +85,11 @@ def window_of_decodes(
     longest = min(metadata.max_seq_len, window + block_size - 1)
     columns = torch.arange(-(-longest // block_size), device=tables.device) + first[:, None]
     return AttentionMetadata(
-        metadata.query_start_loc,
-        metadata.seq_lens - first * block_size,
-        tables.gather(1, columns.clamp(max=tables.shape[1] - 1)),
-        metadata.slot_mapping,
-        1,
-        longest,
-        window,
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens - first * block_size,
+        block_tables=tables.gather(1, columns.clamp(max=tables.shape[1] - 1)),
+        slot_mapping=metadata.slot_mapping,
+        max_query_len=1,
+        max_seq_len=longest,
+        window=window,
     )
-
-
-class WindowBackend:
-    """An `AttentionBackend`: windows are computed by chapter 2, everything else by `others`, which
-    may know no windows."""
-
-    def __init__(self, others: AttentionBackend) -> None:
-        self.others = others
-
-    def plan(self, metadata: AttentionMetadata, num_heads: int, key_cache: Tensor) -> AttentionPlan:
-        backend = self.others if metadata.window is None else TorchAttentionBackend()
-        return backend.plan(metadata, num_heads, key_cache)

@@ -37,7 +37,7 @@ import torch
 from inverse_cdf import SCALE
 from kernel_launch import TRITON_TYPES, Launch
 from rejection_sampler import PADDING, VerifiedTokens
-from triton_or_none import jit, jit_for_any, tl
+from triton_or_none import jit_for_any, tl
 
 # Tokens that a program loads at a time: 32 KB of float32 p and q. An SM must have about that much
 # in flight for its share of an H200's memory (4.8 TB/s / 132 SMs * 0.7 us of latency: 25 KB). With
@@ -49,7 +49,7 @@ UNALIGNED = ("draft_token_ids", "cu_num_logits", "accept_u", "sample_u")
 UNALIGNED_IN_MATCHING = ("target_sampled", "draft_tokens", "cu_num_logits")
 
 
-@jit
+@jit_for_any()
 def _drafts_of(cu_num_logits, max_num_drafts, WIDTH: tl.constexpr):
     """This program's request, its first row, and a lane for each draft and at least one more."""
     request = tl.program_id(0).to(tl.int64)
@@ -59,14 +59,14 @@ def _drafts_of(cu_num_logits, max_num_drafts, WIDTH: tl.constexpr):
     return request, first_row, column, (column < num_drafts) & (column < max_num_drafts)
 
 
-@jit
+@jit_for_any()
 def _store(token_ids, num_sampled, request, column, run, num_accepted, max_num_drafts):
     target = token_ids + request * (max_num_drafts + 1) + column
     tl.store(target, run, mask=column <= max_num_drafts)
     tl.store(num_sampled + request, (num_accepted + 1).to(tl.int64))
 
 
-@jit
+@jit_for_any()
 def _weights(
     tokens,  # [TILE] int32
     p_row,  # address of a row of p
@@ -80,7 +80,7 @@ def _weights(
     return (tl.maximum(p - q, 0.0).to(tl.float64) * SCALE).to(tl.int64)
 
 
-@jit
+@jit_for_any()
 def _tile_sums(
     p_row,
     q_row,

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,19 +40,7 @@ from invariant_attention import CHUNK_ROWS, KEY_TILE, ROW_TILE, wide_dtype
 ROW_TILES = (8, 16, 32)  # the smallest that is invariant: a single row pays for all of it
 CALL_TILES = {torch.bfloat16: (64, 128, 32, 16, 8, 1), torch.float32: (32, 16, 8, 64, 128, 1)}
 CHECKED_TILES = (2, 3, 5, 8, 17)  # in one product
-CHECKED_CALLS = 3  # each computes one tile: more would repeat the same product
-
-
-class Matrix(Protocol):
-    """The interface of a packed matrix, as in `common/models/linear.py`."""
-
-    shape: torch.Size  # out, in
-
-    def compute_in_tiles(self, tile: int, one_tile_a_call: bool) -> None: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor: ...  # residual + self(x)
+CHECKED_CALLS = (3,)  # each computes one tile: more would repeat the same product
 
 
 def silu(x: Tensor) -> Tensor:
@@ -72,7 +60,7 @@ ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
 
 
 def make_batch_invariant(
-    matrices: Iterable[Matrix],
+    matrices: Iterable[Any],  # packed `Linear`s (`common/models/linear.py`)
     mlps: Iterable[Any],
     activation: str,  # of the MLPs: one of `ACTIVATIONS`
     dtype: torch.dtype,
@@ -83,26 +71,24 @@ def make_batch_invariant(
     for mlp in mlps:
         mlp.activation = ACTIVATIONS[activation]
     chosen: dict[torch.Size, tuple[int, bool]] = {}
-    matrices = list(matrices)
-    widths = {matrix.shape[1] for matrix in matrices}  # the residual's is one of them
     for matrix in matrices:
         if matrix.shape not in chosen:
-            chosen[matrix.shape] = choose_tile(matrix, dtype, matrix.shape[0] in widths)
+            chosen[matrix.shape] = choose_tile(matrix, dtype)
         tile, one_tile_a_call = chosen[matrix.shape]
         matrix.compute_in_tiles(tile, one_tile_a_call)
     check_attention(dtype, head_dim)
 
 
-def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> tuple[int, bool]:
+def choose_tile(matrix: Any, dtype: torch.dtype) -> tuple[int, bool]:
     """Return the tile of rows that the matrix computes in from now on, and whether in calls of one
     tile: the first of `ROW_TILES` in whose multiples a row is bitwise the same, else the first of
-    `CALL_TILES`. `is_added`: its product may be added to a residual. Raises `ValueError`."""
-    multiples = ROW_TILES
-    calls = CALL_TILES.get(dtype, ())
-    for tile, is_one in [*((t, False) for t in multiples), *((t, True) for t in calls)]:
-        matrix.compute_in_tiles(tile, is_one)
-        if keeps_bits(matrix, tile, (CHECKED_CALLS,) if is_one else CHECKED_TILES, dtype, is_added):
-            return tile, is_one
+    `CALL_TILES`. Raises `ValueError`."""
+    ways = [(tile, False) for tile in ROW_TILES]
+    ways += [(tile, True) for tile in CALL_TILES[dtype]]
+    for tile, one_tile_a_call in ways:
+        matrix.compute_in_tiles(tile, one_tile_a_call)
+        if keeps_bits(matrix, tile, CHECKED_CALLS if one_tile_a_call else CHECKED_TILES, dtype):
+            return tile, one_tile_a_call
     raise ValueError(
         f"batch_invariant=True is not supported on this CPU: a {dtype} product with a matrix of "
         f"{tuple(matrix.shape)} depends on the row's position in the batch. Set "
@@ -111,36 +97,27 @@ def choose_tile(matrix: Matrix, dtype: torch.dtype, is_added: bool = True) -> tu
     )
 
 
-def keeps_bits(
-    matrix: Matrix, tile: int, counts: Sequence[int], dtype: torch.dtype, is_added: bool
-) -> bool:
+def keeps_bits(matrix: Any, tile: int, counts: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether rows are bitwise the same as in one tile and one thread, at every checked position,
-    in each of `counts` tiles, with the threads of this process. `is_added`: as a sum with a
-    residual, too."""
+    in each of `counts` tiles, with the threads of this process: as products, and added to a
+    residual."""
     x = _random(max(counts) * tile, matrix.shape[1]).to(dtype)
     residual = _random(len(x), matrix.shape[0]).to(dtype)
 
-    def product(rows: Tensor, _: Tensor) -> Tensor:
-        return matrix(rows)
-
-    def total(rows: Tensor, onto: Tensor) -> Tensor:
-        return matrix.add_to(onto.clone(), rows)
+    def compute(rows: Tensor, onto: Tensor) -> Tensor:
+        return torch.cat([matrix(rows), matrix.add_to(onto.clone(), rows)], dim=1)
 
     num_threads = torch.get_num_threads()
-    for compute in [product, total] if is_added else [product]:
-        try:
-            torch.set_num_threads(1)
-            tiles = zip(x.split(tile), residual.split(tile), strict=True)
-            alone = torch.cat([compute(rows, onto) for rows, onto in tiles])
-        finally:
-            torch.set_num_threads(num_threads)
-        for n in counts:
-            num_rows = n * tile
-            if not torch.equal(compute(x[:num_rows], residual[:num_rows]), alone[:num_rows]):
-                return False
-        if not torch.equal(compute(x.roll(5, 0), residual.roll(5, 0)), alone.roll(5, 0)):
+    try:
+        torch.set_num_threads(1)
+        tiles = zip(x.split(tile), residual.split(tile), strict=True)
+        alone = torch.cat([compute(rows, onto) for rows, onto in tiles])
+    finally:
+        torch.set_num_threads(num_threads)
+    for num_rows in [n * tile for n in counts]:
+        if not torch.equal(compute(x[:num_rows], residual[:num_rows]), alone[:num_rows]):
             return False
-    return True
+    return torch.equal(compute(x.roll(5, 0), residual.roll(5, 0)), alone.roll(5, 0))
 
 
 def check_attention(dtype: torch.dtype, head_dim: int) -> None:

@@ -21,7 +21,7 @@ A window masks keys at the left as well; spans before it are skipped. Spans befo
 window have the weight 0 and change nothing.
 
 Sums are float32 for bfloat16 too. Memory of other sequences is not read: keys after a sequence's
-end are replaced by its first one, with the weight 0 (0 * NaN would be NaN).
+end are replaced by its last one, with the weight 0 (0 * NaN would be NaN).
 
 Invariant: the output of a token is a function of its query and of the keys and values up to it. It
 holds where `batch_invariance.py` finds that matrix products preserve it. Sources: FlashAttention-2,
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +59,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     first_position: int
     seq_len: int
-    first_seen: int  # key of its first token
-    first_span: int  # start of the span of that key, possibly before the table
+    first_span: int  # start of the first span that is seen, possibly before the table
 
     @property
     def num_spans(self) -> int:
@@ -72,9 +70,8 @@ class Chunk(NamedTuple):
 class Span(NamedTuple):
     """The work of a group for one span of keys. Chunks with few spans come last."""
 
-    num_chunks: int
     first_row: int  # rows before it see none of these keys
-    slots: Tensor  # [num_chunks * KEY_TILE] int64
+    slots: Tensor  # [num_chunks, KEY_TILE] int64
     hidden: Tensor | None  # [num_chunks, 1, rows from first_row, KEY_TILE] bool; None: all are seen
 
 
@@ -87,21 +84,21 @@ class Group:
         chunks: list[Chunk],
         num_rows: int,
         tables: Tensor,
+        num_kv_heads: int,
         num_shared: int,
         block_size: int,
         window: int | None,
     ) -> None:
         """Most spans first. `num_shared` query heads share a KV head."""
-        self.num_rows = num_rows
-        self.num_shared = num_shared
-        columns = torch.tensor(chunks)[:, :, None]  # [num_chunks, 7, 1]
-        sequence, first_token, num_tokens, first_position, seq_len, seen, span = columns.unbind(1)
-        # Missing rows and tokens repeat the last one.
-        self.max_tokens = max(chunk.num_tokens for chunk in chunks)
-        token = torch.arange(self.max_tokens).minimum(num_tokens - 1)
-        self.tokens = (first_token + token).flatten()  # [num_chunks * max_tokens] int64
-        row_token = (torch.arange(num_rows) // num_shared).minimum(num_tokens - 1)
+        columns = torch.tensor(chunks)[:, :, None]  # [num_chunks, 6, 1]
+        sequence, first_token, num_tokens, first_position, seq_len, span = columns.unbind(1)
+        # Rows without a token repeat the last one, which gives the same result again.
+        row = torch.arange(num_rows)
+        row_token = (row // num_shared).minimum(num_tokens - 1)
         positions = first_position + row_token  # [num_chunks, num_rows]
+        heads = torch.arange(num_kv_heads)[:, None] * num_shared + row % num_shared
+        # Index of tokens and heads: of `[num_tokens, num_heads, head_dim]` it selects rows.
+        self.rows = (first_token + row_token)[:, None], heads
         self.spans: list[Span] = []
         for start in range(0, chunks[0].num_spans * KEY_TILE, KEY_TILE):
             n = sum(chunk.num_spans * KEY_TILE > start for chunk in chunks)
@@ -112,27 +109,10 @@ class Group:
             hidden = distance < 0
             if window is not None:
                 hidden |= distance >= window
-            keys = torch.where((keys >= seen[:n]) & (keys < seq_len[:n]), keys, seen[:n])
+            keys = keys.clamp(min=0).minimum(seq_len[:n] - 1)  # the others are hidden
             slots = tables[sequence[:n], keys // block_size] * block_size + keys % block_size
             mask = hidden[:, None] if hidden.any() else None
-            self.spans.append(Span(n, first, slots.long().flatten(), mask))
-
-    def rows_of(self, query: Tensor, num_kv_heads: int) -> Tensor:
-        """[num_chunks, num_kv_heads, num_rows, head_dim] of [num_tokens, num_heads, head_dim]."""
-        rows = query[self.tokens].view(
-            -1, self.max_tokens, num_kv_heads, self.num_shared, query.shape[2]
-        )
-        rows = rows.transpose(1, 2).flatten(2, 3)
-        num_missing = self.num_rows - rows.shape[2]
-        last = rows[:, :, -1:].expand(-1, -1, num_missing, -1)
-        return torch.cat([rows, last], dim=2) if num_missing else rows.contiguous()
-
-    def write(self, output: Tensor, rows: Tensor) -> None:
-        """Write rows back to tokens, the inverse of `rows_of`. Duplicates are equal."""
-        num_real = self.max_tokens * self.num_shared
-        real_rows = rows[:, :, :num_real].unflatten(2, (self.max_tokens, self.num_shared))
-        real_rows = real_rows.transpose(1, 2).reshape(-1, *output.shape[1:])
-        output[self.tokens] = real_rows.to(output.dtype)
+            self.spans.append(Span(first, slots.long(), mask))
 
 
 class InvariantPlan(PagedPlan):
@@ -141,118 +121,95 @@ class InvariantPlan(PagedPlan):
     def make_groups(self, short: np.ndarray, key_cache: Tensor) -> list[DecodeGroup]:
         """Set `chunk_groups`, and leave no group to chapter 2's plan."""
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-        self.num_kv_heads = num_kv_heads
         self.wide = wide_dtype(key_cache.dtype)
         num_shared = self.num_heads // num_kv_heads
-        num_keys = GROUP_KEY_BYTES // (num_kv_heads * head_dim * self.wide.itemsize)
-        self.chunk_groups: list[Group] = []
-        metadata = self.metadata
-        skipped = metadata.skipped or [0] * len(self.seq_lens)
         by_rows: dict[int, list[Chunk]] = {}
         for row in short.tolist():
-            pieces = split_query(
-                sequence=row,
-                first_token=int(self.starts[row]),
-                query_len=int(self.query_lens[row]),
-                seq_len=int(self.seq_lens[row]),
-                skipped=skipped[row],
-                num_shared=num_shared,
-                window=self.window,
-            )
-            for chunk in pieces:
+            for chunk in self.chunks_of(row, max_tokens=max(1, CHUNK_ROWS // num_shared)):
                 num_rows = -(-chunk.num_tokens * num_shared // ROW_TILE) * ROW_TILE
                 by_rows.setdefault(num_rows, []).append(chunk)
+        span_bytes = KEY_TILE * num_kv_heads * head_dim * self.wide.itemsize
+        self.chunk_groups: list[Group] = []
         for num_rows, chunks in by_rows.items():
             chunks.sort(key=lambda chunk: -chunk.num_spans)
-            max_chunks = max(1, min(num_keys // KEY_TILE, CHUNK_ROWS // num_rows))
+            max_chunks = max(1, min(GROUP_KEY_BYTES // span_bytes, CHUNK_ROWS // num_rows))
             for i in range(0, len(chunks), max_chunks):
                 group = Group(
                     chunks[i : i + max_chunks],
                     num_rows=num_rows,
-                    tables=metadata.block_tables,
+                    tables=self.metadata.block_tables,
+                    num_kv_heads=num_kv_heads,
                     num_shared=num_shared,
                     block_size=block_size,
                     window=self.window,
                 )
                 self.chunk_groups.append(group)
-        max_keys = max((len(g.spans[0].slots) for g in self.chunk_groups), default=0)
-        self.gathered = key_cache.new_empty(max_keys, num_kv_heads, head_dim)
-        self.buffers = self.gathered.new_empty(2, self.gathered.numel(), dtype=self.wide)
         return []
+
+    def chunks_of(self, row: int, max_tokens: int) -> Iterator[Chunk]:
+        """Split the queries of one sequence into chunks. With a window there may be positions
+        before the table; spans are still counted from 0."""
+        first_token, stop_token = self.starts[row : row + 2].tolist()
+        seq_len = int(self.seq_lens[row])
+        skipped = self.metadata.skipped[row] if self.metadata.skipped else 0
+        for token in range(first_token, stop_token, max_tokens):
+            position = seq_len - stop_token + token
+            seen = 0 if self.window is None else max(position - self.window + 1, 0)
+            yield Chunk(
+                sequence=row,
+                first_token=token,
+                num_tokens=min(max_tokens, stop_token - token),
+                first_position=position,
+                seq_len=seq_len,
+                first_span=(seen + skipped) // KEY_TILE * KEY_TILE - skipped,
+            )
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         output = torch.zeros_like(query)
         caches = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
         for group in self.chunk_groups:
-            rows = group.rows_of(query, self.num_kv_heads).to(self.wide).mul_(scale)
-            state = Softmax(rows)
+            rows = query[group.rows].to(self.wide).mul_(scale)
+            attended = torch.zeros_like(rows)
+            # Not -inf, because -inf - -inf is NaN: a window's first span may be masked as a whole.
+            highest = torch.full_like(rows[..., :1], torch.finfo(rows.dtype).min)
+            total = torch.zeros_like(highest)
             for span in group.spans:
                 keys, values = (
-                    self.read(cache, span, buffer)
-                    for cache, buffer in zip(caches, self.buffers, strict=True)
+                    cache[span.slots].transpose(1, 2).to(self.wide).contiguous() for cache in caches
                 )
-                state.take_in(span, keys, values)
-            group.write(output, state.output.div_(state.total))
+                seeing = slice(len(span.slots)), slice(None), slice(span.first_row, None)
+                add_span(
+                    span,
+                    rows[seeing],
+                    keys,
+                    values,
+                    output=attended[seeing],
+                    highest=highest[seeing],
+                    total=total[seeing],
+                )
+            output[group.rows] = attended.div_(total).to(output.dtype)
         return output
 
-    def read(self, cache: Tensor, span: Span, buffer: Tensor) -> Tensor:
-        """[num_chunks, num_kv_heads, KEY_TILE, head_dim] of a cache [num_slots, num_kv_heads,
-        head_dim], in `buffer`."""
-        found = torch.index_select(cache, 0, span.slots, out=self.gathered[: len(span.slots)])
-        found = found.unflatten(0, (span.num_chunks, KEY_TILE)).transpose(1, 2)
-        return buffer[: found.numel()].view(found.shape).copy_(found)
 
-
-@dataclass(slots=True, init=False)
-class Softmax:
-    """Online softmax of query rows over one span of keys after another."""
-
-    rows: Tensor  # [num_chunks, num_kv_heads, num_rows, head_dim], scaled
-    output: Tensor  # the same shape: the values so far, each weighted with exp(score - highest)
-    highest: Tensor  # [num_chunks, num_kv_heads, num_rows, 1], score so far
-    total: Tensor  # the same: the sum of the weights so far
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-        self.output = torch.zeros_like(rows)
-        # Not -inf, because -inf - -inf is NaN: a window's first span may be masked as a whole.
-        self.highest = torch.full_like(rows[..., :1], torch.finfo(rows.dtype).min)
-        self.total = torch.zeros_like(self.highest)
-
-    def take_in(self, span: Span, keys: Tensor, values: Tensor) -> None:
-        rows, output, highest, total = (
-            t[: span.num_chunks, :, span.first_row :]
-            for t in (self.rows, self.output, self.highest, self.total)
-        )
-        scores = rows @ keys.mT
-        if span.hidden is not None:
-            scores.masked_fill_(span.hidden, -math.inf)
-        now = scores.amax(-1, keepdim=True).maximum(highest)
-        weights = scores.sub_(now).exp_()
-        shrink = highest.sub(now).exp_()
-        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-        output.mul_(shrink).add_(weights @ values)
-        highest.copy_(now)
-
-
-def split_query(
-    sequence: int,
-    first_token: int,
-    query_len: int,
-    seq_len: int,
-    skipped: int,
-    num_shared: int,
-    window: int | None,
-) -> Iterator[Chunk]:
-    """Split the queries of one sequence in a step into chunks. `skipped` positions are before the
-    table; spans are still counted from 0."""
-    max_tokens = max(1, CHUNK_ROWS // num_shared)
-    for start in range(0, query_len, max_tokens):
-        num_tokens = min(max_tokens, query_len - start)
-        position = seq_len - query_len + start
-        seen = 0 if window is None else max(position - window + 1, 0)
-        span = (seen + skipped) // KEY_TILE * KEY_TILE - skipped
-        yield Chunk(sequence, first_token + start, num_tokens, position, seq_len, seen, span)
+def add_span(
+    span: Span,
+    rows: Tensor,  # [num_chunks, num_kv_heads, num_rows, head_dim], scaled
+    keys: Tensor,  # [num_chunks, num_kv_heads, KEY_TILE, head_dim]
+    values: Tensor,  # the same
+    output: Tensor,  # like rows: the values so far, each weighted with exp(score - highest)
+    highest: Tensor,  # [num_chunks, num_kv_heads, num_rows, 1], score so far
+    total: Tensor,  # the same: the sum of the weights so far
+) -> None:
+    """Online softmax: add a span of keys to the last three, in place."""
+    scores = rows @ keys.mT
+    if span.hidden is not None:
+        scores.masked_fill_(span.hidden, -math.inf)
+    now = scores.amax(-1, keepdim=True).maximum(highest)
+    weights = scores.sub_(now).exp_()
+    shrink = highest.sub(now).exp_()
+    total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+    output.mul_(shrink).add_(weights @ values)
+    highest.copy_(now)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

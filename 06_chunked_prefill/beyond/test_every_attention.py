@@ -6,40 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import invariant_attention
 import mixed_attention
 import paged_attention
 from invariant_attention import InvariantAttentionBackend
-from paged_attention import TorchAttentionBackend
 from test_compiled_attention import Compiled
 from test_mixed_attention import Mixed
 from test_paged_attention import BATCHES, WINDOWS, Attention, Case
 from test_window_attention import GivesUp
 
 
-class PlainAttention(TorchAttentionBackend):
-    """A new backend is one method, or more."""
-
-    @staticmethod
-    def attend_group(query, keys, values, attn_mask=None, is_causal=False, scale=None):
-        scores = query @ keys.mT * scale
-        if is_causal:
-            attn_mask = torch.full_like(scores, -torch.inf).triu_(1)
-        return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ values
-
-
-class OneMethod(Attention):
-    def make_backend(self, case: Case) -> PlainAttention:
-        return PlainAttention()
-
-
 class CompiledMixed(Compiled):
     """Beside mixed attention, with the metadata of a mixed batch."""
 
     def make_backend(self, case: Case, others: Any = None):
-        return super().make_backend(case, Mixed(3).make_backend(case))
+        return super().make_backend(case, Mixed().make_backend(case))
 
 
 class Invariant(Attention):
@@ -47,8 +29,7 @@ class Invariant(Attention):
         return InvariantAttentionBackend()
 
 
-KINDS = {"one method": OneMethod(), "mixed": Mixed(3)}
-KINDS |= {"compiled, mixed": CompiledMixed(), "invariant": Invariant()}
+KINDS = {"mixed": Mixed(), "compiled, mixed": CompiledMixed(), "invariant": Invariant()}
 SOME = [*WINDOWS, "blocks of 4, edges"]  # all: next to each backend
 
 

@@ -340,6 +340,7 @@ def check_windows(config: EngineConfig, groups: LayerGroups) -> None:
         'speculative other than "ngram", where no layer sees everything,': (
             spec_config is not None and spec_config.method != "ngram" and None not in groups.windows
         ),
+        "an attention_backend of your own": not isinstance(config.attention_backend, str),
         "kv_tiers": config.kv_tiers is not None,
         "kv_connector": config.kv_connector is not None,
         f"prefix_cache={config.prefix_cache!r}": config.prefix_cache not in (None, "hash"),
@@ -402,12 +403,7 @@ def make_attention(config: EngineConfig, loaded: LoadedModel) -> Attention:
                 raise
             logger.warning("attention falls back from Triton to PyTorch: %s", error)
     if not isinstance(name, str):
-        backend = name
-        if model.groups.have_windows:
-            from window_attention import WindowBackend
-
-            backend = WindowBackend(backend)
-        return Attention(backend, compose)
+        return Attention(name, compose)
     backend = TorchAttentionBackend()
     if config.cuts_prompts:
         from mixed_attention import MixedAttentionBackend

@@ -126,7 +126,7 @@ def pad_step(
     rows = queries.rows
     positions = queries.starts
     n = len(queries.rows)
-    num_groups = len(state.groups)
+    num_groups = len(state.block_tables)
     sampled = np.flatnonzero(queries.num_logit_rows)
     columns = np.zeros((NUM_COLUMNS + num_groups, bucket + 1), dtype=np.int64)
     ids, places, seq_lens, starts, logit_indices, *slots_of = columns
@@ -138,11 +138,11 @@ def pad_step(
     logit_indices[: len(sampled)] = sampled
     width = -(-int(seq_lens.max()) // block_size)
     tables = np.zeros((num_groups, bucket, width), dtype=np.int32)
-    for group, slots, table in zip(state.groups, slots_of, tables, strict=True):
-        block_ids = group.block_tables[rows, positions // block_size].astype(np.int64)
+    for known, slots, table in zip(state.block_tables, slots_of, tables, strict=True):
+        block_ids = known[rows, positions // block_size].astype(np.int64)
         slots[:n] = block_ids * block_size + positions % block_size
         slots[n:] = -1
-        table[:n] = group.block_tables[rows, :width]
+        table[:n] = known[rows, :width]
     return columns, tables
 
 

@@ -20,7 +20,6 @@ from common.requests.input_processor import DrawnSeedParams
 from common.sampling.sampling_rules import SAMPLING_RULES
 from kv_budget import (
     CudaMemory,
-    MemoryReader,
     free_memory_bytes,
     remaining_bytes,
     share_of_free,
@@ -55,7 +54,7 @@ def make_kv_cache(
     make_runner: Callable[[PagedKVCache], ModelRunner],  # with its sampler, proposer and graphs
     kind: type[PagedKVCache] = PagedKVCache,
     peers: Peers = NO_PEERS,
-    memory: MemoryReader | None = None,
+    memory: CudaMemory | None = None,
 ) -> PagedKVCache:
     """Return KV tensors of `config.num_blocks` blocks, or of as many as fit together with a draft
     model's. `memory` reads the model's device; None: `CudaMemory`, if the device is a GPU."""
@@ -93,7 +92,7 @@ def make_kv_cache(
             windows=groups.windows,
             max_step_tokens=config.num_in_flight_tokens(device),
         )
-    budget = size_kv_cache(
+    num_blocks = size_kv_cache(
         kv_bytes_per_block=sum(bytes_of),
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
@@ -101,8 +100,7 @@ def make_kv_cache(
         available=available,
         blocks_per_request=blocks_per_request,
     )
-    logger.info(budget.explanation)
-    num_blocks = peers.min_across(budget.num_blocks)
+    num_blocks = peers.min_across(num_blocks)
     kv_cache = allocate_kv_cache(loaded, num_blocks, block_size, kind)
     if device.type == "cpu":
         logger.info(

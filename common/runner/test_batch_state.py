@@ -195,9 +195,7 @@ def check_state(state: BatchState, plans: Plans) -> None:
     assert state.row_of.keys() == state.requests.keys() == plans.tables.keys()
     assert len(rows) == len(state.row_of) and rows.isdisjoint(state._free_rows)
     assert rows | {*state._free_rows} == set(range(len(state.num_tokens)))
-    columns = [state.token_ids, state.sampling.seed]
-    for group in state.groups:
-        columns += group.block_tables, group.num_blocks
+    columns = [state.token_ids, state.sampling.seed, *state.block_tables, *state.num_blocks]
     assert {len(column) for column in columns} == {len(state.num_tokens)}
     for name, request in plans.lists.requests.items():
         found, row = state.requests[name], state.row_of[name]

@@ -30,7 +30,6 @@ from compiled_attention import HeadMajorKVCache
 from paged_attention_triton import TritonAttentionBackend
 from request import SamplingParams
 from tiered_cache import KVTierConfig
-from window_attention import WindowBackend
 
 GRAPHS = dict(emulate_graphs=True, max_model_len=100)
 
@@ -132,7 +131,7 @@ def test_kernels_in_an_engine(chunks: bool | int, device: torch.device) -> None:
     how = dict(attention_backend="triton", chunked_prefill=chunks, block_size=4, num_blocks=60)
     engine = checked_engine(load_model(oracle.path, torch.float32, device), max_num_seqs=2, **how)
     serve(engine, oracle, [1, 2], 3)
-    assert isinstance(paged_runner(engine).backend, WindowBackend | TritonAttentionBackend)
+    assert isinstance(paged_runner(engine).backend, TritonAttentionBackend)
 
 
 def test_the_tokenizers_own_eos_ends_a_text_like_those_of_the_files(

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from common.engine_config import EngineConfig
-from kernel_launch import DEFAULT_ARCHITECTURE, Launch
+from kernel_launch import Launch
 from workshop.measure.bench.random_weights import QWEN3_0_6B, shape_of
 from workshop.measure.launch_configurations import attention_shape, launch_configurations
 
@@ -61,7 +61,7 @@ class Resources:
     inexact: str = ""  # an inexact operation, where none is allowed
 
     def complaints(self) -> list[str]:
-        is_main = self.architecture == DEFAULT_ARCHITECTURE and self.kind != "float32"
+        is_main = self.architecture == 90 and self.kind != "float32"
         needs_cores = self.has_product and self.kind != "float32"
         few, room = FEW_BYTES * (not is_main), SHARED_BYTES[self.architecture]
         found = {
@@ -112,11 +112,10 @@ def compile_launch(launch: Launch, family: str, kind: str, architecture: int) ->
     )
 
 
-def launches_of(family: str, kind: str, architecture: int) -> list[Launch]:
+def launches_of(family: str, kind: str) -> list[Launch]:
     """An engine's launches."""
     model = FAMILIES[family]
     shape = attention_shape(model, ENGINE, getattr(torch, kind))
-    shape = shape._replace(architecture=architecture)
     return launch_configurations(model, ENGINE, shape, _WINDOWS.get(family, (None,)))
 
 
@@ -125,7 +124,7 @@ def compile_all(every: int = 1) -> list[Resources]:
     first of each kernel, family, dtype and architecture."""
     launches: dict[str, tuple[Launch, str, str, int]] = {}
     for family, kind, architecture in WANTED:
-        for launch in launches_of(family, kind, architecture):
+        for launch in launches_of(family, kind):
             name = f"{launch.kernel.__name__} {architecture} {launch}"
             launches.setdefault(name, (launch, family, kind, architecture))
     known: set[object] = set()

@@ -68,7 +68,7 @@ def launched(monkeypatch) -> list[tuple[str, str]]:
 def must_be_listed(launched, *models, engine: EngineConfig, dtype=torch.float32) -> None:
     known = set()
     for model in models:
-        shape = attention_shape(model.config, engine, dtype)._replace(is_interpreted=True)
+        shape = attention_shape(model.config, engine, dtype)
         allowed = launch_configurations(model.config, engine, shape, model.groups.windows)
         known |= {identity(launch, dict(launch.arguments)) for launch in allowed}
     unknown = {kernel for kernel, key in launched if key not in known}

@@ -233,11 +233,11 @@ def kv_budget_of(of_dtype: Any, settings: dict[str, Any], available: BytesForKV)
     per_request = max_blocks(length, block_size, windows, settings["stepTokens"])
     limits = block_size, 1 << 50, length
     try:
-        budget = size_kv_cache(cache.kv_bytes_per_block, *limits, available, per_request)
+        num_blocks = size_kv_cache(cache.kv_bytes_per_block, *limits, available, per_request)
     except ValueError as failure:
         assert "lower max_model_len" in str(failure)
         return 0, per_request
-    return budget.num_blocks, per_request
+    return num_blocks, per_request
 
 
 def test_the_floor_of_a_decode_step_is_that_of_the_gpu_report(page: Page) -> None:

@@ -1,73 +1,21 @@
-"""Counts against counting one by one, FLOPs against a model's real matrices, and the size of chunks
-on a machine with known costs."""
+"""The size of chunks on a machine with known costs."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
 import pytest
-import torch
-from hypothesis import given
-from torch.utils.flop_counter import FlopCounterMode
 
 from adaptive_chunks import AdaptiveChunks
 from bounded_loops import as_long_as
 from request import Request
-from step_cost import (
-    ModelShape,
-    StepWork,
-    count_bytes_and_flops,
-    count_work,
-)
-
-SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=5)
 
 
-@pytest.mark.net
-@given(SPANS)
-def test_pairs_are_counted_as_one_by_one(spans):
-    work = count_work([s for s, _ in spans], [n for _, n in spans])
-    pairs = {True: 0, False: 0}
-    for start, num_tokens in spans:
-        for position in range(start, start + num_tokens):
-            pairs[num_tokens == 1] += len(range(position + 1))
-    assert work.num_tokens == sum(n for _, n in spans)
-    assert (work.num_decode_pairs, work.num_chunk_pairs) == (pairs[True], pairs[False])
-    assert work.num_keys_read == sum(s + n for s, n in spans)
-
-
-def test_flops_are_those_that_torch_counts():
-    """A layer of projections and attention over a chunk with history, dense."""
-    num_heads = 4
-    num_kv_heads = 2
-    head_dim = 8
-    start = 5
-    n = 3
-    weights = [torch.randn(32, 24), *(torch.randn(24, width) for width in (32, 16, 16))]
-    with FlopCounterMode(display=False) as counter:
-        for weight in weights:
-            torch.randn(n, len(weight)) @ weight
-        for position in range(start, start + n):  # what a kernel has to do
-            for _ in range(num_heads):
-                q = torch.randn(1, head_dim)
-                k = torch.randn(head_dim, position + 1)
-                (q @ k) @ torch.randn(position + 1, head_dim)
-    num_weights = sum(weight.numel() for weight in weights)
-    shape = ModelShape(num_weights, 1, num_heads, num_kv_heads, head_dim, bytes_per_value=4)
-    counted = count_bytes_and_flops(count_work([start], [n]), shape)
-    assert counted.flops == counter.get_total_flops()
-    kv = 2 * num_kv_heads * head_dim * 4
-    assert counted.bytes_moved == 4 * num_weights + kv * (start + n) + kv * n
-    assert counted.flops_per_byte == counted.flops / counted.bytes_moved
-
-
-# -- the policy
-
-TRUE_COSTS = (2.0, 0.05, 0.001, 0.0002)
-
-
-def true_ms(work: StepWork) -> float:
-    c0, c1, c2, c3 = TRUE_COSTS
-    return c0 + c1 * work.num_tokens + c2 * work.num_decode_pairs + c3 * work.num_chunk_pairs
+def true_ms(starts: list[int], lens: list[int]) -> float:
+    """2 ms a step, 0.05 a token, 0.001 or 0.0002 a pair of query and key, of decodes or chunks."""
+    ms = 2.0
+    for start, num_tokens in zip(starts, lens, strict=True):
+        num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        ms += 0.05 * num_tokens + (0.001 if num_tokens == 1 else 0.0002) * num_pairs
+    return ms
 
 
 def num_known_after(request: Request) -> int:
@@ -95,7 +43,7 @@ def prefill_alone(policy: AdaptiveChunks, num_prompt: int, num_decodes: int = 0)
         policy.begin_step(decodes, num_known_after)
         n = policy.num_tokens_to_schedule(request, num_prompt - start, 4096 - num_decodes, 4096)
         starts, lens = [299] * num_decodes + [start], [1] * num_decodes + [n]
-        times.append(true_ms(count_work(starts, lens)))
+        times.append(true_ms(starts, lens))
         policy.observe_step(starts, lens, times[-1])
         start += n
     return times
