@@ -32,7 +32,7 @@ from block_pool import Block
 from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
-from request import Request, check_integers, require
+from request import check_integers, require
 from request_chain import Link, root_keys
 from store_connector import StoreConnector
 
@@ -120,9 +120,6 @@ class TieredCache(StoreConnector):
     def num_loaded_blocks(self) -> Mapping[str, int]:
         num_from_disk = 0 if self.disk is None else self.disk.num_read
         return {"host": self.host.num_read, "disk": num_from_disk}
-
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Nothing to do: blocks are copied down when the device evicts them."""
 
     def close(self) -> None:
         """A named folder stays, for the next engine. Can be called again."""
