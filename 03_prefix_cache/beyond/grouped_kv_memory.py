@@ -47,7 +47,7 @@ from block_pool import NULL_BLOCK_ID, Block, BlockPool
 from grouped_prefix_cache import GroupedPrefixCache
 from kv_cache_manager import BlockTable
 from kv_memory import ComputedBlocks, UncachedKVCacheManager
-from request import Request, check_integers
+from request import Request
 from request_chain import Link, RequestChains
 from scheduler_interface import BlockTableUpdate
 
@@ -150,7 +150,6 @@ class GroupedKVMemory(UncachedKVCacheManager):
         has_cache: bool = False,
     ) -> None:
         super().__init__(pool, block_size)
-        check_integers(1, max_step_tokens=max_step_tokens)
         self.windows = windows
         self.max_step_tokens = max_step_tokens
         self.cache = GroupedPrefixCache(pool, block_size, windows) if has_cache else None

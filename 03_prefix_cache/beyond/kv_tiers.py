@@ -127,12 +127,11 @@ class DiskTier(HostTier):
         # Other files are the user's.
         files = [file for file in self.folder.iterdir() if _BLOCK_FILE.fullmatch(file.name)]
         files.sort(key=lambda file: file.stat().st_mtime_ns)
-        for number, file in enumerate(files, 1 - len(files)):
-            link: Link = (bytes.fromhex(file.stem), ())
-            if number > -max_blocks:
-                self._kept[link[0]] = link, b""
-            else:
-                self._erase(link)
+        for file in files[:-max_blocks]:
+            file.unlink(missing_ok=True)
+        for file in files[-max_blocks:]:
+            block_hash = bytes.fromhex(file.stem)
+            self._kept[block_hash] = (block_hash, ()), b""
 
     def _file(self, link: Link) -> Path:
         return self.folder / f"{link[0].hex()}.kv"

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from block_pool import Block
-from kv_connector import KVBlockIO
 from kv_tiers import DiskTier, HostTier
 from prefix_cache_local import compute_block_hash
 from request import check_integers, require
@@ -62,26 +61,22 @@ class KVTierConfig:
 
 
 class TieredCache(StoreConnector):
-    """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`."""
+    """Host and disk tiers: the listener of a `PrefixCache`, and a `KVConnector`. Raises `OSError`
+    if the folder cannot be made."""
 
     def __init__(self, config: KVTierConfig) -> None:
         self.config = config
         self.disk: DiskTier | None = None
-        self.host = HostTier(config.host_blocks)
-        super().__init__(self.host, config.load_timeout_s)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if config.disk_blocks:
+            folder = config.disk_path
+            if folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="kv-tier-")
+                folder = self._temporary.name
+            self.disk = DiskTier(folder, config.disk_blocks)
+        self.host = HostTier(config.host_blocks, self.disk)
+        super().__init__(self.host, config.load_timeout_s)
         self._link_of: dict[int, Link] = {}  # of every cached block on the device
-
-    def bind(self, io: KVBlockIO, block_size: int, namespace: Sequence[tuple[str, str]]) -> None:
-        """Raises `OSError` if the folder cannot be made."""
-        super().bind(io, block_size, namespace)
-        if not self.config.disk_blocks:
-            return
-        folder = self.config.disk_path
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="kv-tier-")
-            folder = self._temporary.name
-        self.disk = self.host.below = DiskTier(folder, self.config.disk_blocks)
 
     # -- down: notifications of the device's cache
 
