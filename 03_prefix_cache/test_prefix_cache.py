@@ -228,12 +228,14 @@ def test_hit_rate_is_tokens_hit_over_tokens_looked_up(make_cache):
 
 def test_a_reader_sees_whether_anything_has_changed(make_cache):
     rig = Rig(make_cache, 12, 4)
+    held = []
     seen = []
     for change in (
         lambda: rig.warm("ABCD"),
         lambda: rig.warm("ABX"),
         lambda: rig.cache.match_prefix(rig.spell("AB")),
-        lambda: rig.hold("AB"),
+        lambda: held.extend(rig.hold("AB")),
+        lambda: rig.cache.release(held),
         lambda: rig.cache.evict(1),
         rig.cache.clear,
     ):
