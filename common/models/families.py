@@ -22,6 +22,7 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -99,14 +100,12 @@ REFUSAL_REASONS: dict[str, str] = {
 }
 
 # Parts of field names for features that this decoder does not have.
-_UNSUPPORTED = (
-    "expert", "moe", "rout", "topk", "scoring", "n_group", "dense_replace", "quantization",
-    "softcap", "vision", "audio", "text_config", "multiplier",
-    "cross_attention", "alibi", "clip_qkv", "logits_scaling", "logit_scale", "no_rope_layer",
-    "dual_chunk", "nextn", "mrope", "parallel_residual", "attention_chunk_size",
-    "bidirectional", "pruned_heads", "is_encoder_decoder", "relative_attention",
-    "chunk_size_feed_forward", "output_gate",
-)  # fmt: skip
+_UNSUPPORTED = re.compile(
+    "expert|moe|rout|topk|scoring|n_group|dense_replace|quantization|softcap|vision|audio|"
+    "text_config|multiplier|cross_attention|alibi|clip_qkv|logits_scaling|logit_scale|"
+    "no_rope_layer|dual_chunk|nextn|mrope|parallel_residual|attention_chunk_size|bidirectional|"
+    "pruned_heads|is_encoder_decoder|relative_attention|chunk_size_feed_forward|output_gate"
+)
 # Fields whose feature the decoder has, in families that have the field.
 _OF_SOME = {"attention_bias", "mlp_bias", "sliding_window"}
 _NEUTRAL = (None, False, 0, 1, [], {}, "")
@@ -165,15 +164,11 @@ def refuse_unsupported(fields: dict[str, Any], family: Family, known: Collection
         # A cap of 1 caps; other numbers of 0 and 1 change nothing.
         neutral = (None,) if "softcap" in name else _NEUTRAL
         is_asked_for = value is True or value not in neutral
-        if is_asked_for and _is_unsupported(name) and name not in family.reads:
+        if is_asked_for and _UNSUPPORTED.search(name) and name not in family.reads:
             allowed = "absent, null, false, 0 or 1" if neutral is _NEUTRAL else "absent or null"
             raise refused(name, value, f"be {allowed}, because this decoder has no such feature")
     ignored = fields.keys() - known - _OF_SOME
     if family.has_qk_norm:
         ignored -= {"use_qk_norm"}  # its layers norm anyway
-    if unknown := [n for n in sorted(ignored) if n[0] != "_" and not _is_unsupported(n)]:
+    if unknown := [n for n in sorted(ignored) if n[0] != "_" and not _UNSUPPORTED.search(n)]:
         logger.warning("ignoring unknown fields of config.json: %s", ", ".join(unknown))
-
-
-def _is_unsupported(name: str) -> bool:
-    return any(part in name for part in _UNSUPPORTED)

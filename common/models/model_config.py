@@ -14,10 +14,11 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from common.models.experts.expert_config import ExpertsConfig
 from common.models.families import (
     FAMILIES,
     OLD_NAMES,
@@ -29,9 +30,6 @@ from common.models.families import (
 from common.models.layer_groups import Window
 from common.models.rotary import RopeParameters
 from request import check_integers
-
-if TYPE_CHECKING:
-    from common.models.experts.expert_config import ExpertsConfig
 
 # The key in `ComposedBatch.staged` of the object that scores the hidden states of all tokens.
 SCORED = "prompt_logprobs"

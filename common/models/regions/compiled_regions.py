@@ -17,16 +17,13 @@ from __future__ import annotations
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from common.models.model import DecoderModel
 from common.models.regions.regions import FusedRegions, Regions
 from cpp_library import SCALARS, load_library, try_to_compile
-
-if TYPE_CHECKING:
-    from common.models.model import DecoderModel
-    from paged_attention import AttentionPlan
+from paged_attention import AttentionPlan
 
 
 class CompiledRegions(FusedRegions):

@@ -10,16 +10,13 @@ See common/README.md#which-models"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from common.models.linear import Linear
 from common.models.rotary import rotary_factors, rotate
-
-if TYPE_CHECKING:
-    from common.models.linear import Linear
-    from paged_attention import AttentionPlan
+from paged_attention import AttentionPlan
 
 
 def rms_norm(
